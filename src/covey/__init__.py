@@ -1,0 +1,1 @@
+"""covey: reinforcement learning by comparing each attempt with its siblings, or with a critic."""

@@ -1,0 +1,63 @@
+"""What the training loop expects of the parts that are handed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from covey.data.types import Batch, Evaluation, Group, Start
+
+
+class Task(Protocol):
+    """Where rollouts begin. Draws are a function of their arguments alone, so a resumed run repeats them."""
+
+    def draw(self, seed: int, step: int, count: int) -> list[Start]:
+        """`count` training starts of one step."""
+
+    def held_out(self, count: int) -> list[Start]:
+        """`count` starts that training never sees."""
+
+
+class Sampler(Protocol):
+    """Rolls the policy out."""
+
+    def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
+        """`group_size` rollouts from each start. Randomness depends on (seed, step, start, rollout, position)."""
+
+    def refresh(self, version: int) -> None:
+        """Take over the policy's weights; later rollouts carry `version`."""
+
+
+class Grader(Protocol):
+    """Fills in `reward`, `reward_parts` and `score` of every rollout."""
+
+    def grade(self, groups: list[Group]) -> list[Group]:
+        """The same groups, graded. A rollout whose grading failed keeps `reward` None."""
+
+
+class Policy(Protocol):
+    """A trainable policy."""
+
+    module: nn.Module
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Log-probability and entropy of every decision, with gradients where they are enabled."""
+
+    def microbatches(self, batch: Batch) -> Iterator[Tensor]:
+        """Row indices, in pieces small enough for one backward; every row exactly once."""
+
+
+class RunStore(Protocol):
+    """Keeps what happened in a step on disk before the next one begins."""
+
+    def record(self, step: int, metrics: dict[str, float], groups: Iterable[Group]) -> None:
+        """Append one step."""
+
+
+class Checkpoints(Protocol):
+    """Keeps what a run needs to go on exactly where it stopped."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint atomically; `step` steps are complete."""

@@ -1,0 +1,113 @@
+"""The nouns of covey: what is drawn, what is done with it, and what the mathematics sees.
+
+Shape legend: B rollouts (rows), T decisions (columns), G group size, N starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class EndReason(StrEnum):
+    """Why a rollout ended. Only the first two are ends of the episode itself."""
+
+    STOP = "stop"  # the policy sampled an end token
+    TERMINATED = "terminated"  # the environment reached a terminal state
+    LENGTH = "length"  # the token limit cut a completion
+    TRUNCATED = "truncated"  # a time limit cut an episode
+
+    @property
+    def is_final(self) -> bool:
+        """True where the episode is over, so that no value may be bootstrapped."""
+        return self in (EndReason.STOP, EndReason.TERMINATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the rollouts of one group begin.
+
+    >>> Start(index=3, prompt=[{"role": "user", "content": "What is 2 + 2?"}], columns={"answer": "4"})
+    """
+
+    index: int  # position of the start within its step; with the step it names the group
+    prompt: Any  # a string or chat messages; an environment seed in control
+    columns: Mapping[str, Any] = field(default_factory=dict)  # what the rewards may look at
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One attempt: the decisions taken from a start, how likely each was, and what they earned."""
+
+    context: Any  # what the policy saw before the first decision: the prompt's token ids
+    actions: Sequence[int]  # token ids, the end token included
+    behavior_logprobs: Sequence[float]  # log-probability of each action when it was sampled
+    end: EndReason
+    text: str = ""  # the completion as the rewards read it
+    reward: float | None = None  # None: the grader failed, the rollout leaves its group
+    reward_parts: dict[str, float | None] = field(default_factory=dict)
+    score: float | None = None  # what evaluation averages: 1 right, 0 wrong; a return in control
+    version: int = 0  # of the weights that made it
+
+
+@dataclass(slots=True)
+class Group:
+    """Rollouts from one start; they are compared with each other and with nothing else."""
+
+    start: Start
+    rollouts: list[Rollout]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Padded decisions of one training step; the only thing the mathematics ever sees.
+
+    A row is one rollout and never crosses the end of an episode, a column is one decision.
+    Columns where `mask_BT` is False (padding, tool output) take part in nothing.
+    """
+
+    context: tuple[Any, ...]  # one per row, opaque to the mathematics
+    actions_BT: Tensor  # int64
+    mask_BT: Tensor  # bool, True where the policy decided
+    behavior_logprobs_BT: Tensor  # float32, by the sampler
+    reward_B: Tensor  # float32; 0 where `valid_B` is False
+    valid_B: Tensor  # bool, False where grading failed: the row leaves its group
+    truncated_B: Tensor  # bool, True where a limit cut the rollout
+    group_B: Tensor  # int64, rows of one group share a number
+    advantages_BT: Tensor | None = None
+    reference_logprobs_BT: Tensor | None = None  # NaN on rows the reference did not evaluate
+    proximal_logprobs_BT: Tensor | None = None  # the old policy's, by the trainer
+
+    def __len__(self) -> int:
+        return int(self.mask_BT.shape[0])
+
+    def select(self, rows: Tensor) -> Batch:
+        """The rows named by an int64 index, with trailing columns nobody decided cut off."""
+        mask_BT = self.mask_BT[rows]
+        decided_T = mask_BT.any(dim=0).nonzero()
+        width = int(decided_T[-1]) + 1 if len(decided_T) else 1
+        picked: dict[str, Any] = {"context": tuple(self.context[i] for i in rows.tolist())}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                value = value[rows]
+                picked[item.name] = value[:, :width] if value.dim() > 1 else value
+        return replace(self, **picked)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on `device`."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """What a policy says of a batch's decisions: the current log-probabilities and entropies, in nats."""
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
