@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class ConfigError(ValueError):
+    """A mistake of the user's, told in one line that names the fix."""
+
+
 def option(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
     """A config field with its help text and, where there are few, the values it may take."""
     metadata = {"help": text, "choices": choices}
