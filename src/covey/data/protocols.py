@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -49,11 +49,11 @@ class Policy(Protocol):
         """Row indices, in pieces small enough for one backward; every row exactly once."""
 
 
-class RunStore(Protocol):
-    """Keeps what happened in a step on disk before the next one begins."""
+class Observer(Protocol):
+    """Is told what happened in a step before the next one begins: the run store on disk, the live display."""
 
-    def record(self, step: int, metrics: dict[str, float], groups: Iterable[Group]) -> None:
-        """Append one step."""
+    def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """One finished step; `step` counts from 1."""
 
 
 class Checkpoints(Protocol):
