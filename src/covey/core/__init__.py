@@ -1,0 +1,1 @@
+"""Pure tensor mathematics: advantages, ratios, surrogates, KL, aggregation, schedules. Imports torch only."""

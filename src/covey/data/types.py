@@ -82,6 +82,7 @@ class Batch:
     advantages_BT: Tensor | None = None
     reference_logprobs_BT: Tensor | None = None  # NaN on rows the reference did not evaluate
     proximal_logprobs_BT: Tensor | None = None  # the old policy's, by the trainer
+    weights_BT: Tensor | None = None  # what each decision counts in the loss
 
     def __len__(self) -> int:
         return int(self.mask_BT.shape[0])

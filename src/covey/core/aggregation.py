@@ -1,0 +1,68 @@
+"""How the losses of single decisions are averaged, as weights.
+
+The loss of a training step is (weights_BT * loss_BT).sum(). The weights are computed once, from the mask of all
+decisions of the step and from global counts; cutting the step into minibatches, microbatches or ranks afterwards cannot
+change what they add up to. Shapes: B rollouts, T decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Counts(NamedTuple):
+    """What a training step holds on all ranks together."""
+
+    rollouts: int  # that decided anything
+    decisions: int
+
+
+Aggregation = Callable[[Tensor, Counts], Tensor]
+
+
+def count(mask_BT: Tensor) -> Counts:
+    """The counts of one rank; with several ranks they are summed before any weight is made.
+
+    rollouts = |{i : sum_t m_{i,t} > 0}|, decisions = sum_{i,t} m_{i,t}
+    """
+    return Counts(rollouts=int(mask_BT.any(dim=1).sum()), decisions=int(mask_BT.sum()))
+
+
+def sequence_mean(mask_BT: Tensor, counts: Counts) -> Tensor:
+    """Mean over a rollout's decisions, then over rollouts: w_{i,t} = 1 / (B |o_i|). DeepSeekMath eq. 3.
+
+    Args:
+        mask_BT: decisions that count, bool.
+        counts: of the whole training step.
+
+    Returns:
+        weights_BT, 0 where undecided.
+    """
+    length_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    return mask_BT / (length_B1 * max(counts.rollouts, 1))
+
+
+def token_mean(mask_BT: Tensor, counts: Counts) -> Tensor:
+    """Mean over all decisions of the step: w_{i,t} = 1 / sum_i |o_i|. DAPO (arXiv 2503.14476), eq. 8.
+
+    Arguments and return as in `sequence_mean`.
+    """
+    return mask_BT / float(max(counts.decisions, 1))
+
+
+def constant_length(length: int) -> Aggregation:
+    """Sum over a rollout's decisions divided by a constant, then mean over rollouts: w_{i,t} = 1 / (B length).
+
+    Dr.GRPO (arXiv 2503.20783), section 3.2: long and short rollouts weigh the same per decision.
+
+    Args:
+        length: usually the token limit, in decisions.
+    """
+
+    def aggregate(mask_BT: Tensor, counts: Counts) -> Tensor:
+        return mask_BT / float(max(counts.rollouts, 1) * length)
+
+    return aggregate

@@ -1,0 +1,57 @@
+"""Estimators of KL(pi || reference) at the decisions that pi sampled.
+
+Shapes: B rollouts, T decisions, V actions. With x = reference(o) / pi(o) and o drawn from pi, k1 and k3 are unbiased;
+k2 is not, but its gradient's expectation is that of the KL. Source: J. Schulman, 'Approximating KL divergence' (2020).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from covey.core.ratios import LOG_RATIO_LIMIT
+
+
+def k1(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
+    """-log x. Unbiased, of high variance, negative about half the time. DeepSeekMath eq. 2 puts it in the reward.
+
+    Args:
+        logprobs_BT: of the policy, in nats.
+        reference_logprobs_BT: of the reference, in nats.
+
+    Returns:
+        kl_BT, in nats.
+    """
+    return -_log_x(logprobs_BT, reference_logprobs_BT)
+
+
+def k2(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
+    """(log x)^2 / 2. Biased, of low variance, never negative. Arguments and return as in `k1`."""
+    return 0.5 * _log_x(logprobs_BT, reference_logprobs_BT) ** 2
+
+
+def k3(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
+    """x - log x - 1. Unbiased, of low variance, never negative, 0 only at equality. DeepSeekMath eq. 4.
+
+    Arguments and return as in `k1`.
+    """
+    log_x_BT = _log_x(logprobs_BT, reference_logprobs_BT)
+    return log_x_BT.expm1() - log_x_BT
+
+
+def exact(logprobs_BTV: Tensor, reference_logprobs_BTV: Tensor) -> Tensor:
+    """sum_a pi(a) (log pi(a) - log reference(a)), over every action. Kullback and Leibler (1951), eq. 2.5.
+
+    Args:
+        logprobs_BTV: normalised log-probabilities of every action under the policy, in nats.
+        reference_logprobs_BTV: the same under the reference.
+
+    Returns:
+        kl_BT, in nats. Actions that the policy never takes add 0.
+    """
+    probability_BTV = logprobs_BTV.exp()
+    gap_BTV = (logprobs_BTV - reference_logprobs_BTV).masked_fill(probability_BTV == 0, 0.0)
+    return (probability_BTV * gap_BTV).sum(dim=-1)
+
+
+def _log_x(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
+    return (reference_logprobs_BT - logprobs_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,0 +1,46 @@
+"""Numbers that change over a run, as functions of the step (the first step is 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+Schedule = Callable[[int], float]
+
+
+def constant(value: float, *, warmup_steps: int = 0) -> Schedule:
+    """value * min(1, step / warmup_steps): a linear warm-up (Goyal et al., arXiv 1706.02677, section 2.2), then flat."""
+
+    def schedule(step: int) -> float:
+        return value * min(1.0, step / warmup_steps) if warmup_steps else value
+
+    return schedule
+
+
+def linear(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
+    """Warm-up, then a straight line: value * (steps + 1 - step) / (steps + 1 - warmup_steps).
+
+    The line would reach 0 one step after the last, so that every step still learns. PPO (arXiv 1707.06347), table 5.
+    """
+
+    def schedule(step: int) -> float:
+        if step <= warmup_steps:
+            return value * step / warmup_steps
+        return value * max(0.0, steps + 1 - step) / max(1, steps + 1 - warmup_steps)
+
+    return schedule
+
+
+def cosine(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
+    """Warm-up, then value * (1 + cos(pi p)) / 2 with p the share of the remaining steps taken (arXiv 1608.03983, eq. 5).
+
+    As in `linear`, 0 would be reached one step after the last.
+    """
+
+    def schedule(step: int) -> float:
+        if step <= warmup_steps:
+            return value * step / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, steps + 1 - warmup_steps))
+        return value * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return schedule

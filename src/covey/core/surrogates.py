@@ -1,0 +1,75 @@
+"""What is minimised per decision: surrogates of the policy's expected reward.
+
+Shapes: B rollouts, T decisions. Every surrogate takes (logprobs_BT, log_ratio_BT, advantages_BT), so that an
+algorithm can swap one for another, and uses what it needs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Surrogate(NamedTuple):
+    """Loss per decision, and where a clip bound took its gradient away (bool)."""
+
+    loss_BT: Tensor
+    clipped_low_BT: Tensor
+    clipped_high_BT: Tensor
+
+
+def clipped_ratio(
+    logprobs_BT: Tensor,
+    log_ratio_BT: Tensor,
+    advantages_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Surrogate:
+    """The clipped surrogate.
+
+    -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)      PPO (arXiv 1707.06347), eq. 7; asymmetric: DAPO
+    (arXiv 2503.14476), eq. 8. With `dual_clip` c > 1, the loss of a negative advantage is at most -c A
+    (arXiv 1912.09729, eq. 5).
+
+    Args:
+        logprobs_BT: unused; the ratio carries the gradient.
+        log_ratio_BT: log rho, in nats, with gradient.
+        advantages_BT: no gradient.
+        clip_low, clip_high: how far the ratio may fall below and rise above 1.
+        dual_clip: bound on the ratio where the advantage is negative; None is off.
+
+    Returns:
+        the loss, and where the lower bound (negative advantage; `dual_clip` included) and the upper bound
+        (positive advantage) were active.
+    """
+    ratio_BT = log_ratio_BT.exp()
+    bounded_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    loss_BT = -torch.minimum(ratio_BT * advantages_BT, bounded_BT * advantages_BT)
+    low_BT = (advantages_BT < 0) & (ratio_BT < 1 - clip_low)
+    high_BT = (advantages_BT > 0) & (ratio_BT > 1 + clip_high)
+    if dual_clip is not None:
+        negative_BT = advantages_BT < 0
+        loss_BT = torch.where(negative_BT, torch.minimum(loss_BT, -dual_clip * advantages_BT), loss_BT)
+        low_BT = low_BT | (negative_BT & (ratio_BT > dual_clip))
+    return Surrogate(loss_BT, low_BT, high_BT)
+
+
+def score_function(logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Tensor) -> Surrogate:
+    """The plain policy gradient.
+
+    -A log pi(o)      REINFORCE (Williams 1992), eq. 4; its gradient is that of -rho A at rho = 1
+
+    Args:
+        logprobs_BT: in nats, with gradient.
+        log_ratio_BT: unused.
+        advantages_BT: no gradient.
+
+    Returns:
+        the loss; nothing is ever clipped.
+    """
+    nowhere_BT = torch.zeros_like(advantages_BT, dtype=torch.bool)
+    return Surrogate(-advantages_BT * logprobs_BT, nowhere_BT, nowhere_BT)

@@ -1,0 +1,194 @@
+"""The training loop. It knows neither language models nor environments: what varies is handed to it in `Parts`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+from covey.algorithms import Algorithm
+from covey.config import RunError
+from covey.core.schedules import Schedule
+from covey.data import Checkpoints, Grader, Group, Observer, Policy, Sampler, Task, collate
+from covey.runtime.device import peak_memory_bytes
+from covey.runtime.optimizer import MasterAdamW
+from covey.train.annotate import annotate
+from covey.train.update import UpdatePlan, update
+
+# A single bad batch is skipped; a run whose steps are all bad has broken.
+SKIPPED_STEPS_LIMIT = 5
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of."""
+
+    task: Task
+    sampler: Sampler
+    grader: Grader
+    policy: Policy
+    reference: Policy | None
+    algorithm: Algorithm
+    optimizer: MasterAdamW
+    observers: Sequence[Observer]
+    checkpoints: Checkpoints
+    evaluate: Callable[[int], dict[str, float]]  # held-out metrics after a step; empty where none is due
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of a run that the loop itself needs."""
+
+    steps: int
+    seed: int
+    prompts_per_step: int
+    group_size: int
+    plan: UpdatePlan
+    learning_rate: Schedule
+    mask_truncated: bool = False
+    checkpoint_every: int = 20
+
+
+@dataclass
+class Progress:
+    """How far a run has come; with the weights and the optimizer's state, all that a resumed run needs."""
+
+    step: int = 0
+    version: int = 0  # of the weights: one more with every update
+    tokens: int = 0  # decisions sampled so far
+    skipped_in_a_row: int = 0
+
+
+def train(parts: Parts, settings: Settings, progress: Progress, *, should_stop: Callable[[], bool]) -> None:
+    """Train until `settings.steps` or until `should_stop()`; either way a checkpoint of the last step is written.
+
+    Raises:
+        RunError: after five optimizer steps in a row with a non-finite gradient.
+    """
+    saved = progress.step
+    while progress.step < settings.steps and not should_stop():
+        metrics, groups = train_step(parts, settings, progress)
+        metrics |= parts.evaluate(progress.step)
+        for observer in parts.observers:
+            observer.record(progress.step, metrics, groups)
+        if progress.skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
+            raise RunError(
+                f"{SKIPPED_STEPS_LIMIT} updates in a row had a gradient that is not finite: lower update.learning_rate; "
+                f"the rollouts that led there are in the run folder, the last good weights in its checkpoint"
+            )
+        if progress.step % settings.checkpoint_every == 0:
+            save_checkpoint(parts, progress)
+            saved = progress.step
+    if saved != progress.step:
+        save_checkpoint(parts, progress)
+
+
+def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[dict[str, float], list[Group]]:
+    """One step: draw, sample, grade, annotate, update, refresh. Advances `progress`; returns metrics and rollouts."""
+    step = progress.step + 1
+    learning_rate = settings.learning_rate(step)
+    kl_coefficient = parts.algorithm.kl.coefficient(step)
+    clock = _Clock()
+
+    starts = parts.task.draw(settings.seed, step, settings.prompts_per_step)
+    with clock.measure("time/sample"):
+        groups = parts.sampler.sample(starts, settings.group_size, step)
+    with clock.measure("time/grade"):
+        groups = parts.grader.grade(groups)
+    metrics = describe(groups)
+    with clock.measure("time/annotate"):
+        batch, found = annotate(
+            collate(groups),
+            parts.policy,
+            parts.reference,
+            parts.algorithm,
+            kl_coefficient=kl_coefficient,
+            optimizer_steps=settings.plan.optimizer_steps,
+            mask_truncated=settings.mask_truncated,
+        )
+    with clock.measure("time/update"):
+        learned = update(
+            parts.policy,
+            parts.optimizer,
+            parts.algorithm,
+            batch,
+            settings.plan,
+            learning_rate=learning_rate,
+            kl_coefficient=kl_coefficient,
+            seed=settings.seed,
+            step=step,
+        )
+    with clock.measure("time/refresh"):
+        parts.sampler.refresh(progress.version + 1)
+
+    progress.step = step
+    progress.version += 1
+    progress.tokens += int(metrics["tokens/sampled"])
+    bad = bool(learned["update/skipped_steps"]) and not learned["update/optimizer_steps"]
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if bad else 0
+    metrics |= found | learned | {"learning_rate": learning_rate, "kl_coefficient": kl_coefficient}
+    metrics |= clock.read(metrics["tokens/sampled"])
+    return metrics, groups
+
+
+def describe(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of freshly graded rollouts: rewards, lengths, ends. Failed rollouts count in no mean of rewards."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    scores = [rollout.score for rollout in rollouts if rollout.score is not None]
+    lengths = [len(rollout.actions) for rollout in rollouts]
+    metrics = {
+        "groups/failed_rollouts": float(len(rollouts) - len(rewards)),
+        "length/mean": fmean(lengths),
+        "length/max": float(max(lengths)),
+        "length/truncated_share": fmean(not rollout.end.is_final for rollout in rollouts),
+        "tokens/sampled": float(sum(lengths)),
+    }
+    if rewards:
+        metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+    if scores:
+        metrics["score/mean"] = fmean(scores)
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            if value is not None:
+                parts.setdefault(f"reward/{name}", []).append(value)
+    return metrics | {name: fmean(values) for name, values in parts.items()}
+
+
+def save_checkpoint(parts: Parts, progress: Progress) -> None:
+    """Everything that a run needs to go on from here, bit for bit."""
+    parts.checkpoints.save(progress.step, {"progress": vars(progress), "optimizer": parts.optimizer.state_dict()})
+
+
+def load_checkpoint(parts: Parts, state: dict[str, Any]) -> Progress:
+    """Put a saved state back into the parts; returns how far it had come."""
+    progress = Progress(**state["progress"])
+    parts.optimizer.load_state_dict(state["optimizer"])
+    parts.sampler.refresh(progress.version)
+    return progress
+
+
+class _Clock:
+    """Seconds that the phases of a step took."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - began
+
+    def read(self, tokens: float) -> dict[str, float]:
+        total = time.perf_counter() - self.began
+        return self.seconds | {
+            "time/step": total,
+            "tokens_per_second": tokens / total,
+            "memory/peak_bytes": float(peak_memory_bytes()),
+        }
