@@ -1,104 +1,127 @@
-"""What a run can be told: frozen dataclasses, read from TOML and the command line.
+"""What a run can be told: frozen dataclasses and the rules that their values obey.
 
+`covey.config_reader` fills them from TOML and the command line, `covey.config_checks` refuses what cannot work.
 Importing this module loads neither torch nor transformers, so that a mistake is reported at once.
 The second argument of `option` is the field's `--help`.
 """
+# ruff: noqa: RUF009 -- `option` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+ALGORITHM_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce")
+EMBEDDED_MODELS = ("smollm2-135m",)
+
 
 class ConfigError(ValueError):
     """A mistake of the user's, told in one line that names the fix."""
 
 
-def option(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """A config field with its help text and, where there are few, the values it may take."""
-    metadata = {"help": text, "choices": choices}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+class RunError(RuntimeError):
+    """A run that cannot go on, told in one line; what was learned so far is in its run folder."""
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A config field: its default, its help text and the values it may take.
+
+    `least` and `most` are allowed themselves, `above` and `below` are not. In a list they hold for every item.
+    """
+    limits = {"least": least, "most": most, "above": above, "below": below}
+    return field(default=default, metadata={"help": text, "choices": choices, "limits": limits})
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    prompts_per_step: int = option(16, "prompts drawn for every training step")
-    group_size: int = option(16, "rollouts from each prompt; they are compared with each other")
-    max_new_tokens: int = option(64, "longest completion, in tokens, the end token included")
-    temperature: float = option(1.0, "divides the logits while sampling and in the log-probabilities")
+    prompts_per_step: int = option(16, "prompts drawn for every training step", least=1)
+    group_size: int = option(16, "rollouts from each prompt; they are compared with each other", least=2)
+    max_new_tokens: int = option(64, "longest completion, in tokens, the end token included", least=1)
+    temperature: float = option(1.0, "divides the logits while sampling and in the log-probabilities", above=0)
     top_p: float = option(1.0, "must stay 1.0 while training: cutting the tail biases the ratio")
     top_k: int = option(0, "must stay 0 while training: cutting the tail biases the ratio")
-    rows_at_once: int = option(0, "rollouts decoded together; 0 chooses by memory")
+    rows_at_once: int = option(0, "rollouts decoded together; 0 chooses by memory", least=0)
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """Fields left at None take the algorithm's own default."""
 
-    clip_low: float | None = option(None, "the ratio is clipped below at 1 - clip_low")
-    clip_high: float | None = option(None, "the ratio is clipped above at 1 + clip_high")
-    dual_clip: float | None = option(None, "bound on the loss of negative advantages (above 1); unset is off")
-    kl_coefficient: float | None = option(None, "weight of the KL to the reference model; 0 only watches it")
+    clip_low: float | None = option(None, "the ratio is clipped below at 1 - clip_low", above=0, most=1)
+    clip_high: float | None = option(None, "the ratio is clipped above at 1 + clip_high", above=0)
+    dual_clip: float | None = option(None, "bound on the loss of negative advantages (above 1); unset is off", above=1)
+    kl_coefficient: float | None = option(None, "weight of the KL to the reference model; 0 only watches it", least=0)
     kl_estimator: str | None = option(None, "estimator of that KL", choices=("k1", "k2", "k3"))
-    kl_warmup_steps: int = option(0, "steps over which the KL coefficient rises from 0")
+    kl_warmup_steps: int = option(0, "steps over which the KL coefficient rises from 0", least=0)
     mask_truncated: bool = option(False, "leave completions cut by the token limit out of the loss")
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    learning_rate: float = option(1e-5, "peak learning rate of AdamW")
+    learning_rate: float = option(1e-5, "peak learning rate of AdamW", above=0)
     schedule: str = option("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = option(0, "steps over which the learning rate rises from 0")
-    weight_decay: float = option(0.0, "AdamW's decoupled weight decay")
-    beta1: float = option(0.9, "AdamW's decay of the mean gradient")
-    beta2: float = option(0.999, "AdamW's decay of the mean squared gradient")
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm")
-    epochs: int = option(1, "passes over the rollouts of a step")
-    minibatches: int = option(1, "optimizer steps per pass; the prompts of a step are split evenly")
-    microbatch_tokens: int = option(4096, "tokens in one backward pass; less memory when smaller, same gradient")
+    warmup_steps: int = option(0, "steps over which the learning rate rises from 0", least=0)
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", least=0)
+    beta1: float = option(0.9, "AdamW's decay of the mean gradient", least=0, below=1)
+    beta2: float = option(0.999, "AdamW's decay of the mean squared gradient", least=0, below=1)
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
+    epochs: int = option(1, "passes over the rollouts of a step", least=1)
+    minibatches: int = option(1, "optimizer steps per pass; the prompts of a step are split evenly", least=1)
+    microbatch_tokens: int = option(
+        4096, "tokens in one backward pass; less memory when smaller, same gradient", least=1
+    )
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    problems: int = option(256, "held-out problems, answered greedily before and after training")
-    every: int = option(0, "also evaluate every so many steps; 0 is only before and after")
-    max_new_tokens: tuple[int, ...] = option((), "token limits to report; empty is the training's own limit")
+    problems: int = option(256, "held-out problems, answered greedily before and after training", least=1)
+    every: int = option(0, "also evaluate every so many steps; 0 is only before and after", least=0)
+    max_new_tokens: tuple[int, ...] = option((), "token limits to report; empty is the training's own limit", least=1)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = option(20, "steps between checkpoints")
-    keep: int = option(2, "checkpoints kept, at least 2")
+    every: int = option(20, "steps between checkpoints", least=1)
+    keep: int = option(2, "checkpoints kept, at least 2", least=2)
 
 
 @dataclass(frozen=True)
 class ArithmeticConfig:
-    digits: tuple[int, ...] = option((2,), "digits of an operand, drawn evenly from this list")
-    operators: tuple[str, ...] = option(("+", "-"), "drawn evenly from this list of + - *")
-    terms: tuple[int, ...] = option((2,), "numbers in an expression, drawn evenly from this list")
+    digits: tuple[int, ...] = option((2,), "digits of an operand, drawn evenly from this list", least=1, most=12)
+    operators: tuple[str, ...] = option(("+", "-"), "drawn evenly from this list of + - *", choices=("+", "-", "*"))
+    terms: tuple[int, ...] = option((2,), "numbers in an expression, drawn evenly from this list", least=2)
     instruction: str = option("Reply with the number only.", "sentence added to the question")
 
 
 @dataclass(frozen=True)
 class CountdownConfig:
-    numbers: int = option(3, "how many numbers are given")
-    largest: int = option(20, "largest given number")
-    operators: tuple[str, ...] = option(("+", "-", "*"), "operators that a solution may use")
+    numbers: int = option(3, "how many numbers are given", least=2, most=6)
+    largest: int = option(20, "largest given number", least=2)
+    operators: tuple[str, ...] = option(("+", "-", "*"), "operators that a solution may use", choices=("+", "-", "*"))
 
 
 @dataclass(frozen=True)
 class WordProblemsConfig:
-    steps: tuple[int, ...] = option((2,), "reasoning steps of a problem, drawn evenly from this list (1 to 4)")
-    largest: int = option(20, "largest number in a problem")
+    steps: tuple[int, ...] = option(
+        (2,), "reasoning steps of a problem, drawn evenly from this list (1 to 4)", least=1, most=4
+    )
+    largest: int = option(20, "largest number in a problem", least=2)
 
 
 @dataclass(frozen=True)
 class JsonlConfig:
     path: str = option("", "JSONL file; each line has a 'prompt' (string or chat messages) and any other columns")
     held_out_path: str = option("", "JSONL file of held-out prompts; empty takes held_out_share of `path`")
-    held_out_share: float = option(0.1, "share of lines kept from training for evaluation")
+    held_out_share: float = option(0.1, "share of lines kept from training for evaluation", above=0, below=1)
 
 
 TASK_CONFIGS: dict[str, type] = {
@@ -116,7 +139,7 @@ class RewardConfig:
     weight: float = option(1.0, "weight in the sum of rewards")
     pattern: str = option("", "regular expression of the format reward, matched against the whole completion")
     answer_column: str = option("answer", "column that holds the right answer")
-    timeout_seconds: float = option(10.0, "a call of your own function that takes longer has failed")
+    timeout_seconds: float = option(10.0, "a call of your own function that takes longer has failed", above=0)
     score: bool = option(False, "this reward (1 = right) is what evaluation counts; default: the first")
 
 
@@ -126,14 +149,14 @@ class RunConfig:
 
     task: Any = option(None, "[task] table: name = arithmetic, countdown, word_problems or jsonl, and its fields")
     model: str = option("smollm2-135m", "smollm2-135m (embedded), a Hugging Face folder, a hub name, or a .gguf file")
-    algorithm: str = option("grpo", "grpo, dr_grpo, rloo or reinforce")
-    steps: int = option(100, "training steps")
-    seed: int = option(0, "names the run's random choices")
+    algorithm: str = option("grpo", "how rollouts are compared and the policy moved", choices=ALGORITHM_NAMES)
+    steps: int = option(100, "training steps", least=1)
+    seed: int = option(0, "names the run's random choices", least=0)
     run_dir: str = option("", "folder of the run; empty is runs/<recipe>-<number>")
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     precision: str = option("auto", "of products: bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32"))
-    threads: int = option(0, "CPU threads; 0 is every core")
-    show_rollouts_every: int = option(10, "steps between printed sample rollouts; 0 is never")
+    threads: int = option(0, "CPU threads; 0 is every core", least=0)
+    show_rollouts_every: int = option(10, "steps between printed sample rollouts; 0 is never", least=0)
     rewards: tuple[RewardConfig, ...] = option((), "[[rewards]] tables; empty is the task's own reward")
     sampling: SamplingConfig = option(SamplingConfig(), "[sampling] table")
     loss: LossConfig = option(LossConfig(), "[loss] table")

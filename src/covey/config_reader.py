@@ -1,0 +1,319 @@
+"""Recipes: TOML and command-line overrides to a RunConfig, and back to TOML."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from covey.config import TASK_CONFIGS, ConfigError, RewardConfig, RunConfig
+from covey.config_checks import describe_type, did_you_mean, did_you_mean_file, plain_type, validate
+
+PACKAGED_RECIPES = Path(__file__).parent / "recipes"
+SECTIONS: dict[str, Any] = {name: hint for name, hint in get_type_hints(RunConfig).items() if is_dataclass(hint)}
+
+
+@dataclass(frozen=True)
+class FieldHelp:
+    """What `--help` says of one field."""
+
+    section: str  # '' at the top level, 'sampling', 'task (arithmetic)', 'rewards'
+    name: str
+    type: str  # in words
+    default: str  # as TOML writes it; '' where unset
+    text: str
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """A recipe file, or the name of a packaged one, with `--field value` overrides, checked.
+
+    A field is named by its dotted name (`--sampling.group_size 8`) or, where only one table has it, by its last part
+    (`--group-size 8`); dashes and underscores are the same. Lists are written with commas: `--digits 1,2`.
+    `--task NAME` changes the task and drops the recipe's fields of the other one.
+
+    Raises:
+        ConfigError: one line that names the mistake and the fix.
+    """
+    path = find_recipe(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    apply_overrides(tables, split_overrides(overrides))
+    config = config_from_dict(tables)
+    validate(config)
+    return config
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """The file of a recipe given as a path or as the name of a packaged one.
+
+    Raises:
+        ConfigError: if there is neither; lists the packaged recipes.
+    """
+    path = Path(recipe).expanduser()
+    packaged = PACKAGED_RECIPES / f"{recipe}.toml"
+    if path.is_file():
+        return path
+    if path.suffix != ".toml" and len(path.parts) == 1 and packaged.is_file():
+        return packaged
+    if path.is_dir():
+        raise ConfigError(f"{recipe} is a folder; name a recipe file, or continue a run with: covey train --resume")
+    names = sorted(file.stem for file in PACKAGED_RECIPES.glob("*.toml"))
+    near = did_you_mean(str(recipe), names) or did_you_mean_file(path)
+    raise ConfigError(f"there is no recipe {recipe}{near}; packaged recipes: {', '.join(names) or 'none'}")
+
+
+def split_overrides(tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """['--steps', '5', '--seed=1'] as [('steps', '5'), ('seed', '1')]. A value may begin with a minus."""
+    pairs, position = [], 0
+    while position < len(tokens):
+        token = tokens[position]
+        if not token.startswith("--") or token == "--":
+            raise ConfigError(f"unexpected argument {token!r}: fields are given as --field value")
+        name, equals, value = token[2:].partition("=")
+        if not equals:
+            position += 1
+            if position == len(tokens):
+                raise ConfigError(f"{token} needs a value")
+            value = tokens[position]
+        pairs.append((name, value))
+        position += 1
+    return pairs
+
+
+def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> None:
+    """Write command-line values into a recipe's tables, in place.
+
+    Raises:
+        ConfigError: for a field that does not exist, is ambiguous, or whose value cannot be read as its type.
+    """
+    pairs = [(name.replace("-", "_"), value) for name, value in pairs]
+    task = tables.setdefault("task", {})
+    if not isinstance(task, dict):
+        raise ConfigError('task must be a table: [task] with name = "arithmetic" below it')
+    for name, value in pairs:
+        if name in ("task", "task.name") and task.get("name") != value:
+            task.clear()
+            task["name"] = value
+    hints = _known_fields(task)
+    for name, value in pairs:
+        if name in ("task", "task.name"):
+            continue
+        dotted = _resolve(name, hints, str(task.get("name", "")))
+        section, _, leaf = dotted.rpartition(".")
+        table = tables.setdefault(section, {}) if section else tables
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} must be a table: write [{section}] and its fields below it")
+        table[leaf] = parse_value(value, hints[dotted], f"--{name}".replace("_", "-"))
+
+
+def parse_value(text: str, hint: Any, where: str) -> Any:
+    """A command-line value as the type of its field; 'none' unsets a field that may be unset.
+
+    Raises:
+        ConfigError: if the text cannot be read as that type.
+    """
+    kind, is_list, optional = plain_type(hint)
+    if optional and text.lower() == "none":
+        return None
+    try:
+        if is_list:
+            return [_parse_single(part.strip(), kind) for part in text.split(",")] if text else []
+        return _parse_single(text, kind)
+    except (ValueError, KeyError):
+        hint_text = " separated by commas" if is_list else ""
+        raise ConfigError(f"{where} must be {describe_type(hint)}{hint_text} (is {text!r})") from None
+
+
+def _parse_single(text: str, kind: type) -> Any:
+    return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+
+
+def _known_fields(task: dict[str, Any]) -> dict[str, Any]:
+    """Dotted name -> type hint of every field that the command line may set, with those of the chosen task."""
+    tables = {**SECTIONS, "task": TASK_CONFIGS.get(str(task.get("name")))}
+    known = {n: h for n, h in get_type_hints(RunConfig).items() if n not in (*tables, "rewards")}
+    for section, kind in tables.items():
+        if kind:
+            known.update({f"{section}.{name}": hint for name, hint in get_type_hints(kind).items()})
+    return known
+
+
+def _resolve(name: str, hints: dict[str, Any], task: str) -> str:
+    """The dotted name that a command-line name means."""
+    shown = name.replace("_", "-")
+    if name in hints:
+        return name
+    matches = [dotted for dotted in hints if dotted.rpartition(".")[2] == name]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ConfigError(
+            f"--{shown} is ambiguous: write {' or '.join(f'--{match}' for match in matches)}".replace("_", "-")
+        )
+    others = [other for other, kind in TASK_CONFIGS.items() if name in get_type_hints(kind)]
+    if others and task in TASK_CONFIGS:
+        raise ConfigError(f"--{shown} belongs to the task {others[0]}, and this run's task is {task}")
+    leaves = [dotted.rpartition(".")[2] for dotted in hints]
+    near = difflib.get_close_matches(name, [*hints, *leaves], n=1, cutoff=0.6)
+    raise ConfigError(f"unknown field --{shown}" + (f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""))
+
+
+def config_from_dict(tables: dict[str, Any]) -> RunConfig:
+    """The tables of a recipe as a RunConfig, not yet checked by `validate`.
+
+    Raises:
+        ConfigError: for an unknown field, an unknown task, or a value where a table belongs.
+    """
+    hints = get_type_hints(RunConfig)
+    _refuse_unknown(tables, hints, "at the top level")
+    values: dict[str, Any] = {}
+    for name, value in tables.items():
+        if name == "task":
+            values[name] = read_task(value)
+        elif name == "rewards":
+            if not isinstance(value, list):
+                raise ConfigError("rewards must be a list of tables: write [[rewards]] with two brackets on each side")
+            values[name] = tuple(_table(item, RewardConfig, "[[rewards]]") for item in value)
+        elif name in SECTIONS:
+            values[name] = _table(value, SECTIONS[name], f"[{name}]")
+        else:
+            values[name] = _normalise(value, hints[name], name)
+    return RunConfig(**values)
+
+
+def read_task(table: Any) -> Any:
+    """The [task] table as the config of the task that it names; None for an empty table.
+
+    Raises:
+        ConfigError: for a task that does not exist, or a field that it does not have.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError('task must be a table: [task] with name = "arithmetic" below it')
+    if not table:
+        return None
+    name = table.get("name")
+    if name not in TASK_CONFIGS:
+        wrong = f"unknown task {name!r}{did_you_mean(str(name), list(TASK_CONFIGS))}" if "name" in table else "no name"
+        raise ConfigError(f"[task]: {wrong}; tasks are {', '.join(TASK_CONFIGS)}")
+    rest = {key: value for key, value in table.items() if key != "name"}
+    return _table(rest, TASK_CONFIGS[name], f"[task] of {name}")
+
+
+def _table(table: Any, kind: type, where: str) -> Any:
+    """One table as its dataclass."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a table with fields below it (is {table!r})")
+    hints = get_type_hints(kind)
+    _refuse_unknown(table, hints, f"in {where}")
+    return kind(**{name: _normalise(value, hints[name], f"{where} {name}") for name, value in table.items()})
+
+
+def _normalise(value: Any, hint: Any, where: str) -> Any:
+    """A TOML value as Python holds it here: lists are tuples, an integer where a number belongs is a float."""
+    if isinstance(value, list):
+        return tuple(value)
+    if plain_type(hint)[0] is float and type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{where} must be a finite number (is {value})") from None
+    return value
+
+
+def _refuse_unknown(table: dict[str, Any], hints: dict[str, Any], where: str) -> None:
+    """Name the first key that does not exist, and where it may have been meant to stand."""
+    for key in table:
+        if key in hints:
+            continue
+        homes = [section for section, kind in SECTIONS.items() if key in get_type_hints(kind)]
+        if key in get_type_hints(RunConfig):
+            advice = f" ('{key}' belongs at the top, before the first [table])"
+        elif homes:
+            advice = f" ('{key}' belongs in [{homes[0]}])"
+        else:
+            advice = did_you_mean(key, list(hints))
+        raise ConfigError(f"unknown field '{key}' {where}{advice}")
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """The config as nested dicts of plain values, ready for TOML or JSON; unset fields are left out.
+
+    `config_from_dict` reads it back to an equal config.
+    """
+    tables: dict[str, Any] = _plain(config)
+    if config.task is not None:
+        tables["task"] = {"name": task_name(config.task), **_plain(config.task)}
+    return tables
+
+
+def task_name(task: Any) -> str:
+    """The name by which a recipe chooses the task of this config."""
+    return next(name for name, kind in TASK_CONFIGS.items() if kind is type(task))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        pairs = ((item.name, getattr(value, item.name)) for item in fields(value))
+        return {name: _plain(item) for name, item in pairs if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def config_to_toml(config: RunConfig) -> str:
+    """The config as TOML that reads back equal."""
+    tables = config_to_dict(config)
+    lines = [_line(name, value) for name, value in tables.items() if not isinstance(value, dict) and name != "rewards"]
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{name}]", *(_line(key, item) for key, item in value.items())]
+    for reward in tables["rewards"]:
+        lines += ["", "[[rewards]]", *(_line(key, item) for key, item in reward.items())]
+    return "\n".join(lines) + "\n"
+
+
+def write_config(config: RunConfig, path: Path) -> None:
+    """Write the resolved config as TOML; `read_recipe` reads it back equal."""
+    path.write_text(config_to_toml(config), encoding="utf-8")
+
+
+def _line(name: str, value: Any) -> str:
+    return f"{name} = {_toml(value)}"
+
+
+def _toml(value: Any) -> str:
+    """A plain value in TOML. JSON's string escapes are TOML's, but for DEL, which TOML wants escaped."""
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def describe_fields() -> list[FieldHelp]:
+    """Every field that a recipe can set: the top level first, then the tasks, the rewards and the other tables."""
+    rows = _describe(RunConfig, "")
+    for name, task in TASK_CONFIGS.items():
+        rows += _describe(task, f"task ({name})")
+    rows += _describe(RewardConfig, "rewards")
+    for name, section in SECTIONS.items():
+        rows += _describe(section, name)
+    return rows
+
+
+def _describe(kind: Any, section: str) -> list[FieldHelp]:
+    hints = get_type_hints(kind)
+    rows = []
+    for item in fields(kind):
+        if not section and item.name in (*SECTIONS, "task", "rewards"):
+            continue
+        choices = item.metadata["choices"]
+        in_words = describe_type(hints[item.name])
+        default = "" if item.default is None else _toml(_plain(item.default))
+        kind_text = " | ".join(choices) if choices and in_words == "text" else in_words
+        rows.append(FieldHelp(section, item.name, kind_text, default, item.metadata["help"]))
+    return rows
