@@ -20,12 +20,14 @@ LogRatio = Callable[[Tensor, Tensor, Tensor], Tensor]  # logprobs_BT, old_logpro
 SurrogateLoss = Callable[[Tensor, Tensor, Tensor], surrogates.Surrogate]
 KLEstimator = Callable[[Tensor, Tensor], Tensor]  # logprobs_BT, reference_logprobs_BT -> kl_BT
 
+_NEVER = schedules.constant(0.0)
+
 
 @dataclass(frozen=True)
 class KLPenalty:
     """The pull toward the reference policy: how it is estimated, how strong it is, and where it enters."""
 
-    coefficient: schedules.Schedule = schedules.constant(0.0)
+    coefficient: schedules.Schedule = _NEVER
     estimator: KLEstimator = kl.k3
     in_reward: bool = False  # subtracted from the reward, without gradient; else added to the loss
 
@@ -100,7 +102,7 @@ def dr_grpo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    kl: KLPenalty = KLPenalty(),  # noqa: B008
+    kl: KLPenalty = KLPenalty(),
 ) -> Algorithm:
     """Dr.GRPO (arXiv 2503.20783), section 3.2: no division by the group's std nor by a rollout's length, no KL."""
     return Algorithm(
@@ -114,7 +116,7 @@ def dr_grpo(
 
 
 def rloo(*, kl: KLPenalty = KLPenalty(schedules.constant(0.05), kl.k1, in_reward=True)) -> Algorithm:  # noqa: B008
-    """RLOO (arXiv 2402.14740), eq. 7: leave-one-out baseline, no clipping, k1 in the reward."""
+    """RLOO (arXiv 2402.14740), section 2: leave-one-out baseline, no clipping, k1 in the reward."""
     return Algorithm(
         name="rloo",
         outcome_advantage=advantages.leave_one_out,
@@ -125,7 +127,7 @@ def rloo(*, kl: KLPenalty = KLPenalty(schedules.constant(0.05), kl.k1, in_reward
     )
 
 
-def reinforce(*, kl: KLPenalty = KLPenalty()) -> Algorithm:  # noqa: B008
+def reinforce(*, kl: KLPenalty = KLPenalty()) -> Algorithm:
     """REINFORCE (Williams 1992) with the group's mean as its baseline."""
     return Algorithm(
         name="reinforce",

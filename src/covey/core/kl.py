@@ -39,7 +39,7 @@ def k3(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
 
 
 def exact(logprobs_BTV: Tensor, reference_logprobs_BTV: Tensor) -> Tensor:
-    """sum_a pi(a) (log pi(a) - log reference(a)), over every action. Kullback and Leibler (1951), eq. 2.5.
+    """sum_a pi(a) (log pi(a) - log reference(a)), over every action. Kullback and Leibler (1951), section 2.
 
     Args:
         logprobs_BTV: normalised log-probabilities of every action under the policy, in nats.

@@ -9,7 +9,7 @@ Schedule = Callable[[int], float]
 
 
 def constant(value: float, *, warmup_steps: int = 0) -> Schedule:
-    """value * min(1, step / warmup_steps): a linear warm-up (Goyal et al., arXiv 1706.02677, section 2.2), then flat."""
+    """value * min(1, step / warmup_steps): a linear warm-up (arXiv 1706.02677, section 2.2), then flat."""
 
     def schedule(step: int) -> float:
         return value * min(1.0, step / warmup_steps) if warmup_steps else value
@@ -32,9 +32,9 @@ def linear(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
 
 
 def cosine(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
-    """Warm-up, then value * (1 + cos(pi p)) / 2 with p the share of the remaining steps taken (arXiv 1608.03983, eq. 5).
+    """Warm-up, then value * (1 + cos(pi p)) / 2 with p the share of the remaining steps taken.
 
-    As in `linear`, 0 would be reached one step after the last.
+    SGDR (arXiv 1608.03983), eq. 5. As in `linear`, 0 would be reached one step after the last.
     """
 
     def schedule(step: int) -> float:

@@ -61,7 +61,7 @@ def clipped_ratio(
 def score_function(logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Tensor) -> Surrogate:
     """The plain policy gradient.
 
-    -A log pi(o)      REINFORCE (Williams 1992), eq. 4; its gradient is that of -rho A at rho = 1
+    -A log pi(o)      REINFORCE (Williams 1992), section 4; its gradient is that of -rho A at rho = 1
 
     Args:
         logprobs_BT: in nats, with gradient.

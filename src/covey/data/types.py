@@ -102,8 +102,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device`."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in tensors.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(slots=True)
