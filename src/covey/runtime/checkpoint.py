@@ -1,0 +1,266 @@
+"""Checkpoints that are either complete or absent, whatever happened while they were written.
+
+A checkpoint is the folder `step-00000020` with three files: `tensors.safetensors`, `state.json` (everything else, with
+a reference where each tensor stood) and `manifest.json` (size and SHA-256 of the other two). It is written under a
+temporary name, every file is flushed to the disk, the manifest last, and then the folder is renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from covey.config import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_TENSORS, _STATE, _MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+_FOLDER = re.compile(r"step-(\d{8,})")
+_UNFINISHED = ".unfinished-"  # prefix of what a crash may leave behind
+_REFERENCE = "$tensor"  # {"$tensor": name} in state.json stands for a tensor
+_SPARE_BYTES = 1 << 20  # for the manifest and the file system's own records
+
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+}  # fmt: skip
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be written or read; one line that says why and what to do."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run; meets `covey.data.Checkpoints`.
+
+    A state is a nested dict with string keys; its leaves are tensors, numbers, strings, bools, None, and lists of
+    such leaves without tensors. Everything comes back exactly, tensors on the CPU. One process writes at a time.
+    """
+
+    def __init__(self, path: str | Path, keep: int = 2) -> None:
+        if keep < 2:
+            raise ConfigError(f"checkpoint.keep must be at least 2 (the newest may be damaged), got {keep}")
+        self.path = Path(path)
+        self.keep = keep
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write the checkpoint of `step`, then drop all but the newest `keep`.
+
+        A checkpoint of the same step is replaced and those of later steps are dropped: the run has gone back.
+
+        Raises:
+            TypeError: if the state holds something that cannot be stored exactly.
+            ValueError: if two names hold the same tensor (tied weights): store one of them.
+            CheckpointError: if the disk is full; older checkpoints are untouched.
+        """
+        tensors: dict[str, Tensor] = {}
+        document = json.dumps(_take_out_tensors(state, "", tensors)).encode()
+        _refuse_shared(tensors)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        self._check_free_space(sum(t.nbytes for t in tensors.values()) + len(document) + _SPARE_BYTES)
+        draft = self.path / f"{_UNFINISHED}{step:08d}"
+        try:
+            draft.mkdir()
+            files = {
+                _TENSORS: _write(draft / _TENSORS, _safetensors_pieces(tensors)),
+                _STATE: _write(draft / _STATE, [document]),
+            }
+            manifest = {"format": 1, "step": step, "files": files}
+            _write(draft / _MANIFEST, [json.dumps(manifest, indent=1).encode()])
+            _sync_folder(draft)
+            self._publish(draft, self.folder(step))
+        except BaseException as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise CheckpointError(
+                    f"the disk of {self.path} filled up while the checkpoint of step {step} was written: "
+                    "free some space and resume, older checkpoints are untouched"
+                ) from error
+            raise
+        self._remove_old(step)
+
+    def latest(self) -> int | None:
+        """The newest step whose checkpoint is complete and undamaged, or None; reads it through once to be sure."""
+        for step in reversed(self.steps()):
+            damage = _damage(self.folder(step))
+            if damage is None:
+                return step
+            _log.warning("checkpoint %s is damaged (%s); trying the one before", self.folder(step), damage)
+        return None
+
+    def load(self, step: int) -> dict[str, Any]:
+        """The state saved at `step`.
+
+        Raises:
+            CheckpointError: if that checkpoint is missing or damaged.
+        """
+        folder = self.folder(step)
+        damage = _damage(folder)
+        if damage is not None:
+            raise CheckpointError(f"checkpoint {folder} cannot be loaded ({damage}): resume from an earlier one")
+        tensors = safetensors.torch.load_file(folder / _TENSORS)
+        state: dict[str, Any] = _put_in_tensors(json.loads((folder / _STATE).read_bytes()), tensors)
+        return state
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of `step` is or would be."""
+        return self.path / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint folder, ascending, damaged ones included."""
+        if not self.path.is_dir():
+            return []
+        matches = (_FOLDER.fullmatch(entry.name) for entry in self.path.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def _check_free_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise CheckpointError(
+                f"a checkpoint needs {_megabytes(needed)} but the disk of {self.path} has {_megabytes(free)} free: "
+                "free some space or set run_dir to another disk"
+            )
+
+    def _publish(self, draft: Path, target: Path) -> None:
+        if target.exists():  # a run that went back repeats a step; a folder cannot be renamed over another
+            target.rename(self.path / f"{_UNFINISHED}replaced-{target.name}")
+        draft.rename(target)
+        _sync_folder(self.path)
+
+    def _remove_old(self, newest: int) -> None:
+        self._remove_leftovers()
+        intact = [step for step in self.steps() if step <= newest and _damage(self.folder(step), hashes=False) is None]
+        for step in set(self.steps()) - set(intact[-self.keep :]):
+            # Renamed first, so that a crash half-way leaves no damaged checkpoint behind.
+            doomed = self.path / f"{_UNFINISHED}removed-{step:08d}"
+            self.folder(step).rename(doomed)
+            shutil.rmtree(doomed)
+
+    def _remove_leftovers(self) -> None:
+        for entry in self.path.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(entry)
+
+
+def _take_out_tensors(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON has it, with each tensor moved to `tensors` and replaced by a reference."""
+    if isinstance(value, Tensor):
+        if value.dtype not in _DTYPE_NAMES or value.layout != torch.strided:
+            raise TypeError(f"cannot store {where}: tensor of {value.dtype}, {value.layout}")
+        if where in tensors:
+            raise ValueError(f"two tensors of the state have the path {where}: rename a key that contains '/'")
+        tensors[where] = value
+        return {_REFERENCE: where}
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key == _REFERENCE:
+                raise TypeError(f"cannot store the key {key!r} of {where or 'the state'}: keys are strings")
+        return {k: _take_out_tensors(v, f"{where}/{k}" if where else k, tensors) for k, v in value.items()}
+    if isinstance(value, list):
+        if any(isinstance(item, Tensor) for item in value):
+            raise TypeError(f"cannot store {where}: tensors stand in dicts, not in lists")
+        return [_take_out_tensors(item, f"{where}/{index}", tensors) for index, item in enumerate(value)]
+    # The exact type: subclasses and tuples would come back as something else.
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"cannot store {where}: {type(value).__name__} is not a tensor, number, string, bool, None or list")
+
+
+def _put_in_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if _REFERENCE in value:
+            return tensors[value[_REFERENCE]]
+        return {key: _put_in_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_put_in_tensors(item, tensors) for item in value]
+    return value
+
+
+def _refuse_shared(tensors: dict[str, Tensor]) -> None:
+    owners: dict[tuple[torch.device, int], str] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            continue
+        owner = owners.setdefault((tensor.device, tensor.data_ptr()), name)
+        if owner != name:
+            raise ValueError(f"{owner} and {name} are the same tensor (tied weights): store it once")
+
+
+def _safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file piece by piece, so that no second copy of the state is made.
+
+    The format: length of the header (8 bytes, little endian), header (JSON, padded with spaces), the tensors' bytes.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    # Wide types first keeps every tensor aligned to its own size, as the format's other writers do.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    document = json.dumps(header).encode()
+    document += b" " * (-len(document) % 8)
+    yield len(document).to_bytes(8, "little")
+    yield document
+    for _, tensor in ordered:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        yield memoryview(flat.view(torch.uint8).numpy())
+
+
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a file through to the disk; its size and hash for the manifest."""
+    digest = hashlib.sha256()
+    with open(path, "xb") as file:
+        for piece in pieces:
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def _damage(folder: Path, *, hashes: bool = True) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        files = json.loads((folder / _MANIFEST).read_bytes())["files"]
+        if set(files) != {_TENSORS, _STATE}:
+            return f"{_MANIFEST} names other files"
+        for name, expected in files.items():
+            size = (folder / name).stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size} bytes instead of {expected['bytes']}"
+        for name, expected in files.items() if hashes else ():
+            with open(folder / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                    return f"{name} has changed since it was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB"

@@ -1,0 +1,97 @@
+"""Random numbers that are a function of what they are for, never of what was drawn before.
+
+Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) turns a counter of four 32-bit
+words into four random words under a key of two. covey's counter names a decision (step, group, rollout, position) and
+its key the run (seed) and the purpose (stream). So a resumed run repeats its choices, and neither the order of rows
+nor who finishes first can change them.
+
+Shape legend: N numbers drawn together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+SAMPLING = 0  # stream of the sampler's choices while training
+SHUFFLING = 1  # stream of the order of a step's minibatches
+EVALUATING = 2  # stream of the sampler's choices while evaluating
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
+_WORD = 0xFFFFFFFF
+_LOW = np.uint64(_WORD)
+_SHIFT = np.uint64(32)
+
+
+def philox4x32(counter_N4: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[np.uint32]:
+    """Philox4x32-10 of every row of `counter_N4` (uint32 [N, 4]) under one key; uint32 [N, 4].
+
+    A bijection of the counter for every key, so distinct counters never give the same four words.
+    """
+    # 64-bit lanes that hold 32-bit words: a product's high and low halves are then a shift and a mask.
+    c0, c1, c2, c3 = counter_N4.T.astype(np.uint64)
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (product1 >> _SHIFT) ^ c1 ^ np.uint64(k0),
+            product1 & _LOW,
+            (product0 >> _SHIFT) ^ c3 ^ np.uint64(k1),
+            product0 & _LOW,
+        )
+        k0 = (k0 + _KEY_STEPS[0]) & _WORD
+        k1 = (k1 + _KEY_STEPS[1]) & _WORD
+    return np.stack((c0, c1, c2, c3), axis=1).astype(np.uint32)
+
+
+def uniforms(
+    seed: int, step: int, group_N: ArrayLike, rollout_N: ArrayLike, position_N: ArrayLike, *, stream: int = SAMPLING
+) -> NDArray[np.float64]:
+    """One number in [0, 1) with 53 random bits for every decision; float64 [N].
+
+    Each number depends on its own (seed, step, group, rollout, position) and the stream, on nothing else. A scalar
+    stands for the same value in every row.
+
+    Raises:
+        ValueError: if a value is not an integer from 0 to 2**32 - 1.
+    """
+    counter_N4 = _counters(step=step, group=group_N, rollout=rollout_N, position=position_N)
+    words_N4 = philox4x32(counter_N4, _key(seed, stream))
+    high_N = (words_N4[:, 0] >> np.uint32(5)).astype(np.float64)  # 27 bits
+    low_N = (words_N4[:, 1] >> np.uint32(6)).astype(np.float64)  # 26 bits
+    return (high_N * 2.0**26 + low_N) * 2.0**-53
+
+
+def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
+    """An order of 0..n-1 for one epoch over a step's rollouts; int64 [n].
+
+    Raises:
+        ValueError: if a value is not an integer from 0 to 2**32 - 1.
+    """
+    drawn_N = uniforms(seed, step, epoch, np.arange(n), 0, stream=SHUFFLING)
+    return np.argsort(drawn_N, kind="stable").astype(np.int64)
+
+
+def _counters(**words: ArrayLike) -> NDArray[np.uint32]:
+    """Four words, each an integer or a row of them, as uint32 [N, 4]."""
+    columns = [_word(name, value) for name, value in words.items()]
+    return np.stack(np.broadcast_arrays(*columns), axis=-1).reshape(-1, 4)
+
+
+def _key(seed: int, stream: int) -> tuple[int, int]:
+    return int(_word("seed", seed)), int(_word("stream", stream))
+
+
+def _word(name: str, value: ArrayLike) -> NDArray[Any]:
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu":
+        if array.size:
+            raise ValueError(f"{name} must be an integer from 0 to 2**32 - 1, got {value!r}")
+    elif array.size and not (int(array.min()) >= 0 and int(array.max()) <= _WORD):
+        raise ValueError(f"{name} must be from 0 to 2**32 - 1, got {int(array.min())} to {int(array.max())}")
+    return array.astype(np.uint32)

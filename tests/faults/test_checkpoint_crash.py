@@ -1,0 +1,134 @@
+"""A writer is killed with SIGKILL at random moments; what is left must always be a complete checkpoint."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from covey.runtime.checkpoint import CheckpointFolder
+
+# Writes ever newer checkpoints, whose whole content follows from the step, until it is killed.
+WRITER = """
+import sys
+import torch
+from covey.runtime.checkpoint import CheckpointFolder
+
+folder = CheckpointFolder(sys.argv[1], keep=2)
+step = folder.latest() or 0
+torch.set_num_threads(1)
+print("ready", flush=True)
+while True:
+    step += 1
+    weights = {f"w{i}": torch.full((50_000,), float(step + i)) for i in range(4)}
+    folder.save(step, {"step": step, "weights": weights})
+    print(step, flush=True)  # promised to the reader: this one is on the disk
+"""
+
+
+def run_and_kill(folder: Path, delay_seconds: float) -> int:
+    """Start a writer, kill it `delay_seconds` after its first save began; the last step that it promised, or 0."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(delay_seconds)
+    child.send_signal(signal.SIGKILL)
+    lines = child.stdout.read().splitlines()
+    child.stdout.close()
+    assert child.wait() == -signal.SIGKILL
+    return int(lines[-1]) if lines else 0
+
+
+def assert_complete(folder: CheckpointFolder, promised: int) -> int:
+    """The newest step, whose content is whole; at least the promised one."""
+    step = folder.latest()
+    if step is None:
+        assert promised == 0
+        return 0
+    assert step >= promised
+    state = folder.load(step)
+    assert state["step"] == step
+    assert len(state["weights"]) == 4
+    for i in range(4):
+        assert state["weights"][f"w{i}"].unique().tolist() == [step + i]
+    return step
+
+
+def kill_many_times(path: Path, kills: int) -> None:
+    chooser = random.Random(0)
+    unfinished = 0
+    reached = 0
+    for _ in range(kills):
+        promised = run_and_kill(path, chooser.uniform(0.0, 0.08))
+        unfinished += any(entry.name.startswith(".unfinished-") for entry in path.glob("*"))
+        folder = CheckpointFolder(path, keep=2)
+        now = assert_complete(folder, max(promised, reached))
+        reached = now
+        assert len(folder.steps()) <= 3  # two kept, and one more where the kill came before the removal
+    assert reached > kills  # the writer did get through many saves
+    assert unfinished > 0  # and some kills did hit the middle of one
+    folder.save(reached + 1, {"step": reached + 1})
+    assert sorted(entry.name for entry in path.iterdir()) == [f"step-{reached + i:08d}" for i in (0, 1)]
+
+
+def test_sigkill_while_saving(tmp_path):
+    kill_many_times(tmp_path / "checkpoints", kills=6)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_sigkill_while_saving_many_times(tmp_path):
+    kill_many_times(tmp_path / "checkpoints", kills=40)
+
+
+def test_sigkill_at_every_system_call_that_matters(tmp_path):
+    """Dies just before the n-th fsync, rename or removal of a save, for every n, and leaves a checkpoint each time."""
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+
+    def state(step):
+        return {"step": step, "weights": {f"w{i}": torch.full((100,), float(step + i)) for i in range(4)}}
+
+    def save_and_die(step, fatal):
+        calls = iter(range(1, 1000))
+
+        def deadly(function):
+            def counted(*args, **kwargs):
+                if next(calls) == fatal:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **kwargs)
+
+            return counted
+
+        os.fsync = deadly(os.fsync)
+        Path.rename = deadly(Path.rename)
+        shutil.rmtree = deadly(shutil.rmtree)
+        folder.save(step, state(step))
+
+    folder.save(1, state(1))
+    folder.save(2, state(2))
+    reached, deaths = 2, 0
+    for fatal in range(1, 30):
+        child = os.fork()
+        if child == 0:  # tensors this small start no threads, so the child of a fork may use torch
+            try:
+                save_and_die(reached + 1, fatal)
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        reached = assert_complete(folder, reached)
+        assert len(folder.steps()) >= 2
+        if not os.WIFSIGNALED(status):
+            break
+        deaths += 1
+    assert deaths >= 8  # five fsyncs and three renames or removals at the least
+    assert not os.WIFSIGNALED(status)
