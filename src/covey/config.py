@@ -106,7 +106,9 @@ class ArithmeticConfig:
 class CountdownConfig:
     numbers: int = option(3, "how many numbers are given", least=2, most=6)
     largest: int = option(20, "largest given number", least=2)
-    operators: tuple[str, ...] = option(("+", "-", "*"), "operators that a solution may use", choices=("+", "-", "*"))
+    operators: tuple[str, ...] = option(
+        ("+", "-", "*"), "operators that a solution may use, of + - * /", choices=("+", "-", "*", "/")
+    )
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ def validate(config: RunConfig) -> None:
         raise ConfigError(f"task must be one of the task configs in covey.config (is {type(config.task).__name__})")
     _check_sampling(config.sampling)  # first, because its messages say why
     _check_loss(config.loss)
-    for where, item, hint, value in leaves(config):
-        _check_value(where, item, hint, value)
+    check_fields(config)
     _check_minibatches(config.sampling, config.update)
     _check_evaluation(config.evaluation)
     check_task(config.task)
@@ -52,6 +51,16 @@ def validate(config: RunConfig) -> None:
     if sum(reward.score for reward in config.rewards) > 1:
         raise ConfigError("several [[rewards]] have score = true: evaluation counts one of them, so keep one")
     check_model(config.model)
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Every plain value below a config dataclass against its type, its choices and its limits.
+
+    Raises:
+        ConfigError: naming the first field, with `prefix`, that holds what it may not.
+    """
+    for where, item, hint, value in leaves(config, prefix):
+        _check_value(where, item, hint, value)
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any, Any]]:

@@ -1,0 +1,55 @@
+"""Sums, differences and products of small numbers: the task that shows within minutes whether training works."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+from covey.config import ArithmeticConfig, RewardConfig
+from covey.llm.tasks.generated import GeneratedTask, Problem, checked
+
+
+class Arithmetic(GeneratedTask):
+    """Questions like "What is 47 + 38?".
+
+    Number of terms, digits of each operand and each operator are drawn evenly from their lists. A number of d digits
+    is drawn evenly from 10^(d-1) to 10^d - 1. Products bind first; answers may be negative. Two expressions that
+    differ only in the order of their terms or factors are always on the same side of the held-out split.
+
+    >>> Arithmetic(digits=(1, 2), operators=("+",))
+
+    Raises:
+        ConfigError: if a field's value is impossible.
+    """
+
+    name = "arithmetic"
+    default_rewards = (RewardConfig(name="numeric"),)
+
+    def __init__(self, **fields: Any) -> None:
+        """Takes the fields of ArithmeticConfig."""
+        self.config = checked(ArithmeticConfig, fields)
+
+    def problem(self, rng: random.Random) -> Problem:
+        count = rng.choice(self.config.terms)
+        numbers = [_number(rng, rng.choice(self.config.digits)) for _ in range(count)]
+        operators = [rng.choice(self.config.operators) for _ in range(count - 1)]
+        # The expression as signed products, so that 3 * 4 - 5 is [(1, [3, 4]), (-1, [5])].
+        products: list[tuple[int, list[int]]] = [(1, [numbers[0]])]
+        expression = str(numbers[0])
+        for operator, number in zip(operators, numbers[1:], strict=True):
+            expression += f" {operator} {number}"
+            if operator == "*":
+                products[-1][1].append(number)
+            else:
+                products.append((1 if operator == "+" else -1, [number]))
+        answer = sum(sign * math.prod(factors) for sign, factors in products)
+        return Problem(
+            key=f"arithmetic {sorted((sign, sorted(factors)) for sign, factors in products)}",
+            question=f"What is {expression}? {self.config.instruction}".strip(),
+            columns={"answer": str(answer)},
+        )
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    return rng.randrange(10 ** (digits - 1), 10**digits)

@@ -1,0 +1,104 @@
+"""What the generated tasks share: draws that are a function of their arguments, and a held-out side.
+
+A hash of a problem's content decides which side it belongs to, about 1 in 10 being held out, so the two sides are
+disjoint whatever the seeds are, and stay disjoint between differently configured tasks of one kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from covey.config import ConfigError, RewardConfig
+from covey.config_checks import check_fields
+from covey.data import Start
+
+Config = TypeVar("Config")
+
+HELD_OUT_ONE_IN = 10
+GIVE_UP_AFTER = 50_000  # draws in a row that bring nothing new
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with what its reward needs."""
+
+    key: str  # the content that decides the side; equal for problems that give each other away, as 3 + 5 and 5 + 3
+    question: str
+    columns: dict[str, Any]
+
+
+def stable_hash(*parts: Any) -> int:
+    """64 bits that depend on the parts alone; Python's own hash() differs between processes."""
+    digest = hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def is_held_out(key: str) -> bool:
+    """Whether the problem with this key is kept from training."""
+    return stable_hash("side", key) % HELD_OUT_ONE_IN == 0
+
+
+class GeneratedTask(ABC):
+    """A task that makes up its problems; implements `covey.data.Task`."""
+
+    name: str
+    default_rewards: tuple[RewardConfig, ...]
+
+    @abstractmethod
+    def problem(self, rng: random.Random) -> Problem:
+        """A random problem of either side."""
+
+    def draw(self, seed: int, step: int, count: int) -> list[Start]:
+        """`count` training starts; each is a function of (seed, step, its index) alone."""
+        return [
+            _start(index, self._training_problem(random.Random(stable_hash("draw", seed, step, index))))
+            for index in range(count)
+        ]
+
+    def held_out(self, count: int) -> list[Start]:
+        """The first `count` of this task's fixed sequence of different held-out problems.
+
+        Raises:
+            ConfigError: if the task has fewer.
+        """
+        rng = random.Random(stable_hash("held out"))
+        found: dict[str, Problem] = {}
+        fruitless = 0
+        while len(found) < count:
+            problem = self.problem(rng)
+            if is_held_out(problem.key) and problem.question not in found:
+                found[problem.question] = problem
+                fruitless = 0
+            elif (fruitless := fruitless + 1) > GIVE_UP_AFTER:
+                raise ConfigError(
+                    f"task {self.name} has only {len(found)} different held-out problems, {count} are asked for: "
+                    f"evaluate fewer or make the task larger"
+                )
+        return [_start(index, problem) for index, problem in enumerate(found.values())]
+
+    def _training_problem(self, rng: random.Random) -> Problem:
+        for _ in range(GIVE_UP_AFTER):
+            problem = self.problem(rng)
+            if not is_held_out(problem.key):
+                return problem
+        raise ConfigError(f"task {self.name} has no problem left for training: make the task larger")
+
+
+def _start(index: int, problem: Problem) -> Start:
+    prompt = [{"role": "user", "content": problem.question}]
+    return Start(index=index, prompt=prompt, columns=dict(problem.columns))
+
+
+def checked(config_type: type[Config], fields: dict[str, Any]) -> Config:
+    """A task's config from its fields, lists taken as tuples.
+
+    Raises:
+        ConfigError: if a value is impossible.
+    """
+    config = config_type(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    check_fields(config, "task.")
+    return config
