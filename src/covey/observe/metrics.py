@@ -1,0 +1,213 @@
+"""Every number that a training step reports, defined once. `docs/metrics.md` is this glossary, printed.
+
+python -m covey.observe.metrics > docs/metrics.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PAGE_HEAD = """# Metrics
+
+What each number in `metrics.jsonl` means, and what it looks like in a run that goes well. One line of that file is one
+training step. This page is printed by `python -m covey.observe.metrics`.
+
+The question asked most: **is a loss of 0 a bug?** No. With one optimizer step for each batch of rollouts (`epochs = 1`,
+`minibatches = 1`) the ratio is exactly 1, nothing is clipped, and the advantages of a group sum to 0, so the loss is
+near 0 while its gradient is not. Read `reward/mean`, `score/mean` and `grad_norm` instead.
+
+"""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a training step."""
+
+    name: str  # a part in <angle brackets> stands for any word
+    unit: str
+    meaning: str
+    healthy: str  # what a run that goes well shows
+    reproducible: bool = True  # False: it depends on the clock or on the machine
+
+
+def _glossary(*metrics: Metric) -> dict[str, Metric]:
+    return {metric.name: metric for metric in metrics}
+
+
+METRICS: dict[str, Metric] = _glossary(
+    Metric(
+        "reward/mean",
+        "reward",
+        "mean reward of the step's rollouts; rollouts whose grading failed are not counted",
+        "rises, with noise from step to step",
+    ),
+    Metric(
+        "reward/std",
+        "reward",
+        "standard deviation of the reward over all rollouts of the step",
+        "above 0; at 0 every rollout earns the same and nothing is learned",
+    ),
+    Metric(
+        "reward/<name>",
+        "reward",
+        "mean of one reward function before its weight is applied",
+        "each rises, or stays high; one that rises while score/mean falls is being gamed",
+    ),
+    Metric(
+        "score/mean",
+        "share",
+        "accuracy on the training prompts, at the sampling temperature",
+        "rises; lies below the held-out accuracy, whose answers are greedy",
+    ),
+    Metric(
+        "eval/score",
+        "share",
+        "accuracy on held-out problems with greedy answers, on the steps that evaluate",
+        "rises with score/mean; if it stays behind, the run memorises its prompts",
+    ),
+    Metric(
+        "kl",
+        "nats per token",
+        "distance from the reference model: mean k3 estimate over sampled tokens, measured at any coefficient",
+        "0 at the first step, then grows slowly, often to between 0.01 and 0.5; a jump comes before collapse",
+    ),
+    Metric(
+        "entropy",
+        "nats per token",
+        "how undecided the policy is about the next token",
+        "falls slowly; near 0 the rollouts of a group are all alike, so raise the temperature or the KL coefficient",
+    ),
+    Metric(
+        "loss",
+        "-",
+        "the number whose gradient is followed, summed over the step; not a measure of progress",
+        "near 0 on-policy (one optimizer step a batch), which is no fault; small and noisy with several",
+    ),
+    Metric(
+        "grad_norm",
+        "-",
+        "norm of the gradient before it is clipped, averaged over the step's optimizer steps",
+        "steady and above 0; 0 means nothing to learn, spikes ask for a lower learning rate",
+    ),
+    Metric("learning_rate", "-", "AdamW's learning rate in this step", "follows the schedule of the recipe"),
+    Metric(
+        "kl_coefficient",
+        "-",
+        "weight of the KL in this step",
+        "follows the recipe; at 0 the KL is only watched",
+    ),
+    Metric(
+        "ratio/max",
+        "-",
+        "largest new probability of a token divided by its old one",
+        "exactly 1 on-policy (one optimizer step a batch), which is no fault; below about 2 with several",
+    ),
+    Metric(
+        "clip/low",
+        "share",
+        "share of trained tokens whose ratio was clipped below",
+        "0 on-policy (one optimizer step a batch), which is no fault; below about 0.1 with several",
+    ),
+    Metric(
+        "clip/high",
+        "share",
+        "share of trained tokens whose ratio was clipped above",
+        "0 on-policy (one optimizer step a batch), which is no fault; below about 0.1 with several",
+    ),
+    Metric("length/mean", "tokens", "mean length of a completion, its end token included", "settles; no steady climb"),
+    Metric("length/max", "tokens", "longest completion of the step", "at most max_new_tokens"),
+    Metric(
+        "length/truncated_share",
+        "share",
+        "share of completions that the token limit cut",
+        "falls toward 0; if it stays high, raise max_new_tokens",
+    ),
+    Metric(
+        "groups/dead_share",
+        "share",
+        "share of groups whose rollouts all earned the same; they teach nothing and are left out of the update",
+        "below about 0.7; near 1 the prompts are too hard or too easy, or group_size is too small",
+    ),
+    Metric("groups/failed_rollouts", "count", "rollouts whose grading failed; they leave their group", "0"),
+    Metric(
+        "mismatch/mean",
+        "nats",
+        "mean |log-probability by the sampler - the same by the trainer| of a token, before the first optimizer step",
+        "below 1e-4 in fp32, below about 0.02 in bf16; more means that they are not the same policy",
+    ),
+    Metric("update/optimizer_steps", "count", "optimizer steps that were made", "epochs x minibatches"),
+    Metric(
+        "update/skipped_steps",
+        "count",
+        "optimizer steps left out because loss or gradient was not finite",
+        "0; five in a row stop the run",
+    ),
+    Metric("update/rows", "share", "share of the step's rollouts that took part in the update", "above about 0.3"),
+    Metric("tokens/sampled", "tokens", "tokens of all completions of the step", "rollouts x length/mean"),
+    Metric("tokens/trained", "tokens", "tokens that took part in the loss", "tokens/sampled without the dead groups"),
+    Metric(
+        "tokens_per_second",
+        "tokens / s",
+        "tokens sampled, divided by the seconds of the whole step",
+        "steady",
+        reproducible=False,
+    ),
+    Metric("time/sample", "s", "sampling the rollouts", "often the largest part", reproducible=False),
+    Metric("time/grade", "s", "calling the reward functions", "small", reproducible=False),
+    Metric(
+        "time/annotate",
+        "s",
+        "advantages, log-probabilities of the reference and of the old policy",
+        "below time/update",
+        reproducible=False,
+    ),
+    Metric("time/update", "s", "forward, backward and optimizer", "steady", reproducible=False),
+    Metric("time/refresh", "s", "handing the new weights to the sampler", "small", reproducible=False),
+    Metric("time/step", "s", "the whole step, without evaluation and checkpoints", "steady", reproducible=False),
+    Metric(
+        "memory/peak_bytes",
+        "bytes",
+        "most memory that the run has held so far: of the GPU where there is one, else of the process",
+        "flat after the first steps",
+        reproducible=False,
+    ),
+)
+
+
+def find(name: str) -> Metric:
+    """The definition of a metric as it stands in `metrics.jsonl`; `reward/format` finds `reward/<name>`.
+
+    Raises:
+        KeyError: for a name that the glossary does not define.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    section, slash, rest = name.partition("/")
+    if slash and rest and f"{section}/<name>" in METRICS:
+        return METRICS[f"{section}/<name>"]
+    raise KeyError(f"the metric {name!r} is not defined in covey.observe.metrics")
+
+
+def is_reproducible(name: str) -> bool:
+    """True where the same run gives the same number again: everything but the clock's and the machine's."""
+    return find(name).reproducible
+
+
+def markdown_table() -> str:
+    """The glossary as a markdown table, one row a metric."""
+    lines = ["| metric | unit | meaning | a healthy run |", "|---|---|---|---|"]
+    for metric in METRICS.values():
+        meaning = metric.meaning.replace("|", "\\|")
+        if not metric.reproducible:
+            meaning += " (differs from run to run)"
+        lines.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {metric.healthy} |")
+    return "\n".join(lines) + "\n"
+
+
+def markdown_page() -> str:
+    """`docs/metrics.md`."""
+    return PAGE_HEAD + markdown_table()
+
+
+if __name__ == "__main__":
+    print(markdown_page(), end="")

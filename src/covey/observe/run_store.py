@@ -1,0 +1,189 @@
+"""The run folder: what a run was told, what it measured and what its policy wrote, on disk before the next step.
+
+runs/arithmetic_grpo-001/
+  config.toml                   the resolved config; reads back equal
+  metrics.jsonl                 one line a step
+  rollouts/step_000012.jsonl    one line a rollout
+  checkpoints/                  what `covey train --resume` needs
+  model/                        the trained model, as transformers loads it
+  summary.json, curve.png       the result
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.config import ConfigError
+
+if TYPE_CHECKING:  # covey.data imports torch, which a mistake in a recipe must not wait for
+    from covey.data import Group, Rollout, Start
+
+CONFIG_FILE = "config.toml"
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+CURVE_FILE = "curve.png"
+ROLLOUTS_FOLDER = "rollouts"
+CHECKPOINTS_FOLDER = "checkpoints"
+MODEL_FOLDER = "model"
+
+
+class RunStore:
+    """Writes a run folder. An `Observer` of the loop."""
+
+    def __init__(self, run_dir: str | Path, *, resume: bool = False) -> None:
+        """Create the folder, or with `resume` open one that holds a run.
+
+        Raises:
+            ConfigError: if the folder cannot be written, already holds a run, or (with `resume`) holds none.
+        """
+        self.run_dir = Path(run_dir).expanduser()
+        if resume and not holds_run(self.run_dir):
+            raise ConfigError(f"there is no run to resume in {run_dir}: no step is recorded there")
+        if not resume and holds_run(self.run_dir):
+            raise ConfigError(
+                f"{run_dir} already holds a run: continue it with covey train --resume {run_dir}, "
+                "or name another folder with --run-dir"
+            )
+        try:
+            (self.run_dir / ROLLOUTS_FOLDER).mkdir(parents=True, exist_ok=True)
+            with open(self.run_dir / METRICS_FILE, "ab"):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the run folder {run_dir} ({error.strerror}): name another with --run-dir"
+            ) from error
+
+    def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Append a finished step. Its rollouts are on disk before its metrics, so a line promises its rollouts."""
+        lines = [
+            encode(rollout_record(step, group.start, rollout)) + b"\n" for group in groups for rollout in group.rollouts
+        ]
+        _write_durably(self.rollouts_path(step), b"".join(lines), "wb")
+        _write_durably(self.run_dir / METRICS_FILE, encode({"step": step, **metrics}) + b"\n", "ab")
+
+    def rewind(self, step: int) -> None:
+        """Forget every step after `step`, so that a resumed run writes them anew. Survives a torn last line.
+
+        Raises:
+            ConfigError: if a line before the last cannot be read.
+        """
+        kept = [line for line in read_metrics(self.run_dir) if line["step"] <= step]
+        write_atomically(self.run_dir / METRICS_FILE, b"".join(encode(line) + b"\n" for line in kept))
+        for path in (self.run_dir / ROLLOUTS_FOLDER).glob("step_*.jsonl"):
+            number = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
+            if number and int(number[1]) > step:
+                path.unlink()
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write `summary.json`, whole or not at all.
+
+        The display and the curve read these keys of it, and others may stand beside them:
+
+            {"run_dir": "runs/arithmetic_grpo-001", "recipe": "arithmetic_grpo", "steps": 60, "seconds": 1310.2,
+             "tokens_sampled": 184320, "peak_memory_bytes": 2417483776,
+             "evaluations": [{"max_new_tokens": 12,
+                              "before": {"accuracy": 0.09, "low": 0.06, "high": 0.13, "problems": 256},
+                              "after": {"accuracy": 0.62, "low": 0.56, "high": 0.68, "problems": 256}}]}
+
+        The first evaluation is the one at the training's token limit; `covey.observe.statistics.accuracy` makes the
+        inner tables.
+        """
+        write_atomically(self.run_dir / SUMMARY_FILE, encode(summary, indent=2) + b"\n")
+
+    def rollouts_path(self, step: int) -> Path:
+        """The file of one step's rollouts."""
+        return self.run_dir / ROLLOUTS_FOLDER / f"step_{step:06d}.jsonl"
+
+
+def holds_run(run_dir: Path) -> bool:
+    """True where a run has left something worth keeping. One that stopped before its first step has not."""
+    metrics, checkpoints = run_dir / METRICS_FILE, run_dir / CHECKPOINTS_FOLDER
+    return (metrics.is_file() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def next_run_dir(recipe_name: str, root: Path = Path("runs")) -> Path:
+    """The first unused folder after every `<root>/<recipe>-<number>`: runs/arithmetic_grpo-001."""
+    pattern = re.compile(re.escape(recipe_name) + r"-(\d+)")
+    matches = (pattern.fullmatch(path.name) for path in (root.iterdir() if root.is_dir() else ()))
+    last = max((int(match[1]) for match in matches if match), default=0)
+    return root / f"{recipe_name}-{last + 1:03d}"
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The recorded steps in order. A last line that was cut by a crash is left out.
+
+    Raises:
+        ConfigError: if there is no metrics file, or a line before the last is damaged.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    return list(_parsed(lines, path))
+
+
+def _parsed(lines: list[bytes], path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            int(record["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                return
+            raise ConfigError(f"{path}, line {number} is damaged: mend or delete it") from error
+        yield record
+
+
+def rollout_record(step: int, start: Start, rollout: Rollout) -> dict[str, Any]:
+    """One rollout as a line of the rollouts file; `group` is the start's index within the step."""
+    record = {
+        "step": step,
+        "group": start.index,
+        "prompt": start.prompt,
+        "text": rollout.text,
+        "reward": rollout.reward,
+        "reward_parts": rollout.reward_parts,
+        "score": rollout.score,
+        "end": str(rollout.end),
+        "tokens": len(rollout.actions),
+        "version": rollout.version,
+    }
+    return record | ({"answer": start.columns["answer"]} if "answer" in start.columns else {})
+
+
+def encode(value: Any, indent: int | None = None) -> bytes:
+    """JSON that every reader accepts: UTF-8, NaN and infinity as null; a lone half of a character stays an escape."""
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    """Nested values as JSON knows them; what it does not know is written as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file so that a crash leaves the old one or the new one, never half."""
+    temporary = path.with_name(path.name + ".tmp")
+    _write_durably(temporary, data, "wb")
+    os.replace(temporary, path)
+
+
+def _write_durably(path: Path, data: bytes, mode: str) -> None:
+    with open(path, mode) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
