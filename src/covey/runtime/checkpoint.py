@@ -217,7 +217,7 @@ def _safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryvi
     yield document
     for _, tensor in ordered:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        yield memoryview(flat.view(torch.uint8).numpy())
+        yield flat.view(torch.uint8).numpy().data
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:

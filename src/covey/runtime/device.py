@@ -1,0 +1,126 @@
+"""The machine that a run computes on: device, precision, threads, and what to compare when a run is resumed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import resource
+import sys
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.config import ConfigError
+
+_log = logging.getLogger(__name__)
+
+# Instructions that multiply bf16 matrices: x86 AVX-512 and AMX, ARM's bf16 extension.
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one; `cpu` and `cuda` are what they say.
+
+    Raises:
+        ConfigError: if CUDA is asked for and absent, or the name is unknown.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if name not in ("auto", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda, got {name!r}")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is cuda but this torch sees no GPU: use device = 'auto' or 'cpu'")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_precision(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bf16 where the hardware multiplies it, fp32 elsewhere; `bf16` and `fp32` are what they say.
+
+    bf16 without hardware for it works but is slow, and a warning says so.
+
+    Raises:
+        ConfigError: if the name is unknown.
+    """
+    if name not in ("auto", "bf16", "fp32"):
+        raise ConfigError(f"precision must be auto, bf16 or fp32, got {name!r}")
+    if name == "fp32":
+        return torch.float32
+    if _multiplies_bf16(device):
+        return torch.bfloat16
+    if name == "auto":
+        return torch.float32
+    _log.warning("precision is bf16 but this %s has no instructions for it: fp32 will be faster", device.type.upper())
+    return torch.bfloat16
+
+
+def set_threads(count: int) -> int:
+    """Compute on `count` CPU threads, 0 for every core (or OMP_NUM_THREADS where that is set); returns the number.
+
+    Raises:
+        ConfigError: if the count is negative.
+    """
+    if count < 0:
+        raise ConfigError(f"threads must be 0 (every core) or more, got {count}")
+    if count == 0 and "OMP_NUM_THREADS" not in os.environ:
+        # What this process may use, which taskset and containers may have made less than the machine has.
+        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if count:
+        torch.set_num_threads(count)
+    return torch.get_num_threads()
+
+
+def environment(device: torch.device, precision: torch.dtype) -> dict[str, Any]:
+    """What the bits of a result depend on beside seed and config; recorded in the run, compared when it resumes."""
+    return {
+        "covey": version("covey"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "cpu": _cpu_model(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "precision": str(precision).removeprefix("torch."),
+    }
+
+
+def differences(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line for each part of the environment that changed: a resumed run may then differ in its last bits."""
+    return [
+        f"{name} was {recorded.get(name, 'not recorded')}, is {now.get(name, 'not known')}"
+        for name in [*now, *(name for name in recorded if name not in now)]
+        if recorded.get(name) != now.get(name)
+    ]
+
+
+def peak_memory_bytes(device: torch.device | None = None) -> int:
+    """Most memory that was in use at once: of the process, or of torch on a GPU."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _multiplies_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    flags = _cpu_info("flags") or _cpu_info("Features")  # x86, ARM
+    return torch.backends.mkldnn.is_available() and not _BF16_FLAGS.isdisjoint(flags.split())  # type: ignore[no-untyped-call]
+
+
+def _cpu_model() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+@cache
+def _cpu_info(field: str) -> str:
+    """A field of the first core in /proc/cpuinfo; empty where that does not exist."""
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return ""

@@ -1,0 +1,150 @@
+"""AdamW whose fp32 master weights live beside a module of any precision.
+
+bf16 keeps eight bits of a weight, so an update below 1/256 of it would round away: the sum of many must be kept in
+fp32. The same holds for gradients that several microbatches add up.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from covey.config import ConfigError
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came of one optimizer step."""
+
+    grad_norm: float  # of all gradients together, before clipping
+    applied: bool  # False if there was no gradient, or one that is not finite: then nothing changed
+
+
+class MasterAdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over fp32 masters of a module's trainable parameters.
+
+    An fp32 parameter is its own master. For any other, each backward adds its gradient to the master's fp32 gradient
+    and frees it, and each step rounds the new master into the parameter. A parameter that occurs in two places counts
+    once, under its first name. Weight decay, off by default, applies to matrices only: norms and biases are vectors.
+
+    Only one of these at a time may be in use for a module. `lr` is the learning rate before the first `step`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        if not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be above 0 (inf never clips), got {max_grad_norm}")
+        self.max_grad_norm = max_grad_norm
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ConfigError("the model has no trainable parameter: unfreeze some")
+        self.masters: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            self.masters[name] = self._master_of(parameter)
+        self._fused = all(master.device.type in ("cpu", "cuda") for master in self.masters.values())
+        masters = list(self.masters.values())
+        groups = [
+            {"params": [m for m in masters if m.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [m for m in masters if m.dim() < 2], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=self._fused)
+
+    def _master_of(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.dtype == torch.float32:
+            return parameter
+        master = parameter.detach().float()
+        handle = parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))  # type: ignore[no-untyped-call]
+        weakref.finalize(self, handle.remove)  # a later optimizer of this module must not find the hook
+        return master
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> StepResult:
+        """Clip the gradients to the norm, apply them and forget them.
+
+        Where the norm is not finite, or there is no gradient at all, weights and state stay as they are.
+        """
+        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        result = StepResult(float(norm), applied=bool(gradients) and math.isfinite(norm))
+        if result.applied:
+            if math.isfinite(self.max_grad_norm):
+                torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.max_grad_norm, norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = learning_rate
+            self._adamw.step()
+            self._copy_to_module()
+        self._adamw.zero_grad()
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters, moments and step counts by parameter name: nested dicts of tensors and numbers, not copied.
+
+        The masters determine the module's trainable parameters, so a checkpoint needs no second copy of those.
+        """
+        states = {name: self._adamw.state[m] for name, m in self.masters.items() if m in self._adamw.state}
+        return {
+            "masters": {name: master.detach() for name, master in self.masters.items()},
+            "exp_avg": {name: state["exp_avg"] for name, state in states.items()},
+            "exp_avg_sq": {name: state["exp_avg_sq"] for name, state in states.items()},
+            "step": {name: int(state["step"]) for name, state in states.items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state, bit for bit, and the module's parameters with it.
+
+        Raises:
+            ConfigError: if the state is that of a module with other parameters.
+        """
+        shapes = {name: tuple(master.shape) for name, master in self.masters.items()}
+        saved = {name: tuple(master.shape) for name, master in state["masters"].items()}
+        unlike = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
+        if unlike:
+            raise ConfigError(
+                f"the saved optimizer belongs to another model: {len(unlike)} parameters differ, such as {unlike[0]} "
+                f"({saved.get(unlike[0], 'absent')} saved, {shapes.get(unlike[0], 'absent')} here)"
+            )
+        self._adamw.state.clear()
+        for name, master in self.masters.items():
+            master.copy_(state["masters"][name])
+            master.grad = None
+            if name in state["step"]:
+                # The fused kernels want the count beside the weights, the others on the CPU.
+                where = master.device if self._fused else torch.device("cpu")
+                self._adamw.state[master] = {
+                    "step": torch.tensor(state["step"][name], dtype=torch.float32, device=where),
+                    "exp_avg": torch.empty_like(master).copy_(state["exp_avg"][name]),
+                    "exp_avg_sq": torch.empty_like(master).copy_(state["exp_avg_sq"][name]),
+                }
+        self._copy_to_module()
+
+    def _copy_to_module(self) -> None:
+        for name, parameter in self.parameters.items():
+            if parameter is not self.masters[name]:
+                parameter.copy_(self.masters[name])
+
+
+def _move_gradient_to(master: Tensor) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's new gradient to its master's and frees it."""
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return hook

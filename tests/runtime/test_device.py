@@ -1,0 +1,128 @@
+"""What the machine offers, and what is said when it offers less than was asked."""
+
+import logging
+
+import pytest
+import torch
+
+from covey.config import ConfigError
+from covey.runtime import device as device_module
+from covey.runtime.device import (
+    choose_device,
+    choose_precision,
+    differences,
+    environment,
+    peak_memory_bytes,
+    set_threads,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cpu_flags(monkeypatch):
+    """Pretend that /proc/cpuinfo lists these flags."""
+
+    def pretend(flags, field="flags"):
+        monkeypatch.setattr(device_module, "_cpu_info", lambda name: flags if name == field else "")
+
+    return pretend
+
+
+@pytest.fixture
+def same_threads():
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)
+
+
+def test_device_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == CPU
+    assert choose_device("cpu") == CPU
+    with pytest.raises(ConfigError, match="no GPU"):
+        choose_device("cuda")
+    with pytest.raises(ConfigError, match="auto, cpu or cuda"):
+        choose_device("tpu")
+
+
+def test_device_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert choose_device("auto") == torch.device("cuda", 0)
+    assert choose_device("cuda") == torch.device("cuda", 0)
+    assert choose_device("cpu") == CPU
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "expected"),
+    [
+        ("fpu avx512f avx512_bf16", "flags", torch.bfloat16),
+        ("fpu amx_bf16 amx_tile", "flags", torch.bfloat16),
+        ("fp asimd bf16", "Features", torch.bfloat16),
+        ("fpu avx2 avx512f", "flags", torch.float32),
+        ("", "flags", torch.float32),
+    ],
+)
+def test_auto_precision_follows_the_cpu(cpu_flags, flags, field, expected):
+    cpu_flags(flags, field)
+    assert choose_precision("auto", CPU) == expected
+
+
+def test_asked_for_bf16_without_hardware_works_and_warns_once(cpu_flags, caplog):
+    cpu_flags("fpu avx2")
+    with caplog.at_level(logging.WARNING):
+        assert choose_precision("bf16", CPU) == torch.bfloat16
+    assert len(caplog.messages) == 1
+    assert "fp32 will be faster" in caplog.messages[0]
+    assert "\n" not in caplog.messages[0]
+
+
+def test_no_warning_where_there_is_hardware(cpu_flags, caplog):
+    cpu_flags("avx512_bf16")
+    assert choose_precision("bf16", CPU) == torch.bfloat16
+    assert choose_precision("fp32", CPU) == torch.float32
+    assert not caplog.messages
+    with pytest.raises(ConfigError, match="auto, bf16 or fp32"):
+        choose_precision("fp16", CPU)
+
+
+def test_gpu_precision(monkeypatch):
+    for supported, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, s=supported: s)
+        assert choose_precision("auto", torch.device("cuda")) == expected
+
+
+def test_threads(monkeypatch, same_threads):
+    assert set_threads(1) == torch.get_num_threads() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert set_threads(0) == 1  # as the variable says; torch read it when it started
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(device_module.os, "sched_getaffinity", lambda pid: {0, 5, 7}, raising=False)
+    assert set_threads(0) == torch.get_num_threads() == 3
+    with pytest.raises(ConfigError, match="threads"):
+        set_threads(-1)
+
+
+def test_environment_and_differences():
+    recorded = environment(CPU, torch.bfloat16)
+    assert recorded["torch"] == torch.__version__
+    assert recorded["device"] == "cpu"
+    assert recorded["precision"] == "bfloat16"
+    assert recorded["cpu"]
+    assert differences(recorded, environment(CPU, torch.bfloat16)) == []
+    changed = {**recorded, "torch": "2.0", "threads": 7}
+    assert differences(changed, recorded) == [
+        f"torch was 2.0, is {torch.__version__}",
+        f"threads was 7, is {torch.get_num_threads()}",
+    ]
+    assert differences({"a": 1}, {"b": 2}) == ["b was not recorded, is 2", "a was 1, is not known"]
+
+
+def test_peak_memory_is_in_bytes_and_never_falls():
+    before = peak_memory_bytes(CPU)
+    assert 50e6 < before < 1e12
+    block = torch.ones(100_000_000)  # 400 MB, touched
+    assert peak_memory_bytes() >= max(before, block.nbytes)
+    del block
+    assert peak_memory_bytes(CPU) >= 400_000_000

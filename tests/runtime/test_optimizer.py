@@ -1,0 +1,285 @@
+"""AdamW with fp32 masters: equal to torch's in fp32, exact over many small steps in bf16, and safe with NaN."""
+
+import copy
+import gc
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from covey.config import ConfigError
+from covey.runtime.checkpoint import CheckpointFolder
+from covey.runtime.optimizer import MasterAdamW
+
+BETAS = (0.9, 0.95)
+
+
+def make_module(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 10)).to(dtype)
+
+
+def data(step, rows=6):
+    return torch.randint(0, 10, (rows, 3), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(module, tokens):
+    logits = module(tokens)
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(1, 1).flatten())
+
+
+def tensors_of(module, optimizer):
+    """A copy of everything that a step may change."""
+    state = optimizer.state_dict()
+    named = {f"module/{name}": p for name, p in module.named_parameters()}
+    for part in ("masters", "exp_avg", "exp_avg_sq"):
+        named |= {f"{part}/{name}": tensor for name, tensor in state[part].items()}
+    return {name: tensor.detach().clone() for name, tensor in named.items()}, dict(state["step"])
+
+
+def assert_same(left, right):
+    assert left[1] == right[1]
+    assert left[0].keys() == right[0].keys()
+    for name, tensor in left[0].items():
+        assert torch.equal(tensor, right[0][name]), name
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("max_grad_norm", [0.05, math.inf])
+def test_fp32_equals_torch_bitwise(weight_decay, max_grad_norm):
+    module, other = make_module(), make_module()
+    ours = MasterAdamW(module, 1e-2, BETAS, weight_decay, max_grad_norm)
+    matrices = [p for p in other.parameters() if p.dim() == 2]
+    vectors = [p for p in other.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=1e-2, betas=BETAS, fused=True)
+    for step in range(10):
+        learning_rate = 1e-2 / (step + 1)
+        loss_of(module, data(step)).backward()
+        loss_of(other, data(step)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), max_grad_norm)
+        for group in theirs.param_groups:
+            group["lr"] = learning_rate
+        theirs.step()
+        theirs.zero_grad()
+        result = ours.step(learning_rate)
+        assert result.applied
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        assert all(p.grad is None for p in module.parameters())
+    for mine, reference in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, reference)
+
+
+def test_fp32_parameters_are_their_own_masters():
+    module = make_module()
+    optimizer = MasterAdamW(module, 1e-3)
+    assert all(optimizer.masters[name] is p for name, p in module.named_parameters())
+
+
+def test_the_first_step_by_hand():
+    """Adam's first step is lr * sign(g); decay takes lr * decay * w more off a matrix, nothing off a vector."""
+    module = nn.Linear(1, 1)
+    with torch.no_grad():
+        module.weight.fill_(2.0)
+        module.bias.fill_(4.0)
+    optimizer = MasterAdamW(module, 1.0, weight_decay=0.5, max_grad_norm=math.inf)
+    (3 * module.weight.sum() - 4 * module.bias.sum()).backward()
+    result = optimizer.step(0.1)
+    assert result.grad_norm == pytest.approx(5.0)
+    assert module.weight.item() == pytest.approx(2.0 - 0.1 * 0.5 * 2.0 - 0.1)
+    assert module.bias.item() == pytest.approx(4.0 + 0.1)
+
+
+def test_clipping_bounds_the_gradient_that_is_applied():
+    module = nn.Linear(1, 1)
+    optimizer = MasterAdamW(module, 1.0, max_grad_norm=1.0)
+    (30 * module.weight.sum() + 40 * module.bias.sum()).backward()
+    assert optimizer.step(0.0).grad_norm == pytest.approx(50.0)
+    state = optimizer.state_dict()
+    assert state["exp_avg"]["weight"].item() == pytest.approx(0.1 * 0.6, rel=1e-4)
+    assert state["exp_avg"]["bias"].item() == pytest.approx(0.1 * 0.8, rel=1e-4)
+
+
+def test_many_tiny_steps_do_not_round_away_in_bf16():
+    module, other = nn.Linear(4, 1, bias=False).bfloat16(), nn.Linear(4, 1, bias=False)
+    naive = copy.deepcopy(module)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+        naive.weight.fill_(1.0)
+        other.weight.fill_(1.0)
+    ours = MasterAdamW(module, 1e-4)
+    reference = MasterAdamW(other, 1e-4)
+    rounding = torch.optim.AdamW(naive.parameters(), lr=1e-4, weight_decay=0.0)
+    for _ in range(300):  # 300 steps of 1e-4 are 0.03; bf16 cannot move 1.0 by less than 0.002
+        module.weight.sum().backward()
+        other.weight.sum().backward()
+        naive.weight.sum().backward()
+        ours.step(1e-4)
+        reference.step(1e-4)
+        rounding.step()
+        rounding.zero_grad()
+    assert naive.weight.unique().tolist() == [1.0]
+    assert torch.equal(ours.masters["weight"], other.weight)
+    assert other.weight.unique().item() == pytest.approx(0.97, abs=1e-4)
+    assert torch.equal(module.weight, other.weight.bfloat16())
+
+
+def test_microbatches_add_up_in_fp32():
+    module = make_module(torch.bfloat16)
+    exact, rounded, single = copy.deepcopy(module).float(), copy.deepcopy(module), copy.deepcopy(module)
+    optimizer = MasterAdamW(module, 1e-3)
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in single.parameters()]
+    for step in range(256):
+        for each in (module, exact, rounded, single):
+            loss_of(each, data(step)).backward()
+        assert all(p.grad is None for p in module.parameters())  # freed at once
+        for total, parameter in zip(sums, single.parameters(), strict=True):
+            total += parameter.grad
+            parameter.grad = None
+    ours, theirs, truth, total = (
+        torch.cat([gradient.double().flatten() for gradient in gradients])
+        for gradients in (
+            [master.grad for master in optimizer.masters.values()],
+            [p.grad for p in rounded.parameters()],
+            [p.grad for p in exact.parameters()],
+            sums,
+        )
+    )
+    assert (ours - total).norm() < 1e-6 * total.norm()  # nothing is lost in adding up
+    assert (ours - truth).norm() < 0.5 * (theirs - truth).norm()  # only what each backward rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(dtype, poison):
+    module = make_module(dtype)
+    optimizer = MasterAdamW(module, 1e-2)
+    loss_of(module, data(0)).backward()
+    assert optimizer.step(1e-2).applied
+    before = tensors_of(module, optimizer)
+    loss_of(module, data(1)).backward()
+    (module[1].weight[0, 0] * poison).backward()
+    result = optimizer.step(1e-2)
+    assert not result.applied
+    assert not math.isfinite(result.grad_norm)
+    assert_same(tensors_of(module, optimizer), before)
+    # The bad gradient is gone: the next step is what it would have been.
+    loss_of(module, data(2)).backward()
+    after_bad = optimizer.step(1e-2)
+    twin = make_module(dtype)
+    untouched = MasterAdamW(twin, 1e-2)
+    for step in (0, 2):
+        loss_of(twin, data(step)).backward()
+        expected = untouched.step(1e-2)
+    assert after_bad == expected
+    assert_same(tensors_of(module, optimizer), tensors_of(twin, untouched))
+
+
+def test_no_gradient_is_not_applied():
+    module = make_module()
+    optimizer = MasterAdamW(module, 1e-2, weight_decay=0.1)
+    before = tensors_of(module, optimizer)
+    result = optimizer.step(1e-2)
+    assert (result.grad_norm, result.applied) == (0.0, False)
+    assert_same(tensors_of(module, optimizer), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_parameters_count_once(dtype):
+    module = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)).to(dtype)
+    module[1].weight = module[0].weight
+    optimizer = MasterAdamW(module, 1e-2, max_grad_norm=math.inf)
+    assert list(optimizer.masters) == ["0.weight"]
+    (module[0].weight.sum() + 2 * module[1].weight.sum()).backward()
+    assert optimizer.step(1e-2).grad_norm == pytest.approx(3.0 * 4.0)  # sixteen gradients of 3
+    assert module[0].weight is module[1].weight
+
+
+def test_frozen_parameters_are_left_out():
+    module = make_module(torch.bfloat16)
+    module[0].weight.requires_grad_(False)
+    frozen = module[0].weight.clone()
+    optimizer = MasterAdamW(module, 1e-2)
+    loss_of(module, data(0)).backward()
+    optimizer.step(1e-2)
+    assert "0.weight" not in optimizer.masters
+    assert torch.equal(module[0].weight, frozen)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        MasterAdamW(module, 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_saved_state_goes_on_bitwise(tmp_path, dtype, steps_before):
+    def advance(module, optimizer, steps):
+        for step in steps:
+            loss_of(module, data(step)).backward()
+            loss_of(module, data(step + 100)).backward()
+            optimizer.step(1e-2)
+
+    module = make_module(dtype)
+    optimizer = MasterAdamW(module, 1e-2, BETAS, 0.1)
+    advance(module, optimizer, range(steps_before))
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, {"optimizer": optimizer.state_dict()})
+    at_save = tensors_of(module, optimizer)
+    advance(module, optimizer, range(steps_before, steps_before + 3))
+
+    resumed = make_module(dtype)
+    with torch.no_grad():
+        for parameter in resumed.parameters():
+            parameter.add_(1.0)
+    again = MasterAdamW(resumed, 1e-2, BETAS, 0.1)
+    advance(resumed, again, range(50, 52))  # whatever was there is replaced
+    loss_of(resumed, data(60)).backward()  # and gradients in waiting are dropped
+    again.load_state_dict(folder.load(1)["optimizer"])
+    assert_same(tensors_of(resumed, again), at_save)
+    advance(resumed, again, range(steps_before, steps_before + 3))
+    assert_same(tensors_of(resumed, again), tensors_of(module, optimizer))
+
+
+def test_the_state_of_another_module_is_refused():
+    optimizer = MasterAdamW(make_module(), 1e-3)
+    state = MasterAdamW(nn.Linear(8, 8), 1e-3).state_dict()
+    with pytest.raises(ConfigError, match="another model"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_second_optimizer_of_a_module_after_the_first():
+    module = make_module(torch.bfloat16)
+    first = MasterAdamW(module, 1e-2)
+    loss_of(module, data(0)).backward()
+    first.step(1e-2)
+    del first
+    gc.collect()
+    second = MasterAdamW(module, 1e-2)
+    before = module[1].weight.clone()
+    loss_of(module, data(1)).backward()
+    assert second.step(1e-2).applied
+    assert not torch.equal(module[1].weight, before)
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, math.nan])
+def test_a_norm_that_cannot_be_is_refused(norm):
+    with pytest.raises(ConfigError, match="max_grad_norm"):
+        MasterAdamW(nn.Linear(1, 1), 1e-3, max_grad_norm=norm)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_same_on_a_gpu(tmp_path):
+    module = make_module(torch.bfloat16).cuda()
+    optimizer = MasterAdamW(module, 1e-2)
+    for step in range(3):
+        loss_of(module, data(step).cuda()).backward()
+        assert optimizer.step(1e-2).applied
+    CheckpointFolder(tmp_path).save(1, optimizer.state_dict())
+    resumed = make_module(torch.bfloat16).cuda()
+    again = MasterAdamW(resumed, 1e-2)
+    again.load_state_dict(CheckpointFolder(tmp_path).load(1))
+    for one, other in ((module, optimizer), (resumed, again)):
+        loss_of(one, data(9).cuda()).backward()
+        other.step(1e-2)
+    assert_same(tensors_of(module, optimizer), tensors_of(resumed, again))
