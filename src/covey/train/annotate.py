@@ -1,4 +1,4 @@
-"""From a collated batch to one that is ready to learn from: KL in the reward, advantages, weights, old log-probabilities.
+"""From a collated batch to one that is ready to learn from: advantages, weights, old and reference log-probabilities.
 
 Shapes: B rollouts, T decisions.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import Algorithm
+from covey.config import ConfigError
 from covey.core.aggregation import count
 from covey.core.kl import k3
 from covey.data import Batch, Policy
@@ -41,11 +42,20 @@ def annotate(
         mask_truncated: leave rollouts that a limit cut out of the loss; their rewards stay in the baseline.
 
     Returns:
-        the rows that teach (those with any advantage other than 0), and metrics of the whole step.
+        the rows that teach, and metrics of the whole step. A row teaches if it has an advantage other than 0; where a
+        KL is added to the loss, also if a sibling has one, for the KL pulls on every rollout of a live group.
+
+    Raises:
+        ConfigError: if the KL has a coefficient but there is no reference to measure it to.
     """
+    if kl_coefficient and reference is None:
+        raise ConfigError(
+            f"the KL coefficient is {kl_coefficient} but there is no reference policy: give one or set it to 0"
+        )
     rows = len(batch)
+    kl_in_loss = bool(kl_coefficient) and not algorithm.kl.in_reward
     reference_BT = torch.full_like(batch.behavior_logprobs_BT, math.nan)
-    if reference is not None and kl_coefficient and algorithm.kl.in_reward:
+    if reference is not None and kl_coefficient and not kl_in_loss:
         reference_BT = logprobs_of(reference, batch, batch.valid_B)
         penalty_BT = algorithm.kl.estimator(batch.behavior_logprobs_BT, reference_BT)
         penalty_B = torch.where(batch.mask_BT & batch.valid_B[:, None], penalty_BT, 0.0).sum(dim=1)
@@ -55,11 +65,12 @@ def annotate(
     counted_BT = batch.mask_BT & batch.valid_B[:, None]
     if mask_truncated:
         counted_BT = counted_BT & ~batch.truncated_B[:, None]
-    teaches_B = ((advantages_BT != 0) & counted_BT).any(dim=1)
-    metrics = {"groups/dead_share": _dead_share(batch, advantages_BT)}
+    alive = _alive_groups(batch, advantages_BT)
+    teaches_B = counted_BT.any(dim=1) & (alive[batch.group_B] if kl_in_loss else (advantages_BT != 0).any(dim=1))
+    metrics = {"groups/dead_share": 1.0 - float(alive.float().mean())}
 
-    if reference is not None and not (kl_coefficient and algorithm.kl.in_reward):
-        watched_B = teaches_B if kl_coefficient else batch.valid_B & (batch.group_B % WATCH_EVERY == 0)
+    if reference is not None and (kl_in_loss or not kl_coefficient):
+        watched_B = teaches_B if kl_in_loss else batch.valid_B & (batch.group_B % WATCH_EVERY == 0)
         reference_BT = logprobs_of(reference, batch, watched_B)
     known_BT = batch.mask_BT & ~reference_BT.isnan()
     if known_BT.any():
@@ -93,9 +104,8 @@ def logprobs_of(policy: Policy, batch: Batch, wanted_B: Tensor) -> Tensor:
     return logprobs_BT
 
 
-def _dead_share(batch: Batch, advantages_BT: Tensor) -> float:
-    """Share of groups in which no rollout did better than another."""
-    groups = int(batch.group_B.max()) + 1
-    alive = torch.zeros(groups, dtype=torch.bool)
+def _alive_groups(batch: Batch, advantages_BT: Tensor) -> Tensor:
+    """For every group: did some rollout do better than another?"""
+    alive = torch.zeros(int(batch.group_B.max()) + 1, dtype=torch.bool)
     alive[batch.group_B[(advantages_BT != 0).any(dim=1)]] = True
-    return 1.0 - float(alive.float().mean())
+    return alive
