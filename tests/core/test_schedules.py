@@ -1,0 +1,58 @@
+"""Schedules: their values by hand, at the ends and across the warm-up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from covey.core.schedules import constant, cosine, linear
+
+
+def values(schedule, steps):
+    return [schedule(step) for step in range(1, steps + 1)]
+
+
+def test_constant():
+    assert values(constant(0.3), 3) == [0.3] * 3
+
+
+def test_warmup_by_hand():
+    # 2 * 1/4, 2 * 2/4, 2 * 3/4, then 2
+    assert values(constant(2.0, warmup_steps=4), 6) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+
+
+def test_linear_by_hand():
+    # 4 steps: 5-1, 5-2, 5-3, 5-4 fifths of 10
+    assert values(linear(10.0, steps=4), 4) == pytest.approx([8.0, 6.0, 4.0, 2.0])
+
+
+def test_linear_with_warmup_by_hand():
+    # warm-up 10 * 1/2, 10 * 2/2; then (5 - 3)/(5 - 2), (5 - 4)/(5 - 2) of 10
+    assert values(linear(10.0, steps=4, warmup_steps=2), 4) == pytest.approx([5.0, 10.0, 20 / 3, 10 / 3])
+
+
+def test_cosine_by_hand():
+    # 3 steps: p = 1/4, 2/4, 3/4; (1 + cos(pi p))/2 = 0.853553, 0.5, 0.146447
+    assert values(cosine(1.0, steps=3), 3) == pytest.approx([0.853553, 0.5, 0.146447], abs=1e-6)
+
+
+def test_cosine_with_warmup_by_hand():
+    # warm-up 1/1; then p = 1/3, 2/3: (1 + 1/2)/2 = 0.75, (1 - 1/2)/2 = 0.25
+    assert values(cosine(1.0, steps=3, warmup_steps=1), 3) == pytest.approx([1.0, 0.75, 0.25])
+
+
+@pytest.mark.parametrize("schedule", [linear, cosine])
+@pytest.mark.parametrize("warmup_steps", [0, 3, 20])
+def test_every_step_learns_and_none_exceeds_the_peak(schedule, warmup_steps):
+    made = values(schedule(1.0, steps=20, warmup_steps=warmup_steps), 20)
+    assert all(0 < value <= 1 for value in made)
+    assert made[:warmup_steps] == pytest.approx([step / warmup_steps for step in range(1, warmup_steps + 1)])
+    assert all(later < earlier for earlier, later in zip(made[warmup_steps:], made[warmup_steps + 1 :], strict=False))
+
+
+@pytest.mark.parametrize("schedule", [linear, cosine])
+def test_steps_beyond_the_last_are_never_negative(schedule):
+    made = values(schedule(1.0, steps=3), 8)
+    assert made[3:] == pytest.approx([0.0] * 5)
+    assert all(math.isfinite(value) for value in made)
