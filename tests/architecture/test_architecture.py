@@ -1,0 +1,182 @@
+"""The shape of the code: who may import whom, what may not be called, how long things may be."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "covey"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+LONGEST_FILE = 420
+LONGEST_FUNCTION = 60
+LIGHT_MODULES = ["covey.config", "covey.cli"]
+HEAVY_PACKAGES = {"torch", "transformers", "gymnasium", "matplotlib"}
+PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+CORE_IMPORTS = {"torch", "covey"} | {"__future__", "collections", "dataclasses", "functools", "math", "typing"}
+# A paper's number, an equation, a section, or a formula: an operator between two operands.
+CITATION = re.compile(r"\d{4}\.\d{4,5}|\beq\. \d|\bsection \d|[\w)\]}] [-+*/=] [\w({]")
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def parse(path):
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported_modules(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", node.lineno
+
+
+def unsafe(tree):
+    """Lines that can run code from data: pickle in any form, eval and exec."""
+    for module, line in imported_modules(tree):
+        if module.split(".")[0] in PICKLING_MODULES:
+            yield line, module
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.serialization"):
+            yield from ((node.lineno, f"torch.{a.name}") for a in node.names if a.name in ("load", "save"))
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in ("eval", "exec", "builtins.eval", "builtins.exec", "torch.load", "torch.save"):
+                yield node.lineno, called
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            yield node.value.lineno, "allow_pickle"
+
+
+def compares_with_a_string(tree):
+    """Lines that branch on the value of a string."""
+
+    def has_string(node):
+        parts = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [node]
+        return any(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in parts)
+
+    for node in ast.walk(tree):
+        # `"key" in mapping` asks what a dict holds, not which variant was chosen.
+        if isinstance(node, ast.Compare):
+            asks_for_a_key = isinstance(node.ops[0], (ast.In, ast.NotIn)) and not has_string(node.comparators[0])
+            if not asks_for_a_key and any(has_string(part) for part in (node.left, *node.comparators)):
+                yield node.lineno
+        if isinstance(node, ast.MatchValue) and has_string(node.value):
+            yield node.lineno
+
+
+def code_lines(function):
+    """Lines of a function, its docstring aside."""
+    lines = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+def functions(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def test_import_contracts_hold():
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_a_mistake_is_told_before_anything_heavy_loads(module):
+    script = f"import sys, {module}; print(*sorted({HEAVY_PACKAGES!r} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
+
+
+def test_nothing_runs_code_from_data():
+    found = [f"{name_of(path)}:{line} {what}" for path in FILES for line, what in unsafe(parse(path))]
+    assert found == []
+
+
+def test_the_training_path_has_no_string_flags():
+    files = sorted((SOURCE / "train").rglob("*.py"))
+    assert files
+    assert [f"{name_of(path)}:{line}" for path in files for line in compares_with_a_string(parse(path))] == []
+
+
+def test_files_are_short():
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+
+
+def test_functions_are_short():
+    lengths = {f"{name_of(path)}:{f.name}": code_lines(f) for path in FILES for f in functions(parse(path))}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
+
+
+def test_core_imports_torch_only():
+    files = sorted((SOURCE / "core").rglob("*.py"))
+    assert files
+    found = [
+        f"{name_of(path)}:{line} {module}"
+        for path in files
+        for module, line in imported_modules(parse(path))
+        if module.split(".")[0] not in CORE_IMPORTS
+    ]
+    assert found == []
+
+
+def test_core_says_where_its_mathematics_comes_from():
+    """Every public function of core gives a formula or cites a paper in its docstring."""
+    unsourced = [
+        f"{name_of(path)}:{node.name}"
+        for path in sorted((SOURCE / "core").rglob("*.py"))
+        for node in parse(path).body
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and not CITATION.search(ast.get_docstring(node) or "")
+    ]
+    assert unsourced == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import joblib.numpy_pickle",
+        "torch.load(path)",
+        "torch.save(x, path)",
+        "from torch import load",
+        "eval(text)",
+        "exec(text)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_the_check_for_unsafe_calls_can_fail(line):
+    assert len(list(unsafe(ast.parse(line)))) == 1
+
+
+@pytest.mark.parametrize("line", ["model.eval()", "safetensors.torch.load_file(path)", "json.loads(text)"])
+def test_the_check_for_unsafe_calls_spares_the_safe(line):
+    assert list(unsafe(ast.parse(line))) == []
+
+
+def test_the_check_for_string_flags_can_fail():
+    for line in ['x == "grpo"', 'x in ("a", "b")', '"a" != x', 'match x:\n    case "grpo":\n        pass']:
+        assert list(compares_with_a_string(ast.parse(line))), line
+    for line in ['"kl" in metrics', "x == 1", 'metrics["kl"] > 0', "x is None"]:
+        assert not list(compares_with_a_string(ast.parse(line))), line
+
+
+def test_the_checks_of_length_and_citation_can_fail():
+    body = "\n".join(["    x = 1"] * LONGEST_FUNCTION)
+    assert code_lines(ast.parse(f'def f():\n    """One.\n\n    Two."""\n{body}').body[0]) == LONGEST_FUNCTION + 1
+    assert CITATION.search("A_i = r_i - mean(r)      Dr.GRPO (arXiv 2503.20783), section 3.2")
+    assert CITATION.search("(log x)^2 / 2. Biased, of low variance.")
+    assert CITATION.search("Adds the rewards of a group.") is None
