@@ -25,6 +25,7 @@ from covey.config import (
 )
 
 TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+WITHOUT_CLIPPING = ("rloo", "reinforce")
 LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
 
 
@@ -41,7 +42,7 @@ def validate(config: RunConfig) -> None:
     if type(config.task) not in TASK_CONFIGS.values():
         raise ConfigError(f"task must be one of the task configs in covey.config (is {type(config.task).__name__})")
     _check_sampling(config.sampling)  # first, because its messages say why
-    _check_loss(config.loss)
+    _check_loss(config.loss, config.algorithm)
     check_fields(config)
     _check_minibatches(config.sampling, config.update)
     _check_evaluation(config.evaluation)
@@ -180,7 +181,10 @@ def _check_sampling(sampling: SamplingConfig) -> None:
         )
 
 
-def _check_loss(loss: LossConfig) -> None:
+def _check_loss(loss: LossConfig, algorithm: str) -> None:
+    for name in ("clip_low", "clip_high", "dual_clip"):
+        if algorithm in WITHOUT_CLIPPING and getattr(loss, name) is not None:
+            raise ConfigError(f"loss.{name} is set, but {algorithm} does not clip: take it out, or choose grpo")
     if _is_a(loss.dual_clip, float) and loss.dual_clip is not None and loss.dual_clip <= 1:
         raise ConfigError(
             f"loss.dual_clip is {loss.dual_clip}: it bounds the ratio of negative advantages from above and must be "
@@ -267,7 +271,7 @@ def check_model(model: str) -> None:
     if model in EMBEDDED_MODELS:
         return
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not any((folder / "config.json").is_file() for folder in (path, path / "model")):  # or a run's folder
             raise ConfigError(f"model: the folder {model} has no config.json, so it is no Hugging Face model")
         return
     is_gguf = model.endswith(".gguf")
