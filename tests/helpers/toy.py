@@ -74,8 +74,8 @@ class Recorder:
         return Result(float(gradient.norm()))
 
 
-class PlainAscent:
-    """Gradient descent on the loss without momentum."""
+class PlainDescent:
+    """Gradient descent on the loss, without momentum or clipping."""
 
     def __init__(self, policy: ToyPolicy) -> None:
         self.policy = policy
@@ -84,7 +84,7 @@ class PlainAscent:
         gradient = self.policy.table.grad
         assert gradient is not None
         with torch.no_grad():
-            self.policy.table -= learning_rate * gradient
+            self.policy.table.sub_(learning_rate * gradient)
         self.policy.table.grad = None
         return Result(float(gradient.norm()))
 
