@@ -38,17 +38,26 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: one line that names the mistake and the fix.
     """
-    path = find_recipe(path)
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    tables = read_tables(path)
     apply_overrides(tables, split_overrides(overrides))
     config = config_from_dict(tables)
     validate(config)
     return config
+
+
+def read_tables(path: str | Path) -> dict[str, Any]:
+    """The tables of a recipe file as they stand there, unchecked.
+
+    Raises:
+        ConfigError: if the file is missing, unreadable, or no TOML.
+    """
+    path = find_recipe(path)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
 def find_recipe(recipe: str | Path) -> Path:

@@ -237,8 +237,13 @@ def last_turn(prompt: Any) -> str:
 
 def readable(text: str) -> str:
     """Text from a model on one line, short, and without characters that could command the terminal."""
-    text = "".join(c if c.isprintable() else "�" for c in " ⏎ ".join(text.strip().splitlines()))
+    text = printable(" ⏎ ".join(text.strip().splitlines()))
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 2] + " …"
+
+
+def printable(text: str) -> str:
+    """Text from a model without characters that could command the terminal; line ends and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:

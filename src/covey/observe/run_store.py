@@ -43,13 +43,7 @@ class RunStore:
             ConfigError: if the folder cannot be written, already holds a run, or (with `resume`) holds none.
         """
         self.run_dir = Path(run_dir).expanduser()
-        if resume and not holds_run(self.run_dir):
-            raise ConfigError(f"there is no run to resume in {run_dir}: no step is recorded there")
-        if not resume and holds_run(self.run_dir):
-            raise ConfigError(
-                f"{run_dir} already holds a run: continue it with covey train --resume {run_dir}, "
-                "or name another folder with --run-dir"
-            )
+        check_run_dir(run_dir, resume=resume)
         try:
             (self.run_dir / ROLLOUTS_FOLDER).mkdir(parents=True, exist_ok=True)
             with open(self.run_dir / METRICS_FILE, "ab"):
@@ -99,6 +93,26 @@ class RunStore:
     def rollouts_path(self, step: int) -> Path:
         """The file of one step's rollouts."""
         return self.run_dir / ROLLOUTS_FOLDER / f"step_{step:06d}.jsonl"
+
+
+def check_run_dir(run_dir: str | Path, *, resume: bool = False) -> None:
+    """Refuse a run folder that `RunStore` could not use, without touching the disk.
+
+    Raises:
+        ConfigError: if the folder cannot be written, already holds a run, or (with `resume`) holds none.
+    """
+    folder = Path(run_dir).expanduser()
+    if resume and not holds_run(folder):
+        raise ConfigError(f"there is no run to resume in {run_dir}: no step is recorded there")
+    if not resume and holds_run(folder):
+        raise ConfigError(
+            f"{run_dir} already holds a run: continue it with covey train --resume {run_dir}, "
+            "or name another folder with --run-dir"
+        )
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is not writable" if existing.is_dir() else "is a file"
+        raise ConfigError(f"cannot write the run folder {run_dir} ({existing} {reason}): name another with --run-dir")
 
 
 def holds_run(run_dir: Path) -> bool:
