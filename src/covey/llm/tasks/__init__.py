@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from covey.config import ArithmeticConfig, CountdownConfig, JsonlConfig, WordProblemsConfig
@@ -13,7 +14,7 @@ from covey.llm.tasks.word_problems import WordProblems
 
 __all__ = ["Arithmetic", "Countdown", "Jsonl", "WordProblems", "build_task"]
 
-_TASKS: dict[type, Any] = {
+_TASKS: dict[type, Callable[..., Task]] = {
     ArithmeticConfig: Arithmetic,
     CountdownConfig: Countdown,
     WordProblemsConfig: WordProblems,

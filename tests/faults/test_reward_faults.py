@@ -1,0 +1,330 @@
+"""Reward functions that misbehave, each in a real child process: what one bad answer costs, and what stops a run."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from covey.config import ConfigError, RewardConfig
+from covey.data import EndReason, Group, Rollout, Start
+from covey.llm.grader import GradingError, WeightedReward, build_grader
+
+# What the completion says is what the function does.
+FUNCTIONS = """
+    import asyncio, os, signal, subprocess, sys, time
+
+    def act(text):
+        if text == "raise": raise KeyError("no such\\nanswer")
+        if text == "hang": time.sleep(1000)
+        if text == "regex": __import__("re").match("(a+)+b", "a" * 60)  # never lets go of the GIL
+        if text == "sys.exit": sys.exit(0)
+        if text == "os._exit": os._exit(3)
+        if text == "killed": os.kill(os.getpid(), signal.SIGKILL)
+        if text == "none": return None
+        if text == "nan": return float("nan")
+        if text == "inf": return float("-inf")
+        if text == "text": return "1.0"
+        if text == "child": subprocess.Popen(["sleep", "1000"]); time.sleep(1000)
+        if text == "print":
+            print("noise " * 1000); os.write(1, b'{"results": [9.0]}\\n'); subprocess.run(["echo", "more noise"])
+            sys.__stdout__.write("and more"); assert sys.stdin.read() == ""
+        return float(len(text))
+
+    def reward(completions, **columns): return [act(text) for text in completions]
+    async def later(completions, **columns):
+        await asyncio.sleep(0.01)
+        return reward(completions)
+    def other(completions, **columns): return [1.0] * len(completions)
+    def short(completions, **columns): return [1.0] * (len(completions) - 1)
+    def nothing(completions, **columns): pass
+    def scalar(completions, **columns): return 1.0
+    def word(completions, **columns): return "1" * len(completions)
+    def table(completions, **columns): return [[1.0, 2.0]] * len(completions)
+    def wants(completions, solution): return [1.0] * len(completions)
+    def stepped(completions, trainer_state, log_metric): return [trainer_state.global_step] * len(completions)
+    def process(completions, **columns): return [os.getpid()] * len(completions)
+    not_callable = 5
+"""
+
+
+@pytest.fixture
+def grader(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(textwrap.dedent(FUNCTIONS))
+    graders = []
+
+    def build(*names, seconds=1.0):
+        configs = [RewardConfig(function=f"{path}:{name}", timeout_seconds=seconds) for name in names or ("reward",)]
+        graders.append(build_grader(configs, ()))
+        return graders[-1]
+
+    yield build
+    for one in graders:
+        one.close()
+
+
+def group(*texts, prompt="p", **columns):
+    rollouts = [
+        Rollout(context=(), actions=[1], behavior_logprobs=[0.0], end=EndReason.STOP, text=text) for text in texts
+    ]
+    return Group(Start(index=0, prompt=prompt, columns=columns), rollouts)
+
+
+def step(*bad):
+    """Six groups of two; the third has the bad completions."""
+    return [group("a", "ok"), group("a", "ok"), group(*bad), *(group("a", "ok") for _ in range(3))]
+
+
+def rewards_of(groups):
+    return [[rollout.reward for rollout in one.rollouts] for one in groups]
+
+
+GOOD_GROUP = [1.0, 2.0]
+
+
+@pytest.mark.parametrize("fault", ["raise", "hang", "regex", "sys.exit", "os._exit", "killed", "child"])
+def test_a_call_that_fails_costs_its_own_group_only(grader, fault, caplog):
+    one = grader()
+    groups = step("fine", fault)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert one.grade(groups) is groups
+    assert rewards_of(groups) == [GOOD_GROUP, GOOD_GROUP, [None, None], GOOD_GROUP, GOOD_GROUP, GOOD_GROUP]
+    assert groups[2].rollouts[0].reward_parts == {"reward": None}
+    assert groups[2].rollouts[0].score is None
+    assert "group by group" in caplog.text
+    assert time.monotonic() - began < 6
+    assert rewards_of(one.grade([group("still", "works")])) == [[5.0, 5.0]]
+
+
+@pytest.mark.parametrize("fault", ["none", "nan", "inf"])
+def test_a_value_that_is_no_reward_costs_its_own_rollout_only(grader, fault):
+    groups = grader().grade(step("fine", fault))
+    assert rewards_of(groups) == [GOOD_GROUP, GOOD_GROUP, [4.0, None], GOOD_GROUP, GOOD_GROUP, GOOD_GROUP]
+
+
+def test_none_is_skipped_where_another_reward_speaks_but_nan_and_failures_are_not(grader):
+    one = grader("reward", "other")
+    assert rewards_of(one.grade(step("fine", "none")))[2] == [5.0, 1.0]
+    assert rewards_of(one.grade(step("fine", "nan")))[2] == [5.0, None]
+    groups = one.grade(step("fine", "raise"))
+    assert rewards_of(groups)[2] == [None, None]
+    assert groups[2].rollouts[0].reward_parts == {"reward": None, "other": 1.0}
+
+
+def test_printing_and_reading_do_not_touch_the_conversation(grader, capfd):
+    assert rewards_of(grader().grade([group("print", "a")])) == [[5.0, 1.0]]
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "more noise" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("raise", r"KeyError: 'no such\\nanswer' \(my_rewards.py line \d+\)"),
+        ("sys.exit", r"SystemExit: 0 \(my_rewards.py line \d+\)"),
+        ("os._exit", "its process ended by itself with exit code 3"),
+        ("killed", "its process was killed by SIGKILL"),
+        ("hang", r"took longer than 0\.3 s"),
+        ("nan", "returned nan"),
+        ("inf", "returned -inf"),
+        ("none", "returned None"),
+    ],
+)
+def test_more_than_a_fifth_failed_stops_the_run_with_one_line(grader, fault, why):
+    groups = [group("a", "ok") for _ in range(4)] + [group(fault, fault) for _ in range(40)]
+    began = time.monotonic()
+    with pytest.raises(GradingError, match=rf"\d+ of 88 rollouts .*more than 20 %: reward 'reward': {why}") as caught:
+        grader(seconds=0.3).grade(groups)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < 8  # it does not wait for all 40 deadlines
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("short", "returned 1 results for 2 completions"),
+        ("nothing", "returned None instead of a list of 2 numbers"),
+        ("scalar", "returned float 1.0 instead of a list of 2 numbers"),
+        ("word", "returned str '11' instead of a list of 2 numbers"),
+        ("table", r"returned list \[1.0, 2.0\] where a number or None is needed"),
+    ],
+)
+def test_a_function_that_breaks_its_contract_stops_the_run_at_once(grader, function, why):
+    with pytest.raises(GradingError, match=f"reward '{function}' {why}"):
+        grader(function).grade([group("a", "b")])
+
+
+def test_a_text_among_the_numbers_stops_the_run_at_once(grader):
+    with pytest.raises(GradingError, match="reward 'reward' returned str '1.0' where a number or None is needed"):
+        grader().grade(step("fine", "text"))
+
+
+def test_async_functions_and_trainer_state_work_in_the_child(grader):
+    assert rewards_of(grader("later").grade([group("a", "abc")])) == [[1.0, 3.0]]
+    groups = [group("a", "abc")]
+    groups[0].rollouts[0].version = 3
+    assert rewards_of(grader("stepped").grade(groups)) == [[3.0, 3.0]]
+
+
+def test_one_process_serves_all_calls(grader):
+    one = grader("process")
+    processes = {reward for _ in range(3) for row in rewards_of(one.grade([group("a"), group("b")])) for reward in row}
+    assert len(processes) == 1
+
+
+def test_a_killed_worker_is_replaced(grader):
+    one = grader("process")
+    first = int(rewards_of(one.grade([group("a")]))[0][0])
+    os.kill(first, signal.SIGKILL)
+    second = int(rewards_of(one.grade([group("a")]))[0][0])
+    assert second != first
+
+
+def test_large_batches_pass_through_the_pipe(grader):
+    groups = [group("x" * 20_000, "y" * 30_000, prompt="z" * 50_000, answer="w" * 1000) for _ in range(64)]
+    assert rewards_of(grader(seconds=20.0).grade(groups)) == [[20_000.0, 30_000.0]] * 64
+
+
+# ---- the dry run before training ----
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "why"),
+    [
+        ("reward", "raise", r"dry run.*KeyError: 'no such\\nanswer' \(my_rewards.py line \d+\)"),
+        ("reward", "hang", r"took longer than 1 s for 2 completions.*raise its timeout_seconds \(now 10\)"),
+        ("reward", "os._exit", "ended by itself with exit code 3"),
+        ("reward", "none", "returned None"),
+        ("reward", "nan", "returned nan"),
+        ("reward", "inf", "returned -inf"),
+        ("short", "a", "returned 1 results for 2 completions"),
+        ("wants", "a", "asks for 'solution', but the data has only prompts, completions, completion_ids, answer"),
+        ("missing", "a", "cannot be loaded: AttributeError: .*my_rewards.py has no function 'missing'"),
+        ("not_callable", "a", "has no function 'not_callable'"),
+    ],
+)
+def test_the_dry_run_turns_every_fault_into_a_config_error_within_three_seconds(grader, function, answer, why):
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=f"reward '{function}'.*{why}") as caught:
+        grader(function, seconds=10.0).check([group(answer=answer).start] * 3)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < 3
+
+
+def test_the_dry_run_passes_a_good_function_quickly(grader):
+    began = time.monotonic()
+    grader("later", seconds=10.0).check([group(answer="5").start, group().start])
+    assert time.monotonic() - began < 3
+
+
+def test_a_file_with_a_syntax_error_or_a_failing_import(tmp_path):
+    for source, why in [("def reward(:", "SyntaxError"), ("import no_such_module", "No module named 'no_such_module'")]:
+        path = tmp_path / "broken.py"
+        path.write_text(source)
+        with pytest.raises(ConfigError, match=f"reward 'reward'.*cannot be loaded: .*{why}"):
+            build_grader([RewardConfig(function=f"{path}:reward")], ()).check([group(answer="1").start])
+
+
+def test_a_module_in_the_working_folder_is_found(tmp_path, monkeypatch):
+    (tmp_path / "helper_module.py").write_text("GOOD = 7.0")
+    (tmp_path / "my_module.py").write_text("import helper_module\ndef f(completions): return [helper_module.GOOD]")
+    monkeypatch.chdir(tmp_path)
+    for name in ("my_module:f", "my_module.py:f"):
+        one = build_grader([RewardConfig(function=name)], ())
+        assert rewards_of(one.grade([group("a")])) == [[7.0]]
+        one.close()
+
+
+def test_columns_that_are_no_json_are_named(grader):
+    with pytest.raises(ConfigError, match="cannot be sent to its process as JSON.*set"):
+        grader().check([group(answer="1", extra={1, 2}).start])
+
+
+# ---- a pattern that runs away, and functions in this process ----
+
+
+def test_a_runaway_pattern_meets_its_deadline():
+    one = build_grader([RewardConfig(name="format", pattern="(a+)+b", timeout_seconds=1.0)], ())
+    groups = one.grade([group("aab"), group("c"), *(group("ab") for _ in range(8)), group("a" * 60)])
+    one.close()
+    assert rewards_of(groups) == [[1.0], [0.0], *[[1.0]] * 8, [None]]
+
+
+def test_a_function_that_hangs_in_this_process_stops_the_run():
+    def sleepy(completions, **_):
+        time.sleep(5)
+
+    one = build_grader([WeightedReward.from_function(sleepy, timeout_seconds=0.2)], ())
+    with pytest.raises(GradingError, match=r"reward 'sleepy' took longer than 0.2 s .* name it as file.py:function"):
+        one.grade([group("a")])
+    with pytest.raises(ConfigError, match=r"reward 'sleepy'.*took longer than 0.2 s"):
+        one.check([group(answer="1").start])
+
+
+def test_a_function_that_raises_in_this_process_costs_its_group():
+    def picky(completions, **_):
+        return [1 / (text != "bad") for text in completions]
+
+    groups = build_grader([picky], ()).grade(step("fine", "bad"))
+    assert rewards_of(groups) == [[1.0, 1.0]] * 2 + [[None, None]] + [[1.0, 1.0]] * 3
+
+
+# ---- no process stays behind ----
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_end(pid, seconds):
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def test_close_ends_the_worker(grader):
+    one = grader("process")
+    pid = int(rewards_of(one.grade([group("a")]))[0][0])
+    assert alive(pid)
+    one.close()
+    assert not alive(pid)
+    one.close()
+
+
+@pytest.mark.parametrize(("busy", "seconds"), [("", 3), ("hang", 3), ("regex", 10)])
+def test_the_worker_ends_when_its_parent_is_killed(tmp_path, busy, seconds):
+    """Idle, asleep, or in C code that holds the GIL: then the alarm ends it 5 s after its deadline."""
+    path = tmp_path / "my_rewards.py"
+    path.write_text(
+        textwrap.dedent(FUNCTIONS) + f"\nopen({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
+    )
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        "import sys, time\n"
+        "from covey.llm.reward_worker import RewardProcess\n"
+        f"worker = RewardProcess({str(path) + ':reward'!r})\n"
+        f"worker.call({{'completions': ['a']}}, 0, 2.0)\n"
+        "print('ready', flush=True)\n"
+        f"worker.call({{'completions': [{busy!r}]}}, 0, 2.0)\n"
+        "time.sleep(100)\n"
+    )
+    process = subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)  # the second call is under way
+    pid = int((tmp_path / "pid").read_text())
+    assert alive(pid)
+    process.kill()
+    process.wait()
+    assert wait_for_end(pid, seconds)
