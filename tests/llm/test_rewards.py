@@ -179,13 +179,7 @@ NUMBERS, TARGET = [3, 5, 2, 2], 16
         "**Answer:** `(3 + 5) × 2`",
         "<answer>(3 + 5) * 2</answer> which is what you wanted",
         "first \\boxed{1} then $\\boxed{(3 + 5) \\times 2}$",
-        "(3 + 5) * 2 * 2 / 2 = 16"
-        if False
-        else "(3 + 5) * 2 + 2 - 2"
-        if False
-        else "(5 + 3) * (2 / 2 + 2 - 2)"
-        if False
-        else "2 * 5 + 3 * 2",
+        "2 * 5 + 3 * 2",
         "-(-3 - 5) * 2",
         "(3 − -5) * 2",
         "3 * 5 + 2 / 2",
@@ -254,7 +248,7 @@ def test_countdown_agrees_with_python_on_whatever_it_accepts(text):
     tokens = [int(token) for token in re.findall(r"\d+", text)]
     for target in range(4):
         if solves_countdown(text, tokens, target):
-            assert eval(re.sub(r"(\d+)", r"Fraction(\1)", text.strip()), {"Fraction": Fraction}) == target
+            assert eval(re.sub(r"(\d+)", r"Fraction(\1)", text.strip(" *")), {"Fraction": Fraction}) == target
             assert not solves_countdown(text, tokens[:-1] if Counter(tokens)[tokens[-1]] else [], target)
 
 
@@ -373,7 +367,7 @@ def test_impossible_rewards_are_refused():
 
 
 def test_dry_run_finds_data_that_does_not_fit_the_reward():
-    with pytest.raises(ConfigError, match="reward 'numeric', in a dry run.*no column 'answer', it has solution"):
+    with pytest.raises(ConfigError, match=r"reward 'numeric', in a dry run.*no column 'answer', it has solution"):
         build_grader([RewardConfig(name="numeric")], ()).check([start(solution="4")])
 
 
