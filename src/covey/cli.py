@@ -30,7 +30,7 @@ from covey.config_reader import (
     read_tables,
     split_overrides,
 )
-from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, check_run_dir
+from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, check_run_dir, next_run_dir
 
 EVALUATED = ("model", "task", "rewards", "sampling")  # the tables that `covey eval` looks at
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
@@ -219,18 +219,17 @@ def train_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     if not arguments.recipe:
         raise ConfigError("name a recipe, such as: covey train arithmetic_grpo")
     config = read_recipe(arguments.recipe, fields)
-    if config.run_dir:
-        check_run_dir(config.run_dir)
+    name = find_recipe(arguments.recipe).stem
+    check_run_dir(config.run_dir or next_run_dir(name))
     from covey.recipes.build import run
 
-    run(config, recipe_name=find_recipe(arguments.recipe).stem)
+    run(config, recipe_name=name)
 
 
 def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey check`."""
     config = read_recipe(arguments.recipe, fields)
-    if config.run_dir:
-        check_run_dir(config.run_dir)
+    check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
     from covey.recipes.build import check
 
     check(config)

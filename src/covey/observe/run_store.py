@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,7 @@ class RunStore:
 
 
 def check_run_dir(run_dir: str | Path, *, resume: bool = False) -> None:
-    """Refuse a run folder that `RunStore` could not use, without touching the disk.
+    """Refuse a run folder that `RunStore` could not use, leaving nothing behind.
 
     Raises:
         ConfigError: if the folder cannot be written, already holds a run, or (with `resume`) holds none.
@@ -110,9 +111,13 @@ def check_run_dir(run_dir: str | Path, *, resume: bool = False) -> None:
             "or name another folder with --run-dir"
         )
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "is not writable" if existing.is_dir() else "is a file"
-        raise ConfigError(f"cannot write the run folder {run_dir} ({existing} {reason}): name another with --run-dir")
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # trying is the only sure way: root may write where it cannot
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run folder {run_dir} ({existing}: {error.strerror}): name another with --run-dir"
+        ) from error
 
 
 def holds_run(run_dir: Path) -> bool:
