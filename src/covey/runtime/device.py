@@ -108,7 +108,7 @@ def _multiplies_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     flags = _cpu_info("flags") or _cpu_info("Features")  # x86, ARM
-    return torch.backends.mkldnn.is_available() and not _BF16_FLAGS.isdisjoint(flags.split())  # type: ignore[no-untyped-call]
+    return torch.backends.mkldnn.is_available() and not _BF16_FLAGS.isdisjoint(flags.split())
 
 
 def _cpu_model() -> str:

@@ -65,7 +65,7 @@ class MasterAdamW:
         if parameter.dtype == torch.float32:
             return parameter
         master = parameter.detach().float()
-        handle = parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))  # type: ignore[no-untyped-call]
+        handle = parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))
         weakref.finalize(self, handle.remove)  # a later optimizer of this module must not find the hook
         return master
 
