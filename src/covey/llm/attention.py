@@ -1,0 +1,253 @@
+"""Attention over token sequences that share their prompt.
+
+The rollouts of a group begin with the same prompt. Its tokens pass through the model once, beside the tokens of all
+completions, as one long row of tokens without padding: every product of the model but attention treats tokens one by
+one. Only attention has to know which token may look at which, and that is what a layout tells it.
+
+transformers hands extra keyword arguments of a model's forward down to its attention function. That is how a layout
+travels: `model(..., layout=layout)` with the attention implementation named "covey".
+
+Shapes: N tokens, S prompts, P longest prompt, R rows (completions), L longest completion, H heads, K key-value heads,
+D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+IMPLEMENTATION = "covey"
+
+# A mask of four dimensions is passed on by transformers as it is, which spares building one that nobody reads.
+NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+
+# Up to this many attention scores a layer, plain products beat fused attention, and keeping them is cheap (32 MB).
+SCORES_LIMIT = 8 << 20
+
+
+class UnsupportedAttentionError(NotImplementedError):
+    """The model's attention does something that shared prompts are not written for."""
+
+
+class Layout(Protocol):
+    """Which of the tokens of one forward pass may attend to which."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attention of [H, N, D] queries; returns [N, H, D]."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedAttentionError(name)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return layout.attend(layer, query[0], key[0], value[0], scale)[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+class PackedLayout:
+    """Prompts, each followed by the completions of its group: one row of tokens, without padding.
+
+    The order of the tokens is: every prompt, one after another, then every completion, one after another.
+    """
+
+    def __init__(
+        self,
+        prompt_lengths: list[int],
+        completion_lengths: list[int],
+        prompt_of_row: list[int],
+        device: torch.device | None = None,
+    ) -> None:
+        self.prompt_lengths = prompt_lengths
+        self.prompts = _Padding(prompt_lengths, device)
+        self.completions = _Padding(completion_lengths, device)
+        self.prompt_of_row = torch.tensor(prompt_of_row, dtype=torch.int64, device=device)
+        begins = [prompt_lengths[prompt] for prompt in prompt_of_row]
+        positions = [torch.arange(n) for n in prompt_lengths]
+        positions += [torch.arange(begin, begin + n) for n, begin in zip(completion_lengths, begins, strict=True)]
+        self.positions = torch.cat(positions).to(device)
+        self.slots = PromptSlots(torch.tensor(prompt_lengths, device=device), self.prompt_of_row)
+        self.mask: Tensor | None = None  # of the fused path, made when first needed
+
+    def keep_prompt(self, layer: int, key_SKPD: Tensor, value_SKPD: Tensor) -> None:
+        """Called with every layer's keys and values of the prompts; the sampler's prefill stores them."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        split = self.prompts.tokens
+        heads = query.shape[0]
+        key_SKPD, value_SKPD = self.prompts.pad(key[:, :split]), self.prompts.pad(value[:, :split])
+        self.keep_prompt(layer, key_SKPD, value_SKPD)
+        query_SHPD = self.prompts.pad(query[:, :split])
+        out_SHPD = F.scaled_dot_product_attention(
+            query_SHPD, _repeat(key_SKPD, heads), _repeat(value_SKPD, heads), is_causal=True, scale=scaling
+        )
+        out = self.prompts.unpad(out_SHPD)
+        if not self.completions.width:
+            return out
+        query_RHLD = self.completions.pad(query[:, split:])
+        own_RKLD = self.completions.pad(key[:, split:]), self.completions.pad(value[:, split:])
+        scores = query_RHLD.shape[0] * heads * query_RHLD.shape[2] * (key_SKPD.shape[2] + query_RHLD.shape[2])
+        attend = self._attend_by_products if scores <= SCORES_LIMIT else self._attend_fused
+        return torch.cat([out, self.completions.unpad(attend(query_RHLD, key_SKPD, value_SKPD, *own_RKLD, scaling))])
+
+    def _attend_by_products(
+        self, query_RHLD: Tensor, key_SKPD: Tensor, value_SKPD: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Short completions: plain products, in which the rows of a group read their prompt's keys together."""
+        heads, length = query_RHLD.shape[1:3]
+        kv_heads = key.shape[1]
+        query = query_RHLD.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)
+        own_LL = torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
+        own_mask = own_LL.repeat(heads // kv_heads, 1)
+        out = self.slots.attend(query * scaling, key_SKPD, value_SKPD, key, value, own_mask)
+        return out.unflatten(2, (heads // kv_heads, length)).flatten(1, 2)
+
+    def _attend_fused(
+        self, query_RHLD: Tensor, key_SKPD: Tensor, value_SKPD: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Long completions: torch's fused attention, which keeps no scores but wants a prompt's keys in every row."""
+        heads, length = query_RHLD.shape[1:3]
+        key = torch.cat([key_SKPD[self.prompt_of_row], key], dim=2)
+        value = torch.cat([value_SKPD[self.prompt_of_row], value], dim=2)
+        if self.mask is None:
+            causal_LL = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
+            prompt_RP = ~self.slots.padding_SP[self.prompt_of_row]
+            rows = (len(prompt_RP), length, -1)
+            self.mask = torch.cat([prompt_RP[:, None].expand(rows), causal_LL.expand(rows)], dim=2)[:, None]
+        return F.scaled_dot_product_attention(
+            query_RHLD, _repeat(key, heads), _repeat(value, heads), attn_mask=self.mask, scale=scaling
+        )
+
+
+class PromptSlots:
+    """Rows and the prompts that they share, for products in which the rows of a prompt stand side by side.
+
+    Every row has a slot in a [S, most rows of one prompt] rectangle. Rows are ordered by prompt.
+    """
+
+    def __init__(self, prompt_lengths_S: Tensor, prompt_of_row: Tensor) -> None:
+        counts_S = torch.bincount(prompt_of_row, minlength=len(prompt_lengths_S))
+        self.prompts, self.width = len(prompt_lengths_S), int(counts_S.max())
+        before_S = counts_S.cumsum(0) - counts_S
+        within_R = torch.arange(len(prompt_of_row), device=prompt_of_row.device) - before_S[prompt_of_row]
+        self.places = prompt_of_row * self.width + within_R
+        self.even = bool((counts_S == self.width).all())
+        longest = int(prompt_lengths_S.max())
+        self.padding_SP = torch.arange(longest, device=prompt_of_row.device) >= prompt_lengths_S[:, None]
+        self.padded = bool(self.padding_SP.any())
+
+    def attend(
+        self,
+        query_RKMD: Tensor,
+        prompt_key_SKPD: Tensor,
+        prompt_value_SKPD: Tensor,
+        own_key_RKTD: Tensor,
+        own_value_RKTD: Tensor,
+        own_mask_MT: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of M queries per key-value head (already scaled) to the row's prompt and to its own T tokens.
+
+        `own_mask_MT` is True where a query must not look. One softmax runs over both parts, in fp32.
+        """
+        prompt_scores = self._spread(query_RKMD) @ prompt_key_SKPD.transpose(2, 3)
+        if self.padded:
+            prompt_scores = prompt_scores.masked_fill(self.padding_SP[:, None, None], -torch.inf)
+        own_scores = query_RKMD @ own_key_RKTD.transpose(2, 3)
+        if own_mask_MT is not None:
+            own_scores = own_scores.masked_fill(own_mask_MT, -torch.inf)
+        scores = torch.cat([self._gather(prompt_scores), own_scores], dim=3)
+        weights = scores.softmax(dim=3, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+        own = own_key_RKTD.shape[2]
+        prompt_weights, own_weights = weights.split([scores.shape[3] - own, own], dim=3)
+        return self._gather(self._spread(prompt_weights) @ prompt_value_SKPD) + own_weights @ own_value_RKTD
+
+    def _spread(self, rows_RKMX: Tensor) -> Tensor:
+        """[R, K, M, X] -> [S, K, slots x M, X]: the rows of a prompt side by side."""
+        rows = rows_RKMX
+        if not self.even:
+            rows = _Scatter.apply(rows, self.places, self.prompts * self.width)
+        return rows.unflatten(0, (self.prompts, self.width)).transpose(1, 2).flatten(2, 3)
+
+    def _gather(self, spread: Tensor) -> Tensor:
+        """[S, K, slots x M, X] -> [R, K, M, X]."""
+        rows = spread.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
+        return rows if self.even else _Gather.apply(rows, self.places)
+
+
+class _Padding:
+    """Between tokens laid end to end and a padded rectangle of them."""
+
+    def __init__(self, lengths: list[int], device: torch.device | None) -> None:
+        self.rows, self.width, self.tokens = len(lengths), max(lengths, default=0), sum(lengths)
+        self.even = self.tokens == self.rows * self.width
+        inside = torch.arange(self.width) < torch.tensor(lengths, dtype=torch.int64)[:, None]
+        self.positions = inside.flatten().nonzero()[:, 0].to(device)
+
+    def pad(self, flat: Tensor) -> Tensor:
+        """[heads, tokens, D] -> [rows, heads, width, D], 0 at padding."""
+        rows = flat.transpose(0, 1)
+        if not self.even:
+            rows = _Scatter.apply(rows, self.positions, self.rows * self.width)
+        return rows.unflatten(0, (self.rows, self.width)).transpose(1, 2)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """[rows, heads, width, D] -> [tokens, heads, D]."""
+        rows = padded.transpose(1, 2).flatten(0, 1)
+        return rows if self.even else _Gather.apply(rows, self.positions)
+
+
+class _Scatter(torch.autograd.Function):
+    """Rows to distinct places of a larger tensor. Its gradient is a plain gather, not an accumulation."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradient.index_select(0, places), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows from distinct places of a larger tensor. Its gradient is a plain scatter, not an accumulation."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = rows.shape[0]
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, places, gradient), None
+
+
+def _repeat(tensor: Tensor, heads: int) -> Tensor:
+    """[rows, K, T, D] -> [rows, H, T, D]: every key-value head serves H / K query heads."""
+    kv_heads = tensor.shape[1]
+    return tensor if kv_heads == heads else tensor.repeat_interleave(heads // kv_heads, dim=1)

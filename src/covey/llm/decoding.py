@@ -1,0 +1,187 @@
+"""Decoders: what the sampler steps forward token by token.
+
+A decoder begins with prompts, each shared by the rows of a group, and yields the logits of every row's next token.
+
+Shapes: S prompts, P longest prompt, R rows, T tokens decoded so far, H heads, K key-value heads, D head width,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from covey.llm.attention import NO_MASK, PackedLayout, PromptSlots
+
+
+class Decoder(Protocol):
+    """The rows of some groups, decoded together."""
+
+    def prefill(self) -> Tensor:
+        """logits_SV of the token after each prompt."""
+
+    def step(self, tokens_R: Tensor) -> Tensor:
+        """Feed one token to every row; logits_RV of the next."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only (int64 index)."""
+
+
+class SharedPrefixDecoder:
+    """Keys and values of a prompt are computed and stored once for its group.
+
+    For any transformers decoder whose attention takes a layout (see `attention`).
+    """
+
+    def __init__(self, module: nn.Module, prompts: list[list[int]], prompt_of_row: Tensor, max_new_tokens: int) -> None:
+        self.module = module
+        self.prompts = prompts
+        self.prompt_of_row = prompt_of_row
+        self.max_new_tokens = max_new_tokens
+        self.layout: _DecodingLayout | None = None
+
+    @torch.inference_mode()
+    def prefill(self) -> Tensor:
+        lengths = [len(prompt) for prompt in self.prompts]
+        device = self.prompt_of_row.device
+        stored = _PrefillLayout(lengths, device)
+        tokens = torch.tensor([token for prompt in self.prompts for token in prompt], device=device)
+        hidden = self._forward(tokens, stored.positions, stored)
+        self.layout = _DecodingLayout(stored, self.prompt_of_row, self.max_new_tokens)
+        last = torch.tensor(lengths, device=device).cumsum(0) - 1
+        return self._logits(hidden[last])
+
+    @torch.inference_mode()
+    def step(self, tokens_R: Tensor) -> Tensor:
+        assert self.layout is not None
+        positions = self.layout.next_positions()
+        return self._logits(self._forward(tokens_R, positions, self.layout))
+
+    @torch.inference_mode()
+    def keep(self, rows: Tensor) -> None:
+        assert self.layout is not None
+        self.layout.keep(rows)
+
+    def _forward(self, tokens_N: Tensor, positions_N: Tensor, layout: object) -> Tensor:
+        output = self.module.base_model(
+            input_ids=tokens_N[None],
+            position_ids=positions_N[None],
+            attention_mask=NO_MASK.to(tokens_N.device),
+            use_cache=False,
+            layout=layout,
+        )
+        return output.last_hidden_state[0]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.module.get_output_embeddings()(hidden)
+
+
+class _PrefillLayout(PackedLayout):
+    """Prompts alone; remembers their keys and values."""
+
+    def __init__(self, prompt_lengths: list[int], device: torch.device) -> None:
+        super().__init__(prompt_lengths, [], [], device)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def keep_prompt(self, layer: int, key_SKPD: Tensor, value_SKPD: Tensor) -> None:
+        assert layer == len(self.keys)
+        self.keys.append(key_SKPD.contiguous())
+        self.values.append(value_SKPD.contiguous())
+
+
+class _DecodingLayout:
+    """One new token per row, which sees its prompt and what its row has decoded so far."""
+
+    def __init__(self, stored: _PrefillLayout, prompt_of_row: Tensor, capacity: int) -> None:
+        self.keys_SKPD, self.values_SKPD = stored.keys, stored.values
+        self.lengths_S = torch.tensor(stored.prompt_lengths, device=prompt_of_row.device)
+        first = stored.keys[0]
+        shape = (len(prompt_of_row), first.shape[1], capacity, first.shape[3])
+        self.own_keys = [first.new_empty(shape) for _ in stored.keys]
+        self.own_values = [first.new_empty(shape) for _ in stored.keys]
+        self.decoded = 0
+        self.prompt_of_row = prompt_of_row
+        self.slots = PromptSlots(self.lengths_S, prompt_of_row)
+
+    def next_positions(self) -> Tensor:
+        """Positions of the tokens about to be fed."""
+        self.decoded += 1
+        return self.lengths_S[self.prompt_of_row] + (self.decoded - 1)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop every other row, and the prompts that no row is left of. Rows stay ordered by prompt."""
+        self.own_keys = [key[rows] for key in self.own_keys]
+        self.own_values = [value[rows] for value in self.own_values]
+        prompts, prompt_of_row = self.prompt_of_row[rows].unique(return_inverse=True)
+        if len(prompts) < len(self.lengths_S):
+            self.lengths_S = self.lengths_S[prompts]
+            self.keys_SKPD = [key[prompts] for key in self.keys_SKPD]
+            self.values_SKPD = [value[prompts] for value in self.values_SKPD]
+        self.prompt_of_row = prompt_of_row
+        self.slots = PromptSlots(self.lengths_S, prompt_of_row)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        heads, rows, width = query.shape
+        kv_heads, now = key.shape[0], self.decoded
+        own_keys, own_values = self.own_keys[layer], self.own_values[layer]
+        own_keys[:, :, now - 1] = key.transpose(0, 1)
+        own_values[:, :, now - 1] = value.transpose(0, 1)
+
+        query_RKMD = (query.transpose(0, 1) * scaling).unflatten(1, (kv_heads, heads // kv_heads))
+        out = self.slots.attend(
+            query_RKMD,
+            self.keys_SKPD[layer],
+            self.values_SKPD[layer],
+            own_keys[:, :, :now],
+            own_values[:, :, :now],
+        )
+        return out.reshape(rows, heads, width)
+
+
+class CacheDecoder:
+    """For every other decoder: transformers' own cache, prompts padded on the left and repeated for every row."""
+
+    def __init__(self, module: nn.Module, prompts: list[list[int]], prompt_of_row: Tensor, max_new_tokens: int) -> None:
+        self.module = module
+        self.prompts = prompts
+        self.prompt_of_row = prompt_of_row
+        self.cache: DynamicCache | None = None
+
+    @torch.inference_mode()
+    def prefill(self) -> Tensor:
+        device = self.prompt_of_row.device
+        width = max(len(prompt) for prompt in self.prompts)
+        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in self.prompts]
+        attended = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in self.prompts]
+        self.mask = torch.tensor(attended, device=device)
+        self.cache = DynamicCache(config=self.module.config)
+        logits_SV = self._forward(torch.tensor(padded, device=device), (self.mask.cumsum(1) - 1).clamp(min=0))
+        self.cache.batch_select_indices(self.prompt_of_row)
+        self.mask = self.mask[self.prompt_of_row]
+        return logits_SV
+
+    @torch.inference_mode()
+    def step(self, tokens_R: Tensor) -> Tensor:
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens_R), 1)], dim=1)
+        return self._forward(tokens_R[:, None], self.mask.sum(dim=1, keepdim=True) - 1)
+
+    @torch.inference_mode()
+    def keep(self, rows: Tensor) -> None:
+        assert self.cache is not None
+        self.cache.batch_select_indices(rows)
+        self.mask = self.mask[rows]
+
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        output = self.module(
+            input_ids=tokens,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]

