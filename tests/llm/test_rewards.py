@@ -221,6 +221,7 @@ def test_right_countdown_answers(text):
         "(" * 90 + "16" + ")" * 90,
         "(" * 5000 + "2" + ")" * 5000,
         "-" * 5000 + "2",
+        "--" * 100 + "(3 + 5) * 2",  # right, but longer than anything honest
         "9**9**9**9**9",
         "9" * 190,
         "9" * 5000,

@@ -218,6 +218,30 @@ def test_word_problems_calculate_right_with_numbers_from_the_text():
     assert min(lengths.values()) > 0.2 * 700
 
 
+def test_stories_of_several_people_ask_for_the_one_that_was_calculated():
+    """Solves them from the words alone, so that a name in the wrong place gives another answer."""
+    solved = 0
+    for start in GENERATED["word_problems"].draw(2, 1, 600):
+        if not (asked := re.search(r"does (\w+) own\?", question(start))):
+            continue
+        owned = {}
+        for sentence in question(start).split(". "):
+            if match := re.match(r"(\w+) owns (\d+) shelves with (\d+)", sentence):
+                owned[match[1]] = int(match[2]) * int(match[3])
+            elif match := re.match(r"(\w+) owns (\d+) (more|fewer|times as many) \w+ (?:than|as) (\w+)", sentence):
+                who, number, how, whom = match[1], int(match[2]), match[3], match[4]
+                if how == "times as many" and who in owned:
+                    owned[whom] = owned[who] // number
+                else:
+                    change = {"more": 1, "fewer": -1}
+                    owned[who] = owned[whom] * number if how not in change else owned[whom] + change[how] * number
+            elif match := re.match(r"(\w+) owns (\d+)", sentence):
+                owned[match[1]] = int(match[2])
+        assert str(owned[asked[1]]) == start.columns["answer"]
+        solved += 1
+    assert solved > 50
+
+
 def test_same_calculation_in_other_words_stays_on_one_side():
     task = WordProblems(steps=(1,), largest=10)
     held_out = {start.columns["solution"] for start in task.held_out(100)}
