@@ -207,7 +207,7 @@ def sample_rollouts(step: int, groups: Sequence[RolloutGroup]) -> Text:
         return Text(f"  step {step}: no rollout was graded")
     group, rollouts = max(graded, key=lambda pair: _spread(pair[1]))
     best, worst = max(rollouts, key=_reward), min(rollouts, key=_reward)
-    text = Text().append(f"  prompt     {readable(last_turn(group.start.prompt))}\n", "dim")
+    text = Text().append(f"  prompt    {readable(last_turn(group.start.prompt))}\n", "dim")
     shown = [("best", best, "green"), ("worst", worst, "red")] if best is not worst else [("all", best, "yellow")]
     for number, (label, rollout, style) in enumerate(shown):
         text.append(f"  {label:<9} ", "dim")
