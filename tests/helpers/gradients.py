@@ -44,12 +44,18 @@ def make(name: str, kl: str = "no_kl", averaging: str | None = None) -> Algorith
 
 
 def annotated(
-    batch: Batch, algorithm: Algorithm, *, optimizer_steps: int = 1, rows: int = 1000, mask_truncated: bool = False
+    batch: Batch,
+    algorithm: Algorithm,
+    *,
+    optimizer_steps: int = 1,
+    rows: int = 1000,
+    padding: float = 0.0,
+    mask_truncated: bool = False,
 ) -> tuple[Batch, dict[str, float]]:
     return annotate(
         batch,
-        ToyPolicy(seed=1, rows=rows),
-        ToyPolicy(seed=2, rows=rows),
+        ToyPolicy(seed=1, rows=rows, padding=padding),
+        ToyPolicy(seed=2, rows=rows, padding=padding),
         algorithm,
         kl_coefficient=algorithm.kl.coefficient(1),
         optimizer_steps=optimizer_steps,
@@ -69,7 +75,12 @@ def step_gradients(
 ) -> tuple[list[Tensor], dict[str, float]]:
     """The gradient that every optimizer step of one training step saw (the weights stay as they are), and metrics."""
     ready, found = annotated(
-        batch, algorithm, optimizer_steps=plan.optimizer_steps, rows=rows, mask_truncated=mask_truncated
+        batch,
+        algorithm,
+        optimizer_steps=plan.optimizer_steps,
+        rows=rows,
+        padding=padding,
+        mask_truncated=mask_truncated,
     )
     policy = ToyPolicy(seed=1, rows=rows, padding=padding)
     recorder = Recorder(policy)

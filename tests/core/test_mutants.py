@@ -1,0 +1,47 @@
+"""Every small wrong of helpers/mutants.py makes a test fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import mutants
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the mutants run in forks")
+
+
+@pytest.fixture(scope="module")
+def statuses(tmp_path_factory) -> dict[str, int]:
+    """pytest's exit status on every mutant and on an unchanged copy."""
+    folder = tmp_path_factory.mktemp("mutants")
+    made = subprocess.run(
+        [sys.executable, str(Path(mutants.__file__)), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    result: dict[str, int] = json.loads(made.stdout)
+    return result
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_changes_one_place(mutant):
+    assert (mutants.PACKAGE / mutant.file).read_text().count(mutant.old) == 1
+    assert mutant.old != mutant.new
+
+
+def test_the_unchanged_copy_passes(statuses):
+    assert statuses[mutants.UNCHANGED] == 0
+
+
+@pytest.mark.parametrize("name", [mutant.name for mutant in mutants.MUTANTS])
+def test_mutant_is_killed(name, statuses):
+    assert statuses[name] == 1, f"no test notices {name}" if statuses[name] == 0 else "the tests did not run"
