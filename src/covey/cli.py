@@ -212,25 +212,27 @@ def train_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     if arguments.resume:
         run_dir = Path(arguments.resume).expanduser()
         check_run_dir(run_dir, resume=True)
-        from covey.recipes.build import resume
+        from covey.recipes.run import resume
 
-        resume(run_dir)
+        if resume(run_dir) is None:
+            raise KeyboardInterrupt
         return
     if not arguments.recipe:
         raise ConfigError("name a recipe, such as: covey train arithmetic_grpo")
     config = read_recipe(arguments.recipe, fields)
     name = find_recipe(arguments.recipe).stem
     check_run_dir(config.run_dir or next_run_dir(name))
-    from covey.recipes.build import run
+    from covey.recipes.run import run
 
-    run(config, recipe_name=name)
+    if run(config, recipe_name=name) is None:  # stopped by Ctrl-C; it has said how to go on
+        raise KeyboardInterrupt
 
 
 def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey check`."""
     config = read_recipe(arguments.recipe, fields)
     check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
-    from covey.recipes.build import check
+    from covey.recipes.run import check
 
     check(config)
     print(config_to_toml(config))
@@ -267,7 +269,7 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
         raise ConfigError(f"--temperature must be 0 or more (is {temperature})")
     if samples > 1 and temperature == 0:
         raise ConfigError(f"{samples} greedy answers are all the same: raise --temperature, or leave out --samples")
-    from covey.recipes.build import evaluate_model
+    from covey.recipes.run import evaluate_model
 
     result = evaluate_model(
         config.model,
@@ -368,7 +370,7 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     model = model_of(arguments.model)
     check_model(model)
     from covey.observe.display import printable
-    from covey.recipes.build import sample_model
+    from covey.recipes.run import sample_model
 
     texts = sample_model(
         model, arguments.prompt, arguments.n, arguments.temperature, arguments.max_new_tokens, arguments.seed

@@ -17,10 +17,10 @@ RECIPE = '[task]\nname = "arithmetic"\n[sampling]\nmax_new_tokens = 12\n'
 
 
 class Build(types.ModuleType):
-    """Stands for covey.recipes.build and notes how it was called."""
+    """Stands for covey.recipes.run and notes how it was called."""
 
     def __init__(self) -> None:
-        super().__init__("covey.recipes.build")
+        super().__init__("covey.recipes.run")
         self.calls: list[tuple[str, tuple, dict]] = []
         self.scores: list[list[int]] = [[1], [0], [1], [1]]
         self.error: Exception | None = None
@@ -42,7 +42,7 @@ class Build(types.ModuleType):
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     fake = Build()
-    monkeypatch.setitem(sys.modules, "covey.recipes.build", fake)
+    monkeypatch.setitem(sys.modules, "covey.recipes.run", fake)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_recipe.toml").write_text(RECIPE)
     return fake

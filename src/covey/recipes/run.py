@@ -1,0 +1,242 @@
+"""What the commands do: train, resume, check, evaluate, sample. Scripts call the same functions."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from covey.config import EvaluationConfig, RewardConfig, RunConfig, SamplingConfig
+from covey.config_checks import validate
+from covey.config_reader import read_recipe, write_config
+from covey.data import Start, Task
+from covey.llm.sampler import LanguageSampler
+from covey.observe.curve import draw_curve
+from covey.observe.display import Display
+from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore, next_run_dir, read_metrics, write_atomically
+from covey.recipes.build import Problem, Reward, build_machine, build_parts, build_problem, load_policy
+from covey.recipes.held_out import Evaluation, answer
+from covey.runtime.device import differences, environment, peak_memory_bytes
+from covey.train.loop import Progress, load_checkpoint, train
+
+ORIGIN_FILE = "origin.json"  # what a resumed run must know beside its config
+
+Summary = dict[str, Any]
+
+
+def run(
+    config: RunConfig, *, task: Task | None = None, rewards: Sequence[Reward] = (), recipe_name: str = "run"
+) -> Summary | None:
+    """Train a model and measure it before and after.
+
+    Args:
+        config: of the run; an empty `run_dir` is numbered.
+        task: a task of your own instead of the config's.
+        rewards: reward functions of your own instead of the config's.
+        recipe_name: names the run folder and the advice at the end.
+
+    Returns:
+        what `summary.json` holds, or None if the run was stopped before its end (Ctrl-C).
+
+    Raises:
+        ConfigError: for a mistake in what was asked for, before the model is loaded where that is possible.
+        RunError: where training cannot go on.
+    """
+    validate(config)
+    config = replace(config, run_dir=config.run_dir or str(next_run_dir(recipe_name)))
+    problem = build_problem(config, task, rewards)
+    try:
+        store = RunStore(config.run_dir)
+        write_config(config, store.run_dir / CONFIG_FILE)
+        return _carry_out(config, problem, store, recipe_name, resuming=False)
+    finally:
+        problem.grader.close()
+
+
+def resume(run_dir: Path, *, task: Task | None = None, rewards: Sequence[Reward] = ()) -> Summary | None:
+    """Go on with a run that was stopped or killed; it ends as if it had never stopped.
+
+    A run that was started with a task or rewards of its own in Python must be given them again.
+
+    Raises:
+        ConfigError: where the folder holds no run that can be resumed.
+    """
+    config = replace(read_recipe(run_dir / CONFIG_FILE), run_dir=str(run_dir))
+    problem = build_problem(config, task, rewards)
+    try:
+        store = RunStore(run_dir, resume=True)
+        origin = json.loads((run_dir / ORIGIN_FILE).read_text())
+        return _carry_out(config, problem, store, origin["recipe"], resuming=True)
+    finally:
+        problem.grader.close()
+
+
+def _carry_out(
+    config: RunConfig, problem: Problem, store: RunStore, recipe_name: str, *, resuming: bool
+) -> Summary | None:
+    machine = build_machine(config.device, config.precision, config.threads)
+    display = Display(config.steps, config.show_rollouts_every, title=f"covey: {recipe_name}")
+    display.note(
+        f"{config.algorithm} on {config.model}, {config.steps} steps of "
+        f"{config.sampling.prompts_per_step} prompts x {config.sampling.group_size} rollouts; {machine.device.type}, "
+        f"{str(machine.dtype).removeprefix('torch.')}; everything goes to {store.run_dir}"
+    )
+    loaded = load_policy(config, machine)
+    if not loaded.policy.shares_prompts:
+        display.note("this model's attention is not known to covey: prompts are not shared, which is slower")
+    parts, settings, held_out = build_parts(config, problem, loaded, store, display)
+    now = environment(machine.device, machine.dtype)
+    origin_path = store.run_dir / ORIGIN_FILE
+    progress = Progress()
+    if resuming:
+        origin = json.loads(origin_path.read_text())
+        for line in differences(origin["environment"], now):
+            display.note(f"resuming on another footing, so the last bits may differ: {line}")
+        latest = parts.checkpoints.latest()
+        if latest is not None:
+            progress = load_checkpoint(parts, parts.checkpoints.load(latest))
+        store.rewind(progress.step)
+        display.step = progress.step
+        display.note(f"resuming after step {progress.step}")
+    with display, _ctrl_c() as stopped:
+        if not resuming:
+            origin = {"recipe": recipe_name, "environment": now, "before": held_out.measure("held-out accuracy before")}
+            write_atomically(origin_path, json.dumps(origin, indent=2).encode())
+        train(parts, settings, progress, should_stop=stopped)
+        if progress.step < settings.steps:
+            display.note(f"stopped after step {progress.step}. Go on with: covey train --resume {store.run_dir}")
+            return None
+        after = held_out.measure("held-out accuracy after")
+    loaded.save(store.run_dir / MODEL_FOLDER)
+    summary = _summarise(config, recipe_name, store, progress, origin, after)
+    store.write_summary(summary)
+    draw_curve(store.run_dir)
+    display.show_summary(summary)
+    return summary
+
+
+def _summarise(
+    config: RunConfig,
+    recipe_name: str,
+    store: RunStore,
+    progress: Progress,
+    origin: dict[str, Any],
+    after: list[Evaluation],
+) -> Summary:
+    steps = read_metrics(store.run_dir)
+    measured = [*origin["before"], *after]
+    return {
+        "run_dir": str(store.run_dir),
+        "recipe": recipe_name,
+        "model": config.model,
+        "algorithm": config.algorithm,
+        "steps": progress.step,
+        "seconds": sum(step["time/step"] for step in steps) + sum(result["seconds"] for result in measured),
+        "tokens_sampled": progress.tokens,
+        "peak_memory_bytes": max([peak_memory_bytes(), *(int(step["memory/peak_bytes"]) for step in steps)]),
+        "environment": origin["environment"],
+        "evaluations": [
+            {"max_new_tokens": first["max_new_tokens"], "before": first, "after": second}
+            for first, second in zip(origin["before"], after, strict=True)
+        ],
+    }
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C (or a polite kill) end the run after the current step; the second ends it at once."""
+    asked: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    try:
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: signals are somebody else's
+        before = {}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check(config: RunConfig) -> None:
+    """Try out the data and the rewards of a recipe without loading its model.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    validate(config)
+    build_problem(config).grader.close()
+
+
+def evaluate_model(
+    model: str,
+    task: Any,
+    rewards: tuple[RewardConfig, ...],
+    *,
+    problems: int,
+    samples: int,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    device: str = "auto",
+    precision: str = "auto",
+    threads: int = 0,
+) -> dict[str, Any]:
+    """Answers of a model to held-out problems, and their scores.
+
+    Args:
+        task: a config object of `covey.config.TASK_CONFIGS`.
+        samples: answers to each problem.
+        temperature: 0 is greedy.
+
+    Returns:
+        {"problems": [{"prompt": ..., "text": [...], "scores": [...]}, ...]}, one entry a problem.
+    """
+    config = RunConfig(
+        task=task,
+        model=model,
+        seed=seed,
+        rewards=rewards,
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+        evaluation=EvaluationConfig(problems=problems),
+    )
+    problem = build_problem(config)
+    try:
+        loaded = load_policy(config, build_machine(device, precision, threads))
+        sampler = replace(loaded.sampler, temperature=temperature)
+        starts = problem.task.held_out(problems)
+        with Display() as display, display.progress("answering", len(starts)) as advance:
+            groups = answer(sampler, problem.grader, starts, samples, advance)
+    finally:
+        problem.grader.close()
+    return {
+        "problems": [
+            {
+                "prompt": group.start.prompt,
+                "text": [rollout.text for rollout in group.rollouts],
+                "scores": [rollout.score or 0.0 for rollout in group.rollouts],
+            }
+            for group in groups
+        ]
+    }
+
+
+def sample_model(
+    model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int
+) -> list[str]:
+    """`n` answers to what a user says, through the model's chat template where it has one."""
+    config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
+    loaded = load_policy(config, build_machine("auto", "auto", 0))
+    sampler: LanguageSampler = replace(loaded.sampler, temperature=temperature)
+    asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
+    (group,) = sampler.sample([Start(0, asked)], n, step=0)
+    return [rollout.text for rollout in group.rollouts]
