@@ -39,7 +39,7 @@ class ToyPolicy:
         return self.module.get_parameter("table")
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        context_B1 = torch.tensor(batch.context, dtype=torch.int64).reshape(-1, 1)
+        context_B1 = torch.tensor(batch.context, dtype=torch.int64, device=batch.actions_BT.device).reshape(-1, 1)
         first_B1 = torch.full_like(batch.actions_BT[:, :1], ACTIONS)
         previous_BT = torch.cat([first_B1, batch.actions_BT[:, :-1]], dim=1)
         logprobs_BTV = self.table[context_B1, previous_BT].log_softmax(-1)

@@ -43,7 +43,10 @@ class Policy(Protocol):
     module: nn.Module
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        """Log-probability and entropy of every decision, with gradients where they are enabled."""
+        """Log-probability and entropy of every decision, with gradients where they are enabled.
+
+        The batch lies on the CPU; the answer may lie on the policy's own device.
+        """
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
         """Row indices, in pieces small enough for one backward; every row exactly once."""

@@ -100,7 +100,7 @@ def logprobs_of(policy: Policy, batch: Batch, wanted_B: Tensor) -> Tensor:
     for rows in policy.microbatches(chosen):
         part = chosen.select(rows)
         evaluation = policy.evaluate(part)
-        logprobs_BT[wanted[rows], : part.mask_BT.shape[1]] = evaluation.logprobs_BT.float()
+        logprobs_BT[wanted[rows], : part.mask_BT.shape[1]] = evaluation.logprobs_BT.to(logprobs_BT)
     return logprobs_BT
 
 

@@ -70,6 +70,7 @@ def update(
             for micro in policy.microbatches(minibatch):
                 part = minibatch.select(micro)
                 evaluation = policy.evaluate(part)
+                part = part.to(evaluation.logprobs_BT.device)
                 terms = algorithm.loss(evaluation, part, kl_coefficient)
                 terms.loss.backward()  # type: ignore[no-untyped-call]
                 gathered.add(part, evaluation, terms)
