@@ -5,12 +5,13 @@ Shapes: N decisions, W hidden width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-CHUNK = 1024  # decisions whose logits exist at a time: 200 MB in fp32 at a vocabulary of 50,000
+CHUNK = 512  # decisions whose logits exist at a time: 100 MB in fp32 at a vocabulary of 50,000
 
 
 def token_logprobs(
@@ -38,16 +39,18 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        exact = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = torch.empty(len(hidden), dtype=exact, device=hidden.device)
+        chunks = _Chunks(hidden, weight, bias, temperature)
+        logprobs = torch.empty(len(hidden), dtype=chunks.exact, device=hidden.device)
         entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for i in range(0, len(hidden), CHUNK):
-            part = slice(i, i + CHUNK)
-            z = _logits(hidden[part], weight, bias, temperature, exact)
-            log_total[part] = z.logsumexp(dim=1)
+        mass = torch.empty_like(chunks.z)
+        for part in chunks:
+            z = chunks.logits(part)
+            top = z.amax(dim=1, keepdim=True)
+            p = torch.sub(z, top, out=mass[: len(z)]).exp_()
+            total = p.sum(dim=1)
+            log_total[part] = top[:, 0] + total.log()
             logprobs[part] = z.gather(1, tokens[part, None])[:, 0] - log_total[part]
-            p = (z - log_total[part, None]).exp_()
-            entropy[part] = log_total[part] - p.mul_(z).sum(dim=1)
+            entropy[part] = log_total[part] - torch.linalg.vecdot(p, z) / total
         ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -58,28 +61,59 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
+        chunks = _Chunks(hidden, weight, bias, ctx.temperature)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=log_total.dtype, device=weight.device)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=log_total.dtype)
-        for i in range(0, len(hidden), CHUNK):
-            part = slice(i, i + CHUNK)
-            logp = _logits(hidden[part], weight, bias, ctx.temperature, log_total.dtype).sub_(log_total[part, None])
-            p = logp.exp()
-            grad_z = torch.zeros_like(p)
-            if grad_entropy is not None:  # dH/dz = -p (log p + H)
-                grad_z = (logp + entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
-            if grad_logprobs is not None:  # d log p_token / dz = [token] - p
-                grad_z.addcmul_(p, grad_logprobs[part, None], value=-1)
+        grad_weight = torch.zeros(weight.shape, dtype=chunks.exact, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=chunks.exact)
+        for part in chunks:
+            logp = chunks.logits(part).sub_(log_total[part, None])
+            # d log p_token / dz = [token] - p;  dH / dz = -p (log p + H)
+            if grad_entropy is None:
+                grad_z = logp.exp_()
+                scale = 0.0 if grad_logprobs is None else -grad_logprobs[part, None]
+            else:
+                scale = -grad_entropy[part, None] * (logp + entropy[part, None])
+                scale = scale if grad_logprobs is None else scale - grad_logprobs[part, None]
+                grad_z = logp.exp_()
+            grad_z.mul_(scale)
+            if grad_logprobs is not None:
                 grad_z.scatter_add_(1, tokens[part, None], grad_logprobs[part, None])
-            grad_z = grad_z.div_(ctx.temperature).to(hidden.dtype)
-            grad_hidden[part] = grad_z @ weight
-            grad_weight += grad_z.T @ hidden[part]
+            if ctx.temperature != 1.0:
+                grad_z /= ctx.temperature
+            product = chunks.as_input(grad_z)
+            grad_hidden[part] = product @ weight
+            grad_weight += product.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad_z.sum(dim=0)
         bias_gradient = None if grad_bias is None else grad_bias.to(weight.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), bias_gradient, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+class _Chunks:
+    """The logits of a few decisions at a time, always in the same memory: fresh pages cost more than the arithmetic."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
+        self.hidden, self.weight, self.bias, self.temperature = hidden, weight, bias, temperature
+        self.exact = torch.promote_types(hidden.dtype, torch.float32)
+        shape = (min(CHUNK, len(hidden)), len(weight))
+        self.product = hidden.new_empty(shape)
+        self.z = self.product if self.exact == hidden.dtype else self.product.new_empty(shape, dtype=self.exact)
+
+    def __iter__(self) -> Iterator[slice]:
+        return (slice(i, min(i + CHUNK, len(self.hidden))) for i in range(0, len(self.hidden), CHUNK))
+
+    def logits(self, part: slice) -> Tensor:
+        """z of the decisions in `part`; valid until the next call."""
+        product = self.product[: part.stop - part.start]
+        if self.bias is None:
+            torch.mm(self.hidden[part], self.weight.T, out=product)
+        else:
+            torch.addmm(self.bias, self.hidden[part], self.weight.T, out=product)
+        z = self.as_exact(product)
+        return z if self.temperature == 1.0 else z.div_(self.temperature)
+
+    def as_exact(self, product: Tensor) -> Tensor:
+        return product if self.z is self.product else self.z[: len(product)].copy_(product)
+
+    def as_input(self, z: Tensor) -> Tensor:
+        return z if self.z is self.product else self.product[: len(z)].copy_(z)
