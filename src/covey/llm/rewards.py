@@ -104,13 +104,34 @@ def numeric(completions: Sequence[Any], *, answer_column: str = "answer", **colu
     Raises:
         ValueError: if the column is missing or an answer holds no number.
     """
-    rewards = []
+    pairs = _numbers(completions, answer_column, columns)
+    return [float(given == right) for given, right in pairs]
+
+
+def near(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
+    """1 / (1 + |given - right|): 1 for the right number, 1/2 beside it, 0 where there is none.
+
+    A group in which every answer is wrong teaches nothing under `numeric`; under this one the nearest answers lead.
+    Give it beside `numeric`, which stays the score.
+
+    Raises:
+        ValueError: if the column is missing or an answer holds no number.
+    """
+    pairs = _numbers(completions, answer_column, columns)
+    return [0.0 if given is None else float(1 / (1 + abs(given - right))) for given, right in pairs]
+
+
+def _numbers(
+    completions: Sequence[Any], answer_column: str, columns: dict[str, Any]
+) -> list[tuple[Fraction | None, Fraction]]:
+    """The number that each completion gives, and the right one."""
+    pairs = []
     for completion, answer in zip(completions, _column(columns, answer_column), strict=True):
         right = read_number(str(answer))
         if right is None:
             raise ValueError(f"the {answer_column} {str(answer)!r:.60} is not a number; use the exact reward for texts")
-        rewards.append(float(read_number(completion_text(completion)) == right))
-    return rewards
+        pairs.append((read_number(completion_text(completion)), right))
+    return pairs
 
 
 # ---- texts ----

@@ -1,0 +1,58 @@
+"""One GRPO step of covey: its own sampler, annotation and update, as in training, with random rewards."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+from shape import make_prompts, read_shape, report
+
+from covey.algorithms import KLPenalty, grpo
+from covey.core.schedules import constant
+from covey.data import Start, collate
+from covey.llm.loading import load_model
+from covey.llm.policy import LanguagePolicy
+from covey.llm.sampler import LanguageSampler
+from covey.runtime.device import choose_device, choose_precision, set_threads
+from covey.runtime.optimizer import MasterAdamW
+from covey.train.annotate import annotate
+from covey.train.update import UpdatePlan, update
+
+
+def main() -> None:
+    shape = read_shape()
+    set_threads(shape.threads)
+    device = choose_device("cpu")
+    loaded = load_model(shape.model, dtype=choose_precision("auto", device), device=device)
+    loaded.chat.end_ids = frozenset()  # every completion has the full length
+    policy = LanguagePolicy(loaded.module)
+    optimizer = MasterAdamW(loaded.module, lr=1e-6)
+    algorithm = grpo(kl=KLPenalty(constant(0.0)))
+    starts = [Start(i, text) for i, text in enumerate(make_prompts(shape, loaded.chat.tokenizer))]
+    rng = random.Random(1)
+
+    def step(number: int, new_tokens: int) -> tuple[float, float]:
+        began = time.perf_counter()
+        sampler = LanguageSampler(policy, loaded.chat, 0, new_tokens)
+        groups = sampler.sample(starts, shape.group_size, number)
+        sampled = time.perf_counter()
+        for group in groups:
+            for rollout in group.rollouts:
+                rollout.reward = rng.random()
+        batch, _ = annotate(
+            collate(groups), policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False
+        )
+        update(
+            policy, optimizer, algorithm, batch, UpdatePlan(), learning_rate=1e-6, kl_coefficient=0.0, seed=0, step=number
+        )
+        return sampled - began, time.perf_counter() - sampled
+
+    step(1, 4)  # warm-up
+    sampling, updating = step(2, shape.new_tokens)
+    report(sampling_seconds=sampling, update_seconds=updating, step_seconds=sampling + updating)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()

@@ -1,0 +1,34 @@
+"""transformers' `model.generate` in bf16 with its default cache, on the same rows: the sampler most trainers use."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from shape import make_prompts, read_shape, report
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main() -> None:
+    shape = read_shape()
+    torch.set_num_threads(shape.threads)
+    tokenizer = AutoTokenizer.from_pretrained(shape.model)
+    model = AutoModelForCausalLM.from_pretrained(shape.model, dtype=torch.bfloat16).eval()
+    texts = [text for text in make_prompts(shape, tokenizer) for _ in range(shape.group_size)]
+    inputs = tokenizer(texts, return_tensors="pt")
+
+    def generate(new_tokens: int) -> float:
+        began = time.perf_counter()
+        model.generate(
+            **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+        )  # fmt: skip
+        return time.perf_counter() - began
+
+    generate(4)  # warm-up
+    report(sampling_seconds=generate(shape.new_tokens))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()

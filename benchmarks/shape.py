@@ -1,0 +1,62 @@
+"""The work that every contestant is given: prompts of one exact length, and how many tokens to write.
+
+Read by each contestant in its own environment, so it needs transformers and nothing of covey.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+WORDS = "the time people way day man thing woman life child world school state family student group country".split()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rollouts of one training step."""
+
+    model: str  # folder
+    prompts: int
+    group_size: int
+    prompt_tokens: int
+    new_tokens: int
+    threads: int
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.group_size
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.rows * self.new_tokens
+
+
+def read_shape() -> Shape:
+    """The shape from the command line of a contestant."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape", help="JSON")
+    return Shape(**json.loads(parser.parse_args().shape))
+
+
+def make_prompts(shape: Shape, tokenizer: Any) -> list[str]:
+    """Distinct texts of exactly `prompt_tokens` tokens: common words, one token each, in random order."""
+    rng = random.Random(0)
+    texts = []
+    for _ in range(shape.prompts):
+        text = "The"
+        while len(tokenizer(text)["input_ids"]) < shape.prompt_tokens:
+            text += " " + rng.choice(WORDS)
+        assert len(tokenizer(text)["input_ids"]) == shape.prompt_tokens, text
+        texts.append(text)
+    return texts
+
+
+def report(**numbers: float) -> None:
+    """The contestant's last line, which the benchmark reads."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(json.dumps(numbers | {"peak_memory_bytes": peak}), flush=True)
