@@ -1,0 +1,168 @@
+"""The commands from end to end, on a tiny model: what they leave behind, and what they say of a mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.runs import covey, write_recipe
+from helpers.tiny import tiny_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("commands")
+    write_recipe(folder, tiny_folder(folder / "model"), steps=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> tuple[Path, str]:
+    code, output = covey("train", "tiny.toml", "--evaluation.max-new-tokens", "6,9", "--evaluation.every", "2", cwd=folder)
+    assert code == 0, output
+    return folder / "runs" / "tiny-001", output
+
+
+def test_a_run_folder_holds_all_that_was_promised(trained):
+    run_dir, _ = trained
+    names = {path.name for path in run_dir.iterdir()}
+    assert names >= {"config.toml", "metrics.jsonl", "rollouts", "checkpoints", "model", "summary.json", "curve.png"}
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert [e["max_new_tokens"] for e in summary["evaluations"]] == [6, 9]
+    for evaluation in summary["evaluations"]:
+        for when in ("before", "after"):
+            result = evaluation[when]
+            assert 0 <= result["low"] <= result["accuracy"] <= result["high"] <= 1
+            assert result["problems"] == 6
+    rollouts = [json.loads(line) for line in (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 16
+    tokens = sum(json.loads(line)["tokens/sampled"] for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert summary["tokens_sampled"] == tokens
+    assert summary["seconds"] > 0
+    assert summary["peak_memory_bytes"] > 1e8
+    assert (run_dir / "curve.png").stat().st_size > 10_000
+
+
+def test_training_is_shown_line_by_line_where_there_is_no_terminal(trained):
+    _, output = trained
+    assert "step 1/4" in output
+    assert "step 4/4" in output
+    assert "held-out" in output
+    assert "Held-out accuracy on 6 problems" in output
+    assert "best" in output, "rollouts are shown"
+    assert "\x1b[" not in output, "no control codes in a log"
+    assert "Next:" in output.splitlines()[-1]
+
+
+def test_transformers_loads_the_saved_model_unchanged(trained):
+    run_dir, _ = trained
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
+    config = json.loads((run_dir / "model" / "config.json").read_text())
+    assert "covey" not in json.dumps(config), "nothing of ours may be needed to load it"
+    tokens = tokenizer("1+2", return_tensors="pt")
+    with torch.no_grad():
+        loaded = model(**tokens).logits
+    from safetensors.torch import load_file
+
+    tensors = load_file(run_dir / "checkpoints" / "step-00000004" / "tensors.safetensors")
+    master = next(v for k, v in tensors.items() if "masters" in k and "embed_tokens" in k)
+    torch.testing.assert_close(model.get_input_embeddings().weight.data, master, atol=0, rtol=0)
+    assert loaded.isfinite().all()
+
+
+def test_eval_counts_with_intervals(trained, folder):
+    run_dir, _ = trained
+    code, output = covey("eval", run_dir, "--problems", 5, "--reward", "numeric", cwd=folder)
+    assert code == 0, output
+    assert "of 5 problems right" in output
+    code, output = covey(
+        "eval", run_dir, "--problems", 4, "--samples", 4, "--reward", "numeric", cwd=folder
+    )
+    assert code == 0, output
+    assert "pass@1" in output
+    assert "pass@4" in output
+
+
+def test_sample_answers_and_repeats_itself(folder):
+    words = ("sample", folder / "model", "1+1", "--n", 3, "--max-new-tokens", 8)
+    code, output = covey(*words, cwd=folder)
+    assert code == 0, output
+    assert output.count("[") >= 3
+    assert covey(*words, cwd=folder)[1] == output
+
+
+def test_check_prints_the_config_and_loads_no_model(folder):
+    code, output = covey("check", "tiny.toml", "--group-size", 6, cwd=folder)
+    assert code == 0, output
+    assert "group_size = 6" in output
+    assert "estimated memory" in output
+    assert "covey train tiny.toml --group-size 6" in output.splitlines()[-1]
+
+
+def test_the_number_of_run_folders_goes_up(trained, folder):
+    code, output = covey("train", "tiny.toml", "--steps", 1, cwd=folder)
+    assert code == 0, output
+    assert (folder / "runs" / "tiny-002" / "summary.json").exists()
+
+
+def test_a_run_folder_in_use_is_refused(trained, folder):
+    run_dir, _ = trained
+    code, output = covey("train", "tiny.toml", "--run-dir", run_dir, cwd=folder)
+    assert code == 2
+    assert "--resume" in output
+    assert len(output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise ValueError('no luck')", "no luck"),
+        ("import time; time.sleep(60)", "took longer"),
+        ("return [1.0]", "1"),
+        ("return [float('nan')] * len(completions)", "nan"),
+        ("return [None] * len(completions)", "None"),
+        ("return ['good'] * len(completions)", "good"),
+    ],
+)
+def test_a_broken_reward_function_is_one_line_before_the_model_loads(body, said, folder):
+    (folder / "broken.py").write_text(f"def reward(completions, **columns):\n    {body}\n")
+    recipe = folder / "broken.toml"
+    # A model that does not exist would be the complaint if it were looked at first.
+    recipe.write_text(
+        'model = "nobody/no-such-model"\n[task]\nname = "arithmetic"\n[[rewards]]\nfunction = "broken.py:reward"\n'
+    )
+    code, output = covey("train", recipe, cwd=folder)
+    assert code == 2, output
+    assert len(output.strip().splitlines()) == 1, output
+    assert said in output
+
+
+def test_a_reward_that_breaks_while_training_stops_with_one_line(folder):
+    (folder / "late.py").write_text(
+        "calls = []\n"
+        "def reward(completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 3:\n"
+        "        raise RuntimeError('the service is gone')\n"
+        "    return [float(i) for i, _ in enumerate(completions)]\n"
+    )
+    recipe = folder / "late.toml"
+    text = (folder / "tiny.toml").read_text()
+    recipe.write_text(text.replace(f'function = "{folder}/rewards.py:count_digits"', 'function = "late.py:reward"'))
+    code, output = covey("train", recipe, "--run-dir", "late", cwd=folder)
+    assert code == 1, output
+    assert "the service is gone" in output.splitlines()[-1]
+    assert "Traceback" not in output
+
+
+def test_a_missing_hub_model_is_one_line(folder):
+    recipe = folder / "hub.toml"
+    recipe.write_text('model = "nobody/no-such-model"\n[task]\nname = "arithmetic"\n')
+    code, output = covey("train", recipe, "--run-dir", "hub", cwd=folder)
+    assert code == 2
+    assert output.strip().splitlines()[-1].startswith("error: model 'nobody/no-such-model' cannot be loaded")
+    assert "Traceback" not in output

@@ -1,0 +1,292 @@
+"""The fast ways of a language model against the plain one: the same numbers, from the model's own forward."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from covey.data import EndReason, Group, Start, collate
+from covey.llm import head, policy, sampler
+from covey.llm.chat import Chat, end_ids_of
+from covey.llm.choosing import BLOCK, choose
+from covey.llm.decoding import CacheDecoder, SharedPrefixDecoder
+from covey.llm.policy import LanguagePolicy
+from covey.llm.sampler import LanguageSampler
+from helpers.tiny import PLAIN, SHARED, tiny_model, tiny_tokenizer
+
+PROMPTS = ["12+34", "a quick brown fox", "7", "(1+2)"]
+
+
+def make_sampler(kind: str, *, new_tokens: int = 12, end_ids: frozenset[int] = frozenset({1}), **policy_options):
+    torch.set_num_threads(1)
+    language_policy = LanguagePolicy(tiny_model(kind), **policy_options)
+    chat = Chat(tiny_tokenizer(), end_ids)
+    return LanguageSampler(language_policy, chat, seed=5, max_new_tokens=new_tokens, temperature=language_policy.temperature)
+
+
+def graded(groups: list[Group]) -> list[Group]:
+    for group in groups:
+        for number, rollout in enumerate(group.rollouts):
+            rollout.reward = float(number)
+    return groups
+
+
+def full_forward(model, prompt, actions, temperature: float) -> torch.Tensor:
+    """Log-probabilities of the actions from one ordinary forward over the whole sequence, in fp32."""
+    tokens = torch.tensor([*prompt, *actions])
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(1).gather(1, tokens[len(prompt) :, None])[:, 0]
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_these_architectures_share_prompts(kind):
+    assert LanguagePolicy(tiny_model(kind)).shares_prompts
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_what_shared_prompts_are_not_written_for_goes_the_plain_way(kind):
+    assert not LanguagePolicy(tiny_model(kind)).shares_prompts
+
+
+@pytest.mark.parametrize("kind", SHARED + PLAIN)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_behavior_logprobs_are_those_of_a_full_forward(kind, temperature):
+    # Every 5th token ends a completion, so that rows leave at different times and prompts lose all their rows.
+    ends = frozenset(range(1, 85, 5))
+    made = make_sampler(kind, temperature=temperature, end_ids=ends)
+    groups = made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 6, step=3)
+    lengths = set()
+    for group in groups:
+        for rollout in group.rollouts:
+            lengths.add(len(rollout.actions))
+            expected = full_forward(made.policy.module, rollout.context, rollout.actions, temperature)
+            assert torch.tensor(rollout.behavior_logprobs) == pytest.approx(expected, abs=1e-4)
+    assert len(lengths) > 3, "the rows should have left at different times"
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_both_decoders_sample_the_same_tokens(kind):
+    made = make_sampler(kind, end_ids=frozenset(range(1, 85, 7)))
+    starts = [Start(i, text) for i, text in enumerate(PROMPTS)]
+    shared = made.sample(starts, 5, step=1)
+    made.policy.shares_prompts = False
+    plain = made.sample(starts, 5, step=1)
+    assert [[r.actions for r in g.rollouts] for g in shared] == [[r.actions for r in g.rollouts] for g in plain]
+
+
+def test_the_decoders_agree_after_every_departure():
+    model = tiny_model("llama")
+    model.set_attn_implementation("covey")
+    prompts, rows = [[5, 6, 7], [8, 9]], torch.tensor([0, 0, 0, 1, 1])
+    decoders = [kind(model, prompts, rows, 8) for kind in (SharedPrefixDecoder, CacheDecoder)]
+    first = [decoder.prefill() for decoder in decoders]
+    torch.testing.assert_close(*first, atol=1e-4, rtol=0)
+    tokens = torch.tensor([3, 4, 5, 6, 7])
+    for keep in ([0, 1, 2, 3, 4], [1, 2, 4], [1, 2], [0]):
+        for decoder in decoders:
+            decoder.keep(torch.tensor(keep))
+        tokens = tokens[torch.tensor(keep)]
+        torch.testing.assert_close(*[decoder.step(tokens) for decoder in decoders], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("fused", [False, True])
+def test_packed_and_plain_evaluation_agree_with_their_gradients(kind, fused, monkeypatch):
+    if fused:
+        monkeypatch.setattr("covey.llm.attention.SCORES_LIMIT", 0)
+    made = make_sampler(kind, end_ids=frozenset(range(1, 85, 6)), temperature=0.8)
+    batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 4, step=1)))
+    batch = batch.select(torch.tensor([0, 1, 2, 3, 4, 6, 9, 15]))  # groups of unequal size
+    module = made.policy.module
+    results = []
+    for evaluate in (made.policy._evaluate_packed, made.policy._evaluate_rows):
+        module.zero_grad()
+        evaluation = evaluate(batch)
+        weights = torch.linspace(-1, 1, batch.mask_BT.numel()).view_as(evaluation.logprobs_BT)
+        ((evaluation.logprobs_BT + 0.3 * evaluation.entropy_BT) * weights * batch.mask_BT).sum().backward()
+        gradients = {name: p.grad.clone() for name, p in module.named_parameters()}
+        results.append((evaluation, gradients))
+    (packed, packed_gradients), (plain, plain_gradients) = results
+    torch.testing.assert_close(packed.logprobs_BT, plain.logprobs_BT, atol=1e-5, rtol=0)
+    torch.testing.assert_close(packed.entropy_BT, plain.entropy_BT, atol=1e-5, rtol=0)
+    for name, expected in plain_gradients.items():
+        assert (packed_gradients[name] - expected).norm() <= 1e-5 * expected.norm().clamp(min=1e-3), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "cohere"])
+def test_evaluation_gives_back_the_behavior_logprobs(kind):
+    made = make_sampler(kind)
+    batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 4, step=1)))
+    with torch.no_grad():
+        evaluation = made.policy.evaluate(batch)
+    gap = (evaluation.logprobs_BT - batch.behavior_logprobs_BT)[batch.mask_BT]
+    assert gap.abs().max() < 1e-4
+
+
+def test_undecided_columns_inside_a_row_are_fed_but_not_evaluated():
+    made = make_sampler("llama")
+    batch = collate(graded(made.sample([Start(0, "12+34")], 3, step=1)))
+    whole = made.policy.evaluate(batch).logprobs_BT
+    batch.mask_BT[:, 1] = False  # as a tool's answer would be
+    part = made.policy.evaluate(batch).logprobs_BT
+    assert (part[:, 1] == 0).all()
+    torch.testing.assert_close(part[batch.mask_BT], whole[batch.mask_BT], atol=1e-5, rtol=0)
+
+
+def test_microbatches_hold_every_row_once_and_their_limit():
+    made = make_sampler("llama", end_ids=frozenset(range(1, 85, 4)), microbatch_tokens=40)
+    batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 8, step=1)))
+    pieces = list(made.policy.microbatches(batch))
+    assert sorted(torch.cat(pieces).tolist()) == list(range(len(batch)))
+    assert len(pieces) > 3
+    for piece in pieces:
+        prompts = {int(batch.group_B[i]): len(batch.context[i]) for i in piece}
+        tokens = int(batch.mask_BT[piece].sum()) + sum(prompts.values())
+        assert tokens <= 40 or len(piece) == 1
+
+
+def test_an_empty_batch_has_no_microbatches():
+    made = make_sampler("llama")
+    batch = collate(graded(made.sample([Start(0, "1")], 2, step=1)))
+    assert list(made.policy.microbatches(batch.select(torch.tensor([], dtype=torch.int64)))) == []
+
+
+# ---- what ends a completion ----
+
+
+def test_trl_4970_every_declared_end_id_ends_and_pad_is_not_known_by_its_id():
+    class Config:
+        eos_token_id = 4
+
+    class Generation:
+        eos_token_id = (4, 9)
+
+    class Tokenizer:
+        eos_token_id = 1
+
+    assert end_ids_of(Config(), Generation(), Tokenizer()) == {1, 4, 9}
+    # Token 0 is the tokenizer's pad. When the policy samples it, it is a decision like any other.
+    made = make_sampler("llama", new_tokens=40, end_ids=frozenset({1}))
+    groups = made.sample([Start(0, "12+34"), Start(1, "7")], 16, step=1)
+    sampled_pad = [r for g in groups for r in g.rollouts if 0 in r.actions]
+    assert sampled_pad, "the test needs a completion with the pad token inside"
+    batch = collate(graded(groups))
+    assert int(batch.mask_BT.sum()) == sum(len(r.actions) for g in groups for r in g.rollouts)
+
+
+def test_the_end_token_is_a_decision_and_the_rest_is_cut():
+    ends = frozenset({1, 40})
+    made = make_sampler("llama", new_tokens=30, end_ids=ends)
+    rollouts = [r for g in made.sample([Start(i, p) for i, p in enumerate(PROMPTS)], 16, step=2) for r in g.rollouts]
+    stopped = [r for r in rollouts if r.end is EndReason.STOP]
+    assert {r.actions[-1] for r in stopped} == ends
+    assert all(not ends & set(r.actions[:-1]) for r in rollouts)
+    assert all(len(r.actions) == 30 and r.actions[-1] not in ends for r in rollouts if r.end is EndReason.LENGTH)
+    assert {r.end for r in rollouts} == {EndReason.STOP, EndReason.LENGTH}
+
+
+def test_the_embedding_of_the_padding_row_learns(tmp_path):
+    from covey.llm.loading import load_model
+    from helpers.tiny import tiny_folder
+
+    loaded = load_model(str(tiny_folder(tmp_path / "model")), dtype=torch.float32, device=torch.device("cpu"))
+    language_policy = LanguagePolicy(loaded.module)
+    batch = policy._probe_batch(80)
+    batch.context = tuple((0, *context) for context in batch.context)  # the prompts hold the pad token
+    language_policy.evaluate(batch).logprobs_BT.sum().backward()
+    assert loaded.module.get_input_embeddings().weight.grad[0].abs().sum() > 0
+
+
+# ---- randomness ----
+
+
+def test_company_and_order_change_no_choice():
+    made = make_sampler("llama", end_ids=frozenset(range(1, 85, 9)))
+    starts = [Start(i, text) for i, text in enumerate(PROMPTS)]
+    together = {g.start.index: [r.actions for r in g.rollouts] for g in made.sample(starts, 4, step=2)}
+    made.rows_at_once = 4
+    apart = {g.start.index: [r.actions for r in g.rollouts] for g in made.sample(starts[::-1], 4, step=2)}
+    assert together == apart
+    larger = {g.start.index: [r.actions for r in g.rollouts][:4] for g in made.sample(starts, 7, step=2)}
+    assert together == larger
+    other = {g.start.index: [r.actions for r in g.rollouts] for g in made.sample(starts, 4, step=3)}
+    assert together != other
+
+
+def test_tokens_are_drawn_from_the_distribution():
+    torch.manual_seed(0)
+    vocabulary, draws = 3 * BLOCK + 17, 60_000
+    logits = torch.randn(1, vocabulary) * 2
+    uniforms = torch.from_numpy((np.arange(draws) + 0.5) / draws)  # evenly spread: the counts must be exact
+    tokens, logprobs = choose(logits.expand(draws, -1), uniforms, 0.5)
+    probabilities = (logits[0].double() / 0.5).softmax(0)
+    counts = torch.bincount(tokens, minlength=vocabulary)
+    assert (counts - probabilities * draws).abs().max() < 1.5
+    torch.testing.assert_close(logprobs, probabilities.log()[tokens].float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, math.nextafter(1.0, 0.0)])
+def test_impossible_tokens_are_never_chosen(uniform):
+    logits = torch.full((2, 2 * BLOCK + 5), -torch.inf)
+    logits[0, [3, 270]] = 1.0
+    logits[1, 511] = -2.0
+    tokens, logprobs = choose(logits, torch.full((2,), uniform, dtype=torch.float64), 1.0)
+    assert tokens[0] == (270 if uniform >= 0.5 else 3)
+    assert tokens[1] == 511
+    assert logprobs == pytest.approx([math.log(0.5), 0.0])
+
+
+def test_greedy_takes_the_likeliest_and_tells_its_logprob():
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    tokens, logprobs = choose(logits, torch.tensor([0.99], dtype=torch.float64), 0.0)
+    assert tokens.tolist() == [1]
+    assert logprobs == pytest.approx([2 - math.log(1 + math.e + math.e**2)])
+
+
+# ---- log-probabilities in chunks ----
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_token_logprobs_and_their_gradients_do_not_depend_on_chunks(monkeypatch, with_bias, with_entropy):
+    monkeypatch.setattr(head, "CHUNK", 5)
+    torch.manual_seed(0)
+    double = {"dtype": torch.float64, "requires_grad": True}
+    hidden, weight = torch.randn(13, 7, **double), torch.randn(11, 7, **double)
+    bias = torch.randn(11, **double) if with_bias else None
+    tokens = torch.randint(11, (13,))
+    logits = (hidden @ weight.T + (0 if bias is None else bias)) / 0.7
+    expected = logits.log_softmax(1)
+    logprobs, entropy = head.token_logprobs(hidden, weight, bias, tokens, 0.7)
+    torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1))
+
+    def function(*inputs: torch.Tensor) -> torch.Tensor:
+        results = head.token_logprobs(inputs[0], inputs[1], inputs[2] if with_bias else None, tokens, 0.7)
+        return results[0] + results[1] ** 2 if with_entropy else results[0]
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias) if with_bias else (hidden, weight))
+
+
+def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16():
+    made = make_sampler("llama")
+    groups = graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 8, step=1))
+    batch = collate(groups)
+    exact, low = made.policy, LanguagePolicy(tiny_model("llama", dtype=torch.bfloat16))
+    with torch.no_grad():
+        truth = exact._evaluate_rows(batch).logprobs_BT
+        ours = (low._evaluate_packed(batch).logprobs_BT - truth)[batch.mask_BT].abs().mean()
+        theirs = (low._evaluate_rows(batch).logprobs_BT - truth)[batch.mask_BT].abs().mean()
+    assert ours <= 1.2 * theirs
+
+
+def test_rows_at_once_is_chosen_by_memory(monkeypatch):
+    made = make_sampler("llama")
+    prompts = [tuple(range(5))] * 10
+    assert made._pieces(prompts, 4) == [range(10)]
+    monkeypatch.setattr(sampler, "CACHE_BYTES", 2 * 2 * 2 * 8 * 4 * 12 * 8)  # 8 rows of 12 tokens
+    assert made._pieces(prompts, 4) == [range(i, i + 2) for i in range(0, 10, 2)]
+
