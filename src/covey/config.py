@@ -100,6 +100,9 @@ class ArithmeticConfig:
     operators: tuple[str, ...] = option(("+", "-"), "drawn evenly from this list of + - *", choices=("+", "-", "*"))
     terms: tuple[int, ...] = option((2,), "numbers in an expression, drawn evenly from this list", least=2)
     instruction: str = option("Reply with the number only.", "sentence added to the question")
+    held_out_digits: tuple[int, ...] = option(
+        (), "digits of an operand in held-out problems; empty is the same as in training", least=1, most=12
+    )
 
 
 @dataclass(frozen=True)

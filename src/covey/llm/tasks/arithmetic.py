@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 from covey.config import ArithmeticConfig, RewardConfig
+from covey.data import Start
 from covey.llm.tasks.generated import GeneratedTask, Problem, checked
 
 
@@ -49,6 +51,13 @@ class Arithmetic(GeneratedTask):
             question=f"What is {expression}? {self.config.instruction}".strip(),
             columns={"answer": str(answer)},
         )
+
+    def held_out(self, count: int) -> list[Start]:
+        """As in every generated task, with operands of `held_out_digits` where that is set."""
+        if not self.config.held_out_digits:
+            return super().held_out(count)
+        narrowed = replace(self.config, digits=self.config.held_out_digits, held_out_digits=())
+        return Arithmetic(**vars(narrowed)).held_out(count)
 
 
 def _number(rng: random.Random, digits: int) -> int:
