@@ -44,7 +44,9 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--output", type=Path, default=None, help="a JSON file; default: benchmarks/results/<date>.json")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="a JSON file; default: benchmarks/results/<date>.json"
+    )
     arguments = parser.parse_args()
     threads = set_threads(0)
     shape = Shape(

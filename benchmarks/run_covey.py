@@ -44,7 +44,15 @@ def main() -> None:
             collate(groups), policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False
         )
         update(
-            policy, optimizer, algorithm, batch, UpdatePlan(), learning_rate=1e-6, kl_coefficient=0.0, seed=0, step=number
+            policy,
+            optimizer,
+            algorithm,
+            batch,
+            UpdatePlan(),
+            learning_rate=1e-6,
+            kl_coefficient=0.0,
+            seed=0,
+            step=number,
         )
         return sampled - began, time.perf_counter() - sampled
 

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-WORDS = "the time people way day man thing woman life child world school state family student group country".split()
+WORDS = ("time", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family")
 
 
 @dataclass(frozen=True)

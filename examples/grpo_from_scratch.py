@@ -37,7 +37,9 @@ def sample(model: torch.nn.Module, prompts: list[list[int]], end: int) -> tuple[
     """
     width = max(len(prompt) for prompt in prompts)
     tokens_BL = torch.tensor([[0] * (width - len(p)) + p for p in prompts]).repeat_interleave(GROUP, dim=0)
-    attention_BL = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).repeat_interleave(GROUP, dim=0)
+    attention_BL = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).repeat_interleave(
+        GROUP, dim=0
+    )
     running_B = torch.ones(len(tokens_BL), dtype=torch.bool)
     decided, cache, fed_BL = [], None, tokens_BL
     with torch.no_grad():

@@ -139,7 +139,7 @@ TASK_CONFIGS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class RewardConfig:
-    name: str = option("", "a built-in reward", choices=("numeric", "near", "exact", "format", "countdown"))
+    name: str = option("", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown"))
     function: str = option("", "or your own: file.py:function or module:function, with TRL's signature")
     weight: float = option(1.0, "weight in the sum of rewards")
     pattern: str = option("", "regular expression of the format reward, matched against the whole completion")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from helpers.runs import covey, write_recipe
 from helpers.tiny import tiny_folder
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,9 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> tuple[Path, str]:
-    code, output = covey("train", "tiny.toml", "--evaluation.max-new-tokens", "6,9", "--evaluation.every", "2", cwd=folder)
+    code, output = covey(
+        "train", "tiny.toml", "--evaluation.max-new-tokens", "6,9", "--evaluation.every", "2", cwd=folder
+    )
     assert code == 0, output
     return folder / "runs" / "tiny-001", output
 
@@ -79,9 +82,7 @@ def test_eval_counts_with_intervals(trained, folder):
     code, output = covey("eval", run_dir, "--problems", 5, "--reward", "numeric", cwd=folder)
     assert code == 0, output
     assert "of 5 problems right" in output
-    code, output = covey(
-        "eval", run_dir, "--problems", 4, "--samples", 4, "--reward", "numeric", cwd=folder
-    )
+    code, output = covey("eval", run_dir, "--problems", 4, "--samples", 4, "--reward", "numeric", cwd=folder)
     assert code == 0, output
     assert "pass@1" in output
     assert "pass@4" in output

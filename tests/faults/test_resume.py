@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from helpers.runs import covey, files, reproducible_metrics, start, write_recipe
 from helpers.tiny import tiny_folder
 

@@ -24,7 +24,7 @@ name = "arithmetic"
 digits = [1]
 
 [[rewards]]
-name = "near"
+name = "digits"
 [[rewards]]
 function = "{reward}:count_digits"
 weight = 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from covey.config import CheckpointConfig, EvaluationConfig, RunConfig, SamplingConfig, UpdateConfig
 from covey.llm.tasks import Arithmetic
 from covey.recipes.run import run

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from covey.data import EndReason, Group, Start, collate
 from covey.llm import head, policy, sampler
 from covey.llm.chat import Chat, end_ids_of
@@ -23,7 +24,9 @@ def make_sampler(kind: str, *, new_tokens: int = 12, end_ids: frozenset[int] = f
     torch.set_num_threads(1)
     language_policy = LanguagePolicy(tiny_model(kind), **policy_options)
     chat = Chat(tiny_tokenizer(), end_ids)
-    return LanguageSampler(language_policy, chat, seed=5, max_new_tokens=new_tokens, temperature=language_policy.temperature)
+    return LanguageSampler(
+        language_policy, chat, seed=5, max_new_tokens=new_tokens, temperature=language_policy.temperature
+    )
 
 
 def graded(groups: list[Group]) -> list[Group]:
@@ -289,4 +292,3 @@ def test_rows_at_once_is_chosen_by_memory(monkeypatch):
     assert made._pieces(prompts, 4) == [range(10)]
     monkeypatch.setattr(sampler, "CACHE_BYTES", 2 * 2 * 2 * 8 * 4 * 12 * 8)  # 8 rows of 12 tokens
     assert made._pieces(prompts, 4) == [range(i, i + 2) for i in range(0, 10, 2)]
-

@@ -119,8 +119,9 @@ class _DecodingLayout:
         prompts, prompt_of_row = self.prompt_of_row[rows].unique(return_inverse=True)
         if len(prompts) < len(self.lengths_S):
             self.lengths_S = self.lengths_S[prompts]
-            self.keys_SKPD = [key[prompts] for key in self.keys_SKPD]
-            self.values_SKPD = [value[prompts] for value in self.values_SKPD]
+            longest = int(self.lengths_S.max())  # what is padding in every prompt that is left must go: nobody masks it
+            self.keys_SKPD = [key[prompts, :, :longest] for key in self.keys_SKPD]
+            self.values_SKPD = [value[prompts, :, :longest] for value in self.values_SKPD]
         self.prompt_of_row = prompt_of_row
         self.slots = PromptSlots(self.lengths_S, prompt_of_row)
 

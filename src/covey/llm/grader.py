@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 BUILT_IN: dict[str, Callable[..., list[float]]] = {
     "numeric": builtin.numeric,
-    "near": builtin.near,
+    "digits": builtin.digits,
     "exact": builtin.exact,
     "countdown": builtin.countdown,
 }

@@ -108,17 +108,26 @@ def numeric(completions: Sequence[Any], *, answer_column: str = "answer", **colu
     return [float(given == right) for given, right in pairs]
 
 
-def near(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
-    """1 / (1 + |given - right|): 1 for the right number, 1/2 beside it, 0 where there is none.
+def digits(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
+    """Share of the right number's places, its sign among them, that the given number has right.
 
-    A group in which every answer is wrong teaches nothing under `numeric`; under this one the nearest answers lead.
-    Give it beside `numeric`, which stays the score.
+    Partial credit: 157 for 156 earns 3/4 (sign and two digits), 31 for -31 earns 2/3. A group in which every answer is
+    wrong teaches nothing under `numeric`; under this one the answers that got a digit or the sign right lead. Digits are
+    counted from the right and the longer number has the places, so that more digits earn nothing. Give it beside
+    `numeric`, which stays the score.
 
     Raises:
         ValueError: if the column is missing or an answer holds no number.
     """
-    pairs = _numbers(completions, answer_column, columns)
-    return [0.0 if given is None else float(1 / (1 + abs(given - right))) for given, right in pairs]
+    return [_right_places(given, right) for given, right in _numbers(completions, answer_column, columns)]
+
+
+def _right_places(given: Fraction | None, right: Fraction) -> float:
+    if given is None:
+        return 0.0
+    ours, theirs = str(abs(given))[::-1], str(abs(right))[::-1]
+    same = sum(a == b for a, b in zip(ours, theirs, strict=False)) + ((given < 0) == (right < 0))
+    return same / (1 + max(len(ours), len(theirs)))
 
 
 def _numbers(

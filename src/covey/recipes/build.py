@@ -68,7 +68,9 @@ def build_problem(config: RunConfig, task: Task | None = None, rewards: Sequence
     task = task or build_task(config.task)
     default = getattr(task, "default_rewards", ())
     if not (rewards or config.rewards or default):
-        raise ConfigError("there is no reward: add a [[rewards]] table, or hand functions to run(config, rewards=[...])")
+        raise ConfigError(
+            "there is no reward: add a [[rewards]] table, or hand functions to run(config, rewards=[...])"
+        )
     grader = build_grader(rewards or config.rewards, default)
     task.held_out(config.evaluation.problems)
     try:
@@ -192,4 +194,3 @@ def build_parts(
         checkpoint_every=config.checkpoint.every,
     )
     return parts, settings, held_out
-

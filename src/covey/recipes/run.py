@@ -230,9 +230,7 @@ def evaluate_model(
     }
 
 
-def sample_model(
-    model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int
-) -> list[str]:
+def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:
     """`n` answers to what a user says, through the model's chat template where it has one."""
     config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
     loaded = load_policy(config, build_machine("auto", "auto", 0))
