@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from covey.data.types import Batch, Evaluation, Group, Start
 
@@ -40,8 +40,6 @@ class Grader(Protocol):
 class Policy(Protocol):
     """A trainable policy."""
 
-    module: nn.Module
-
     def evaluate(self, batch: Batch) -> Evaluation:
         """Log-probability and entropy of every decision, with gradients where they are enabled.
 
@@ -64,3 +62,9 @@ class Checkpoints(Protocol):
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint atomically; `step` steps are complete."""
+
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint that is whole; None where there is none."""
+
+    def load(self, step: int) -> dict[str, Any]:
+        """What was saved then."""

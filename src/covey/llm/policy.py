@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from covey.data import Batch, Evaluation
 from covey.llm.attention import IMPLEMENTATION, NO_MASK, PackedLayout
@@ -27,8 +28,8 @@ class LanguagePolicy:
     ways must agree on random tokens.
     """
 
-    def __init__(self, module: nn.Module, *, temperature: float = 1.0, microbatch_tokens: int = 4096) -> None:
-        self.module = module.eval()  # no dropout: the ratio compares policies, not noise
+    def __init__(self, module: PreTrainedModel, *, temperature: float = 1.0, microbatch_tokens: int = 4096) -> None:
+        self.module: PreTrainedModel = module.eval()  # no dropout: the ratio compares policies, not noise
         self.temperature = temperature
         self.microbatch_tokens = microbatch_tokens
         self.shares_prompts = self._can_share_prompts()

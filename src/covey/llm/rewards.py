@@ -112,8 +112,8 @@ def digits(completions: Sequence[Any], *, answer_column: str = "answer", **colum
     """Share of the right number's places, its sign among them, that the given number has right.
 
     Partial credit: 157 for 156 earns 3/4 (sign and two digits), 31 for -31 earns 2/3. A group in which every answer is
-    wrong teaches nothing under `numeric`; under this one the answers that got a digit or the sign right lead. Digits are
-    counted from the right and the longer number has the places, so that more digits earn nothing. Give it beside
+    wrong teaches nothing under `numeric`; under this one the answers that got a digit or the sign right lead. Digits
+    are counted from the right and the longer number has the places, so that more digits earn nothing. Give it beside
     `numeric`, which stays the score.
 
     Raises:
