@@ -99,6 +99,7 @@ class ArithmeticConfig:
     digits: tuple[int, ...] = option((2,), "digits of an operand, drawn evenly from this list", least=1, most=12)
     operators: tuple[str, ...] = option(("+", "-"), "drawn evenly from this list of + - *", choices=("+", "-", "*"))
     terms: tuple[int, ...] = option((2,), "numbers in an expression, drawn evenly from this list", least=2)
+    negative: bool = option(False, "whether answers may be below 0, as that of 17 - 45 is")
     instruction: str = option("Reply with the number only.", "sentence added to the question")
     held_out_digits: tuple[int, ...] = option(
         (), "digits of an operand in held-out problems; empty is the same as in training", least=1, most=12

@@ -7,16 +7,17 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from covey.config import ArithmeticConfig, RewardConfig
+from covey.config import ArithmeticConfig, ConfigError, RewardConfig
 from covey.data import Start
-from covey.llm.tasks.generated import GeneratedTask, Problem, checked
+from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem, checked
 
 
 class Arithmetic(GeneratedTask):
     """Questions like "What is 47 + 38?".
 
     Number of terms, digits of each operand and each operator are drawn evenly from their lists. A number of d digits
-    is drawn evenly from 10^(d-1) to 10^d - 1. Products bind first; answers may be negative. Two expressions that
+    is drawn evenly from 10^(d-1) to 10^d - 1. Products bind first. Unless `negative` is set, numbers are drawn until
+    the answer is not below 0. Two expressions that
     differ only in the order of their terms or factors are always on the same side of the held-out split.
 
     >>> Arithmetic(digits=(1, 2), operators=("+",))
@@ -34,18 +35,18 @@ class Arithmetic(GeneratedTask):
 
     def problem(self, rng: random.Random) -> Problem:
         count = rng.choice(self.config.terms)
-        numbers = [_number(rng, rng.choice(self.config.digits)) for _ in range(count)]
         operators = [rng.choice(self.config.operators) for _ in range(count - 1)]
-        # The expression as signed products, so that 3 * 4 - 5 is [(1, [3, 4]), (-1, [5])].
-        products: list[tuple[int, list[int]]] = [(1, [numbers[0]])]
-        expression = str(numbers[0])
-        for operator, number in zip(operators, numbers[1:], strict=True):
-            expression += f" {operator} {number}"
-            if operator == "*":
-                products[-1][1].append(number)
-            else:
-                products.append((1 if operator == "+" else -1, [number]))
-        answer = sum(sign * math.prod(factors) for sign, factors in products)
+        for _ in range(GIVE_UP_AFTER):  # numbers are drawn again, never operators: they stay evenly spread
+            numbers = [_number(rng, rng.choice(self.config.digits)) for _ in range(count)]
+            products = _signed_products(numbers, operators)
+            answer = sum(sign * math.prod(factors) for sign, factors in products)
+            if answer >= 0 or self.config.negative:
+                break
+        else:
+            raise ConfigError(
+                f"task arithmetic finds no {count} terms whose result is not negative: set task.negative = true"
+            )
+        expression = str(numbers[0]) + "".join(f" {o} {n}" for o, n in zip(operators, numbers[1:], strict=True))
         return Problem(
             key=f"arithmetic {sorted((sign, sorted(factors)) for sign, factors in products)}",
             question=f"What is {expression}? {self.config.instruction}".strip(),
@@ -58,6 +59,17 @@ class Arithmetic(GeneratedTask):
             return super().held_out(count)
         narrowed = replace(self.config, digits=self.config.held_out_digits, held_out_digits=())
         return Arithmetic(**vars(narrowed)).held_out(count)
+
+
+def _signed_products(numbers: list[int], operators: list[str]) -> list[tuple[int, list[int]]]:
+    """The expression as signed products: 3 * 4 - 5 is [(1, [3, 4]), (-1, [5])]."""
+    products: list[tuple[int, list[int]]] = [(1, [numbers[0]])]
+    for operator, number in zip(operators, numbers[1:], strict=True):
+        if operator == "*":
+            products[-1][1].append(number)
+        else:
+            products.append((1 if operator == "+" else -1, [number]))
+    return products
 
 
 def _number(rng: random.Random, digits: int) -> int:
