@@ -392,3 +392,31 @@ def test_every_task_names_a_reward_of_its_own(numbered):
     for task in (*GENERATED.values(), Jsonl(path=numbered)):
         assert all(isinstance(reward, RewardConfig) for reward in task.default_rewards)
         assert task.default_rewards
+
+
+def answers(task, count=400):
+    return [int(start.columns["answer"]) for start in task.draw(0, 1, count)]
+
+
+def test_arithmetic_has_negative_answers_only_where_asked():
+    assert min(answers(Arithmetic())) >= 0
+    assert min(answers(Arithmetic(terms=(3,), operators=("-", "*")), 100)) >= 0
+    shares = [answer < 0 for answer in answers(Arithmetic(negative=True))]
+    assert 0.15 < sum(shares) / len(shares) < 0.35  # half are differences, half of those below 0
+
+
+def test_drawing_numbers_again_leaves_the_operators_evenly_spread():
+    questions = [start.prompt[0]["content"] for start in Arithmetic().draw(0, 1, 1000)]
+    assert 430 < sum(" - " in question for question in questions) < 570
+
+
+def test_an_expression_that_is_always_negative_is_an_error():
+    with pytest.raises(ConfigError, match="negative = true"):
+        Arithmetic(digits=(1,), operators=("-",), terms=(30,)).draw(0, 1, 1)
+
+
+def test_held_out_digits_change_only_the_held_out_problems():
+    task = Arithmetic(digits=(1,), held_out_digits=(3,))
+    numbers = [re.findall(r"\d+", start.prompt[0]["content"]) for start in task.held_out(50)]
+    assert {len(number) for pair in numbers for number in pair} == {3}
+    assert task.draw(3, 2, 20) == Arithmetic(digits=(1,)).draw(3, 2, 20)

@@ -9,7 +9,12 @@ from typing import Any
 
 from covey.config import ArithmeticConfig, ConfigError, RewardConfig
 from covey.data import Start
-from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem, checked
+from covey.llm.tasks.generated import GeneratedTask, Problem, checked
+
+CHOICES_OF_OPERATORS = 200  # before a task without negative answers counts as impossible
+DRAWS_OF_NUMBERS = 100  # for one choice of operators, before another is made
+
+Products = list[tuple[int, list[int]]]  # sign and factors of every term
 
 
 class Arithmetic(GeneratedTask):
@@ -17,8 +22,8 @@ class Arithmetic(GeneratedTask):
 
     Number of terms, digits of each operand and each operator are drawn evenly from their lists. A number of d digits
     is drawn evenly from 10^(d-1) to 10^d - 1. Products bind first. Unless `negative` is set, numbers are drawn until
-    the answer is not below 0. Two expressions that
-    differ only in the order of their terms or factors are always on the same side of the held-out split.
+    the answer is not below 0. Two expressions that differ only in the order of their terms or factors are always on the
+    same side of the held-out split.
 
     >>> Arithmetic(digits=(1, 2), operators=("+",))
 
@@ -34,18 +39,19 @@ class Arithmetic(GeneratedTask):
         self.config = checked(ArithmeticConfig, fields)
 
     def problem(self, rng: random.Random) -> Problem:
-        count = rng.choice(self.config.terms)
-        operators = [rng.choice(self.config.operators) for _ in range(count - 1)]
-        for _ in range(GIVE_UP_AFTER):  # numbers are drawn again, never operators: they stay evenly spread
-            numbers = [_number(rng, rng.choice(self.config.digits)) for _ in range(count)]
-            products = _signed_products(numbers, operators)
-            answer = sum(sign * math.prod(factors) for sign, factors in products)
-            if answer >= 0 or self.config.negative:
-                break
-        else:
-            raise ConfigError(
-                f"task arithmetic finds no {count} terms whose result is not negative: set task.negative = true"
-            )
+        for _ in range(CHOICES_OF_OPERATORS):
+            count = rng.choice(self.config.terms)
+            operators = [rng.choice(self.config.operators) for _ in range(count - 1)]
+            # Numbers are drawn again before operators are, so that these stay evenly spread where they can.
+            for _ in range(DRAWS_OF_NUMBERS):
+                numbers = [_number(rng, rng.choice(self.config.digits)) for _ in range(count)]
+                products = _signed_products(numbers, operators)
+                answer = sum(sign * math.prod(factors) for sign, factors in products)
+                if answer >= 0 or self.config.negative:
+                    return self._problem(numbers, operators, products, answer)
+        raise ConfigError("task arithmetic finds no expression whose result is not negative: set task.negative = true")
+
+    def _problem(self, numbers: list[int], operators: list[str], products: Products, answer: int) -> Problem:
         expression = str(numbers[0]) + "".join(f" {o} {n}" for o, n in zip(operators, numbers[1:], strict=True))
         return Problem(
             key=f"arithmetic {sorted((sign, sorted(factors)) for sign, factors in products)}",
@@ -61,9 +67,9 @@ class Arithmetic(GeneratedTask):
         return Arithmetic(**vars(narrowed)).held_out(count)
 
 
-def _signed_products(numbers: list[int], operators: list[str]) -> list[tuple[int, list[int]]]:
+def _signed_products(numbers: list[int], operators: list[str]) -> Products:
     """The expression as signed products: 3 * 4 - 5 is [(1, [3, 4]), (-1, [5])]."""
-    products: list[tuple[int, list[int]]] = [(1, [numbers[0]])]
+    products: Products = [(1, [numbers[0]])]
     for operator, number in zip(operators, numbers[1:], strict=True):
         if operator == "*":
             products[-1][1].append(number)
