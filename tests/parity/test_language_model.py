@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate
 from covey.llm import head, policy, sampler
 from covey.llm.chat import Chat, end_ids_of
@@ -292,3 +293,11 @@ def test_rows_at_once_is_chosen_by_memory(monkeypatch):
     assert made._pieces(prompts, 4) == [range(10)]
     monkeypatch.setattr(sampler, "CACHE_BYTES", 2 * 2 * 2 * 8 * 4 * 12 * 8)  # 8 rows of 12 tokens
     assert made._pieces(prompts, 4) == [range(i, i + 2) for i in range(0, 10, 2)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_prompt_beyond_the_models_positions_is_refused(kind):
+    made = make_sampler(kind, new_tokens=20)
+    made.sample([Start(0, "1" * 236)], 2, step=1)  # 256 in all
+    with pytest.raises(ConfigError, match="exceed the model's 256 positions"):
+        made.sample([Start(0, "1" * 237)], 2, step=1)

@@ -17,7 +17,7 @@ from covey.config import EMBEDDED_MODELS, ConfigError, RunConfig
 PROMPT_TOKENS = 64
 PROGRAM_BYTES = 600 << 20  # Python, torch and transformers before any weight
 CACHE_BYTES = 2 << 30  # what the sampler gives to keys and values where rows_at_once is 0
-LOGIT_CHUNK = 1024  # decisions whose logits exist at a time
+LOGIT_CHUNK = 512  # decisions whose logits exist at a time
 # What autograd keeps beyond the tensors counted in `_activation_bytes` (padding, rotary parts, masks): measured on
 # smollm2-135m in bf16 with 12 to 96 new tokens, where the count alone gives between 0.83 and 1.06 of the truth.
 ACTIVATION_SLACK = 1.1

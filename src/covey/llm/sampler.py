@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.chat import Chat
 from covey.llm.choosing import choose
@@ -40,6 +41,7 @@ class LanguageSampler:
     def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
         """Groups in the order of `starts`. The end token, where one was sampled, is the last action."""
         prompts = [self.chat.encode(start.prompt) for start in starts]
+        self._refuse_too_long(max(len(prompt) for prompt in prompts))
         groups: list[Group] = []
         for chosen in self._pieces(prompts, group_size):
             rows = self._decode([starts[i].index for i in chosen], [prompts[i] for i in chosen], group_size, step)
@@ -51,6 +53,15 @@ class LanguageSampler:
     def refresh(self, version: int) -> None:
         """The weights are shared with the trainer: only their version is noted."""
         self.version = version
+
+    def _refuse_too_long(self, prompt_tokens: int) -> None:
+        """A model knows positions up to a limit; some crash beyond it, others write nonsense."""
+        limit = getattr(self.policy.module.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and prompt_tokens + self.max_new_tokens > limit:
+            raise ConfigError(
+                f"a prompt of {prompt_tokens} tokens and max_new_tokens = {self.max_new_tokens} exceed the model's "
+                f"{limit} positions: shorten the prompts or lower max_new_tokens"
+            )
 
     def _pieces(self, prompts: Sequence[tuple[int, ...]], group_size: int) -> list[range]:
         """Prompts whose groups fit into memory together."""
