@@ -85,7 +85,7 @@ class UpdateConfig:
 class EvaluationConfig:
     problems: int = option(256, "held-out problems, answered greedily before and after training", least=1)
     every: int = option(0, "also evaluate every so many steps; 0 is only before and after", least=0)
-    max_new_tokens: tuple[int, ...] = option((), "token limits to report; empty is the training's own limit", least=1)
+    token_limits: tuple[int, ...] = option((), "token limits to report; empty is the training's own limit", least=1)
 
 
 @dataclass(frozen=True)

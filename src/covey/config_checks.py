@@ -203,9 +203,9 @@ def _check_minibatches(sampling: SamplingConfig, update: UpdateConfig) -> None:
 
 
 def _check_evaluation(evaluation: EvaluationConfig) -> None:
-    limits = evaluation.max_new_tokens
+    limits = evaluation.token_limits
     if len(set(limits)) != len(limits):
-        raise ConfigError(f"evaluation.max_new_tokens names a limit twice: {_shown(limits)}")
+        raise ConfigError(f"evaluation.token_limits names a limit twice: {_shown(limits)}")
 
 
 def check_task(task: Any) -> None:

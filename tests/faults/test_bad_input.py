@@ -67,7 +67,7 @@ def message_of_toml(tmp_path: Path, toml: str) -> str:
 def test_reads_fields_and_overrides(recipe: Path) -> None:
     config = read_recipe(recipe, [
         "--learning-rate", "3", "--operators", "-,+", "--sampling.group_size=8", "--max_grad_norm", "1e-1",
-        "--mask-truncated", "true", "--evaluation.max-new-tokens", "12,96", "--dual-clip", "3",
+        "--mask-truncated", "true", "--token-limits", "12,96", "--dual-clip", "3",
     ])  # fmt: skip
     assert config.task == ArithmeticConfig(digits=(1, 2), operators=("-", "+"))
     assert config.steps == 5
@@ -75,7 +75,7 @@ def test_reads_fields_and_overrides(recipe: Path) -> None:
     assert config.update == UpdateConfig(learning_rate=3.0, max_grad_norm=0.1)
     assert type(config.update.learning_rate) is float
     assert config.loss == LossConfig(dual_clip=3.0, mask_truncated=True)
-    assert config.evaluation.max_new_tokens == (12, 96)
+    assert config.evaluation.token_limits == (12, 96)
     assert config.rewards == (RewardConfig(name="numeric"),)
 
 
@@ -112,7 +112,7 @@ def test_what_is_written_reads_back_equal(
         rewards=(RewardConfig(name="numeric", score=True), RewardConfig(name="format", pattern=pattern, weight=-0.5)),
         loss=LossConfig(clip_high=clip),
         update=UpdateConfig(learning_rate=rate),
-        evaluation=EvaluationConfig(max_new_tokens=(12, 96)),
+        evaluation=EvaluationConfig(token_limits=(12, 96)),
     )
     assert config_from_dict(config_to_dict(config)) == config
     from tempfile import TemporaryDirectory
@@ -261,8 +261,8 @@ def test_the_defaults_are_accepted() -> None:
         (replace(GOOD, checkpoint=CheckpointConfig(keep=1)), "checkpoint.keep must be at least 2"),
         (replace(GOOD, checkpoint=CheckpointConfig(every=0)), "checkpoint.every must be at least 1"),
         (replace(GOOD, evaluation=EvaluationConfig(problems=0)), "evaluation.problems must be at least 1"),
-        (replace(GOOD, evaluation=EvaluationConfig(max_new_tokens=(12, 0))), "evaluation.max_new_tokens must be at"),
-        (replace(GOOD, evaluation=EvaluationConfig(max_new_tokens=(12, 12))), "names a limit twice"),
+        (replace(GOOD, evaluation=EvaluationConfig(token_limits=(12, 0))), "evaluation.token_limits must be at"),
+        (replace(GOOD, evaluation=EvaluationConfig(token_limits=(12, 12))), "names a limit twice"),
         (replace(GOOD, steps=0), "steps must be at least 1"),
         (replace(GOOD, seed=-1), "seed must be at least 0"),
         (replace(GOOD, task=ArithmeticConfig(digits=(0,))), "task.digits must be at least 1"),

@@ -27,7 +27,7 @@ class HeldOut:
         self.every = config.every
         self.problems = config.problems
         # The training's own limit comes first: it is the one that the curve and the advice are about.
-        self.limits = list(dict.fromkeys([sampler.max_new_tokens, *config.max_new_tokens]))
+        self.limits = list(dict.fromkeys([sampler.max_new_tokens, *config.token_limits]))
         self.task, self.grader, self.sampler, self.display = task, grader, sampler, display
 
     def measure(self, label: str) -> list[Evaluation]:
