@@ -184,5 +184,5 @@ def test_help_explains_every_field() -> None:
     assert done.returncode == 0
     for row in describe_fields():
         assert row.text in done.stdout
-    for name in ("--group-size ", "--sampling.max-new-tokens ", "--checkpoint.every ", "--task.steps ", "--steps "):
+    for name in ("--group-size ", "--max-new-tokens ", "--checkpoint.every ", "--task.steps ", "--steps "):
         assert f"  {name}" in done.stdout
