@@ -29,17 +29,18 @@ WITHOUT_CLIPPING = ("rloo", "reinforce")
 LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
 
 
-def validate(config: RunConfig) -> None:
+def validate(config: RunConfig, *, own_task: bool = False) -> None:
     """Refuse a run that cannot work: wrong types, values out of range, combinations that contradict each other.
 
-    Reads the file system (does the data file exist?) but loads no model and calls nobody's code.
+    Reads the file system (does the data file exist?) but loads no model and calls nobody's code. With `own_task` the
+    task comes from a script, and the config needs none.
 
     Raises:
         ConfigError: one line that names the field and the fix.
     """
-    if config.task is None:
+    if config.task is None and not own_task:
         raise ConfigError(f'no task: add a [task] table with name = "arithmetic" (or {either(list(TASK_CONFIGS)[1:])})')
-    if type(config.task) not in TASK_CONFIGS.values():
+    if config.task is not None and type(config.task) not in TASK_CONFIGS.values():
         raise ConfigError(f"task must be one of the task configs in covey.config (is {type(config.task).__name__})")
     _check_sampling(config.sampling)  # first, because its messages say why
     _check_loss(config.loss, config.algorithm)
@@ -75,7 +76,7 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any
         elif item.name == "rewards" and not prefix:
             for number, reward in enumerate(value, start=1):
                 yield from leaves(reward, f"rewards[{number}].")
-        else:
+        elif hints[item.name] is not Any:  # Any is a task, which a script may bring instead
             yield name, item, hints[item.name], value
 
 

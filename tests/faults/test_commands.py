@@ -22,9 +22,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> tuple[Path, str]:
-    code, output = covey(
-        "train", "tiny.toml", "--token-limits", "6,9", "--evaluation.every", "2", cwd=folder
-    )
+    code, output = covey("train", "tiny.toml", "--token-limits", "6,9", "--evaluation.every", "2", cwd=folder)
     assert code == 0, output
     return folder / "runs" / "tiny-001", output
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from covey.config import CheckpointConfig, EvaluationConfig, RunConfig, SamplingConfig, UpdateConfig
+from covey.config import CheckpointConfig, ConfigError, EvaluationConfig, RunConfig, SamplingConfig, UpdateConfig
 from covey.llm.tasks import Arithmetic
-from covey.recipes.run import run
+from covey.recipes.run import resume, run
 from helpers.tiny import tiny_folder
 
 
@@ -51,6 +51,15 @@ def folder(tmp_path_factory):
 def test_a_tiny_model_learns(folder, algorithm):
     before, after = train(folder, f"learn-{algorithm}", share_of_digits, algorithm)
     assert after > before + 0.3
+
+
+def test_a_run_with_a_task_of_its_own_resumes_when_it_is_given_again(folder):
+    run_dir = folder / "learn-grpo"
+    model = (run_dir / "model" / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="no task"):
+        resume(run_dir)
+    assert resume(run_dir, task=Arithmetic(digits=(1,)), rewards=[share_of_digits]) is not None
+    assert (run_dir / "model" / "model.safetensors").read_bytes() == model
 
 
 def test_with_the_reward_negated_it_unlearns(folder):

@@ -34,7 +34,8 @@ class Build(types.ModuleType):
             if self.error:
                 raise self.error
             problems = [{"scores": scores, "prompt": "p", "text": "t"} for scores in self.scores]
-            return {"evaluate_model": {"problems": problems}, "sample_model": ["one", "t\x1b[2Jwo\nlines"]}.get(name)
+            results = {"evaluate_model": {"problems": problems}, "sample_model": ["one", "t\x1b[2Jwo\nlines"]}
+            return results.get(name, {"run_dir": "runs/x"})
 
         return call
 
@@ -128,7 +129,7 @@ def test_eval_refuses_what_has_no_meaning(build: Build, capsys: pytest.CaptureFi
         "--task arithmetic --learning-rate 3": "an evaluation does not use learning_rate",
         "--task arithmetic --numbers 3": "--numbers belongs to the task countdown",
         "--task arithmetic --problems 0": "evaluation.problems must be at least 1",
-        "--task arithmetic --reward exakt": "must be numeric, exact, format or countdown",
+        "--task arithmetic --reward exakt": "must be numeric, digits, exact, format or countdown",
     }
     for words, expected in cases.items():
         assert main(["eval", "smollm2-135m", *words.split()]) == 2

@@ -12,7 +12,7 @@ from typing import Any
 
 from covey.config import EvaluationConfig, RewardConfig, RunConfig, SamplingConfig
 from covey.config_checks import validate
-from covey.config_reader import read_recipe, write_config
+from covey.config_reader import config_from_dict, read_tables, write_config
 from covey.data import Start, Task
 from covey.llm.sampler import LanguageSampler
 from covey.observe.curve import draw_curve
@@ -46,7 +46,7 @@ def run(
         ConfigError: for a mistake in what was asked for, before the model is loaded where that is possible.
         RunError: where training cannot go on.
     """
-    validate(config)
+    validate(config, own_task=task is not None)
     config = replace(config, run_dir=config.run_dir or str(next_run_dir(recipe_name)))
     problem = build_problem(config, task, rewards)
     try:
@@ -65,7 +65,8 @@ def resume(run_dir: Path, *, task: Task | None = None, rewards: Sequence[Reward]
     Raises:
         ConfigError: where the folder holds no run that can be resumed.
     """
-    config = replace(read_recipe(run_dir / CONFIG_FILE), run_dir=str(run_dir))
+    config = replace(config_from_dict(read_tables(run_dir / CONFIG_FILE)), run_dir=str(run_dir))
+    validate(config, own_task=task is not None)
     problem = build_problem(config, task, rewards)
     try:
         store = RunStore(run_dir, resume=True)

@@ -77,8 +77,8 @@ def train(parts: Parts, settings: Settings, progress: Progress, *, should_stop: 
         if progress.skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
             save_checkpoint(parts, progress)
             raise RunError(
-                f"{SKIPPED_STEPS_LIMIT} updates in a row had a gradient that is not finite: lower update.learning_rate; "
-                "the rollouts that led there are in the run folder, the weights before them in its last checkpoint"
+                f"{SKIPPED_STEPS_LIMIT} updates in a row had a gradient that is not finite: lower learning_rate; the "
+                "rollouts that led there are in the run folder, the weights before them in its last checkpoint"
             )
         if progress.step % settings.checkpoint_every == 0:
             save_checkpoint(parts, progress)
