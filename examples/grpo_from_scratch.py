@@ -21,9 +21,9 @@ from covey.llm.loading import load_model
 from covey.llm.tasks import Arithmetic
 
 PROMPTS = 8  # N
-GROUP = 16  # G
+GROUP = 8  # G
 ANSWER_TOKENS = 12  # T
-STEPS = 20
+STEPS = 30
 LEARNING_RATE = 2e-5
 CLIP = 0.2
 KL_WEIGHT = 0.01  # how strongly the policy is held to the model it started as
@@ -97,10 +97,11 @@ def grpo_loss(
 def main() -> None:
     torch.manual_seed(0)
     cpu = torch.device("cpu")
-    # Products in bf16 under autocast, weights in fp32: small steps would round away in bf16.
+    # The policy's weights are fp32, for small steps would round away in bf16; its products run in bf16 under autocast.
     policy = load_model("smollm2-135m", dtype=torch.float32, device=cpu)
     model, chat = policy.module.eval(), policy.chat
     reference = load_model("smollm2-135m", dtype=torch.bfloat16, device=cpu).module.eval()
+    writer = load_model("smollm2-135m", dtype=torch.bfloat16, device=cpu).module.eval()  # the policy, for sampling
     (end,) = chat.end_ids
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     task = Arithmetic(digits=(2,), operators=("+",))
@@ -110,20 +111,22 @@ def main() -> None:
         # 1. Draw prompts.
         starts = task.draw(seed=0, step=step, count=PROMPTS)
         prompts = [list(chat.encode(start.prompt)) for start in starts]
+        # 2. Let the model answer each of them several times.
+        for copied, parameter in zip(writer.parameters(), model.parameters(), strict=True):
+            copied.data.copy_(parameter.data)
+        tokens_BL, attention_BL, decided_BT = sample(writer, prompts, end)
+        length = decided_BT.shape[1]
+        # 3. Score every answer.
+        answers_BT = tokens_BL[:, -length:]
+        texts = [chat.decode(row[mask].tolist()) for row, mask in zip(answers_BT, decided_BT, strict=True)]
+        gold = [str(start.columns["answer"]) for start in starts for _ in range(GROUP)]
+        rewards_B = torch.tensor([score(text, answer) for text, answer in zip(texts, gold, strict=True)])
+        # 4. Compare each answer with its siblings.
+        advantage_B = advantages_of(rewards_B.view(PROMPTS, GROUP)).flatten()
+        # 5. Make the better ones more likely. One step for each sampling: the old policy is the current one.
+        with torch.no_grad():
+            reference_BT = logprobs_of(reference, tokens_BL, attention_BL, length)
         with torch.autocast("cpu", torch.bfloat16):
-            # 2. Let the model answer each of them several times.
-            tokens_BL, attention_BL, decided_BT = sample(model, prompts, end)
-            length = decided_BT.shape[1]
-            # 3. Score every answer.
-            answers_BT = tokens_BL[:, -length:]
-            texts = [chat.decode(row[mask].tolist()) for row, mask in zip(answers_BT, decided_BT, strict=True)]
-            gold = [str(start.columns["answer"]) for start in starts for _ in range(GROUP)]
-            rewards_B = torch.tensor([score(text, answer) for text, answer in zip(texts, gold, strict=True)])
-            # 4. Compare each answer with its siblings.
-            advantage_B = advantages_of(rewards_B.view(PROMPTS, GROUP)).flatten()
-            # 5. Make the better ones more likely. One step for each sampling: the old policy is the current one.
-            with torch.no_grad():
-                reference_BT = logprobs_of(reference, tokens_BL, attention_BL, length)
             logprobs_BT = logprobs_of(model, tokens_BL, attention_BL, length)
             loss = grpo_loss(logprobs_BT, logprobs_BT.detach(), reference_BT, advantage_B, decided_BT)
         loss.backward()
