@@ -220,11 +220,11 @@ def train_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     if not arguments.recipe:
         raise ConfigError("name a recipe, such as: covey train arithmetic_grpo")
     config = read_recipe(arguments.recipe, fields)
-    name = find_recipe(arguments.recipe).stem
-    check_run_dir(config.run_dir or next_run_dir(name))
+    config = replace(config, run_dir=config.run_dir or str(next_run_dir(find_recipe(arguments.recipe).stem)))
+    check_run_dir(config.run_dir)
     from covey.recipes.run import run
 
-    if run(config, recipe_name=name) is None:  # stopped by Ctrl-C; it has said how to go on
+    if run(config, recipe_name=arguments.recipe) is None:  # stopped by Ctrl-C; it has said how to go on
         raise KeyboardInterrupt
 
 

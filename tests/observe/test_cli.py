@@ -52,7 +52,7 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
 def test_train_reads_the_recipe_and_runs_it(build: Build) -> None:
     assert main(["train", "--operators", "-,+", "my_recipe.toml", "--group_size=4"]) == 0
     [(name, (config,), kwargs)] = build.calls
-    assert (name, kwargs) == ("run", {"recipe_name": "my_recipe"})
+    assert (name, kwargs) == ("run", {"recipe_name": "my_recipe.toml"})
     assert config.task == ArithmeticConfig(operators=("-", "+"))
     assert config.sampling.group_size == 4
     assert config.sampling.max_new_tokens == 12
