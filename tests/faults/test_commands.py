@@ -40,8 +40,8 @@ def test_a_run_folder_holds_all_that_was_promised(trained):
             assert result["problems"] == 6
     rollouts = [json.loads(line) for line in (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert len(rollouts) == 16
-    tokens = sum(json.loads(line)["tokens/sampled"] for line in (run_dir / "metrics.jsonl").read_text().splitlines())
-    assert summary["tokens_sampled"] == tokens
+    tokens = sum(json.loads(line)["decisions/sampled"] for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert summary["decisions_sampled"] == tokens
     assert summary["seconds"] > 0
     assert summary["peak_memory_bytes"] > 1e8
     assert (run_dir / "curve.png").stat().st_size > 10_000

@@ -84,7 +84,7 @@ def test_a_run_learns_records_and_saves():
     assert [step for step, _, _ in world.recorded] == [1, 2, 3, 4, 5]
     assert [step for step, _ in world.saved] == [2, 4, 5]
     assert world.refreshed == [1, 2, 3, 4, 5]
-    assert vars(progress) == {"step": 5, "version": 5, "tokens": 40, "skipped_in_a_row": 0}
+    assert vars(progress) == {"step": 5, "version": 5, "decisions": 40, "skipped_in_a_row": 0}
     assert [groups[0].rollouts[0].version for _, _, groups in world.recorded] == [0, 1, 2, 3, 4]
     first = parts.policy.table[0, 5].softmax(-1)
     assert float(first[3].detach()) > float(first[0].detach())
@@ -165,7 +165,7 @@ def test_describe_by_hand():
         "length/mean": 2.0,  # (3 + 1 + 2 + 2) / 4
         "length/max": 3.0,
         "length/truncated_share": 0.25,
-        "tokens/sampled": 8.0,
+        "decisions/sampled": 8.0,
         "reward/mean": 0.5,  # of 1, 0 and 0.5
         "reward/std": pytest.approx(math.sqrt(0.5 / 3)),  # deviations 0.5, -0.5, 0
         "score/mean": 0.5,

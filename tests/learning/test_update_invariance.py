@@ -198,7 +198,7 @@ def test_truncated_rollouts_masked_are_in_neither_numerator_nor_denominator(algo
         ready.advantages_BT[:, 0], advantages[[row for row in range(16) if row % 4 != 3], 0], rtol=0, atol=0
     )
     decisions = sum(len(item.actions) for group in groups for item in group.rollouts[:3])
-    assert metrics["tokens/trained"] == decisions
+    assert metrics["decisions/trained"] == decisions
 
 
 @pytest.mark.parametrize("averaging", AGGREGATIONS)
@@ -220,7 +220,7 @@ def test_a_step_that_teaches_nothing_makes_no_optimizer_step(kl, minibatches):
     gradients, metrics = step_gradients(collate(groups), make("grpo", kl), plan=UpdatePlan(minibatches=minibatches))
     assert gradients == []
     assert metrics["groups/dead_share"] == 1.0
-    assert metrics["update/rows"] == metrics["tokens/trained"] == metrics["loss"] == 0.0
+    assert metrics["update/rows"] == metrics["decisions/trained"] == metrics["loss"] == 0.0
 
 
 @pytest.mark.parametrize("kl", ["k3_in_loss", "k1_in_reward"])

@@ -20,7 +20,7 @@ METRICS = {
     "entropy": 0.81,
     "length/mean": 6.25,
     "groups/dead_share": 0.5,
-    "tokens_per_second": 1234.0,
+    "decisions_per_second": 1234.0,
 }
 
 
@@ -127,7 +127,7 @@ def summary(before: tuple[float, float, float], after: tuple[float, float, float
         "recipe": "demo",
         "steps": 60,
         "seconds": 1310.2,
-        "tokens_sampled": 184320,
+        "decisions_sampled": 184320,
         "peak_memory_bytes": 3 * 2**30,
         "evaluations": [{"max_new_tokens": 12, "before": first, "after": second}],
     }

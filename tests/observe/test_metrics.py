@@ -18,7 +18,7 @@ def test_the_page_in_docs_is_current() -> None:
 def test_every_metric_that_the_loop_names_is_defined() -> None:
     named = set()
     for path in (ROOT / "src" / "covey" / "train").glob("*.py"):
-        named |= set(re.findall(r'"((?:[a-z_]+/[a-z_]+)|tokens_per_second)"', path.read_text(encoding="utf-8")))
+        named |= set(re.findall(r'"((?:[a-z_]+/[a-z_]+)|decisions_per_second)"', path.read_text(encoding="utf-8")))
     assert {"groups/dead_share", "time/step", "reward/mean", "mismatch/mean"} <= named  # the search still finds them
     for name in named:
         metrics.find(name)
@@ -34,7 +34,7 @@ def test_find_knows_patterns_and_refuses_strangers() -> None:
 
 def test_what_depends_on_the_clock_is_marked() -> None:
     clock = {name for name in metrics.METRICS if not metrics.is_reproducible(name)}
-    expected = {name for name in metrics.METRICS if name.startswith(("time/", "memory/"))} | {"tokens_per_second"}
+    expected = {name for name in metrics.METRICS if name.startswith(("time/", "memory/"))} | {"decisions_per_second"}
     assert clock == expected
     assert metrics.is_reproducible("reward/my_function")
 

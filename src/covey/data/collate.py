@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from covey.data.types import Batch, Group
 
@@ -21,21 +25,28 @@ def collate(groups: list[Group]) -> Batch:
     lengths = [len(rollout.actions) for rollout in rollouts]
     if min(lengths) == 0:
         raise ValueError("every rollout needs at least one decision")
-    shape = (len(rollouts), max(lengths))
-    actions_BT = torch.zeros(shape, dtype=torch.int64)
-    behavior_logprobs_BT = torch.zeros(shape, dtype=torch.float32)
-    for row, rollout in enumerate(rollouts):
-        actions_BT[row, : lengths[row]] = torch.tensor(rollout.actions, dtype=torch.int64)
-        behavior_logprobs_BT[row, : lengths[row]] = torch.tensor(rollout.behavior_logprobs)
-    rewards = [rollout.reward for rollout in rollouts]
+    rewards = [0.0 if rollout.reward is None else rollout.reward for rollout in rollouts]
+    earned = [
+        [0.0] * (length - 1) + [reward] if rollout.step_rewards is None else rollout.step_rewards
+        for rollout, length, reward in zip(rollouts, lengths, rewards, strict=True)
+    ]
     group_sizes = torch.tensor([len(group.rollouts) for group in groups])
     return Batch(
         context=tuple(rollout.context for rollout in rollouts),
-        actions_BT=actions_BT,
-        mask_BT=torch.arange(shape[1]) < torch.tensor(lengths)[:, None],
-        behavior_logprobs_BT=behavior_logprobs_BT,
-        reward_B=torch.tensor([0.0 if reward is None else reward for reward in rewards]),
-        valid_B=torch.tensor([reward is not None for reward in rewards]),
+        actions_BT=_pad([rollout.actions for rollout in rollouts], lengths),
+        mask_BT=torch.arange(max(lengths)) < torch.tensor(lengths)[:, None],
+        behavior_logprobs_BT=_pad([rollout.behavior_logprobs for rollout in rollouts], lengths).float(),
+        reward_B=torch.tensor(rewards),
+        rewards_BT=_pad(earned, lengths).float(),
+        valid_B=torch.tensor([rollout.reward is not None for rollout in rollouts]),
         truncated_B=torch.tensor([not rollout.end.is_final for rollout in rollouts]),
         group_B=torch.arange(len(groups)).repeat_interleave(group_sizes),
     )
+
+
+def _pad(rows: list[Any], lengths: list[int]) -> Tensor:
+    """Rows of unequal length as one tensor [B, T, ...], with zeros after their ends."""
+    joined = torch.from_numpy(np.concatenate([np.asarray(row) for row in rows]))
+    padded = joined.new_zeros(len(rows), max(lengths), *joined.shape[1:])
+    padded[torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]] = joined
+    return padded

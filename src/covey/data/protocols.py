@@ -29,6 +29,12 @@ class Sampler(Protocol):
     def refresh(self, version: int) -> None:
         """Take over the policy's weights; later rollouts carry `version`."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it carries from one step to the next beside the weights, for a checkpoint; often nothing."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+
 
 class Grader(Protocol):
     """Fills in `reward`, `reward_parts` and `score` of every rollout."""
@@ -48,6 +54,16 @@ class Policy(Protocol):
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
         """Row indices, in pieces small enough for one backward; every row exactly once."""
+
+
+class Critic(Protocol):
+    """Says how much reward is still to come."""
+
+    def values(self, batch: Batch) -> Tensor:
+        """values_BT: of the state before every decision, with gradients where they are enabled."""
+
+    def next_values(self, batch: Batch) -> Tensor:
+        """next_value_B: of the state after the last decision of every row, whether or not the episode was over."""
 
 
 class Observer(Protocol):

@@ -1,6 +1,6 @@
 """The nouns of covey: what is drawn, what is done with it, and what the mathematics sees.
 
-Shape legend: B rollouts (rows), T decisions (columns), G group size, N starts.
+Shape legend: B rollouts (rows), T decisions (columns), V actions to choose from, A numbers in an action.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class EndReason(StrEnum):
     TERMINATED = "terminated"  # the environment reached a terminal state
     LENGTH = "length"  # the token limit cut a completion
     TRUNCATED = "truncated"  # a time limit cut an episode
+    CUT = "cut"  # the rollout is a fragment: the episode goes on in the next one
 
     @property
     def is_final(self) -> bool:
@@ -44,11 +45,12 @@ class Start:
 class Rollout:
     """One attempt: the decisions taken from a start, how likely each was, and what they earned."""
 
-    context: Any  # what the policy saw before the first decision: the prompt's token ids
-    actions: Sequence[int]  # token ids, the end token included
+    context: Any  # what the decisions rest on: the prompt's token ids; the T + 1 observations of an episode
+    actions: Any  # a sequence: token ids, the end token included; action numbers; action vectors
     behavior_logprobs: Sequence[float]  # log-probability of each action when it was sampled
     end: EndReason
     text: str = ""  # the completion as the rewards read it
+    step_rewards: Sequence[float] | None = None  # what each decision earned; None: one reward for the whole
     reward: float | None = None  # None: the grader failed, the rollout leaves its group
     reward_parts: dict[str, float | None] = field(default_factory=dict)
     score: float | None = None  # what evaluation averages: 1 right, 0 wrong; a return in control
@@ -72,16 +74,22 @@ class Batch:
     """
 
     context: tuple[Any, ...]  # one per row, opaque to the mathematics
-    actions_BT: Tensor  # int64
+    actions_BT: Tensor  # int64; where an action is a vector, float32 [B, T, A]
     mask_BT: Tensor  # bool, True where the policy decided
     behavior_logprobs_BT: Tensor  # float32, by the sampler
     reward_B: Tensor  # float32; 0 where `valid_B` is False
+    rewards_BT: Tensor  # float32, what each decision earned; without step rewards `reward_B` at the last one
     valid_B: Tensor  # bool, False where grading failed: the row leaves its group
-    truncated_B: Tensor  # bool, True where a limit cut the rollout
+    truncated_B: Tensor  # bool, True where the rollout stopped before its episode was over
     group_B: Tensor  # int64, rows of one group share a number
     advantages_BT: Tensor | None = None
+    returns_BT: Tensor | None = None  # what a critic should have said
+    values_BT: Tensor | None = None  # what it said before the update
+    next_value_B: Tensor | None = None  # what it says of the state after the last decision; 0 if the episode is over
     reference_logprobs_BT: Tensor | None = None  # NaN on rows the reference did not evaluate
     proximal_logprobs_BT: Tensor | None = None  # the old policy's, by the trainer
+    reference_distribution_BTV: Tensor | None = None  # log-probabilities of every action, where they are few
+    proximal_distribution_BTV: Tensor | None = None
     weights_BT: Tensor | None = None  # what each decision counts in the loss
 
     def __len__(self) -> int:
@@ -113,3 +121,4 @@ class Evaluation:
 
     logprobs_BT: Tensor
     entropy_BT: Tensor
+    distribution_BTV: Tensor | None = None  # log-probabilities of every action; only where they are few

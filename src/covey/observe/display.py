@@ -34,7 +34,7 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("entropy", "entropy", lambda value: f"{value:.3f}"),
     ("length/mean", "length", lambda value: f"{value:.1f}"),
     ("groups/dead_share", "dead groups", lambda value: f"{value:.0%}"),
-    ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
+    ("decisions_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
 )
 DRAWN = ("score/mean", "reward/mean")  # those with a sparkline in the panel
 
@@ -291,7 +291,7 @@ def before_after_table(summary: dict[str, Any]) -> Table:
 def cost_line(summary: dict[str, Any]) -> str:
     """What the run took, and where it lies."""
     return (
-        f"{summary['steps']} steps in {clock(summary['seconds'])}, {summary['tokens_sampled']:,} tokens sampled, "
+        f"{summary['steps']} steps in {clock(summary['seconds'])}, {summary['decisions_sampled']:,} tokens sampled, "
         f"peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB. Everything is in {summary['run_dir']}"
     )
 

@@ -143,10 +143,12 @@ METRICS: dict[str, Metric] = _glossary(
         "0; five in a row stop the run",
     ),
     Metric("update/rows", "share", "share of the step's rollouts that took part in the update", "above about 0.3"),
-    Metric("tokens/sampled", "tokens", "tokens of all completions of the step", "rollouts x length/mean"),
-    Metric("tokens/trained", "tokens", "tokens that took part in the loss", "tokens/sampled without the dead groups"),
+    Metric("decisions/sampled", "decisions", "tokens or actions of all rollouts of the step", "rollouts x length/mean"),
     Metric(
-        "tokens_per_second",
+        "decisions/trained", "decisions", "those that took part in the loss", "those sampled, without the dead groups"
+    ),
+    Metric(
+        "decisions_per_second",
         "tokens / s",
         "tokens sampled, divided by the seconds of the whole step",
         "steady",

@@ -137,7 +137,7 @@ def _summarise(
         "algorithm": config.algorithm,
         "steps": progress.step,
         "seconds": sum(step["time/step"] for step in steps) + sum(result["seconds"] for result in measured),
-        "tokens_sampled": progress.tokens,
+        "decisions_sampled": progress.decisions,
         "peak_memory_bytes": max([peak_memory_bytes(), *(int(step["memory/peak_bytes"]) for step in steps)]),
         "environment": origin["environment"],
         "evaluations": [

@@ -86,7 +86,7 @@ def annotate(
         reference_logprobs_BT=reference_BT,
         proximal_logprobs_BT=proximal_BT,
     )
-    metrics["tokens/trained"] = float(counted_BT[teaches_B].sum())
+    metrics["decisions/trained"] = float(counted_BT[teaches_B].sum())
     metrics["update/rows"] = float(teaches_B.sum()) / rows
     return batch.select(teaches_B.nonzero()[:, 0]), metrics
 

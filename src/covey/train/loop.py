@@ -58,7 +58,7 @@ class Progress:
 
     step: int = 0
     version: int = 0  # of the weights: one more with every update
-    tokens: int = 0  # decisions sampled so far
+    decisions: int = 0  # sampled so far
     skipped_in_a_row: int = 0
 
 
@@ -127,11 +127,11 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
 
     progress.step = step
     progress.version += 1
-    progress.tokens += int(metrics["tokens/sampled"])
+    progress.decisions += int(metrics["decisions/sampled"])
     bad = bool(learned["update/skipped_steps"]) and not learned["update/optimizer_steps"]
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if bad else 0
     metrics |= found | learned | {"learning_rate": learning_rate, "kl_coefficient": kl_coefficient}
-    metrics |= clock.read(metrics["tokens/sampled"])
+    metrics |= clock.read(metrics["decisions/sampled"])
     return metrics, groups
 
 
@@ -146,7 +146,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "length/mean": fmean(lengths),
         "length/max": float(max(lengths)),
         "length/truncated_share": fmean(not rollout.end.is_final for rollout in rollouts),
-        "tokens/sampled": float(sum(lengths)),
+        "decisions/sampled": float(sum(lengths)),
     }
     if rewards:
         metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
@@ -186,10 +186,10 @@ class _Clock:
         yield
         self.seconds[name] = time.perf_counter() - began
 
-    def read(self, tokens: float) -> dict[str, float]:
+    def read(self, decisions: float) -> dict[str, float]:
         total = time.perf_counter() - self.began
         return self.seconds | {
             "time/step": total,
-            "tokens_per_second": tokens / total,
+            "decisions_per_second": decisions / total,
             "memory/peak_bytes": float(peak_memory_bytes()),
         }
