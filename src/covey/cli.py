@@ -338,16 +338,16 @@ def model_of(name: str) -> str:
 
 def accuracy_report(scores: Sequence[Sequence[float]], seed: int) -> str:
     """Accuracy of one answer a problem, or pass@k of several, with 95 % intervals."""
-    from covey.observe.statistics import accuracy, bootstrap_interval, pass_at_k
+    from covey.observe.statistics import bootstrap_interval, mean_score, pass_at_k
 
     count, samples = len(scores), min((len(problem) for problem in scores), default=0)
     if not samples:
         raise RunError("no problem was scored, so there is nothing to report")
     if samples == 1:
-        result = accuracy([problem[0] for problem in scores], seed)
+        result = mean_score([problem[0] for problem in scores], seed)
         right = sum(problem[0] for problem in scores)
         return (
-            f"accuracy {result['accuracy']:.1%} (95 % interval {result['low']:.1%} to {result['high']:.1%}), "
+            f"accuracy {result['score']:.1%} (95 % interval {result['low']:.1%} to {result['high']:.1%}), "
             f"{right:g} of {count} problems right"
         )
     sizes = [k for k in (2**i for i in range(samples.bit_length())) if k < samples] + [samples]

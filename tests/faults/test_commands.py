@@ -32,12 +32,13 @@ def test_a_run_folder_holds_all_that_was_promised(trained):
     names = {path.name for path in run_dir.iterdir()}
     assert names >= {"config.toml", "metrics.jsonl", "rollouts", "checkpoints", "model", "summary.json", "curve.png"}
     summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["world"] == "language"
     assert [e["max_new_tokens"] for e in summary["evaluations"]] == [6, 9]
     for evaluation in summary["evaluations"]:
         for when in ("before", "after"):
             result = evaluation[when]
-            assert 0 <= result["low"] <= result["accuracy"] <= result["high"] <= 1
-            assert result["problems"] == 6
+            assert 0 <= result["low"] <= result["score"] <= result["high"] <= 1
+            assert result["count"] == 6
     rollouts = [json.loads(line) for line in (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert len(rollouts) == 16
     tokens = sum(json.loads(line)["decisions/sampled"] for line in (run_dir / "metrics.jsonl").read_text().splitlines())

@@ -37,7 +37,7 @@ def train(folder, name: str, reward, algorithm: str = "grpo") -> tuple[float, fl
     summary = run(config, task=Arithmetic(digits=(1,)), rewards=[reward])
     assert summary is not None
     first = summary["evaluations"][0]
-    return first["before"]["accuracy"], first["after"]["accuracy"]
+    return first["before"]["score"], first["after"]["score"]
 
 
 @pytest.fixture(scope="module")

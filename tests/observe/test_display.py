@@ -120,9 +120,10 @@ def test_time_left_is_told_from_the_pace() -> None:
 
 
 def summary(before: tuple[float, float, float], after: tuple[float, float, float]) -> dict[str, object]:
-    keys = ("accuracy", "low", "high")
-    first, second = ({**dict(zip(keys, values, strict=True)), "problems": 256} for values in (before, after))
+    keys = ("score", "low", "high")
+    first, second = ({**dict(zip(keys, values, strict=True)), "count": 256} for values in (before, after))
     return {
+        "world": "language",
         "run_dir": "runs/demo-001",
         "recipe": "demo",
         "steps": 60,

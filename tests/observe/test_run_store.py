@@ -126,7 +126,7 @@ def test_run_folders_are_numbered(tmp_path: Path) -> None:
 
 def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
-    store.write_summary({"accuracy": 0.5, "kl": math.nan})
-    store.write_summary({"accuracy": 0.6, "kl": math.nan})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"accuracy": 0.6, "kl": None}
+    store.write_summary({"score": 0.5, "kl": math.nan})
+    store.write_summary({"score": 0.6, "kl": math.nan})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"score": 0.6, "kl": None}
     assert not list(tmp_path.glob("*.tmp"))

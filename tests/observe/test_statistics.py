@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from covey.observe.statistics import accuracy, bootstrap_interval, pass_at_k, wilson_interval
+from covey.observe.statistics import bootstrap_interval, mean_score, pass_at_k, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_bootstrap_is_repeatable_and_as_wide_as_the_normal_interval() -> None:
         bootstrap_interval([])
 
 
-def test_accuracy_chooses_the_interval_by_the_scores() -> None:
-    result = accuracy([1.0, 0.0, 0.0, 1.0])
+def test_mean_score_chooses_the_interval_by_the_scores() -> None:
+    result = mean_score([1.0, 0.0, 0.0, 1.0])
     assert (result["low"], result["high"]) == wilson_interval(2, 4)
-    assert (result["accuracy"], result["problems"]) == (0.5, 4)
-    partial = accuracy([0.5, 0.25, 0.75], seed=3)
+    assert (result["score"], result["count"]) == (0.5, 4)
+    partial = mean_score([0.5, 0.25, 0.75], seed=3)
     assert (partial["low"], partial["high"]) == bootstrap_interval([0.5, 0.25, 0.75], seed=3)

@@ -82,9 +82,9 @@ def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str,
 def _draw_before_after(axes: Axes, evaluation: dict[str, Any], last: int) -> None:
     """The two held-out measurements with their intervals and their values beside them."""
     results = (evaluation["before"], evaluation["after"])
-    label = f"held-out accuracy, greedy, {results[1]['problems']} problems (95 % interval)"
+    label = f"held-out accuracy, greedy, {results[1]['count']} problems (95 % interval)"
     for step, result, side in zip((0, last), results, (-1, 1), strict=True):
-        share = result["accuracy"]
+        share = result["score"]
         axes.plot([step, step], [result["low"], result["high"]], color=HELD_OUT, linewidth=2, zorder=5)
         axes.plot([step] * 2, [result["low"], result["high"]], "_", color=HELD_OUT, markersize=9, zorder=5)
         axes.plot(step, share, "o", color=HELD_OUT, markersize=9, markeredgecolor="white", zorder=6,

@@ -266,13 +266,13 @@ def clock(seconds: float) -> str:
 
 def percent(result: dict[str, float]) -> str:
     """An accuracy with its 95 % interval: '9.4% (6.4 to 13.6)'."""
-    return f"{result['accuracy']:.1%} ({100 * result['low']:.1f} to {100 * result['high']:.1f})"
+    return f"{result['score']:.1%} ({100 * result['low']:.1f} to {100 * result['high']:.1f})"
 
 
 def before_after_table(summary: dict[str, Any]) -> Table:
     """Held-out accuracy before and after training, at every token limit that was reported."""
     evaluations = summary["evaluations"]
-    problems = evaluations[0]["after"]["problems"] if evaluations else 0
+    problems = evaluations[0]["after"]["count"] if evaluations else 0
     table = Table(title=f"Held-out accuracy on {problems} problems, greedy answers (95 % interval)", title_style="bold")
     table.add_column("token limit", justify="right")
     table.add_column("before", justify="right")
@@ -280,7 +280,7 @@ def before_after_table(summary: dict[str, Any]) -> Table:
     table.add_column("change", justify="right")
     for evaluation in evaluations:
         before, after = evaluation["before"], evaluation["after"]
-        change = 100 * (after["accuracy"] - before["accuracy"])
+        change = 100 * (after["score"] - before["score"])
         style = "green" if after["low"] > before["high"] else "red" if after["high"] < before["low"] else "yellow"
         table.add_row(
             str(evaluation["max_new_tokens"]), percent(before), percent(after), Text(f"{change:+.1f} points", style)

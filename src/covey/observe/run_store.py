@@ -80,14 +80,19 @@ class RunStore:
 
         The display and the curve read these keys of it, and others may stand beside them:
 
-            {"run_dir": "runs/arithmetic_grpo-001", "recipe": "arithmetic_grpo", "steps": 60, "seconds": 1310.2,
-             "decisions_sampled": 184320, "peak_memory_bytes": 2417483776,
+            {"world": "language", "run_dir": "runs/arithmetic_grpo-001", "recipe": "arithmetic_grpo", "steps": 60,
+             "seconds": 1310.2, "decisions_sampled": 184320, "peak_memory_bytes": 2417483776,
              "evaluations": [{"max_new_tokens": 12,
-                              "before": {"accuracy": 0.09, "low": 0.06, "high": 0.13, "problems": 256},
-                              "after": {"accuracy": 0.62, "low": 0.56, "high": 0.68, "problems": 256}}]}
+                              "before": {"score": 0.09, "low": 0.06, "high": 0.13, "count": 256},
+                              "after": {"score": 0.62, "low": 0.56, "high": 0.68, "count": 256}}]}
 
-        The first evaluation is the one at the training's token limit; `covey.observe.statistics.accuracy` makes the
-        inner tables.
+        The first evaluation is the one at the training's token limit; `covey.observe.statistics.mean_score` makes the
+        inner tables. With "world": "control" a score is a mean return, the count is that of the episodes, there is no
+        "max_new_tokens", and four more keys stand beside the others:
+
+            {"environment": "CartPole-v1", "environment_steps": 98304, "episodes": 1210, "expected_return": 475.0}
+
+        "expected_return" is null where the recipe names none.
         """
         write_atomically(self.run_dir / SUMMARY_FILE, encode(summary, indent=2) + b"\n")
 

@@ -1,4 +1,4 @@
-"""How sure a measured share is: intervals for accuracy, and pass@k without bias."""
+"""How sure a measured mean is: intervals for accuracies and returns, and pass@k without bias."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 Z_95 = 1.959963984540054  # the standard normal's 97.5 % point
 BOOTSTRAP_DRAWS = 10_000
+DRAWN_AT_ONCE = 1_000_000  # values, to bound the memory
 
 
 def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, float]:
@@ -58,7 +59,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0, draws: int = BOOTSTRAP_DRAWS) -> tuple[float, float]:
-    """A 95 % percentile bootstrap interval of the mean of `values`, one value per independent problem.
+    """A 95 % percentile bootstrap interval of the mean of `values`, one value per independent problem or episode.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13.
 
@@ -77,22 +78,29 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0, draws: int = BOOT
     if data.size == 0:
         raise ValueError("the bootstrap needs at least one value")
     generator = np.random.default_rng(seed)
-    means = np.array([data[generator.integers(0, data.size, data.size)].mean() for _ in range(draws)])
+    at_once = max(1, DRAWN_AT_ONCE // data.size)
+    means = np.concatenate(
+        [
+            data[generator.integers(0, data.size, (min(at_once, draws - done), data.size))].mean(axis=1)
+            for done in range(0, draws, at_once)
+        ]
+    )
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)
 
 
-def accuracy(scores: Sequence[float], seed: int = 0) -> dict[str, float]:
-    """The mean score of independent problems with its 95 % interval, as `summary.json` holds it.
+def mean_score(scores: Sequence[float], seed: int = 0) -> dict[str, float]:
+    """The mean of independent scores with its 95 % interval, as `summary.json` holds it.
 
-    Scores of 0 and 1 get the Wilson interval, anything else the bootstrap's.
+    A score is what one problem (1 right, 0 wrong) or one episode (its return) came to. Where all are 0 or 1 the
+    interval is Wilson's, else the bootstrap's.
 
-    >>> accuracy([1, 1, 0, 0])
-    {'accuracy': 0.5, 'low': 0.15003898915214947, 'high': 0.8499610108478506, 'problems': 4}
+    >>> mean_score([1, 1, 0, 0])
+    {'score': 0.5, 'low': 0.15003898915214947, 'high': 0.8499610108478506, 'count': 4}
     """
     count = len(scores)
     if set(scores) <= {0, 1}:
         low, high = wilson_interval(int(sum(scores)), count)
     else:
         low, high = bootstrap_interval(scores, seed)
-    return {"accuracy": sum(scores) / max(count, 1), "low": low, "high": high, "problems": count}
+    return {"score": float(sum(scores)) / max(count, 1), "low": low, "high": high, "count": count}

@@ -11,7 +11,7 @@ from covey.data import Group, Start, Task
 from covey.llm.grader import RewardGrader
 from covey.llm.sampler import LanguageSampler, greedy
 from covey.observe.display import Display
-from covey.observe.statistics import accuracy
+from covey.observe.statistics import mean_score
 
 PIECE = 64  # problems answered between two moves of the progress bar
 
@@ -39,7 +39,7 @@ class HeldOut:
         if not self.every or step % self.every:
             return {}
         result = self._at(self.limits[0], f"held-out accuracy after step {step}")
-        return {"eval/score": result["accuracy"]}
+        return {"eval/score": result["score"]}
 
     def _at(self, limit: int, label: str) -> Evaluation:
         began = time.perf_counter()
@@ -49,7 +49,7 @@ class HeldOut:
         rollouts = [group.rollouts[0] for group in groups]
         return {
             "max_new_tokens": limit,
-            **accuracy([rollout.score or 0.0 for rollout in rollouts]),
+            **mean_score([rollout.score or 0.0 for rollout in rollouts]),
             "mean_tokens": sum(len(rollout.actions) for rollout in rollouts) / len(rollouts),
             "seconds": time.perf_counter() - began,
         }

@@ -131,6 +131,7 @@ def _summarise(
     steps = read_metrics(store.run_dir)
     measured = [*origin["before"], *after]
     return {
+        "world": "language",
         "run_dir": str(store.run_dir),
         "recipe": recipe_name,
         "model": config.model,
@@ -139,7 +140,7 @@ def _summarise(
         "seconds": sum(step["time/step"] for step in steps) + sum(result["seconds"] for result in measured),
         "decisions_sampled": progress.decisions,
         "peak_memory_bytes": max([peak_memory_bytes(), *(int(step["memory/peak_bytes"]) for step in steps)]),
-        "environment": origin["environment"],
+        "machine": origin["environment"],
         "evaluations": [
             {"max_new_tokens": first["max_new_tokens"], "before": first, "after": second}
             for first, second in zip(origin["before"], after, strict=True)
