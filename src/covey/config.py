@@ -1,8 +1,8 @@
 """What a run can be told: frozen dataclasses and the rules that their values obey.
 
-`covey.config_reader` fills them from TOML and the command line, `covey.config_checks` refuses what cannot work.
-Importing this module loads neither torch nor transformers, so that a mistake is reported at once.
-The second argument of `option` is the field's `--help`.
+`RunConfig` is a run on a language model, `ControlConfig` one on a Gymnasium environment. `covey.config_reader` fills
+them from TOML and the command line, `covey.config_checks` refuses what cannot work. Importing this module loads neither
+torch nor transformers, so that a mistake is reported at once. The second argument of `option` is the field's `--help`.
 """
 # ruff: noqa: RUF009 -- `option` returns a dataclasses.field, made once per field on purpose
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ALGORITHM_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce")
+CONTROL_ALGORITHM_NAMES = (*ALGORITHM_NAMES, "ppo")
 EMBEDDED_MODELS = ("smollm2-135m",)
 
 
@@ -42,6 +43,51 @@ def option(
 
 
 @dataclass(frozen=True)
+class LossBase:
+    """What both worlds say of the loss. Fields left at None take the algorithm's own default."""
+
+    clip_low: float | None = option(None, "the ratio is clipped below at 1 - clip_low", above=0, most=1)
+    clip_high: float | None = option(None, "the ratio is clipped above at 1 + clip_high", above=0)
+    dual_clip: float | None = option(None, "bound on the loss of negative advantages (above 1); unset is off", above=1)
+    kl_coefficient: float | None = option(None, "weight of the KL to the reference model; 0 only watches it", least=0)
+    kl_estimator: str | None = option(None, "estimator of that KL", choices=("k1", "k2", "k3"))
+    kl_warmup_steps: int = option(0, "steps over which the KL coefficient rises from 0", least=0)
+
+
+@dataclass(frozen=True)
+class UpdateBase:
+    """What both worlds say of the update."""
+
+    learning_rate: float = option(1e-5, "peak learning rate of AdamW", above=0)
+    schedule: str = option("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = option(0, "steps over which the learning rate rises from 0", least=0)
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", least=0)
+    beta1: float = option(0.9, "AdamW's decay of the mean gradient", least=0, below=1)
+    beta2: float = option(0.999, "AdamW's decay of the mean squared gradient", least=0, below=1)
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
+    epochs: int = option(1, "passes over the rollouts of a step", least=1)
+    minibatches: int = option(1, "optimizer steps per pass; the prompts of a step are split evenly", least=1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = option(20, "steps between checkpoints", least=1)
+    keep: int = option(2, "checkpoints kept, at least 2", least=2)
+
+
+@dataclass(frozen=True)
+class RunBase:
+    """What both worlds say of a run."""
+
+    algorithm: str = option("grpo", "how rollouts are compared and the policy moved", choices=ALGORITHM_NAMES)
+    steps: int = option(100, "training steps", least=1)
+    seed: int = option(0, "names the run's random choices", least=0, most=2**32 - 1)
+    run_dir: str = option("", "folder of the run; empty is runs/<recipe>-<number>")
+    threads: int = option(0, "CPU threads; 0 is every core", least=0)
+    show_rollouts_every: int = option(10, "steps between printed sample rollouts; 0 is never", least=0)
+
+
+@dataclass(frozen=True)
 class SamplingConfig:
     prompts_per_step: int = option(16, "prompts drawn for every training step", least=1)
     group_size: int = option(16, "rollouts from each prompt; they are compared with each other", least=2)
@@ -53,29 +99,12 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class LossConfig:
-    """Fields left at None take the algorithm's own default."""
-
-    clip_low: float | None = option(None, "the ratio is clipped below at 1 - clip_low", above=0, most=1)
-    clip_high: float | None = option(None, "the ratio is clipped above at 1 + clip_high", above=0)
-    dual_clip: float | None = option(None, "bound on the loss of negative advantages (above 1); unset is off", above=1)
-    kl_coefficient: float | None = option(None, "weight of the KL to the reference model; 0 only watches it", least=0)
-    kl_estimator: str | None = option(None, "estimator of that KL", choices=("k1", "k2", "k3"))
-    kl_warmup_steps: int = option(0, "steps over which the KL coefficient rises from 0", least=0)
+class LossConfig(LossBase):
     mask_truncated: bool = option(False, "leave completions cut by the token limit out of the loss")
 
 
 @dataclass(frozen=True)
-class UpdateConfig:
-    learning_rate: float = option(1e-5, "peak learning rate of AdamW", above=0)
-    schedule: str = option("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = option(0, "steps over which the learning rate rises from 0", least=0)
-    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", least=0)
-    beta1: float = option(0.9, "AdamW's decay of the mean gradient", least=0, below=1)
-    beta2: float = option(0.999, "AdamW's decay of the mean squared gradient", least=0, below=1)
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
-    epochs: int = option(1, "passes over the rollouts of a step", least=1)
-    minibatches: int = option(1, "optimizer steps per pass; the prompts of a step are split evenly", least=1)
+class UpdateConfig(UpdateBase):
     microbatch_tokens: int = option(
         4096, "tokens in one backward pass; less memory when smaller, same gradient", least=1
     )
@@ -86,12 +115,6 @@ class EvaluationConfig:
     problems: int = option(256, "held-out problems, answered greedily before and after training", least=1)
     every: int = option(0, "also evaluate every so many steps; 0 is only before and after", least=0)
     token_limits: tuple[int, ...] = option((), "token limits to report; empty is the training's own limit", least=1)
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    every: int = option(20, "steps between checkpoints", least=1)
-    keep: int = option(2, "checkpoints kept, at least 2", least=2)
 
 
 @dataclass(frozen=True)
@@ -150,22 +173,127 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """One training run."""
+class RunConfig(RunBase):
+    """One training run on a language model."""
 
     task: Any = option(None, "[task] table: name = arithmetic, countdown, word_problems or jsonl, and its fields")
     model: str = option("smollm2-135m", "smollm2-135m (embedded), a Hugging Face folder, a hub name, or a .gguf file")
-    algorithm: str = option("grpo", "how rollouts are compared and the policy moved", choices=ALGORITHM_NAMES)
-    steps: int = option(100, "training steps", least=1)
-    seed: int = option(0, "names the run's random choices", least=0)
-    run_dir: str = option("", "folder of the run; empty is runs/<recipe>-<number>")
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     precision: str = option("auto", "of products: bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32"))
-    threads: int = option(0, "CPU threads; 0 is every core", least=0)
-    show_rollouts_every: int = option(10, "steps between printed sample rollouts; 0 is never", least=0)
     rewards: tuple[RewardConfig, ...] = option((), "[[rewards]] tables; empty is the task's own reward")
     sampling: SamplingConfig = option(SamplingConfig(), "[sampling] table")
     loss: LossConfig = option(LossConfig(), "[loss] table")
     update: UpdateConfig = option(UpdateConfig(), "[update] table")
     evaluation: EvaluationConfig = option(EvaluationConfig(), "[evaluation] table")
+    checkpoint: CheckpointConfig = option(CheckpointConfig(), "[checkpoint] table")
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    id: str = option("", "a registered Gymnasium environment: CartPole-v1, or module:Env-v0 for one of your own")
+    vectorization: str = option(
+        "auto",
+        "how copies step together: in this process (sync), in processes (async), or by the environment's own class "
+        "(entry_point); auto is sync, or a fast NumPy CartPole",
+        choices=("auto", "sync", "async", "entry_point"),
+    )
+    autoreset: str = option(
+        "disabled",
+        "when a copy begins its next episode: when asked (disabled), within the step that ends one (same_step), or in "
+        "the step after it (next_step)",
+        choices=("disabled", "same_step", "next_step"),
+    )
+    action_repeat: int = option(1, "environment steps that every action is held for", least=1)
+    max_episode_steps: int = option(0, "an episode is truncated after so many; 0 is the environment's own", least=0)
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    hidden: tuple[int, ...] = option((64, 64), "widths of the hidden layers", least=1)
+    activation: str = option("tanh", "between the layers", choices=("tanh", "relu"))
+    normalise_observations: bool = option(False, "scale observations by their running mean and standard deviation")
+    initial_std: float = option(1.0, "standard deviation of continuous actions at the start", above=0)
+    critic_hidden: tuple[int, ...] = option((), "widths of ppo's critic; empty is the same as the policy's", least=1)
+
+
+GROUPS = ("episodes", "reward_to_go", "within_episode", "branches", "fragments")
+
+
+@dataclass(frozen=True)
+class RolloutsConfig:
+    groups: str = option(
+        "episodes",
+        "what is compared: returns of episodes from one start, their rewards to go, the steps within an episode, or "
+        "branches from one state; fragments are ppo's",
+        choices=GROUPS,
+    )
+    starts_per_step: int = option(4, "starts (reset seeds) drawn for every training step", least=1)
+    group_size: int = option(8, "rollouts from each start; they are compared with each other", least=1)
+    environments: int = option(
+        0, "copies of the environment that step together; 0 is one a rollout (8 for fragments)", least=0
+    )
+    fragment_steps: int = option(128, "fragments: steps of every copy in one training step", least=1)
+    horizon: int = option(50, "branches: decisions of a branch", least=1)
+    gamma: float | None = option(None, "discount a decision; unset is 1 for episodes, else 0.99", least=0, most=1)
+    compare: str = option(
+        "step",
+        "reward_to_go: with the siblings at the same step, or with every decision of the group",
+        choices=("step", "group"),
+    )
+    reward_scaling: str = option(
+        "none",
+        "rewards as they are, divided by the running deviation of the return, or clipped to -1..1",
+        choices=("none", "running_std", "clip"),
+    )
+
+
+@dataclass(frozen=True)
+class ControlLossConfig(LossBase):
+    kl_coefficient: float = option(0.0, "weight of the KL to the anchor; 0 is off", least=0)
+    kl_estimator: str | None = option(
+        None, "estimator of that KL; exact sums over all discrete actions", choices=("k1", "k2", "k3", "exact")
+    )
+    kl_anchor: str = option(
+        "reference",
+        "the policy that the KL ties to: the untrained one, or the one that acted",
+        choices=("reference", "behavior"),
+    )
+    entropy_coefficient: float = option(0.0, "weight of the entropy bonus", least=0)
+    value_coefficient: float = option(0.5, "ppo: weight of the critic's loss", least=0)
+    value_clip: float | None = option(None, "ppo: a value moves at most so far in one step; unset is off", above=0)
+    gae_lambda: float = option(0.95, "ppo: 0 trusts the critic, 1 the rewards", least=0, most=1)
+    whiten: bool = option(True, "ppo: advantages get mean 0 and deviation 1 over the step")
+
+
+@dataclass(frozen=True)
+class ControlUpdateConfig(UpdateBase):
+    learning_rate: float = option(3e-4, "peak learning rate of AdamW", above=0)
+    max_grad_norm: float = option(0.5, "gradients are scaled down to this norm", above=0)
+    epochs: int = option(4, "passes over the rollouts of a step", least=1)
+    minibatches: int = option(1, "optimizer steps per pass; starts, or fragments' decisions, are split evenly", least=1)
+    critic_learning_rate: float | None = option(None, "ppo: the critic's own; unset is learning_rate", above=0)
+    critic_epochs: int = option(0, "ppo: further passes that move the critic alone", least=0)
+    target_kl: float | None = option(None, "nats from the policy that acted, after which a step stops", above=0)
+
+
+@dataclass(frozen=True)
+class ControlEvaluationConfig:
+    episodes: int = option(100, "episodes played greedily before and after training", least=1)
+    every: int = option(0, "also evaluate every so many steps; 0 is only before and after", least=0)
+    expected_return: float | None = option(None, "mean return that this recipe should reach")
+
+
+@dataclass(frozen=True)
+class ControlConfig(RunBase):
+    """One training run on a Gymnasium environment."""
+
+    algorithm: str = option("grpo", "how rollouts are compared and the policy moved", choices=CONTROL_ALGORITHM_NAMES)
+    threads: int = option(1, "CPU threads; 0 is every core; small networks are fastest on one", least=0)
+    show_rollouts_every: int = option(0, "steps between printed sample rollouts; 0 is never", least=0)
+    environment: EnvironmentConfig = option(EnvironmentConfig(), "[environment] table")
+    policy: PolicyConfig = option(PolicyConfig(), "[policy] table")
+    rollouts: RolloutsConfig = option(RolloutsConfig(), "[rollouts] table")
+    loss: ControlLossConfig = option(ControlLossConfig(), "[loss] table")
+    update: ControlUpdateConfig = option(ControlUpdateConfig(), "[update] table")
+    evaluation: ControlEvaluationConfig = option(ControlEvaluationConfig(), "[evaluation] table")
     checkpoint: CheckpointConfig = option(CheckpointConfig(), "[checkpoint] table")
