@@ -14,7 +14,7 @@ from covey.core import aggregation, schedules
 from covey.core.kl import k1, k2, k3
 from covey.data import Batch, EndReason, Group, collate
 from covey.train.annotate import annotate
-from covey.train.update import UpdatePlan, update
+from covey.train.update import Learner, StepSizes, UpdatePlan, update
 from helpers.toy import Recorder, ToyPolicy
 
 MAX_LENGTH = 10
@@ -85,8 +85,8 @@ def step_gradients(
     policy = ToyPolicy(seed=1, rows=rows, padding=padding)
     recorder = Recorder(policy)
     learned = update(
-        policy, recorder, algorithm, ready, plan,
-        learning_rate=0.1, kl_coefficient=algorithm.kl.coefficient(1), seed=0, step=step,
+        Learner(policy, recorder), algorithm, ready, plan,
+        StepSizes(0.1, kl_coefficient=algorithm.kl.coefficient(1)), seed=0, step=step,
     )  # fmt: skip
     return recorder.gradients, found | learned
 

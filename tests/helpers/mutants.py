@@ -148,8 +148,8 @@ MUTANTS = [
     _mutant(
         "padding_known_by_its_id",
         COLLATE,
-        "mask_BT=torch.arange(shape[1]) < torch.tensor(lengths)[:, None]",
-        "mask_BT=actions_BT != 0",
+        "mask_BT=torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]",
+        "mask_BT=_pad([rollout.actions for rollout in rollouts], lengths) != 0",
     ),
     _mutant("cut_taken_for_final", COLLATE, "[not rollout.end.is_final for", "[rollout.end.is_final for"),
     _mutant(
@@ -165,11 +165,11 @@ MUTANTS = [
     _mutant(
         "reference_not_masked",
         ALGORITHMS,
-        "torch.where(batch.mask_BT, batch.reference_logprobs_BT, 0.0)",
-        "batch.reference_logprobs_BT",
+        "torch.where(mask, current, 0.0), torch.where(mask, other, 0.0)",
+        "torch.where(mask, current, 0.0), other",
         "test_what_stands_at_padding_is_never_read",
     ),
-    _mutant("kl_rewarded", ANNOTATE, "batch.reward_B - kl_coefficient", "batch.reward_B + kl_coefficient"),
+    _mutant("kl_rewarded", ANNOTATE, "batch.reward_B - penalty_BT", "batch.reward_B + penalty_BT"),
     _mutant(
         "failed_rows_in_denominators",
         ANNOTATE,
@@ -188,8 +188,8 @@ MUTANTS = [
         "test_dead_groups_count_in_the_denominators_and_have_no_kl",
     ),
     _mutant("truncated_rows_kept", ANNOTATE, "counted_BT & ~batch.truncated_B[:, None]", "counted_BT"),
-    _mutant("kl_of_average_rollouts_lost", ANNOTATE, "alive[batch.group_B] if kl_in_loss else ", ""),
-    _mutant("minibatches_not_scaled", UPDATE, "minibatch.weights_BT * plan.minibatches", "minibatch.weights_BT"),
+    _mutant("kl_of_average_rollouts_lost", ANNOTATE, "alive[batch.group_B] if pulled else ", ""),
+    _mutant("minibatches_not_scaled", UPDATE, "batch.weights_BT * plan.minibatches", "batch.weights_BT"),
     _mutant(
         "one_epoch_only",
         UPDATE,

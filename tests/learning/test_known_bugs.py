@@ -19,7 +19,7 @@ from covey.core.aggregation import Counts, count
 from covey.core.kl import exact
 from covey.core.ratios import sequence_log_ratio
 from covey.data import EndReason, Group, Start, collate
-from covey.train.update import UpdatePlan, update
+from covey.train.update import Learner, StepSizes, UpdatePlan, update
 from helpers.gradients import AGGREGATIONS, ALGORITHMS, annotated, gradient_of, make, same, step_gradients
 from helpers.toy import Recorder, ToyPolicy, random_groups, rollout
 
@@ -42,8 +42,8 @@ def loss_with(advantages: list[float], lengths: list[int], averaging: str, rows:
     )
     policy = ToyPolicy(seed=1, rows=rows)
     metrics = update(
-        policy, Recorder(policy), algorithm, ready, UpdatePlan(),
-        learning_rate=0.1, kl_coefficient=0.0, seed=0, step=1,
+        Learner(policy, Recorder(policy)), algorithm, ready, UpdatePlan(),
+        StepSizes(0.1, kl_coefficient=0.0), seed=0, step=1,
     )  # fmt: skip
     return metrics["loss"]
 
@@ -196,13 +196,13 @@ def test_areal_1419_partial_groups_shift_a_fixed_stride():
         group(*(rollout([1], reward) for reward in (10.0, 30.0)), index=2),
     ]
     batch = collate(groups)
-    assert make("dr_grpo").advantage(batch)[:, 0].tolist() == [-1.0, 0.0, 1.0, 0.0, -10.0, 10.0]
+    assert make("dr_grpo").advantage(batch).advantages_BT[:, 0].tolist() == [-1.0, 0.0, 1.0, 0.0, -10.0, 10.0]
 
 
 def test_trl_5902_failed_rewards_counted_as_zero():
     # the mean of 1 and 3 is 2; with the failure as 0 it would be 4/3
     groups = [group(rollout([1], 1.0), rollout([1], None), rollout([1], 3.0)), group(rollout([1], None), index=1)]
-    assert make("dr_grpo").advantage(collate(groups))[:, 0].tolist() == [-1.0, 0.0, 1.0, 0.0]
+    assert make("dr_grpo").advantage(collate(groups)).advantages_BT[:, 0].tolist() == [-1.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

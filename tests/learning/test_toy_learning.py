@@ -9,7 +9,7 @@ import torch
 
 from covey.data import Group, Start, collate
 from covey.train.annotate import annotate
-from covey.train.update import UpdatePlan, update
+from covey.train.update import Learner, StepSizes, UpdatePlan, update
 from helpers.gradients import ALGORITHMS, make
 from helpers.toy import ACTIONS, CONTEXTS, PlainDescent, ToyPolicy, generator, rollout
 
@@ -59,8 +59,8 @@ def train(name: str, kl: str, sign: float, plan: UpdatePlan, steps: int = STEPS)
             kl_coefficient=coefficient, optimizer_steps=plan.optimizer_steps, mask_truncated=False,
         )  # fmt: skip
         update(
-            policy, PlainDescent(policy), algorithm, batch, plan,
-            learning_rate=RATE[name], kl_coefficient=coefficient, seed=0, step=step,
+            Learner(policy, PlainDescent(policy)), algorithm, batch, plan,
+            StepSizes(RATE[name], kl_coefficient=coefficient), seed=0, step=step,
         )  # fmt: skip
     return share_of_preferred(policy)
 

@@ -15,7 +15,7 @@ from covey.config import ConfigError
 from covey.core.aggregation import count
 from covey.data import Batch, Group, Start, collate
 from covey.train.annotate import annotate
-from covey.train.update import UpdatePlan, update
+from covey.train.update import Learner, StepSizes, UpdatePlan, update
 from helpers.gradients import (
     AGGREGATIONS,
     ALGORITHMS,
@@ -140,8 +140,8 @@ def test_a_group_stays_in_one_minibatch_and_the_order_depends_on_the_step():
     for step in (1, 2, 3, 1):
         policy = Watching(seed=1)
         update(
-            policy, Recorder(policy), make("grpo"), batch, UpdatePlan(minibatches=3),
-            learning_rate=0.1, kl_coefficient=0.0, seed=0, step=step,
+            Learner(policy, Recorder(policy)), make("grpo"), batch, UpdatePlan(minibatches=3),
+            StepSizes(0.1, kl_coefficient=0.0), seed=0, step=step,
         )  # fmt: skip
     per_step = [[set(part) for part in seen[i : i + 3]] for i in range(0, 12, 3)]
     assert all(len(part) == 2 for step in per_step for part in step)
@@ -268,8 +268,8 @@ def test_metrics_of_an_update_by_hand():
         behavior_logprobs_BT=logprobs - torch.tensor([[0.1, -0.2], [0.3, 0.0]]),
     )
     metrics = update(
-        policy, Recorder(policy), make("grpo"), ready, UpdatePlan(),
-        learning_rate=0.1, kl_coefficient=0.0, seed=0, step=1,
+        Learner(policy, Recorder(policy)), make("grpo"), ready, UpdatePlan(),
+        StepSizes(0.1, kl_coefficient=0.0), seed=0, step=1,
     )  # fmt: skip
     assert metrics["loss"] == pytest.approx(-5 / 4)
     assert metrics["clip/low"] == metrics["clip/high"] == 0.25
@@ -296,7 +296,7 @@ def gradient_of_all_rows(batch: Batch, algorithm: Algorithm) -> Tensor:
     policy = ToyPolicy(seed=1)
     everything = replace(
         batch,
-        advantages_BT=algorithm.advantage(batch),
+        advantages_BT=algorithm.advantage(batch).advantages_BT,
         weights_BT=algorithm.aggregation(batch.mask_BT, count(batch.mask_BT)),
     )
     algorithm.loss(policy.evaluate(everything), everything, 0.0).loss.backward()

@@ -28,6 +28,11 @@ class EndReason(StrEnum):
         """True where the episode is over, so that no value may be bootstrapped."""
         return self in (EndReason.STOP, EndReason.TERMINATED)
 
+    @property
+    def is_limit(self) -> bool:
+        """True where a limit of tokens or of time stopped the rollout."""
+        return self in (EndReason.LENGTH, EndReason.TRUNCATED)
+
 
 @dataclass(frozen=True, slots=True)
 class Start:

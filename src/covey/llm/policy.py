@@ -167,6 +167,7 @@ def _probe_batch(vocabulary: int) -> Batch:
         mask_BT=mask_BT,
         behavior_logprobs_BT=torch.zeros(4, 4),
         reward_B=zeros_B,
+        rewards_BT=torch.zeros(4, 4),
         valid_B=zeros_B == 0,
         truncated_B=zeros_B != 0,
         group_B=torch.tensor([0, 0, 1, 1]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,13 @@ class LanguageSampler:
     def refresh(self, version: int) -> None:
         """The weights are shared with the trainer: only their version is noted."""
         self.version = version
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: every completion begins anew."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take over."""
 
     def _refuse_too_long(self, prompt_tokens: int) -> None:
         """A model knows positions up to a limit; some crash beyond it, others write nonsense."""

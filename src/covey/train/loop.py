@@ -12,11 +12,11 @@ from typing import Any
 from covey.algorithms import Algorithm
 from covey.config import RunError
 from covey.core.schedules import Schedule
-from covey.data import Checkpoints, Grader, Group, Observer, Policy, Sampler, Task, collate
+from covey.data import Checkpoints, Critic, Grader, Group, Observer, Policy, Sampler, Task, collate
 from covey.runtime.device import peak_memory_bytes
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.annotate import annotate
-from covey.train.update import UpdatePlan, update
+from covey.train.update import Learner, StepSizes, UpdatePlan, update
 
 # A single bad batch is skipped; a run whose steps are all bad has broken.
 SKIPPED_STEPS_LIMIT = 5
@@ -36,6 +36,8 @@ class Parts:
     observers: Sequence[Observer]
     checkpoints: Checkpoints
     evaluate: Callable[[int], dict[str, float]]  # held-out metrics after a step; empty where none is due
+    critic: Critic | None = None  # where the algorithm has a value loss
+    critic_optimizer: MasterAdamW | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Settings:
     group_size: int
     plan: UpdatePlan
     learning_rate: Schedule
+    critic_learning_rate: Schedule | None = None  # None: the policy's
     mask_truncated: bool = False
     checkpoint_every: int = 20
 
@@ -90,8 +93,12 @@ def train(parts: Parts, settings: Settings, progress: Progress, *, should_stop: 
 def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[dict[str, float], list[Group]]:
     """One step: draw, sample, grade, annotate, update, refresh. Advances `progress`; returns metrics and rollouts."""
     step = progress.step + 1
-    learning_rate = settings.learning_rate(step)
-    kl_coefficient = parts.algorithm.kl.coefficient(step)
+    learner = Learner(parts.policy, parts.optimizer, parts.critic, parts.critic_optimizer)
+    sizes = StepSizes(
+        learning_rate=settings.learning_rate(step),
+        critic_learning_rate=(settings.critic_learning_rate or settings.learning_rate)(step),
+        kl_coefficient=parts.algorithm.kl.coefficient(step),
+    )
     clock = _Clock()
 
     starts = parts.task.draw(settings.seed, step, settings.prompts_per_step)
@@ -106,22 +113,13 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
             parts.policy,
             parts.reference,
             parts.algorithm,
-            kl_coefficient=kl_coefficient,
+            critic=parts.critic,
+            kl_coefficient=sizes.kl_coefficient,
             optimizer_steps=settings.plan.optimizer_steps,
             mask_truncated=settings.mask_truncated,
         )
     with clock.measure("time/update"):
-        learned = update(
-            parts.policy,
-            parts.optimizer,
-            parts.algorithm,
-            batch,
-            settings.plan,
-            learning_rate=learning_rate,
-            kl_coefficient=kl_coefficient,
-            seed=settings.seed,
-            step=step,
-        )
+        learned = update(learner, parts.algorithm, batch, settings.plan, sizes, seed=settings.seed, step=step)
     with clock.measure("time/refresh"):
         parts.sampler.refresh(progress.version + 1)
 
@@ -130,7 +128,7 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
     progress.decisions += int(metrics["decisions/sampled"])
     bad = bool(learned["update/skipped_steps"]) and not learned["update/optimizer_steps"]
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if bad else 0
-    metrics |= found | learned | {"learning_rate": learning_rate, "kl_coefficient": kl_coefficient}
+    metrics |= found | learned | {"learning_rate": sizes.learning_rate, "kl_coefficient": sizes.kl_coefficient}
     metrics |= clock.read(metrics["decisions/sampled"])
     return metrics, groups
 
@@ -145,7 +143,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "groups/failed_rollouts": float(len(rollouts) - len(rewards)),
         "length/mean": fmean(lengths),
         "length/max": float(max(lengths)),
-        "length/truncated_share": fmean(not rollout.end.is_final for rollout in rollouts),
+        "length/truncated_share": fmean(rollout.end.is_limit for rollout in rollouts),
         "decisions/sampled": float(sum(lengths)),
     }
     if rewards:
@@ -162,13 +160,23 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
 
 def save_checkpoint(parts: Parts, progress: Progress) -> None:
     """Everything that a run needs to go on from here, bit for bit."""
-    parts.checkpoints.save(progress.step, {"progress": vars(progress), "optimizer": parts.optimizer.state_dict()})
+    state = {
+        "progress": vars(progress),
+        "optimizer": parts.optimizer.state_dict(),
+        "sampler": parts.sampler.state_dict(),
+    }
+    if parts.critic_optimizer is not None:
+        state["critic_optimizer"] = parts.critic_optimizer.state_dict()
+    parts.checkpoints.save(progress.step, state)
 
 
 def load_checkpoint(parts: Parts, state: dict[str, Any]) -> Progress:
     """Put a saved state back into the parts; returns how far it had come."""
     progress = Progress(**state["progress"])
     parts.optimizer.load_state_dict(state["optimizer"])
+    if parts.critic_optimizer is not None:
+        parts.critic_optimizer.load_state_dict(state["critic_optimizer"])
+    parts.sampler.load_state_dict(state["sampler"])
     parts.sampler.refresh(progress.version)
     return progress
 

@@ -7,7 +7,6 @@ Shapes: B rollouts, T decisions.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import Algorithm, LossTerms
-from covey.data import Batch, Evaluation, Policy
+from covey.core.kl import k3
+from covey.data import Batch, Critic, Evaluation, Policy
 from covey.runtime.seeding import permutation
 
 
@@ -33,28 +33,41 @@ class Optimizer(Protocol):
 
 
 @dataclass(frozen=True)
+class Learner:
+    """What an update changes: the policy and, where the algorithm has a value loss, its critic."""
+
+    policy: Policy
+    optimizer: Optimizer
+    critic: Critic | None = None
+    critic_optimizer: Optimizer | None = None
+
+
+@dataclass(frozen=True)
 class UpdatePlan:
     """How often the rollouts of a step are gone through."""
 
     epochs: int = 1
     minibatches: int = 1
+    single_decisions: bool = False  # minibatches are drawn from all decisions; else groups stay whole
+    target_kl: float | None = None  # nats per decision away from the old policy that end the epochs of a step
+    critic_epochs: int = 0  # further passes that only the critic learns from
 
     @property
     def optimizer_steps(self) -> int:
         return self.epochs * self.minibatches
 
 
+@dataclass(frozen=True)
+class StepSizes:
+    """The coefficients of one training step."""
+
+    learning_rate: float
+    critic_learning_rate: float = 0.0
+    kl_coefficient: float = 0.0
+
+
 def update(
-    policy: Policy,
-    optimizer: Optimizer,
-    algorithm: Algorithm,
-    batch: Batch,
-    plan: UpdatePlan,
-    *,
-    learning_rate: float,
-    kl_coefficient: float,
-    seed: int,
-    step: int,
+    learner: Learner, algorithm: Algorithm, batch: Batch, plan: UpdatePlan, sizes: StepSizes, *, seed: int, step: int
 ) -> dict[str, float]:
     """Make the optimizer steps of one training step; returns its metrics.
 
@@ -63,55 +76,116 @@ def update(
     """
     gathered = _Gathered()
     for epoch in range(plan.epochs):
-        for rows in _minibatches(batch, plan.minibatches, seed, step, epoch):
-            minibatch = batch.select(rows)
-            assert minibatch.weights_BT is not None
-            minibatch = replace(minibatch, weights_BT=minibatch.weights_BT * plan.minibatches)
-            for micro in policy.microbatches(minibatch):
-                part = minibatch.select(micro)
-                evaluation = policy.evaluate(part)
+        for minibatch in _minibatches(batch, plan, seed, step, epoch):
+            for part in _microbatches(learner.policy, minibatch):
+                evaluation = learner.policy.evaluate(part)
                 part = part.to(evaluation.logprobs_BT.device)
-                terms = algorithm.loss(evaluation, part, kl_coefficient)
+                terms = algorithm.loss(evaluation, part, sizes.kl_coefficient)
                 terms.loss.backward()  # type: ignore[no-untyped-call]
                 gathered.add(part, evaluation, terms)
-            gathered.finish(optimizer.step(learning_rate))
+                _teach_critic(learner, algorithm, part, gathered)
+            gathered.finish(learner.optimizer.step(sizes.learning_rate))
+            _step_critic(learner, sizes)
+        gathered.epochs += 1
+        if plan.target_kl is not None and gathered.kl_of_epoch() > plan.target_kl:
+            break
+    for epoch in range(plan.epochs, plan.epochs + plan.critic_epochs):
+        for minibatch in _minibatches(batch, plan, seed, step, epoch):
+            for part in _microbatches(learner.policy, minibatch):
+                _teach_critic(learner, algorithm, part, gathered)
+            _step_critic(learner, sizes)
     return gathered.metrics(plan)
 
 
-def _minibatches(batch: Batch, count: int, seed: int, step: int, epoch: int) -> Iterator[Tensor]:
-    """Rows of `count` minibatches. A group stays whole; the order is a function of (seed, step, epoch)."""
-    groups = batch.group_B.unique()
-    if count > 1:
+def _teach_critic(learner: Learner, algorithm: Algorithm, part: Batch, gathered: _Gathered) -> None:
+    """Add the gradient of the value loss; nothing where there is no critic."""
+    if learner.critic is None:
+        return
+    values_BT = learner.critic.values(part)
+    loss = algorithm.critic_loss(values_BT, part.to(values_BT.device))
+    loss.backward()  # type: ignore[no-untyped-call]
+    gathered.add_critic(loss)
+
+
+def _step_critic(learner: Learner, sizes: StepSizes) -> None:
+    if learner.critic_optimizer is not None:
+        learner.critic_optimizer.step(sizes.critic_learning_rate)
+
+
+def _minibatches(batch: Batch, plan: UpdatePlan, seed: int, step: int, epoch: int) -> Iterator[Batch]:
+    """The batch in as many pieces as the plan wants, in an order that is a function of (seed, step, epoch)."""
+    if not len(batch):
+        return
+    assert batch.weights_BT is not None
+    batch = replace(batch, weights_BT=batch.weights_BT * plan.minibatches)
+    if plan.minibatches == 1:
+        yield batch
+    elif plan.single_decisions:
+        decisions = batch.mask_BT.flatten().nonzero()[:, 0]
+        order = torch.from_numpy(permutation(seed, step, epoch, len(decisions)))
+        for chosen in decisions[order].tensor_split(plan.minibatches):
+            yield _only(batch, chosen)
+    else:
+        groups = batch.group_B.unique()
         groups = groups[torch.from_numpy(permutation(seed, step, epoch, len(groups)))]
-    for chosen in groups.tensor_split(count):
-        if len(chosen):
-            yield torch.isin(batch.group_B, chosen).nonzero()[:, 0]
+        for chosen in groups.tensor_split(plan.minibatches):
+            if len(chosen):
+                yield batch.select(torch.isin(batch.group_B, chosen).nonzero()[:, 0])
+
+
+def _only(batch: Batch, decisions: Tensor) -> Batch:
+    """The same rows with only these decisions (indices into the flattened mask) in the loss."""
+    assert batch.weights_BT is not None
+    mask_BT = torch.zeros_like(batch.mask_BT)
+    mask_BT.view(-1)[decisions] = True
+    return replace(batch, mask_BT=mask_BT, weights_BT=torch.where(mask_BT, batch.weights_BT, 0.0))
+
+
+def _microbatches(policy: Policy, minibatch: Batch) -> Iterator[Batch]:
+    """Pieces that are small enough for one backward."""
+    for rows in policy.microbatches(minibatch):
+        yield minibatch if len(rows) == len(minibatch) else minibatch.select(rows)
 
 
 class _Gathered:
     """Sums over the decisions of an update, read as metrics at its end."""
 
     def __init__(self) -> None:
-        self.sums: defaultdict[str, float] = defaultdict(float)
-        self.decisions = 0
-        self.ratio_max = 1.0
+        # Added up where the policy lives and read once, for reading waits.
+        # Loss, clipped low, clipped high, entropy, KL, decisions:
+        self.sums: Tensor | None = None
+        self.sums_before_epoch: list[float] = [0.0] * 6
+        self.mismatch = self.mismatch_decisions = 0.0
+        self.log_ratio_max = torch.tensor(0.0)
+        self.critic_loss: Tensor | None = None
+        self.critic_passes = 0
         self.grad_norms: list[float] = []
-        self.applied = 0
-        self.skipped = 0
+        self.applied = self.skipped = self.epochs = 0
 
     @torch.no_grad()
     def add(self, part: Batch, evaluation: Evaluation, terms: LossTerms) -> None:
         mask_BT = part.mask_BT
-        self.decisions += int(mask_BT.sum())
-        self.sums["loss"] += float(terms.loss)
-        self.sums["clip/low"] += float(terms.clipped_low_BT.sum())
-        self.sums["clip/high"] += float(terms.clipped_high_BT.sum())
-        self.sums["entropy"] += float(evaluation.entropy_BT[mask_BT].sum())
+        old_to_new_BT = k3(torch.zeros_like(terms.log_ratio_BT), terms.log_ratio_BT)
+        added = torch.stack(
+            (
+                terms.loss.detach(),
+                terms.clipped_low_BT.sum(),
+                terms.clipped_high_BT.sum(),
+                torch.where(mask_BT, evaluation.entropy_BT, 0.0).sum(),
+                old_to_new_BT.sum(),
+                mask_BT.sum(),
+            )
+        )
+        self.sums = added if self.sums is None else self.sums + added
+        self.log_ratio_max = torch.maximum(self.log_ratio_max.to(added.device), terms.log_ratio_BT.max())
         if not self.grad_norms and not self.skipped:  # before the first optimizer step: sampler against trainer
             gap_BT = (evaluation.logprobs_BT - part.behavior_logprobs_BT).abs()
-            self.sums["mismatch"] += float(gap_BT[mask_BT].sum())
-            self.sums["mismatch_decisions"] += float(mask_BT.sum())
-        self.ratio_max = max(self.ratio_max, float(terms.log_ratio_BT.max().exp()))
+            self.mismatch += float(gap_BT[mask_BT].sum())
+            self.mismatch_decisions += float(mask_BT.sum())
+
+    def add_critic(self, loss: Tensor) -> None:
+        self.critic_loss = loss.detach() if self.critic_loss is None else self.critic_loss + loss.detach()
+        self.critic_passes += 1
 
     def finish(self, result: StepResult) -> None:
         self.applied += result.applied
@@ -119,19 +193,31 @@ class _Gathered:
         if result.applied:
             self.grad_norms.append(result.grad_norm)
 
+    def kl_of_epoch(self) -> float:
+        """Mean k3 estimate of KL(old || current) over the decisions since the last call, in nats."""
+        sums = [0.0] * 6 if self.sums is None else self.sums.tolist()
+        kl, decisions = (sums[i] - self.sums_before_epoch[i] for i in (4, 5))
+        self.sums_before_epoch = sums
+        return float(kl / max(decisions, 1))
+
     def metrics(self, plan: UpdatePlan) -> dict[str, float]:
-        decisions = max(self.decisions, 1)
+        loss, low, high, entropy, kl, count = [0.0] * 6 if self.sums is None else self.sums.tolist()
+        decisions = max(count, 1)
         metrics = {
-            "loss": self.sums["loss"] / plan.optimizer_steps,
-            "clip/low": self.sums["clip/low"] / decisions,
-            "clip/high": self.sums["clip/high"] / decisions,
-            "ratio/max": self.ratio_max,
+            "loss": loss / (max(self.epochs, 1) * plan.minibatches),
+            "clip/low": low / decisions,
+            "clip/high": high / decisions,
+            "ratio/max": float(self.log_ratio_max.exp()),
             "update/optimizer_steps": float(self.applied),
             "update/skipped_steps": float(self.skipped),
+            "update/epochs": float(self.epochs),
         }
-        if self.decisions:
-            metrics["entropy"] = self.sums["entropy"] / decisions
-            metrics["mismatch/mean"] = self.sums["mismatch"] / max(self.sums["mismatch_decisions"], 1)
+        if count:
+            metrics["entropy"] = entropy / decisions
+            metrics["mismatch/mean"] = self.mismatch / max(self.mismatch_decisions, 1)
+            metrics["kl/behavior"] = kl / decisions
+        if self.critic_loss is not None:
+            metrics["loss/value"] = float(self.critic_loss) / self.critic_passes
         if self.grad_norms:
             metrics["grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
         return metrics
