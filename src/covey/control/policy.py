@@ -1,0 +1,253 @@
+"""Actor and critic of an environment: small networks over flat observations.
+
+Shape legend: B rollouts, T decisions, N environments or decided columns, D numbers in an observation, V actions to
+choose from, A numbers in an action.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from covey.config import ConfigError
+from covey.control.network import DecidedObservations, FastForward, Network, scatter
+from covey.control.normaliser import RunningMoments
+from covey.control.spaces import ActionSpace, Continuous, Discrete
+from covey.data import Batch, Evaluation
+
+_TENSORS, _SHAPE = "policy.safetensors", "policy.json"
+_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+_SMALLEST = 2.0**-54  # stands for a uniform number of 0, whose normal quantile is infinite
+
+
+class Actor(nn.Module):
+    """The trainable parameters of a policy."""
+
+    def __init__(self, network: Network, log_std_A: Tensor | None) -> None:
+        super().__init__()
+        self.network = network
+        self.log_std_A = None if log_std_A is None else nn.Parameter(log_std_A)
+
+
+class ControlPolicy:
+    """Chooses among V actions by a softmax, or draws A numbers from a Gaussian; meets `covey.data.Policy`.
+
+    The Gaussian is diagonal; its mean comes from the network, its standard deviations are A parameters of their own.
+    Log-probabilities are those of the drawn vector, before the environment clips it to its bounds.
+
+    Args:
+        observation_size: D.
+        actions: what there is to choose from.
+        hidden: widths of the hidden layers.
+        activation: "tanh" or "relu".
+        initial_std: of the Gaussian, in the environment's own units.
+        normaliser: whose scale the observations are brought to; None: they are taken as they are.
+        seed: of the initial weights.
+    """
+
+    def __init__(
+        self,
+        observation_size: int,
+        actions: ActionSpace,
+        *,
+        hidden: Sequence[int] = (64, 64),
+        activation: str = "tanh",
+        initial_std: float = 1.0,
+        normaliser: RunningMoments | None,
+        seed: int,
+    ) -> None:
+        self.observation_size = observation_size
+        self.actions = actions
+        self.hidden = tuple(hidden)
+        self.normaliser = normaliser
+        outputs = actions.count if isinstance(actions, Discrete) else actions.size
+        log_std_A = None if isinstance(actions, Discrete) else torch.full((outputs,), math.log(initial_std))
+        # The critic of the same seed draws from a stream of its own.
+        network = Network(observation_size, hidden, outputs, activation=activation, head_gain=0.01, seed=2 * seed)
+        self.module = Actor(network, log_std_A)
+        self._forward = FastForward(network, normaliser)
+        self._observations = DecidedObservations(normaliser)
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Log-probability and entropy of every decision, in nats; 0 in columns that were not decided.
+
+        `distribution_BTV` holds the log-probability of every action where they can be counted.
+        """
+        observation_ND, place_N = self._observations(batch)
+        output = self.module.network(observation_ND)
+        mask_BT = batch.mask_BT
+        action = batch.actions_BT.flatten(0, 1)[place_N]
+        log_std_A = self.module.log_std_A
+        if log_std_A is None:
+            logp_NV = output.log_softmax(dim=1)
+            logprob_N = logp_NV.gather(1, action[:, None])[:, 0]
+            entropy_N = -(logp_NV.exp() * logp_NV).sum(dim=1)
+            return Evaluation(
+                scatter(logprob_N, place_N, mask_BT),
+                scatter(entropy_N, place_N, mask_BT),
+                scatter(logp_NV, place_N, mask_BT),
+            )
+        z_NA = (action - output) * (-log_std_A).exp()
+        logprob_N = -(0.5 * z_NA**2).sum(dim=1) - (log_std_A + _HALF_LOG_2PI).sum()
+        entropy = (log_std_A + (_HALF_LOG_2PI + 0.5)).sum()
+        return Evaluation(scatter(logprob_N, place_N, mask_BT), entropy * mask_BT)
+
+    def microbatches(self, batch: Batch) -> Iterator[Tensor]:
+        """All rows at once: the networks are small."""
+        yield torch.arange(len(batch))
+
+    def act(self, observation_ND: NDArray[np.float32], uniform_NA: NDArray[np.float64]) -> tuple[Any, Any]:
+        """Sample an action for each of N environments by inverting the cumulative distribution; NumPy only.
+
+        Args:
+            observation_ND: float32, raw.
+            uniform_NA: in [0, 1); one number an environment for Discrete ([N] or [N, 1]), A for Continuous.
+
+        Returns:
+            actions (int64 [N]; float32 [N, A], not yet clipped to the bounds) and logprobs_N, float32, in nats.
+        """
+        output = self._forward(observation_ND)
+        if isinstance(self.actions, Continuous):
+            return self._draw(output, uniform_NA)
+        uniform_N = uniform_NA.reshape(-1)
+        return _choose_of_two(output, uniform_N) if self.actions.count == 2 else _choose(output, uniform_N)
+
+    def best(self, observation_ND: NDArray[np.float32]) -> Any:
+        """The likeliest action of each of N environments: int64 [N]; the mean, float32 [N, A]."""
+        output = self._forward(observation_ND)
+        return output.copy() if isinstance(self.actions, Continuous) else output.argmax(axis=1)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights, the normaliser and the shape of it all; `load_policy` reads them back bit for bit."""
+        tensors = {f"module.{name}": value for name, value in self.module.state_dict().items()}
+        if self.normaliser is not None:
+            tensors |= {f"normaliser.{name}": value for name, value in self.normaliser.state_dict().items()}
+        if isinstance(self.actions, Continuous):
+            tensors["low_A"] = torch.from_numpy(self.actions.low_A)
+            tensors["high_A"] = torch.from_numpy(self.actions.high_A)
+        shape = {
+            "format": 1,
+            "observation_size": self.observation_size,
+            "actions": self.actions.count if isinstance(self.actions, Discrete) else None,
+            "hidden": self.hidden,
+            "activation": self.module.network.activation,
+            "normalised": self.normaliser is not None,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(tensors, folder / _TENSORS)
+        (folder / _SHAPE).write_text(json.dumps(shape, indent=1) + "\n")
+
+    def _draw(self, mean_NA: NDArray[np.float32], uniform_NA: NDArray[np.float64]) -> tuple[Any, Any]:
+        """Mean plus the standard deviation times a normal number."""
+        log_std_A = self._log_std_A
+        normal_NA = torch.special.ndtri(torch.from_numpy(np.maximum(uniform_NA, _SMALLEST))).numpy()
+        action_NA = (mean_NA + np.exp(log_std_A) * normal_NA).astype(np.float32)
+        # Of the rounded action, as the trainer sees it.
+        z_NA = (action_NA - mean_NA) * np.exp(-log_std_A)
+        logprob_N = -0.5 * np.einsum("na,na->n", z_NA, z_NA) - np.float32(np.sum(log_std_A + _HALF_LOG_2PI))
+        return action_NA, logprob_N
+
+    @property
+    def _log_std_A(self) -> NDArray[np.float32]:
+        assert self.module.log_std_A is not None
+        return self.module.log_std_A.detach().numpy()
+
+
+def _choose_of_two(logits_N2: NDArray[np.float32], uniform_N: NDArray[np.float64]) -> tuple[Any, Any]:
+    """`_choose` for two actions, in fewer calls: -log p(0) = log(1 + exp(gap)), and its mirror image."""
+    gap_N = logits_N2[:, 1] - logits_N2[:, 0]
+    first_N = np.exp(-np.logaddexp(np.float32(0), gap_N))
+    action_N = uniform_N >= first_N
+    return action_N.astype(np.int64), -np.logaddexp(np.float32(0), np.where(action_N, -gap_N, gap_N))
+
+
+def _choose(logits_NV: NDArray[np.float32], uniform_N: NDArray[np.float64]) -> tuple[Any, Any]:
+    """The action whose stretch of the cumulative distribution holds the uniform number, and its log-probability."""
+    logits_NV = logits_NV - logits_NV.max(axis=1, keepdims=True)
+    cumulative_NV = np.exp(logits_NV).cumsum(axis=1)
+    total_N = cumulative_NV[:, -1]
+    # Without the last edge: rounding must not lead past the last action.
+    action_N = (cumulative_NV[:, :-1] <= (uniform_N * total_N)[:, None]).sum(axis=1)
+    return action_N, logits_NV[np.arange(len(action_N)), action_N] - np.log(total_N)
+
+
+def load_policy(folder: Path) -> ControlPolicy:
+    """A policy that `ControlPolicy.save` wrote.
+
+    Raises:
+        ConfigError: if the folder holds none, or a damaged one.
+    """
+    try:
+        shape = json.loads((folder / _SHAPE).read_text())
+        tensors = safetensors.torch.load_file(folder / _TENSORS)
+        actions: ActionSpace
+        if shape["actions"] is None:
+            actions = Continuous(tensors["low_A"].numpy(), tensors["high_A"].numpy())
+        else:
+            actions = Discrete(shape["actions"])
+        size = shape["observation_size"]
+        policy = ControlPolicy(
+            size, actions, hidden=shape["hidden"], activation=shape["activation"],
+            normaliser=RunningMoments(size) if shape["normalised"] else None, seed=0,
+        )  # fmt: skip
+        policy.module.load_state_dict(_below("module.", tensors))
+        if policy.normaliser is not None:
+            policy.normaliser.load_state_dict(_below("normaliser.", tensors))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{folder} holds no policy ({Path(error.filename).name} is missing)") from error
+    except (KeyError, ValueError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the policy in {folder} is damaged ({reason}): save it again") from error
+    return policy
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+class ControlCritic:
+    """Says how much reward is still to come, from a trunk of its own; meets `covey.data.Critic`.
+
+    Arguments as for `ControlPolicy`, whose normaliser it shares.
+    """
+
+    def __init__(
+        self,
+        observation_size: int,
+        *,
+        hidden: Sequence[int] = (64, 64),
+        activation: str = "tanh",
+        normaliser: RunningMoments | None,
+        seed: int,
+    ) -> None:
+        self.normaliser = normaliser
+        self.module = Network(observation_size, hidden, 1, activation=activation, head_gain=1.0, seed=2 * seed + 1)
+        self._forward = FastForward(self.module, normaliser)
+        self._observations = DecidedObservations(normaliser)
+
+    def values(self, batch: Batch) -> Tensor:
+        """values_BT: of the state before every decision; 0 in columns that were not decided."""
+        observation_ND, place_N = self._observations(batch)
+        return scatter(self.module(observation_ND)[:, 0], place_N, batch.mask_BT)
+
+    def next_values(self, batch: Batch) -> Tensor:
+        """next_value_B: of the state after the last decided column of every row, without gradients."""
+        width = batch.mask_BT.shape[1]
+        after_B = width - batch.mask_BT.flip(1).int().argmax(dim=1)
+        # A row without a decision has none after it either: its last observation keeps the index in range.
+        rows = [row[min(after, len(row) - 1)] for row, after in zip(batch.context, after_B.tolist(), strict=True)]
+        return torch.from_numpy(self.values_of(np.stack(rows)))
+
+    def values_of(self, observation_ND: NDArray[np.float32]) -> NDArray[np.float32]:
+        """float32 [N]: of raw observations; NumPy only."""
+        return self._forward(observation_ND)[:, 0].copy()
