@@ -113,7 +113,8 @@ def test_progress_bars_count_and_disappear() -> None:
 
 
 def test_time_left_is_told_from_the_pace() -> None:
-    display = Display(10, console=console(), finished_steps=6)
+    display = Display(10, console=console())
+    display.resume(6, [])
     assert display.seconds_left() is None
     display._pace.extend([2.0, 4.0])
     assert display.seconds_left() == pytest.approx(4 * 3.0)
@@ -126,6 +127,7 @@ def summary(before: tuple[float, float, float], after: tuple[float, float, float
         "world": "language",
         "run_dir": "runs/demo-001",
         "recipe": "demo",
+        "seed": 0,
         "steps": 60,
         "seconds": 1310.2,
         "decisions_sampled": 184320,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from covey.observe.worlds import WORLDS, Shown
+
 if TYPE_CHECKING:  # covey.data imports torch, which a mistake in a recipe must not wait for
     from covey.data import Group as RolloutGroup
     from covey.data import Rollout
@@ -25,23 +28,13 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 24
 PACE_STEPS = 20  # the time left is told from the pace of the last steps
 SHOWN_CHARACTERS = 400  # of a prompt or a completion
-
-# metric, label, how to write its value
-SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("reward/mean", "reward", lambda value: f"{value:.3f}"),
-    ("score/mean", "accuracy", lambda value: f"{value:.1%}"),
-    ("kl", "KL", lambda value: f"{value:.4f}"),
-    ("entropy", "entropy", lambda value: f"{value:.3f}"),
-    ("length/mean", "length", lambda value: f"{value:.1f}"),
-    ("groups/dead_share", "dead groups", lambda value: f"{value:.0%}"),
-    ("decisions_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
-)
-DRAWN = ("score/mean", "reward/mean")  # those with a sparkline in the panel
+QUIET_SECONDS = 1.0  # between two lines of a log, where steps are quick
 
 
 class Display:
     """Shows a run. An `Observer` of the loop and a context manager.
 
+    `world` is a key of `covey.observe.worlds.WORLDS`: "language" or "control".
     With `total_steps` 0 there is no panel: only notes and progress bars, for commands that do not train.
     """
 
@@ -50,18 +43,20 @@ class Display:
         total_steps: int = 0,
         show_rollouts_every: int = 0,
         *,
+        world: str = "language",
         title: str = "covey",
-        finished_steps: int = 0,
         console: Console | None = None,
     ) -> None:
         self.total_steps = total_steps
         self.show_rollouts_every = show_rollouts_every
+        self.world = WORLDS[world]
         self.title = title
-        self.step = finished_steps
+        self.step = 0
         self.console = console or Console()
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
-        self.metrics: dict[str, float] = {}
-        self.history: dict[str, list[float]] = {name: [] for name in DRAWN}
+        self.metrics: dict[str, float] = {}  # the newest value of every metric that was measured
+        self.history: dict[str, list[float]] = {name: [] for name in self.world.drawn}
+        self._last_line = -math.inf
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._last_record = time.monotonic()
         self._bars: list[_Bar] = []
@@ -82,14 +77,26 @@ class Display:
         now = time.monotonic()
         self._pace.append(now - self._last_record)
         self._last_record = now
-        self.step, self.metrics = step, metrics
-        for name, values in self.history.items():
-            if math.isfinite(metrics.get(name, math.nan)):
-                values.append(metrics[name])
-        if not self.is_live:
-            self._print(Text(self.step_line()))
+        self._take_in(step, metrics)
+        due = not self.world.quick or now - self._last_line >= QUIET_SECONDS or step == self.total_steps
+        if not self.is_live and (due or "eval/score" in metrics):
+            self._last_line = now
+            self._print(Text(self.step_line(metrics)))
         if self.show_rollouts_every and step % self.show_rollouts_every == 0:
-            self._print(sample_rollouts(step, groups))
+            self._print(sample_rollouts(step, groups, self.world.prompt))
+
+    def resume(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Go on after `step`, with what `covey.observe.run_store.read_metrics` gives of the steps before."""
+        for record in records:
+            self._take_in(record["step"], record)
+        self.step = step
+
+    def _take_in(self, step: int, metrics: Mapping[str, Any]) -> None:
+        measured = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        self.step, self.metrics = step, self.metrics | measured
+        for name, values in self.history.items():
+            if name in measured:
+                values.append(measured[name])
 
     def note(self, text: str) -> None:
         """A line that stays: what the run is doing, or what went wrong."""
@@ -100,14 +107,14 @@ class Display:
         """A bar for `total` items of work; call what it yields with the number of items just finished."""
         bar = _Bar(label, total)
         self._bars.append(bar)
-        if not self.is_live:
+        if not self.is_live and not self.world.quick:
             self._print(Text(f"{label} ..."))
         try:
             yield bar.advance
         finally:
             self._bars.remove(bar)
         seconds = time.monotonic() - bar.began
-        if not self.is_live:
+        if not self.is_live and (not self.world.quick or seconds >= QUIET_SECONDS):
             self._print(Text(f"{label}: done in {seconds:.1f} s"))
         self._last_record += seconds  # an evaluation is no part of a step's pace
 
@@ -123,13 +130,11 @@ class Display:
             return None
         return (self.total_steps - self.step) * sum(self._pace) / len(self._pace)
 
-    def step_line(self) -> str:
-        """The last step on one line."""
+    def step_line(self, metrics: Mapping[str, float]) -> str:
+        """The last step, whose metrics these are, on one line."""
         width = len(str(self.total_steps))
         parts = [f"step {self.step:>{width}}/{self.total_steps}"]
-        parts += [f"{label} {write(self.metrics[name])}" for name, label, write in SHOWN if name in self.metrics]
-        if "eval/score" in self.metrics:
-            parts.append(f"held-out {self.metrics['eval/score']:.1%}")
+        parts += [f"{shown.label} {text}" for shown in self.world.shown if (text := written(shown, metrics))]
         left = self.seconds_left()
         return "  ".join(parts + ([f"left {clock(left)}"] if left is not None else []))
 
@@ -157,22 +162,17 @@ class Display:
         for _ in range(3):
             numbers.add_column(style="dim", no_wrap=True)
             numbers.add_column(justify="right", no_wrap=True, min_width=7)
-        cells = [
-            (label, Text(write(self.metrics[name]) if name in self.metrics else "-", "bold"))
-            for name, label, write in SHOWN
-        ]
-        if "eval/score" in self.metrics:
-            cells.append(("held-out", Text(f"{self.metrics['eval/score']:.1%}", "bold green")))
+        texts = [(shown.label, written(shown, self.metrics)) for shown in self.world.shown]
+        cells = [(label, Text(text or "-", "bold")) for label, text in texts if text or not self.metrics]
         for row in range(0, len(cells), 3):
             numbers.add_row(*(part for cell in cells[row : row + 3] for part in cell))
         body: list[RenderableType] = [head, Text(), numbers]
-        labels = {name: label for name, label, _ in SHOWN}
-        for name in DRAWN:
-            if len(self.history[name]) > 1:
-                line = Text().append(f"{labels[name]:<9}", "dim")
-                values = self.history[name]
-                line.append(sparkline(values), "green" if name == "score/mean" else "blue")
-                body.append(line.append(f"  from {values[0]:.2f} to {values[-1]:.2f}", "dim"))
+        drawn = [(name, shown) for name in self.history for shown in self.world.shown if shown.metrics == (name,)]
+        for (name, shown), color in zip(drawn, ("green", "blue"), strict=True):
+            values = self.history[name]
+            if len(values) > 1:
+                line = Text().append(f"{shown.label:<11}", "dim").append(sparkline(values), color)
+                body.append(line.append(f"  from {shown.write(values[0])} to {shown.write(values[-1])}", "dim"))
         return Panel(Group(*body), title=self.title, title_align="left", border_style="dim", padding=(0, 1))
 
 
@@ -199,7 +199,13 @@ class _Bar:
         return grid
 
 
-def sample_rollouts(step: int, groups: Sequence[RolloutGroup]) -> Text:
+def written(shown: Shown, metrics: Mapping[str, float]) -> str:
+    """A number as a person reads it; empty where it was not measured."""
+    values = [metrics[name] for name in shown.metrics if name in metrics]
+    return shown.write(sum(values)) if len(values) == len(shown.metrics) else ""
+
+
+def sample_rollouts(step: int, groups: Sequence[RolloutGroup], prompt: str = "prompt") -> Text:
     """The best and the worst rollout of the group whose rewards differ most: what the step could learn from."""
     graded = [(group, [r for r in group.rollouts if r.reward is not None]) for group in groups]
     graded = [(group, rollouts) for group, rollouts in graded if rollouts]
@@ -207,7 +213,7 @@ def sample_rollouts(step: int, groups: Sequence[RolloutGroup]) -> Text:
         return Text(f"  step {step}: no rollout was graded")
     group, rollouts = max(graded, key=lambda pair: _spread(pair[1]))
     best, worst = max(rollouts, key=_reward), min(rollouts, key=_reward)
-    text = Text().append(f"  prompt    {readable(last_turn(group.start.prompt))}\n", "dim")
+    text = Text().append(f"  {prompt:<9} {readable(last_turn(group.start.prompt))}\n", "dim")
     shown = [("best", best, "green"), ("worst", worst, "red")] if best is not worst else [("all", best, "yellow")]
     for number, (label, rollout, style) in enumerate(shown):
         text.append(f"  {label:<9} ", "dim")
@@ -264,26 +270,23 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def percent(result: dict[str, float]) -> str:
-    """An accuracy with its 95 % interval: '9.4% (6.4 to 13.6)'."""
-    return f"{result['score']:.1%} ({100 * result['low']:.1f} to {100 * result['high']:.1f})"
-
-
 def before_after_table(summary: dict[str, Any]) -> Table:
-    """Held-out accuracy before and after training, at every token limit that was reported."""
-    evaluations = summary["evaluations"]
-    problems = evaluations[0]["after"]["count"] if evaluations else 0
-    table = Table(title=f"Held-out accuracy on {problems} problems, greedy answers (95 % interval)", title_style="bold")
-    table.add_column("token limit", justify="right")
+    """The evaluations before and after training, one row each."""
+    world = WORLDS[summary["world"]]
+    count = summary["evaluations"][0]["after"]["count"]
+    table = Table(title=world.table_title.format(count=count), title_style="bold")
+    table.add_column(world.case, justify="right")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right", style="bold")
     table.add_column("change", justify="right")
-    for evaluation in evaluations:
+    for evaluation in summary["evaluations"]:
         before, after = evaluation["before"], evaluation["after"]
-        change = 100 * (after["score"] - before["score"])
         style = "green" if after["low"] > before["high"] else "red" if after["high"] < before["low"] else "yellow"
         table.add_row(
-            str(evaluation["max_new_tokens"]), percent(before), percent(after), Text(f"{change:+.1f} points", style)
+            world.case_of(summary, evaluation),
+            world.write_interval(before),
+            world.write_interval(after),
+            Text(world.write_change(after["score"] - before["score"]), style),
         )
     return table
 
@@ -291,20 +294,32 @@ def before_after_table(summary: dict[str, Any]) -> Table:
 def cost_line(summary: dict[str, Any]) -> str:
     """What the run took, and where it lies."""
     return (
-        f"{summary['steps']} steps in {clock(summary['seconds'])}, {summary['decisions_sampled']:,} tokens sampled, "
+        f"{summary['steps']} steps in {clock(summary['seconds'])}, {WORLDS[summary['world']].cost.format(**summary)}, "
         f"peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB. Everything is in {summary['run_dir']}"
     )
 
 
 def next_step(summary: dict[str, Any]) -> str:
-    """One suggestion, by what the first evaluation showed."""
-    run_dir, recipe, steps = summary["run_dir"], summary["recipe"], summary["steps"]
-    before, after = summary["evaluations"][0]["before"], summary["evaluations"][0]["after"]
-    if after["low"] > before["high"]:
-        return f"The policy got better. Next: see how sure it is with: covey eval {run_dir} --samples 16"
-    if after["high"] < before["low"]:
-        return f"The policy got worse. Next: lower the learning rate: covey train {recipe} --learning-rate 3e-6"
-    return (
-        "The intervals overlap, so the change may be chance. Next: train for longer: "
-        f"covey train {recipe} --steps {2 * steps}"
+    """One suggestion, by what the first evaluation showed. Its command works as it stands."""
+    world, found, expected = WORLDS[summary["world"]], verdict(summary), summary.get("expected_return")
+    advice = world.advice[found].format(
+        run_dir=shlex.quote(summary["run_dir"]),
+        recipe=shlex.quote(summary["recipe"]),
+        twice_the_steps=2 * summary["steps"],
+        next_seed=summary["seed"] + 1,
     )
+    if expected is None:
+        return advice
+    reached = "reached" if found == "reached" else "not reached"
+    return f"The expected return of {world.write_score(expected)} is {reached}. {advice}"
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """What the first evaluation showed: reached, short (of what was expected), better, worse or unclear."""
+    expected = summary.get("expected_return")
+    before, after = summary["evaluations"][0]["before"], summary["evaluations"][0]["after"]
+    if expected is not None and after["score"] >= expected:
+        return "reached"
+    if after["low"] > before["high"]:
+        return "better" if expected is None else "short"
+    return "worse" if after["high"] < before["low"] else "unclear"

@@ -80,8 +80,8 @@ class RunStore:
 
         The display and the curve read these keys of it, and others may stand beside them:
 
-            {"world": "language", "run_dir": "runs/arithmetic_grpo-001", "recipe": "arithmetic_grpo", "steps": 60,
-             "seconds": 1310.2, "decisions_sampled": 184320, "peak_memory_bytes": 2417483776,
+            {"world": "language", "run_dir": "runs/arithmetic_grpo-001", "recipe": "arithmetic_grpo", "seed": 0,
+             "steps": 60, "seconds": 1310.2, "decisions_sampled": 184320, "peak_memory_bytes": 2417483776,
              "evaluations": [{"max_new_tokens": 12,
                               "before": {"score": 0.09, "low": 0.06, "high": 0.13, "count": 256},
                               "after": {"score": 0.62, "low": 0.56, "high": 0.68, "count": 256}}]}

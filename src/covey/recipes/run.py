@@ -101,7 +101,7 @@ def _carry_out(
         if latest is not None:
             progress = load_checkpoint(parts, parts.checkpoints.load(latest))
         store.rewind(progress.step)
-        display.step = progress.step
+        display.resume(progress.step, read_metrics(store.run_dir))
         display.note(f"resuming after step {progress.step}")
     with display, _ctrl_c() as stopped:
         if not resuming:
@@ -136,6 +136,7 @@ def _summarise(
         "recipe": recipe_name,
         "model": config.model,
         "algorithm": config.algorithm,
+        "seed": config.seed,
         "steps": progress.step,
         "seconds": sum(step["time/step"] for step in steps) + sum(result["seconds"] for result in measured),
         "decisions_sampled": progress.decisions,
