@@ -187,8 +187,7 @@ class Algorithm:
         assert other is not None
         current, other = torch.where(mask, current, 0.0), torch.where(mask, other, 0.0)
         # Sampled by the behaviour policy, so KL(pi_old || pi) is the one that its estimators are unbiased for.
-        kl_BT = self.kl.estimator(other, current) if self.kl.to_behavior else self.kl.estimator(current, other)
-        return torch.where(batch.mask_BT, kl_BT, 0.0)
+        return self.kl.estimator(other, current) if self.kl.to_behavior else self.kl.estimator(current, other)
 
 
 def grpo(

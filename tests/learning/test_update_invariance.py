@@ -288,6 +288,7 @@ def padded(batch: Batch, columns: int, logprob: float) -> Batch:
         actions_BT=pad(batch.actions_BT, 3),
         mask_BT=pad(batch.mask_BT, False),
         behavior_logprobs_BT=pad(batch.behavior_logprobs_BT, logprob),
+        rewards_BT=pad(batch.rewards_BT, logprob),
     )
 
 

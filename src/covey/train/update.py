@@ -122,15 +122,17 @@ def _minibatches(batch: Batch, plan: UpdatePlan, seed: int, step: int, epoch: in
         yield batch
     elif plan.single_decisions:
         decisions = batch.mask_BT.flatten().nonzero()[:, 0]
-        order = torch.from_numpy(permutation(seed, step, epoch, len(decisions)))
-        for chosen in decisions[order].tensor_split(plan.minibatches):
+        for chosen in _shuffled(decisions, seed, step, epoch).tensor_split(plan.minibatches):
             yield _only(batch, chosen)
     else:
-        groups = batch.group_B.unique()
-        groups = groups[torch.from_numpy(permutation(seed, step, epoch, len(groups)))]
+        groups = _shuffled(batch.group_B.unique(), seed, step, epoch)
         for chosen in groups.tensor_split(plan.minibatches):
             if len(chosen):
                 yield batch.select(torch.isin(batch.group_B, chosen).nonzero()[:, 0])
+
+
+def _shuffled(items: Tensor, seed: int, step: int, epoch: int) -> Tensor:
+    return items[torch.from_numpy(permutation(seed, step, epoch, len(items)))]
 
 
 def _only(batch: Batch, decisions: Tensor) -> Batch:
