@@ -13,6 +13,7 @@ from typing import Any
 
 ALGORITHM_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce")
 CONTROL_ALGORITHM_NAMES = (*ALGORITHM_NAMES, "ppo")
+GROUPS = ("episodes", "reward_to_go", "within_episode", "branches", "fragments")
 EMBEDDED_MODELS = ("smollm2-135m",)
 
 
@@ -193,14 +194,12 @@ class EnvironmentConfig:
     id: str = option("", "a registered Gymnasium environment: CartPole-v1, or module:Env-v0 for one of your own")
     vectorization: str = option(
         "auto",
-        "how copies step together: in this process (sync), in processes (async), or by the environment's own class "
-        "(entry_point); auto is sync, or a fast NumPy CartPole",
+        "how copies step together: auto is sync, for CartPole-v1 a faster one; async takes processes",
         choices=("auto", "sync", "async", "entry_point"),
     )
     autoreset: str = option(
         "disabled",
-        "when a copy begins its next episode: when asked (disabled), within the step that ends one (same_step), or in "
-        "the step after it (next_step)",
+        "when a copy begins its next episode: when it is asked to (disabled), or by itself (fragments only)",
         choices=("disabled", "same_step", "next_step"),
     )
     action_repeat: int = option(1, "environment steps that every action is held for", least=1)
@@ -216,15 +215,12 @@ class PolicyConfig:
     critic_hidden: tuple[int, ...] = option((), "widths of ppo's critic; empty is the same as the policy's", least=1)
 
 
-GROUPS = ("episodes", "reward_to_go", "within_episode", "branches", "fragments")
-
-
 @dataclass(frozen=True)
 class RolloutsConfig:
     groups: str = option(
         "episodes",
-        "what is compared: returns of episodes from one start, their rewards to go, the steps within an episode, or "
-        "branches from one state; fragments are ppo's",
+        "returns of episodes from one start, their rewards to go, the steps of one episode, or branches from one "
+        "state are compared; ppo takes fragments",
         choices=GROUPS,
     )
     starts_per_step: int = option(4, "starts (reset seeds) drawn for every training step", least=1)
@@ -245,6 +241,19 @@ class RolloutsConfig:
         "rewards as they are, divided by the running deviation of the return, or clipped to -1..1",
         choices=("none", "running_std", "clip"),
     )
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the environment step together."""
+        every_rollout = 8 if self.groups == "fragments" else self.starts_per_step * self.group_size
+        return self.environments or every_rollout
+
+    @property
+    def discount(self) -> float:
+        """gamma, or what stands for it where it is unset."""
+        if self.gamma is not None:
+            return self.gamma
+        return 1.0 if self.groups == "episodes" else 0.99
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,13 @@ from covey.config import (
     EMBEDDED_MODELS,
     TASK_CONFIGS,
     ConfigError,
+    ControlConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     JsonlConfig,
-    LossConfig,
+    LossBase,
     RewardConfig,
+    RolloutsConfig,
     RunConfig,
     SamplingConfig,
     UpdateConfig,
@@ -26,20 +29,43 @@ from covey.config import (
 
 TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 WITHOUT_CLIPPING = ("rloo", "reinforce")
+# Control: fields that only one algorithm or one kind of group uses; setting them elsewhere would change nothing.
+USED_ONLY_BY = {
+    "policy.critic_hidden": "ppo",
+    "loss.value_coefficient": "ppo",
+    "loss.value_clip": "ppo",
+    "loss.gae_lambda": "ppo",
+    "loss.whiten": "ppo",
+    "update.critic_learning_rate": "ppo",
+    "update.critic_epochs": "ppo",
+    "rollouts.fragment_steps": "fragments",
+    "rollouts.horizon": "branches",
+    "rollouts.compare": "reward_to_go",
+}
 LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
 
 
-def validate(config: RunConfig, *, own_task: bool = False) -> None:
+def validate(config: RunConfig | ControlConfig, *, own_task: bool = False) -> None:
     """Refuse a run that cannot work: wrong types, values out of range, combinations that contradict each other.
 
-    Reads the file system (does the data file exist?) but loads no model and calls nobody's code. With `own_task` the
-    task comes from a script, and the config needs none.
+    Reads the file system (does the data file exist?) but loads no model, makes no environment and calls nobody's code.
+    With `own_task` the task comes from a script, and the config needs none.
 
     Raises:
         ConfigError: one line that names the field and the fix.
     """
+    if isinstance(config, ControlConfig):
+        _validate_control(config)
+    else:
+        _validate_language(config, own_task)
+
+
+def _validate_language(config: RunConfig, own_task: bool) -> None:
     if config.task is None and not own_task:
-        raise ConfigError(f'no task: add a [task] table with name = "arithmetic" (or {either(list(TASK_CONFIGS)[1:])})')
+        raise ConfigError(
+            f'no task: add a [task] table with name = "arithmetic" (or {either(list(TASK_CONFIGS)[1:])}), '
+            'or for control an [environment] table with id = "CartPole-v1"'
+        )
     if config.task is not None and type(config.task) not in TASK_CONFIGS.values():
         raise ConfigError(f"task must be one of the task configs in covey.config (is {type(config.task).__name__})")
     _check_sampling(config.sampling)  # first, because its messages say why
@@ -53,6 +79,30 @@ def validate(config: RunConfig, *, own_task: bool = False) -> None:
     if sum(reward.score for reward in config.rewards) > 1:
         raise ConfigError("several [[rewards]] have score = true: evaluation counts one of them, so keep one")
     check_model(config.model)
+
+
+def _validate_control(config: ControlConfig) -> None:
+    if not config.environment.id:
+        raise ConfigError('no environment: give the table [environment] an id, such as id = "CartPole-v1"')
+    _check_loss(config.loss, config.algorithm)
+    check_fields(config)
+    rollouts = config.rollouts
+    _check_groups(rollouts, config.algorithm)
+    _check_vectorization(config.environment, rollouts.groups)
+    if rollouts.groups == "fragments":
+        what, count = "the decisions of rollouts.fragment_steps x copies", rollouts.fragment_steps * rollouts.copies
+    else:
+        what, count = "rollouts.starts_per_step", rollouts.starts_per_step
+    parts = config.update.minibatches
+    if count % parts:
+        raise ConfigError(
+            f"{what} ({count}) cannot be split evenly into update.minibatches ({parts}); "
+            f"set minibatches to {_largest_divisor(count, parts)}"
+        )
+    for where, item, _, value in leaves(config):
+        user = USED_ONLY_BY.get(where)
+        if user not in (None, config.algorithm, rollouts.groups) and value != item.default:
+            raise ConfigError(f"{where} is set, but only {user} uses it: take it out, or choose {user}")
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
@@ -136,13 +186,13 @@ def check_limits(where: str, limits: dict[str, float | None], value: Any) -> Non
     """
     least, most, above, below = (limits[name] for name in ("least", "most", "above", "below"))
     if least is not None and value < least:
-        raise ConfigError(f"{where} must be at least {least:g} (is {value})")
+        raise ConfigError(f"{where} must be at least {least:.12g} (is {value})")
     if most is not None and value > most:
-        raise ConfigError(f"{where} must be at most {most:g} (is {value})")
+        raise ConfigError(f"{where} must be at most {most:.12g} (is {value})")
     if above is not None and value <= above:
-        raise ConfigError(f"{where} must be above {above:g} (is {value})")
+        raise ConfigError(f"{where} must be above {above:.12g} (is {value})")
     if below is not None and value >= below:
-        raise ConfigError(f"{where} must be below {below:g} (is {value})")
+        raise ConfigError(f"{where} must be below {below:.12g} (is {value})")
 
 
 def _is_a(value: Any, kind: type) -> bool:
@@ -182,7 +232,7 @@ def _check_sampling(sampling: SamplingConfig) -> None:
         )
 
 
-def _check_loss(loss: LossConfig, algorithm: str) -> None:
+def _check_loss(loss: LossBase, algorithm: str) -> None:
     for name in ("clip_low", "clip_high", "dual_clip"):
         if algorithm in WITHOUT_CLIPPING and getattr(loss, name) is not None:
             raise ConfigError(f"loss.{name} is set, but {algorithm} does not clip: take it out, or choose grpo")
@@ -196,10 +246,45 @@ def _check_loss(loss: LossConfig, algorithm: str) -> None:
 def _check_minibatches(sampling: SamplingConfig, update: UpdateConfig) -> None:
     prompts, parts = sampling.prompts_per_step, update.minibatches
     if prompts % parts:
-        near = max(n for n in range(1, min(parts, prompts) + 1) if prompts % n == 0)
         raise ConfigError(
             f"sampling.prompts_per_step ({prompts}) cannot be split evenly into update.minibatches ({parts}); "
-            f"set minibatches to {near}, or prompts_per_step to a multiple of {parts}"
+            f"set minibatches to {_largest_divisor(prompts, parts)}, or prompts_per_step to a multiple of {parts}"
+        )
+
+
+def _largest_divisor(count: int, most: int) -> int:
+    return max(n for n in range(1, min(most, count) + 1) if count % n == 0)
+
+
+def _check_groups(rollouts: RolloutsConfig, algorithm: str) -> None:
+    groups, size = rollouts.groups, rollouts.group_size
+    if (algorithm == "ppo") != (groups == "fragments"):
+        raise ConfigError(
+            f"algorithm {algorithm!r} does not go with rollouts.groups {groups!r}: ppo learns from fragments, with a "
+            "critic, and the other algorithms from groups; set both"
+        )
+    if groups == "within_episode" and size != 1:
+        raise ConfigError(
+            f"rollouts.group_size is {size}: within_episode compares the steps of one episode with each other, so a "
+            "group is one episode; set group_size to 1 (and starts_per_step to the episodes of a step)"
+        )
+    if groups not in ("within_episode", "fragments") and size == 1:
+        raise ConfigError(
+            f"rollouts.group_size is 1: {groups} learns by comparison with the group, and a group of one has nothing "
+            "to compare with; set group_size to 2 or more"
+        )
+
+
+def _check_vectorization(environment: EnvironmentConfig, groups: str) -> None:
+    if environment.autoreset != "disabled" and groups != "fragments":
+        raise ConfigError(
+            f"environment.autoreset is {environment.autoreset!r}, with which only fragments can be sampled: {groups} "
+            "needs episodes that begin from chosen seeds; set it to 'disabled'"
+        )
+    if groups == "branches" and environment.vectorization not in ("auto", "sync"):
+        raise ConfigError(
+            f"environment.vectorization is {environment.vectorization!r}, but branches copy the environment's state, "
+            "which needs the environment in this process; set it to 'auto' or 'sync'"
         )
 
 

@@ -1,4 +1,4 @@
-"""Recipes: TOML and command-line overrides to a RunConfig, and back to TOML."""
+"""Recipes: TOML and command-line overrides to a RunConfig or a ControlConfig, and back to TOML."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import json
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from covey.config import TASK_CONFIGS, ConfigError, RewardConfig, RunConfig
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RewardConfig, RunConfig
 from covey.config_checks import describe_type, did_you_mean, did_you_mean_file, plain_type, validate
 
 PACKAGED_RECIPES = Path(__file__).parent / "recipes"
-SECTIONS: dict[str, Any] = {name: hint for name, hint in get_type_hints(RunConfig).items() if is_dataclass(hint)}
+
+Config = RunConfig | ControlConfig
+WORLDS: dict[type, str] = {RunConfig: "language models", ControlConfig: "control"}
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,13 @@ class FieldHelp:
     text: str
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """A recipe file, or the name of a packaged one, with `--field value` overrides, checked.
 
     A field is named by its dotted name (`--sampling.group_size 8`) or, where only one table has it, by its last part
     (`--group-size 8`); dashes and underscores are the same. Lists are written with commas: `--digits 1,2`.
-    `--task NAME` changes the task and drops the recipe's fields of the other one.
+    `--task NAME` changes the task and drops the recipe's fields of the other one. A recipe with an [environment] table
+    is a ControlConfig, any other a RunConfig.
 
     Raises:
         ConfigError: one line that names the mistake and the fix.
@@ -61,21 +65,22 @@ def read_tables(path: str | Path) -> dict[str, Any]:
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """The file of a recipe given as a path or as the name of a packaged one.
+    """The file of a recipe given as a path or as the name of a packaged one (also `recipes/NAME.toml`).
 
     Raises:
         ConfigError: if there is neither; lists the packaged recipes.
     """
     path = Path(recipe).expanduser()
-    packaged = PACKAGED_RECIPES / f"{recipe}.toml"
+    name = path.stem if path.parent == Path("recipes") and path.suffix == ".toml" else str(recipe)
+    packaged = PACKAGED_RECIPES / f"{name}.toml"
     if path.is_file():
         return path
-    if path.suffix != ".toml" and len(path.parts) == 1 and packaged.is_file():
+    if name == Path(name).name and packaged.is_file():
         return packaged
     if path.is_dir():
         raise ConfigError(f"{recipe} is a folder; name a recipe file, or continue a run with: covey train --resume")
     names = sorted(file.stem for file in PACKAGED_RECIPES.glob("*.toml"))
-    near = did_you_mean(str(recipe), names) or did_you_mean_file(path)
+    near = did_you_mean(name, names) or did_you_mean_file(path)
     raise ConfigError(f"there is no recipe {recipe}{near}; packaged recipes: {', '.join(names) or 'none'}")
 
 
@@ -104,6 +109,21 @@ def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) ->
         ConfigError: for a field that does not exist, is ambiguous, or whose value cannot be read as its type.
     """
     pairs = [(name.replace("-", "_"), value) for name, value in pairs]
+    root = root_of(tables)
+    if root is RunConfig:
+        pairs = _choose_task(tables, pairs)
+    hints = _known_fields(root, tables)
+    for name, value in pairs:
+        dotted = _resolve(name, hints, root, tables)
+        section, _, leaf = dotted.rpartition(".")
+        table = tables.setdefault(section, {}) if section else tables
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} must be a table: write [{section}] and its fields below it")
+        table[leaf] = parse_value(value, hints[dotted], f"--{name}".replace("_", "-"))
+
+
+def _choose_task(tables: dict[str, Any], pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Let `--task NAME` begin a new [task] table; returns the other overrides."""
     task = tables.setdefault("task", {})
     if not isinstance(task, dict):
         raise ConfigError('task must be a table: [task] with name = "arithmetic" below it')
@@ -111,16 +131,7 @@ def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) ->
         if name in ("task", "task.name") and task.get("name") != value:
             task.clear()
             task["name"] = value
-    hints = _known_fields(task)
-    for name, value in pairs:
-        if name in ("task", "task.name"):
-            continue
-        dotted = _resolve(name, hints, str(task.get("name", "")))
-        section, _, leaf = dotted.rpartition(".")
-        table = tables.setdefault(section, {}) if section else tables
-        if not isinstance(table, dict):
-            raise ConfigError(f"{section} must be a table: write [{section}] and its fields below it")
-        table[leaf] = parse_value(value, hints[dotted], f"--{name}".replace("_", "-"))
+    return [(name, value) for name, value in pairs if name not in ("task", "task.name")]
 
 
 def parse_value(text: str, hint: Any, where: str) -> Any:
@@ -145,21 +156,36 @@ def _parse_single(text: str, kind: type) -> Any:
     return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
 
 
-def _known_fields(task: dict[str, Any]) -> dict[str, Any]:
+def root_of(tables: dict[str, Any]) -> type:
+    """The config that a recipe's tables describe."""
+    return ControlConfig if "environment" in tables else RunConfig
+
+
+@cache
+def sections_of(root: type) -> dict[str, Any]:
+    """Name -> dataclass of the tables of a recipe, but for [task] and [[rewards]]."""
+    return {name: hint for name, hint in get_type_hints(root).items() if is_dataclass(hint)}
+
+
+def _known_fields(root: type, tables: dict[str, Any]) -> dict[str, Any]:
     """Dotted name -> type hint of every field that the command line may set, with those of the chosen task."""
-    tables = {**SECTIONS, "task": TASK_CONFIGS.get(str(task.get("name")))}
-    known = {n: h for n, h in get_type_hints(RunConfig).items() if n not in (*tables, "rewards")}
-    for section, kind in tables.items():
+    sections = dict(sections_of(root))
+    if root is RunConfig:
+        sections["task"] = TASK_CONFIGS.get(str(tables["task"].get("name")))
+    known = {n: h for n, h in get_type_hints(root).items() if n not in (*sections, "rewards")}
+    for section, kind in sections.items():
         if kind:
             known.update({f"{section}.{name}": hint for name, hint in get_type_hints(kind).items()})
     return known
 
 
-def _resolve(name: str, hints: dict[str, Any], task: str) -> str:
+def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any]) -> str:
     """The dotted name that a command-line name means."""
     shown = name.replace("_", "-")
     if name in hints:
         return name
+    if f"{name}.id" in hints:  # --environment NAME, as --task NAME
+        return f"{name}.id"
     matches = [dotted for dotted in hints if dotted.rpartition(".")[2] == name]
     if len(matches) == 1:
         return matches[0]
@@ -167,22 +193,41 @@ def _resolve(name: str, hints: dict[str, Any], task: str) -> str:
         raise ConfigError(
             f"--{shown} is ambiguous: write {' or '.join(f'--{match}' for match in matches)}".replace("_", "-")
         )
-    others = [other for other, kind in TASK_CONFIGS.items() if name in get_type_hints(kind)]
-    if others and task in TASK_CONFIGS:
-        raise ConfigError(f"--{shown} belongs to the task {others[0]}, and this run's task is {task}")
+    if root is RunConfig:
+        others = [other for other, kind in TASK_CONFIGS.items() if name in get_type_hints(kind)]
+        task = str(tables["task"].get("name"))
+        if others and task in TASK_CONFIGS:
+            raise ConfigError(f"--{shown} belongs to the task {others[0]}, and this run's task is {task}")
+    elsewhere = _elsewhere(name.partition(".")[0], root)
+    if elsewhere:
+        raise ConfigError(f"unknown field --{shown}: it is {elsewhere}")
     leaves = [dotted.rpartition(".")[2] for dotted in hints]
     near = difflib.get_close_matches(name, [*hints, *leaves], n=1, cutoff=0.6)
     raise ConfigError(f"unknown field --{shown}" + (f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""))
 
 
-def config_from_dict(tables: dict[str, Any]) -> RunConfig:
-    """The tables of a recipe as a RunConfig, not yet checked by `validate`.
+def _homes(key: str, root: type) -> list[str]:
+    """The tables that have a field of this name."""
+    return [section for section, kind in sections_of(root).items() if key in get_type_hints(kind)]
+
+
+def _elsewhere(key: str, root: type) -> str:
+    """Which other kind of recipe knows this table or field, in words; '' where none does or this kind does too."""
+    for kind in (root, *WORLDS):
+        if key in get_type_hints(kind) or _homes(key, kind):
+            return "" if kind is root else f"for {WORLDS[kind]}; a table [environment] makes a recipe one for control"
+    return ""
+
+
+def config_from_dict(tables: dict[str, Any]) -> Config:
+    """The tables of a recipe as a config, not yet checked by `validate`.
 
     Raises:
         ConfigError: for an unknown field, an unknown task, or a value where a table belongs.
     """
-    hints = get_type_hints(RunConfig)
-    _refuse_unknown(tables, hints, "at the top level")
+    root: Any = root_of(tables)
+    hints, sections = get_type_hints(root), sections_of(root)
+    _refuse_unknown(tables, hints, "at the top level", root)
     values: dict[str, Any] = {}
     for name, value in tables.items():
         if name == "task":
@@ -190,12 +235,12 @@ def config_from_dict(tables: dict[str, Any]) -> RunConfig:
         elif name == "rewards":
             if not isinstance(value, list):
                 raise ConfigError("rewards must be a list of tables: write [[rewards]] with two brackets on each side")
-            values[name] = tuple(_table(item, RewardConfig, "[[rewards]]") for item in value)
-        elif name in SECTIONS:
-            values[name] = _table(value, SECTIONS[name], f"[{name}]")
+            values[name] = tuple(_table(item, RewardConfig, "[[rewards]]", root) for item in value)
+        elif name in sections:
+            values[name] = _table(value, sections[name], f"[{name}]", root)
         else:
             values[name] = _normalise(value, hints[name], name)
-    return RunConfig(**values)
+    return root(**values)
 
 
 def read_task(table: Any) -> Any:
@@ -213,15 +258,15 @@ def read_task(table: Any) -> Any:
         wrong = f"unknown task {name!r}{did_you_mean(str(name), list(TASK_CONFIGS))}" if "name" in table else "no name"
         raise ConfigError(f"[task]: {wrong}; tasks are {', '.join(TASK_CONFIGS)}")
     rest = {key: value for key, value in table.items() if key != "name"}
-    return _table(rest, TASK_CONFIGS[name], f"[task] of {name}")
+    return _table(rest, TASK_CONFIGS[name], f"[task] of {name}", RunConfig)
 
 
-def _table(table: Any, kind: type, where: str) -> Any:
-    """One table as its dataclass."""
+def _table(table: Any, kind: type, where: str, root: type) -> Any:
+    """One table of a recipe as its dataclass."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table with fields below it (is {table!r})")
     hints = get_type_hints(kind)
-    _refuse_unknown(table, hints, f"in {where}")
+    _refuse_unknown(table, hints, f"in {where}", root)
     return kind(**{name: _normalise(value, hints[name], f"{where} {name}") for name, value in table.items()})
 
 
@@ -237,28 +282,29 @@ def _normalise(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
-def _refuse_unknown(table: dict[str, Any], hints: dict[str, Any], where: str) -> None:
+def _refuse_unknown(table: dict[str, Any], hints: dict[str, Any], where: str, root: type) -> None:
     """Name the first key that does not exist, and where it may have been meant to stand."""
     for key in table:
         if key in hints:
             continue
-        homes = [section for section, kind in SECTIONS.items() if key in get_type_hints(kind)]
-        if key in get_type_hints(RunConfig):
+        if key in get_type_hints(root) and key not in sections_of(root):
             advice = f" ('{key}' belongs at the top, before the first [table])"
-        elif homes:
-            advice = f" ('{key}' belongs in [{homes[0]}])"
+        elif _homes(key, root):
+            advice = f" ('{key}' belongs in [{_homes(key, root)[0]}])"
+        elif _elsewhere(key, root):
+            advice = f" ('{key}' is {_elsewhere(key, root)})"
         else:
-            advice = did_you_mean(key, list(hints))
+            advice = did_you_mean(key, list(hints)) or did_you_mean(key, ["environment", "task"])
         raise ConfigError(f"unknown field '{key}' {where}{advice}")
 
 
-def config_to_dict(config: RunConfig) -> dict[str, Any]:
+def config_to_dict(config: Config) -> dict[str, Any]:
     """The config as nested dicts of plain values, ready for TOML or JSON; unset fields are left out.
 
     `config_from_dict` reads it back to an equal config.
     """
     tables: dict[str, Any] = _plain(config)
-    if config.task is not None:
+    if isinstance(config, RunConfig) and config.task is not None:
         tables["task"] = {"name": task_name(config.task), **_plain(config.task)}
     return tables
 
@@ -275,19 +321,19 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def config_to_toml(config: RunConfig) -> str:
+def config_to_toml(config: Config) -> str:
     """The config as TOML that reads back equal."""
     tables = config_to_dict(config)
     lines = [_line(name, value) for name, value in tables.items() if not isinstance(value, dict) and name != "rewards"]
     for name, value in tables.items():
         if isinstance(value, dict):
             lines += ["", f"[{name}]", *(_line(key, item) for key, item in value.items())]
-    for reward in tables["rewards"]:
+    for reward in tables.get("rewards", ()):
         lines += ["", "[[rewards]]", *(_line(key, item) for key, item in reward.items())]
     return "\n".join(lines) + "\n"
 
 
-def write_config(config: RunConfig, path: Path) -> None:
+def write_config(config: Config, path: Path) -> None:
     """Write the resolved config as TOML; `read_recipe` reads it back equal."""
     path.write_text(config_to_toml(config), encoding="utf-8")
 
@@ -303,13 +349,14 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def describe_fields() -> list[FieldHelp]:
+def describe_fields(root: type = RunConfig) -> list[FieldHelp]:
     """Every field that a recipe can set: the top level first, then the tasks, the rewards and the other tables."""
-    rows = _describe(RunConfig, "")
-    for name, task in TASK_CONFIGS.items():
-        rows += _describe(task, f"task ({name})")
-    rows += _describe(RewardConfig, "rewards")
-    for name, section in SECTIONS.items():
+    rows = _describe(root, "")
+    if root is RunConfig:
+        for name, task in TASK_CONFIGS.items():
+            rows += _describe(task, f"task ({name})")
+        rows += _describe(RewardConfig, "rewards")
+    for name, section in sections_of(root).items():
         rows += _describe(section, name)
     return rows
 
@@ -318,7 +365,7 @@ def _describe(kind: Any, section: str) -> list[FieldHelp]:
     hints = get_type_hints(kind)
     rows = []
     for item in fields(kind):
-        if not section and item.name in (*SECTIONS, "task", "rewards"):
+        if not section and item.name in (*sections_of(kind), "task", "rewards"):
             continue
         choices = item.metadata["choices"]
         in_words = describe_type(hints[item.name])
