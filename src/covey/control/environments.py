@@ -1,0 +1,366 @@
+"""Copies of a Gymnasium environment that step together, and which of their entries are real transitions.
+
+Gymnasium's vector environments reset finished copies in one of three ways (`AutoresetMode`); what a step returns means
+something else in each. Here the three are made equal: `Step.observation_ND` is always what the action led to,
+`Step.next_ND` what the policy looks at next, and `Step.acted_N` is False where a call did not act.
+
+Shape legend: N slots (copies), D numbers in a flattened observation, A numbers in an action, K slots named in a call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from numpy.typing import NDArray
+
+from covey.config import ConfigError, EnvironmentConfig
+from covey.control.cartpole import BatchedCartPole
+from covey.control.registry import find_spec, refuse_broken
+from covey.control.spaces import ActionSpace
+from covey.control.translation import Translation
+
+CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+PROBE_STEPS = 24  # decisions over which a copied environment must do what the original does
+
+
+@dataclass(slots=True)
+class Step:
+    """What one call did in every slot."""
+
+    observation_ND: NDArray[np.float32]  # after the action: of an episode that just ended the last one
+    reward_N: NDArray[np.float64]
+    terminated_N: NDArray[np.bool_]
+    truncated_N: NDArray[np.bool_]
+    acted_N: NDArray[np.bool_]  # False: the call only reset the slot or left it alone; the entry is no transition
+    next_ND: NDArray[np.float32]  # what to act on next; another than observation_ND only after a SAME_STEP reset
+    steps_N: NDArray[np.int64]  # raw environment steps that the decision took; 0 where the slot did not act
+
+
+class Environments:
+    """N copies of one environment, stepped together.
+
+    With `seeded` (autoreset "disabled") every episode begins where `reset` or `begin` says; a finished slot rests
+    until then. Otherwise finished copies begin their next episode by themselves, from their own generator.
+    """
+
+    def __init__(
+        self, vector: VectorEnv, autoreset: AutoresetMode, where: str, make_one: Callable[[], gym.Env] | None = None
+    ) -> None:
+        self._vector = vector
+        self._translation = Translation(vector.single_observation_space, vector.single_action_space, where)
+        self._autoreset = autoreset
+        self._make_one = make_one
+        self._snapshots: bool | None = None
+        self._ended_N = np.zeros(vector.num_envs, dtype=np.bool_)
+        self._all_N = np.ones(vector.num_envs, dtype=np.bool_)
+        self.count: int = vector.num_envs
+        self.seeded = autoreset is AutoresetMode.DISABLED
+        self.observation_size: int = self._translation.observation_size
+        self.actions: ActionSpace = self._translation.actions
+        self.metadata: dict[str, Any] = dict(vector.metadata)  # Gymnasium's: render_modes, render_fps
+
+    @property
+    def snapshots(self) -> bool:
+        """Whether states can be copied exactly. The first look tries it out on a copy of its own."""
+        if self._snapshots is None:
+            self._snapshots = self.seeded and (
+                isinstance(self._vector, BatchedCartPole)
+                or (
+                    isinstance(self._vector, RestingSync)
+                    and self._make_one is not None
+                    and _copies_exactly(self._make_one)
+                )
+            )
+        return self._snapshots
+
+    def reset(self, seeds: Sequence[int]) -> NDArray[np.float32]:
+        """Begin an episode in every slot; returns their first observations [N, D].
+
+        Environments with an entry point of their own that do not take a list of seeds get one made of all of them.
+        """
+        numbers = [int(seed) for seed in seeds]
+        listed = self.seeded or isinstance(self._vector, SyncVectorEnv | AsyncVectorEnv)
+        seed: Any = numbers if listed else int(np.random.SeedSequence(numbers).generate_state(1)[0])
+        observations, _ = self._vector.reset(seed=seed)
+        self._ended_N[:] = False
+        return self._translation.flatten(observations)
+
+    def begin(self, slots: NDArray[np.int64], seeds: Sequence[int]) -> NDArray[np.float32]:
+        """Begin an episode in some slots, whatever they were doing; returns their first observations [K, D].
+
+        Raises:
+            RuntimeError: where the environment resets by itself (`seeded` is False).
+        """
+        if not self.seeded:
+            raise RuntimeError("begin() needs autoreset = 'disabled'; here episodes begin by themselves")
+        mask_N = np.zeros(self.count, dtype=np.bool_)
+        mask_N[slots] = True
+        seed_of: list[int | None] = [None] * self.count
+        for slot, seed in zip(slots, seeds, strict=True):
+            seed_of[slot] = int(seed)
+        observations, _ = self._vector.reset(seed=seed_of, options={"reset_mask": mask_N})  # type: ignore[arg-type]
+        self._ended_N[slots] = False
+        return self._translation.flatten(observations)[slots]
+
+    def step(self, actions: NDArray[Any]) -> Step:
+        """Act in every slot: int64 [N], or float32 [N, A], which are clipped to the bounds of the action space.
+
+        Slots that rest (`seeded`) or only reset (autoreset "next_step") ignore their action: `acted_N` is False.
+        """
+        acted_N = self._all_N if self._autoreset is AutoresetMode.SAME_STEP else ~self._ended_N
+        observations, rewards, terminated_N, truncated_N, infos = self._vector.step(
+            self._translation.to_environment(actions)
+        )
+        next_ND = observation_ND = self._translation.flatten(observations)
+        if self._autoreset is AutoresetMode.DISABLED:
+            self._ended_N |= terminated_N
+            self._ended_N |= truncated_N
+        else:
+            self._ended_N = terminated_N | truncated_N
+            if self._autoreset is AutoresetMode.SAME_STEP and self._ended_N.any():
+                observation_ND = self._with_last_observations(next_ND, infos["final_obs"])
+        return Step(
+            observation_ND=observation_ND,
+            reward_N=np.asarray(rewards, dtype=np.float64),
+            terminated_N=terminated_N,
+            truncated_N=truncated_N,
+            acted_N=acted_N,
+            next_ND=next_ND,
+            steps_N=_raw_steps(acted_N, infos),
+        )
+
+    def snapshot(self, slot: int) -> Any:
+        """The state of a slot, generator included, for `restore`; it may be restored any number of times.
+
+        Raises:
+            RuntimeError: where states cannot be copied (`snapshots` is False).
+        """
+        if not self.snapshots:
+            raise RuntimeError("the state of this environment cannot be copied")
+        return bool(self._ended_N[slot]), self._vector.snapshot(slot)  # type: ignore[attr-defined]
+
+    def restore(self, slot: int, snapshot: Any) -> NDArray[np.float32]:
+        """Continue in any slot from a snapshot of any slot; returns the observation there [D]."""
+        self._ended_N[slot], state = snapshot
+        return self._translation.flatten_one(self._vector.restore(slot, state))  # type: ignore[attr-defined]
+
+    def render(self) -> NDArray[np.uint8]:
+        """A picture [height, width, 3] of the first slot; only of copies made for it (`make_environments`)."""
+        frames = self._vector.render()
+        assert frames is not None
+        return np.asarray(frames[0], dtype=np.uint8)
+
+    def close(self) -> None:
+        """End the copies, processes included."""
+        self._vector.close()
+
+    def _with_last_observations(self, next_ND: NDArray[np.float32], final: NDArray[Any]) -> NDArray[np.float32]:
+        """`next_ND` with the rows of finished episodes replaced by the last observations of these."""
+        observation_ND = next_ND.copy()
+        for slot in np.flatnonzero(self._ended_N):
+            observation_ND[slot] = self._translation.flatten_one(final[slot])
+        return observation_ND
+
+
+class HeldAction(gym.Wrapper):
+    """Holds every action for `repeat` raw steps (fewer where the episode ends) and adds up their rewards.
+
+    With `rests` a finished environment ignores steps until it is reset. Infos are dropped, because merging those of
+    many copies is slow and nobody reads them; with `repeat` above 1 "raw_steps" says how many were made.
+    """
+
+    def __init__(self, env: gym.Env, repeat: int, rests: bool) -> None:
+        super().__init__(env)
+        self._repeat, self._rests, self._over = repeat, rests, False
+        self.observation: Any = None  # the latest
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._over = False
+        self.observation, _ = self.env.reset(seed=seed, options=options)
+        return self.observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._over:
+            return self.observation, 0.0, False, False, {}
+        total = 0.0
+        for made in range(1, self._repeat + 1):  # noqa: B007
+            self.observation, reward, terminated, truncated, _ = self.env.step(action)
+            total += float(reward)
+            if terminated or truncated:
+                self._over = self._rests
+                break
+        return self.observation, total, terminated, truncated, {"raw_steps": made} if self._repeat > 1 else {}
+
+
+class RestingSync(SyncVectorEnv):
+    """SyncVectorEnv with AutoresetMode.DISABLED whose finished copies may be stepped: they rest (`HeldAction`)."""
+
+    def step(self, actions: Any) -> Any:
+        self._autoreset_envs[:] = False  # Gymnasium would refuse to step while a finished copy was not reset
+        return super().step(actions)
+
+    def snapshot(self, slot: int) -> gym.Env:
+        """A copy of a sub-environment."""
+        return copy.deepcopy(self.envs[slot])
+
+    def restore(self, slot: int, snapshot: gym.Env) -> Any:
+        """Put a copy of the snapshot into a slot; returns the latest observation there."""
+        env = copy.deepcopy(snapshot)
+        self.envs[slot] = env
+        self._env_obs[slot] = env.observation  # type: ignore[attr-defined]
+        return self._env_obs[slot]
+
+
+class RestingEntryPoint(gym.vector.VectorWrapper):
+    """An environment's own vector class with AutoresetMode.DISABLED, whose finished slots may be stepped.
+
+    Such a class may refuse to step a slot that is over. So these are reset, stepped along and left out of the answer.
+    """
+
+    def __init__(self, env: VectorEnv) -> None:
+        super().__init__(env)
+        self._ended_N = np.zeros(env.num_envs, dtype=np.bool_)
+        self._stale_N = np.zeros(env.num_envs, dtype=np.bool_)  # over for us, running along inside
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        mask_N = (options or {}).get("reset_mask")
+        self._stale_N[slice(None) if mask_N is None else mask_N] = False
+        self._ended_N[slice(None) if mask_N is None else mask_N] = False
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        if self._ended_N.any():
+            self.env.reset(options={"reset_mask": self._ended_N.copy()})
+        observations, rewards, terminated_N, truncated_N, _ = self.env.step(actions)
+        self._stale_N |= self._ended_N
+        self._ended_N = terminated_N | truncated_N
+        acted_N = ~self._stale_N
+        return observations, rewards * acted_N, terminated_N & acted_N, truncated_N & acted_N, {}
+
+
+def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str | None = None) -> Environments:
+    """`count` copies of the environment that the config names.
+
+    Raises:
+        ConfigError: an unknown id, a package that is missing, spaces that a policy here cannot act in, or a
+            combination of settings that the environment does not offer.
+    """
+    spec = find_spec(config.id)
+    mode = {
+        "disabled": AutoresetMode.DISABLED,
+        "same_step": AutoresetMode.SAME_STEP,
+        "next_step": AutoresetMode.NEXT_STEP,
+    }[config.autoreset]
+    with refuse_broken(config.id):
+        if config.vectorization == "entry_point":
+            return Environments(_by_entry_point(config, spec, count, mode), mode, config.id)
+        if config.vectorization == "auto" and render_mode is None and _is_plain_cartpole(config, spec):
+            limit = config.max_episode_steps or spec.max_episode_steps
+            assert limit is not None
+            return Environments(BatchedCartPole(count, limit), mode, config.id)
+        make_one = partial(_make_one, config, spec, render_mode)
+        Translation(*_spaces(make_one), config.id)  # refuses spaces before processes are started
+        kind = {"async": AsyncVectorEnv, "sync": SyncVectorEnv}.get(config.vectorization, SyncVectorEnv)
+        if kind is SyncVectorEnv and mode is AutoresetMode.DISABLED:
+            kind = RestingSync
+        return Environments(kind([make_one] * count, autoreset_mode=mode), mode, config.id, make_one)
+
+
+def check_environment(config: EnvironmentConfig) -> None:
+    """Refuse an environment that cannot be used, by making one copy.
+
+    Raises:
+        ConfigError: as `make_environments`.
+    """
+    make_environments(config, 1).close()
+
+
+def _by_entry_point(
+    config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, count: int, mode: AutoresetMode
+) -> VectorEnv:
+    """The environment's own vector class, if it does what the config asks for."""
+    if spec.vector_entry_point is None:
+        raise ConfigError(f"{config.id!r} has no vector class of its own: set environment.vectorization = 'sync'")
+    if config.action_repeat != 1:
+        raise ConfigError("environment.action_repeat above 1 needs environment.vectorization = 'sync' or 'async'")
+    limit: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
+    vector = gym.make_vec(spec, num_envs=count, vectorization_mode="vector_entry_point", **limit)
+    offered = vector.metadata.get("autoreset_mode")
+    if offered is not mode:
+        vector.close()
+        known = f"{offered.name.lower()}" if isinstance(offered, AutoresetMode) else "in a way it does not name"
+        raise ConfigError(
+            f"the vector class of {config.id!r} resets {known}: set environment.autoreset to that, or "
+            "environment.vectorization = 'sync'"
+        )
+    return RestingEntryPoint(vector) if mode is AutoresetMode.DISABLED else vector
+
+
+def _make_one(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, render_mode: str | None) -> HeldAction:
+    """One copy, as sync and async vector environments hold them."""
+    options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
+    env = gym.make(spec, max_episode_steps=config.max_episode_steps or None, **options)
+    return HeldAction(env, config.action_repeat, rests=config.autoreset == "disabled")
+
+
+def _spaces(make_one: Callable[[], gym.Env]) -> tuple[gym.Space, gym.Space]:
+    env = make_one()
+    try:
+        return env.observation_space, env.action_space
+    finally:
+        env.close()
+
+
+def _is_plain_cartpole(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec) -> bool:
+    """Whether BatchedCartPole does exactly what these settings ask for."""
+    plain = spec.entry_point == CARTPOLE and not spec.kwargs and not spec.additional_wrappers
+    return plain and config.action_repeat == 1 and config.autoreset == "disabled"
+
+
+def _raw_steps(acted_N: NDArray[np.bool_], infos: dict[str, Any]) -> NDArray[np.int64]:
+    """Raw steps of every slot: those that HeldAction reports, or one for each that acted."""
+    if "raw_steps" not in infos and "raw_steps" not in infos.get("final_info", {}):
+        return acted_N.astype(np.int64)
+    zeros_N = np.zeros(len(acted_N), dtype=np.int64)
+    ended_N = infos.get("final_info", {}).get("raw_steps", zeros_N)  # of episodes that SAME_STEP ended
+    return np.asarray(infos.get("raw_steps", zeros_N) + ended_N, dtype=np.int64)
+
+
+def _copies_exactly(make_one: Callable[[], gym.Env]) -> bool:
+    """Whether a deep copy of the environment goes on exactly as the original, and leaves the original alone.
+
+    Simulators written in C often share their world between copies, or refuse to be copied.
+    """
+    env = make_one()
+    try:
+        env.action_space.seed(0)
+        actions = [env.action_space.sample() for _ in range(2 * PROBE_STEPS)]
+        env.reset(seed=0)
+        _trace(env, actions[:PROBE_STEPS])
+        snapshot = copy.deepcopy(env)
+        traces = [_trace(each, actions[PROBE_STEPS:]) for each in (env, copy.deepcopy(snapshot), snapshot)]
+        return traces[0] == traces[1] == traces[2]
+    except Exception:  # whatever a foreign environment raises when it is copied: it cannot be
+        return False
+    finally:
+        env.close()
+
+
+def _trace(env: gym.Env, actions: Sequence[Any]) -> list[bytes]:
+    """All that an environment answers to these actions, bit by bit; it is reset, without a seed, where it ends."""
+    answers = []
+    for action in actions:
+        observation, reward, terminated, truncated, _ = env.step(action)
+        flat = gym.spaces.flatten(env.observation_space, observation)
+        answers.append(np.asarray(flat).tobytes() + np.array([reward, terminated, truncated], np.float64).tobytes())
+        if terminated or truncated:
+            observation, _ = env.reset()
+            answers.append(np.asarray(gym.spaces.flatten(env.observation_space, observation)).tobytes())
+    return answers
