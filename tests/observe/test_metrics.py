@@ -17,7 +17,7 @@ def test_the_page_in_docs_is_current() -> None:
 
 def test_every_metric_that_the_loop_names_is_defined() -> None:
     named = set()
-    for path in (ROOT / "src" / "covey" / "train").glob("*.py"):
+    for path in [*(ROOT / "src/covey/train").glob("*.py"), *(ROOT / "src/covey/control").glob("*.py")]:
         named |= set(re.findall(r'"((?:[a-z_]+/[a-z_]+)|decisions_per_second)"', path.read_text(encoding="utf-8")))
     assert {"groups/dead_share", "time/step", "reward/mean", "mismatch/mean"} <= named  # the search still finds them
     for name in named:

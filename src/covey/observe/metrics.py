@@ -10,7 +10,8 @@ from dataclasses import dataclass
 PAGE_HEAD = """# Metrics
 
 What each number in `metrics.jsonl` means, and what it looks like in a run that goes well. One line of that file is one
-training step. This page is printed by `python -m covey.observe.metrics`.
+training step; a number that a run does not have is left out. A decision is a token of a language model, an action in
+control. This page is printed by `python -m covey.observe.metrics`.
 
 The question asked most: **is a loss of 0 a bug?** No. With one optimizer step for each batch of rollouts (`epochs = 1`,
 `minibatches = 1`) the ratio is exactly 1, nothing is clipped, and the advantages of a group sum to 0, so the loss is
@@ -55,33 +56,72 @@ METRICS: dict[str, Metric] = _glossary(
     ),
     Metric(
         "score/mean",
-        "share",
-        "accuracy on the training prompts, at the sampling temperature",
-        "rises; lies below the held-out accuracy, whose answers are greedy",
+        "share; return",
+        "accuracy on the training prompts, at the sampling temperature; in control the mean return of the episodes "
+        "that ended in the step, actions sampled",
+        "rises; lies below eval/score, whose answers and actions are the most probable ones",
     ),
     Metric(
         "eval/score",
-        "share",
-        "accuracy on held-out problems with greedy answers, on the steps that evaluate",
-        "rises with score/mean; if it stays behind, the run memorises its prompts",
+        "share; return",
+        "accuracy on held-out problems with greedy answers; in control the mean return of the evaluation episodes with "
+        "the best actions; on the steps that evaluate",
+        "rises with score/mean; if it stays behind, a language model memorises its prompts",
     ),
     Metric(
         "kl",
-        "nats per token",
-        "distance from the reference model: mean k3 estimate over sampled tokens, measured at any coefficient",
-        "0 at the first step, then grows slowly, often to between 0.01 and 0.5; a jump comes before collapse",
+        "nats per decision",
+        "distance from the reference: mean k3 estimate over sampled decisions; of a language model at any coefficient, "
+        "in control where it has one",
+        "0 at the first step, then grows slowly, often to between 0.01 and 0.5; a jump comes before collapse. In "
+        "control, where training begins from nothing, it grows without a bound unless the coefficient holds it",
+    ),
+    Metric(
+        "kl/behavior",
+        "nats per decision",
+        "how far the step's updates moved the policy from the one that sampled: mean k3 estimate over the decisions "
+        "of the update",
+        "0 with one optimizer step a batch; between about 0.001 and 0.02 with several; more asks for fewer epochs, a "
+        "lower learning rate or a target_kl",
     ),
     Metric(
         "entropy",
-        "nats per token",
-        "how undecided the policy is about the next token",
-        "falls slowly; near 0 the rollouts of a group are all alike, so raise the temperature or the KL coefficient",
+        "nats per decision",
+        "how undecided the policy is about its next decision; that of a normal distribution may be below 0",
+        "falls slowly; a policy of n actions begins at ln n. Near 0 the rollouts of a group are all alike, so raise "
+        "the temperature or the KL coefficient, in control the entropy coefficient",
+    ),
+    Metric(
+        "policy/std",
+        "action",
+        "mean standard deviation of continuous actions",
+        "begins at initial_std and falls slowly; near 0 nothing new is tried",
     ),
     Metric(
         "loss",
         "-",
         "the number whose gradient is followed, summed over the step; not a measure of progress",
         "near 0 on-policy (one optimizer step a batch), which is no fault; small and noisy with several",
+    ),
+    Metric(
+        "loss/value",
+        "return²",
+        "the critic's squared error against the returns, before its coefficient",
+        "rises at first where returns grow, then falls; its size is that of the returns, so judge by "
+        "value/explained_variance",
+    ),
+    Metric(
+        "value/explained_variance",
+        "share",
+        "share of the returns' variance that the critic foresaw, before the update: 1 - var(return - value) / "
+        "var(return)",
+        "begins near 0 and rises above about 0.5; below 0 the critic does worse than a constant",
+    ),
+    Metric(
+        "reward_scale",
+        "-",
+        "what rewards are divided by before learning, where reward_scaling is running_std",
+        "settles after some steps",
     ),
     Metric(
         "grad_norm",
@@ -99,43 +139,56 @@ METRICS: dict[str, Metric] = _glossary(
     Metric(
         "ratio/max",
         "-",
-        "largest new probability of a token divided by its old one",
+        "largest new probability of a decision divided by its old one",
         "exactly 1 on-policy (one optimizer step a batch), which is no fault; below about 2 with several",
     ),
     Metric(
         "clip/low",
         "share",
-        "share of trained tokens whose ratio was clipped below",
+        "share of trained decisions whose ratio was clipped below",
         "0 on-policy (one optimizer step a batch), which is no fault; below about 0.1 with several",
     ),
     Metric(
         "clip/high",
         "share",
-        "share of trained tokens whose ratio was clipped above",
+        "share of trained decisions whose ratio was clipped above",
         "0 on-policy (one optimizer step a batch), which is no fault; below about 0.1 with several",
     ),
-    Metric("length/mean", "tokens", "mean length of a completion, its end token included", "settles; no steady climb"),
-    Metric("length/max", "tokens", "longest completion of the step", "at most max_new_tokens"),
+    Metric(
+        "length/mean",
+        "decisions",
+        "mean length of a rollout; of a completion its end token included",
+        "settles; no steady climb in language, with the return in control",
+    ),
+    Metric("length/max", "decisions", "longest rollout of the step", "at most max_new_tokens or the episode's limit"),
     Metric(
         "length/truncated_share",
         "share",
-        "share of completions that the token limit cut",
-        "falls toward 0; if it stays high, raise max_new_tokens",
+        "share of rollouts that the token limit or the environment's time limit stopped",
+        "falls toward 0 in language (if it stays high, raise max_new_tokens); in control as the task has it: near 1 in "
+        "CartPole once solved",
     ),
     Metric(
         "groups/dead_share",
         "share",
         "share of groups whose rollouts all earned the same; they teach nothing and are left out of the update",
-        "below about 0.7; near 1 the prompts are too hard or too easy, or group_size is too small",
+        "below about 0.7; near 1 the starts are too hard or too easy, or group_size is too small",
     ),
     Metric("groups/failed_rollouts", "count", "rollouts whose grading failed; they leave their group", "0"),
     Metric(
         "mismatch/mean",
         "nats",
-        "mean |log-probability by the sampler - the same by the trainer| of a token, before the first optimizer step",
+        "mean |log-probability by the sampler - the same by the trainer| of a decision, before the first "
+        "optimizer step",
         "below 1e-4 in fp32, below about 0.02 in bf16; more means that they are not the same policy",
     ),
     Metric("update/optimizer_steps", "count", "optimizer steps that were made", "epochs x minibatches"),
+    Metric(
+        "update/epochs",
+        "count",
+        "passes over the rollouts that were made before target_kl stopped them",
+        "the recipe's epochs most of the time; at 1 all along the learning rate is too high for that target",
+    ),
     Metric(
         "update/skipped_steps",
         "count",
@@ -143,23 +196,32 @@ METRICS: dict[str, Metric] = _glossary(
         "0; five in a row stop the run",
     ),
     Metric("update/rows", "share", "share of the step's rollouts that took part in the update", "above about 0.3"),
+    Metric("environment/steps", "count", "environment steps of the run so far, evaluation aside", "rises evenly"),
+    Metric(
+        "environment/episodes",
+        "count",
+        "episodes that have ended so far, evaluation aside",
+        "rises ever more slowly where a long episode is a good one",
+    ),
     Metric("decisions/sampled", "decisions", "tokens or actions of all rollouts of the step", "rollouts x length/mean"),
     Metric(
         "decisions/trained", "decisions", "those that took part in the loss", "those sampled, without the dead groups"
     ),
     Metric(
         "decisions_per_second",
-        "tokens / s",
-        "tokens sampled, divided by the seconds of the whole step",
+        "decisions / s",
+        "decisions sampled, divided by the seconds of the whole step",
         "steady",
         reproducible=False,
     ),
     Metric("time/sample", "s", "sampling the rollouts", "often the largest part", reproducible=False),
-    Metric("time/grade", "s", "calling the reward functions", "small", reproducible=False),
+    Metric(
+        "time/grade", "s", "calling the reward functions; in control summing up rewards", "small", reproducible=False
+    ),
     Metric(
         "time/annotate",
         "s",
-        "advantages, log-probabilities of the reference and of the old policy",
+        "advantages, values, log-probabilities of the reference and of the old policy",
         "below time/update",
         reproducible=False,
     ),
