@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from covey.config import ConfigError
@@ -22,10 +23,37 @@ from covey.data import Batch
 
 Array = NDArray[np.float32]
 
-# Both work in place.
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Array], Array]]] = {
-    "tanh": (torch.tanh_, lambda x_NH: np.tanh(x_NH, out=x_NH)),
-    "relu": (torch.relu_, lambda x_NH: np.maximum(x_NH, np.float32(0), out=x_NH)),
+
+class Tanh(torch.autograd.Function):
+    """tanh in place, by NumPy: 14 times as fast as torch's on a core with AVX-512 (NumPy 2.4, torch 2.13, 100,000
+    numbers in float32), which nearly halves the time of an update."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor) -> Tensor:
+        _tanh(x_NH.numpy())
+        ctx.mark_dirty(x_NH)
+        ctx.save_for_backward(x_NH)
+        return x_NH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (out_NH,) = ctx.saved_tensors
+        return torch.ops.aten.tanh_backward(grads[0], out_NH)
+
+
+def _tanh(x_NH: NDArray[Any]) -> None:
+    np.tanh(x_NH, out=x_NH)
+
+
+def _relu(x_NH: NDArray[Any]) -> None:
+    np.maximum(x_NH, 0, out=x_NH)
+
+
+# For learning and for acting; both work in place.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[NDArray[Any]], None]]] = {
+    "tanh": (Tanh.apply, _tanh),
+    "relu": (torch.relu_, _relu),
 }
 
 
@@ -55,18 +83,19 @@ class Network(nn.Module):
         self.layers = nn.ModuleList(self.linears)
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        act, _ = ACTIVATIONS[self.activation]
+        activate, _ = ACTIVATIONS[self.activation]
         *hidden, head = self.linears
         for layer in hidden:
-            x_ND = act(linear(x_ND, layer.weight, layer.bias))
+            x_ND = activate(linear(x_ND, layer.weight, layer.bias))
         return linear(x_ND, head.weight, head.bias)
 
 
 class FastForward:
-    """A network's forward pass in plain NumPy: for a few rows, several times faster than torch.
+    """A network's forward pass without autograd, for a few rows: work arrays made once and as few calls as can be.
 
     It looks at the memory of the parameters themselves, so it always has the current ones, as long as they are changed
-    in place (optimizers and `load_state_dict` do). Returns a work array that the next call overwrites.
+    in place (optimizers and `load_state_dict` do). The products are torch's, so that they keep to its number of
+    threads; the rest is NumPy's.
     """
 
     def __init__(self, network: Network, normaliser: RunningMoments | None) -> None:
@@ -75,19 +104,19 @@ class FastForward:
         self._look()
 
     def __call__(self, observation_ND: Array) -> Array:
-        """float32 [N, D] -> [N, O]."""
-        x_ND = np.ascontiguousarray(observation_ND, dtype=np.float32)
-        if len(x_ND) != self._rows:
-            self._make_room(len(x_ND))
-        if self.normaliser is not None:
-            x_ND = self.normaliser.normalise(x_ND, out=self._scaled_ND)
-        for weight, bias, out in self._hidden:
-            np.dot(x_ND, weight, out=out)
-            np.add(out, bias, out=out)
-            x_ND = self._act(out)
-        weight, bias, out = self._head
-        np.dot(x_ND, weight, out=out)
-        return np.add(out, bias, out=out)
+        """float32 [N, D] -> [N, O], a work array that the next call overwrites."""
+        if len(observation_ND) != self._rows:
+            self._make_room(len(observation_ND))
+        if self.normaliser is None:
+            np.copyto(self._input_ND, observation_ND)
+        else:
+            self.normaliser.normalise(observation_ND, out=self._input_ND)
+        for bias, before, weight, after, activate, array in self._hidden:
+            torch.addmm(bias, before, weight, out=after)
+            activate(array)
+        bias, before, weight, after, _, array = self._head
+        torch.addmm(bias, before, weight, out=after)
+        return array
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy gets parameters of its own and must look at those.
@@ -98,14 +127,20 @@ class FastForward:
         self._look()
 
     def _look(self) -> None:
-        _, self._act = ACTIVATIONS[self.network.activation]
-        self._views = [(p.weight.detach().numpy().T, p.bias.detach().numpy()) for p in self.network.linears]
+        self._views = [(layer.bias.detach(), layer.weight.detach().t()) for layer in self.network.linears]
         self._rows = -1
 
     def _make_room(self, rows: int) -> None:
         self._rows = rows
-        self._scaled_ND = np.empty((rows, self._views[0][0].shape[0]), np.float32)
-        *self._hidden, self._head = [(w, b, np.empty((rows, len(b)), np.float32)) for w, b in self._views]
+        _, activate = ACTIVATIONS[self.network.activation]
+        before = torch.empty(rows, self.network.linears[0].in_features)
+        self._input_ND = before.numpy()
+        layers = []
+        for bias, weight in self._views:
+            after = torch.empty(rows, len(bias))
+            layers.append((bias, before, weight, after, activate, after.numpy()))
+            before = after
+        *self._hidden, self._head = layers
 
 
 class DecidedObservations:
