@@ -3,6 +3,9 @@
 >>> from covey import RunConfig, run
 >>> from covey.llm.tasks import Arithmetic
 >>> run(RunConfig(steps=20), task=Arithmetic(digits=(2,)), rewards=[my_reward])
+
+>>> from covey import ControlConfig, EnvironmentConfig
+>>> run(ControlConfig(environment=EnvironmentConfig("CartPole-v1")))
 """
 
 from typing import Any
@@ -10,9 +13,16 @@ from typing import Any
 from covey.config import (
     CheckpointConfig,
     ConfigError,
+    ControlConfig,
+    ControlEvaluationConfig,
+    ControlLossConfig,
+    ControlUpdateConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     LossConfig,
+    PolicyConfig,
     RewardConfig,
+    RolloutsConfig,
     RunConfig,
     RunError,
     SamplingConfig,
@@ -22,9 +32,16 @@ from covey.config import (
 __all__ = [
     "CheckpointConfig",
     "ConfigError",
+    "ControlConfig",
+    "ControlEvaluationConfig",
+    "ControlLossConfig",
+    "ControlUpdateConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "LossConfig",
+    "PolicyConfig",
     "RewardConfig",
+    "RolloutsConfig",
     "RunConfig",
     "RunError",
     "SamplingConfig",

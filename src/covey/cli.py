@@ -1,4 +1,4 @@
-"""The command `covey`: train, eval, sample, check.
+"""The command `covey`: train, check, eval, compare, sample.
 
 Thin: it reads what the user wrote, calls one function, prints. Everything heavy is imported inside the commands, so
 that a mistake is reported before torch is loaded.
@@ -8,40 +8,34 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from covey.config import TASK_CONFIGS, ConfigError, RunConfig, RunError
+from covey.command_line import MACHINE_FIELDS, parse
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig, RunError
 from covey.config_checks import validate
 from covey.config_reader import (
-    FieldHelp,
     apply_overrides,
     config_from_dict,
     config_to_dict,
     config_to_toml,
-    describe_fields,
     find_recipe,
     read_recipe,
     read_tables,
+    root_of,
     split_overrides,
 )
 from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, check_run_dir, next_run_dir
 
-EVALUATED = ("model", "task", "rewards", "sampling")  # the tables that `covey eval` looks at
-MACHINE_FIELDS = ("seed", "device", "precision", "threads")
+EVALUATED = ("model", "task", "rewards", "sampling")  # the tables that `covey eval` looks at in a language model's run
+LANGUAGE_OPTIONS = ("task", "reward", "problems", "samples", "temperature", "max_new_tokens", *MACHINE_FIELDS[1:])
+CHOSEN_BY_COMPARE = ("seed", "run_dir")
 MISTAKE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes; 130 is what shells use after Ctrl-C
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake the way every other mistake is reported: one line, exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("covey").setLevel(logging.INFO)
     try:
         arguments, fields = parse([word for word in words if word != "--debug"])
-        arguments.command(arguments, fields)
+        COMMANDS[arguments.command](arguments, fields)
         return 0
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -75,133 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def one_line(error: Exception) -> str:
     """An error's message without line breaks."""
     return " ".join(str(error).split())
-
-
-def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own arguments, and the `--field value` words that belong to the config.
-
-    Raises:
-        ConfigError: for arguments that the command does not have.
-    """
-    parser, commands = build_parser()
-    if not words or words[0] not in commands:
-        arguments, rest = parser.parse_known_args(words)  # --help, --version, or a mistake
-        parser.error(f"unknown arguments: {' '.join(rest)}")
-    own, fields = _split(words[1:], commands[words[0]])
-    arguments = parser.parse_args([words[0], *own])
-    if fields and not arguments.takes_fields:
-        commands[words[0]].error(f"unknown argument {fields[0]}")
-    return arguments, fields
-
-
-def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]:
-    """Separate a command's own options and positionals from `--field value` and `--field=value`.
-
-    argparse alone would take a value that begins with a minus, as in `--operators -,+`, for an option.
-    """
-    own: list[str] = []
-    fields: list[str] = []
-    words = list(words)
-    while words:
-        word = words.pop(0)
-        if word == "--":
-            return [*own, word, *words], fields
-        name, equals, value = word.partition("=")
-        option = command._option_string_actions.get(name.replace("_", "-"))
-        target = own if option or not word.startswith("--") else fields
-        target.append(name.replace("_", "-") + equals + value if option else word)
-        takes_value = option is None or option.nargs != 0
-        if word.startswith("--") and takes_value and not equals and words:
-            target.append(words.pop(0))
-    return own, fields
-
-
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the command line, and that of each command by its name."""
-    parser = Parser(prog="covey", description="Train a language model by comparing its answers with each other.")
-    parser.add_argument("--version", action="version", version=f"covey {version('covey')}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    parsers: dict[str, Parser] = {}
-    for name, function, add_options, text in (
-        ("train", train_command, _train_options, "train a model"),
-        ("check", check_command, _check_options, "check a recipe without training"),
-        ("eval", eval_command, _eval_options, "measure a model's accuracy on held-out problems"),
-        ("sample", sample_command, _sample_options, "answer one prompt"),
-    ):
-        layout = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=text, description=text, formatter_class=layout, allow_abbrev=False)
-        command.set_defaults(command=function, takes_fields=name != "sample")
-        add_options(command)
-        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        parsers[name] = command
-    return parser, parsers
-
-
-def _train_options(command: Parser) -> None:
-    command.usage = "covey train RECIPE [--field value ...]\n       covey train --resume RUN_DIR"
-    command.epilog = fields_help()
-    command.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
-    command.add_argument("--resume", metavar="RUN_DIR", help="go on with a run that was stopped, exactly where it was")
-
-
-def _check_options(command: Parser) -> None:
-    command.usage = "covey check RECIPE [--field value ...]"
-    command.epilog = fields_help()
-    command.add_argument("recipe", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
-
-
-def _eval_options(command: Parser) -> None:
-    command.usage = "covey eval MODEL --task TASK [--task-field value ...] [options]"
-    command.epilog = (
-        "The task's own fields are options too, such as --digits 1,2 for arithmetic.\n"
-        "With --samples above 1 it reports pass@k, the chance that at least one of k answers is right."
-    )
-    command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
-    command.add_argument("--task", help=f"{', '.join(TASK_CONFIGS)}; a run folder knows its own")
-    command.add_argument("--reward", help="what counts as right: a built-in reward or file.py:function")
-    command.add_argument("--problems", help="how many held-out problems (256)")
-    command.add_argument("--samples", type=int, default=1, help="answers to each problem (1)")
-    command.add_argument("--temperature", type=float, help="0 is greedy; 1 where there are several samples")
-    command.add_argument("--max-new-tokens", help="longest answer, in tokens (64, or the run's own)")
-    texts = {row.name: row.text for row in describe_fields() if not row.section}
-    for name in MACHINE_FIELDS:
-        command.add_argument(f"--{name}", help=texts[name])
-
-
-def _sample_options(command: Parser) -> None:
-    command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
-    command.add_argument("prompt", metavar="PROMPT", help="what the user says")
-    command.add_argument("--n", type=int, default=4, help="how many answers (4)")
-    command.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
-    command.add_argument("--max-new-tokens", type=int, default=64, help="longest answer, in tokens (64)")
-    command.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (0)")
-
-
-def fields_help() -> str:
-    """Every field of a recipe with its type, default and meaning, for `--help`."""
-    rows = describe_fields()
-    plain = [row for row in rows if not row.section.startswith(("task", "rewards"))]
-    shared = {row.name for row in plain if sum(other.name == row.name for other in plain) > 1}
-    top = {row.name for row in plain if not row.section}
-    lines = ["fields of a recipe, each of which can be given as --field value (lists with commas):"]
-    section = None
-    for row in rows:
-        if row.section != section:
-            section = row.section
-            where = {"": "top level", "rewards": "[[rewards]], in the recipe file only"}
-            lines += ["", where.get(section, f"[{section}]")]
-        lines.append(_field_line(row, dotted=bool(section) and row.name in shared | top))
-    return "\n".join(lines)
-
-
-def _field_line(row: FieldHelp, *, dotted: bool) -> str:
-    name = row.name.replace("_", "-")
-    shown = f"--{row.section.split()[0]}.{name}" if dotted else f"--{name}"
-    if row.section == "rewards":
-        shown = row.name
-    default = f" [{row.default}]" if row.default not in ("", '""', "[]") else ""
-    return f"  {shown:<28} {row.text} ({row.type}){default}"
 
 
 def train_command(arguments: argparse.Namespace, fields: list[str]) -> None:
@@ -236,8 +103,9 @@ def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
 
     check(config)
     print(config_to_toml(config))
-    print(memory_report(config))
-    print(f"\nall is well. Next: {shlex.join(['covey', 'train', arguments.recipe, *fields])}")
+    if isinstance(config, RunConfig):
+        print(memory_report(config) + "\n")
+    print(f"all is well. Next: {shlex.join(['covey', 'train', arguments.recipe, *fields])}")
 
 
 def memory_report(config: RunConfig) -> str:
@@ -259,8 +127,16 @@ def memory_report(config: RunConfig) -> str:
 
 def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey eval`."""
+    saved = Path(arguments.model).expanduser() / CONFIG_FILE
+    if saved.is_file() and root_of(read_tables(saved)) is ControlConfig:
+        evaluate_control(arguments, fields, saved)
+        return
+    if arguments.episodes is not None or arguments.render:
+        option = "--render" if arguments.render else "--episodes"
+        raise ConfigError(f"{option} is for the run folder of a recipe for control, which {arguments.model} is not")
     config = evaluation_config(arguments, fields)
     samples, temperature = arguments.samples, arguments.temperature
+    samples = 1 if samples is None else samples
     if samples < 1:
         raise ConfigError(f"--samples must be at least 1 (is {samples})")
     if temperature is None:
@@ -296,7 +172,7 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
     saved = Path(arguments.model).expanduser() / CONFIG_FILE
     tables: dict[str, Any] = {}
     if saved.is_file():
-        run = config_to_dict(config_from_dict(read_tables(saved)))
+        run = config_to_dict(config_from_dict(read_tables(saved)))  # resolved, with every default
         tables = {"task": run["task"], "sampling": {"max_new_tokens": run["sampling"]["max_new_tokens"]}}
         if arguments.task in (None, run["task"]["name"]):
             tables["rewards"] = run["rewards"]
@@ -318,8 +194,50 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
     if arguments.reward:
         tables["rewards"] = [{"function" if ":" in arguments.reward else "name": arguments.reward}]
     config = config_from_dict(tables)
+    assert isinstance(config, RunConfig)
     validate(config)
     return config
+
+
+def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Path) -> None:
+    """`covey eval` of a control run: the mean return of its agent, and where asked a picture of one episode.
+
+    Raises:
+        ConfigError: for an option that has no meaning here.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in LANGUAGE_OPTIONS if getattr(arguments, name) is not None]
+    if given or fields:
+        raise ConfigError(f"an evaluation of a control run does not use {[*given, *fields][0]}: leave it out")
+    tables = read_tables(saved)
+    own = {"evaluation.episodes": arguments.episodes, "seed": arguments.seed}
+    apply_overrides(tables, [(name, value) for name, value in own.items() if value is not None])
+    config = config_from_dict(tables)
+    assert isinstance(config, ControlConfig)
+    validate(config)
+    from covey.recipes.control import evaluate_run
+
+    episodes = config.evaluation.episodes
+    result = evaluate_run(saved.parent, episodes=episodes, render=arguments.render, seed=config.seed)
+    print(return_report(result, config.evaluation.expected_return))
+    if arguments.render:
+        seed = config.seed + 1
+        words = ["covey", "train", str(saved), "--seed", str(seed), "--run-dir", f"{saved.parent}-seed-{seed}"]
+        print(f"Next, the same from another seed: {shlex.join(words)}")
+    else:
+        print(f"Next, see the agent act: {shlex.join(['covey', 'eval', arguments.model, '--render'])}")
+
+
+def return_report(result: dict[str, Any], expected: float | None) -> str:
+    """The mean return with its 95 % interval, beside the return that the recipe names, and the picture's place."""
+    lines = [
+        f"mean return {result['score']:.1f} (95 % interval {result['low']:.1f} to {result['high']:.1f}) "
+        f"over {result['count']} episodes"
+    ]
+    if expected is not None:
+        lines.append(f"expected {expected:g}: {'reached' if result['score'] >= expected else 'not reached'}")
+    if result.get("picture"):
+        lines.append(f"a picture of one episode is in {result['picture']}")
+    return "\n".join(lines)
 
 
 def model_of(name: str) -> str:
@@ -359,6 +277,24 @@ def accuracy_report(scores: Sequence[Sequence[float]], seed: int) -> str:
     return "\n".join(lines)
 
 
+def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:
+    """`covey compare`."""
+    seeds, jobs, threshold = arguments.seeds, arguments.jobs, arguments.threshold
+    if seeds < 1 or jobs < 0:
+        raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0 (are {seeds} and {jobs})")
+    if threshold is not None and not math.isfinite(threshold):
+        raise ConfigError(f"--threshold must be a finite number (is {threshold})")
+    for name, _ in split_overrides(fields):
+        if name.replace("-", "_") in CHOSEN_BY_COMPARE:
+            raise ConfigError(f"a comparison gives every run its own --{name}: use --seeds N and --output DIR instead")
+    for recipe in arguments.recipes:
+        read_recipe(recipe, fields)
+    from covey.recipes.compare import compare
+
+    output = Path(arguments.output).expanduser() if arguments.output else None
+    compare(arguments.recipes, seeds=seeds, output=output, jobs=jobs, threshold=threshold, overrides=fields)
+
+
 def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey sample`."""
     if arguments.n < 1 or arguments.max_new_tokens < 1 or arguments.seed < 0:
@@ -377,6 +313,15 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     )
     for number, text in enumerate(texts, start=1):
         print(f"[{number}] {printable(text)}")
+
+
+COMMANDS = {
+    "train": train_command,
+    "check": check_command,
+    "eval": eval_command,
+    "compare": compare_command,
+    "sample": sample_command,
+}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,174 @@
+"""What the user may type: the parser of each command, and the help on every field of a recipe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn
+
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
+from covey.config_reader import FieldHelp, describe_fields
+
+MACHINE_FIELDS = ("seed", "device", "precision", "threads")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake the way every other mistake is reported: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own arguments, and the `--field value` words that belong to the config.
+
+    Raises:
+        ConfigError: for arguments that the command does not have.
+    """
+    parser, commands = build_parser()
+    if not words or words[0] not in commands:
+        arguments, rest = parser.parse_known_args(words)  # --help, --version, or a mistake
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    own, fields = _split(words[1:], commands[words[0]])
+    arguments = parser.parse_args([words[0], *own])
+    if fields and not arguments.takes_fields:
+        commands[words[0]].error(f"unknown argument {fields[0]}")
+    return arguments, fields
+
+
+def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]:
+    """Separate a command's own options and positionals from `--field value` and `--field=value`.
+
+    argparse alone would take a value that begins with a minus, as in `--operators -,+`, for an option.
+    """
+    own: list[str] = []
+    fields: list[str] = []
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return [*own, word, *words], fields
+        name, equals, value = word.partition("=")
+        option = command._option_string_actions.get(name.replace("_", "-"))
+        following = []
+        if word.startswith("--") and not equals and words and (option is None or option.nargs != 0):
+            following = [words.pop(0)]
+        if option:
+            own.append("=".join([name.replace("_", "-"), *([value] if equals else following)]))
+        else:
+            (fields if word.startswith("--") else own).extend([word, *following])
+    return own, fields
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the command line, and that of each command by its name."""
+    parser = Parser(prog="covey", description="Train a language model by comparing its answers with each other.")
+    parser.add_argument("--version", action="version", version=f"covey {version('covey')}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parsers: dict[str, Parser] = {}
+    for name, add_options, text in (
+        ("train", _train_options, "train a language model, or an agent in an environment"),
+        ("check", _check_options, "check a recipe without training"),
+        ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
+        ("compare", _compare_options, "train several recipes over several seeds and report what differs"),
+        ("sample", _sample_options, "let a language model answer one prompt"),
+    ):
+        layout = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=text, description=text, formatter_class=layout, allow_abbrev=False)
+        command.set_defaults(command=name, takes_fields=name != "sample")
+        add_options(command)
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        parsers[name] = command
+    return parser, parsers
+
+
+def _train_options(command: Parser) -> None:
+    command.usage = "covey train RECIPE [--field value ...]\n       covey train --resume RUN_DIR"
+    command.epilog = fields_help()
+    command.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
+    command.add_argument("--resume", metavar="RUN_DIR", help="go on with a run that was stopped, exactly where it was")
+
+
+def _check_options(command: Parser) -> None:
+    command.usage = "covey check RECIPE [--field value ...]"
+    command.epilog = fields_help()
+    command.add_argument("recipe", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
+
+
+def _eval_options(command: Parser) -> None:
+    command.usage = (
+        "covey eval MODEL --task TASK [--task-field value ...] [options]\n"
+        "       covey eval RUN [--episodes N] [--render] [--seed SEED]      (the run of a recipe for control)"
+    )
+    command.epilog = (
+        "The task's own fields are options too, such as --digits 1,2 for arithmetic.\n"
+        "With --samples above 1 it reports pass@k, the chance that at least one of k answers is right."
+    )
+    command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
+    command.add_argument("--task", help=f"{', '.join(TASK_CONFIGS)}; a run folder knows its own")
+    command.add_argument("--reward", help="what counts as right: a built-in reward or file.py:function")
+    command.add_argument("--problems", help="how many held-out problems (256)")
+    command.add_argument("--samples", type=int, help="answers to each problem (1)")
+    command.add_argument("--temperature", type=float, help="0 is greedy; 1 where there are several samples")
+    command.add_argument("--max-new-tokens", help="longest answer, in tokens (64, or the run's own)")
+    texts = {row.name: row.text for row in describe_fields() if not row.section}
+    for name in MACHINE_FIELDS:
+        command.add_argument(f"--{name}", help=texts[name])
+    command.add_argument("--episodes", help="control: how many episodes (the run's own number)")
+    command.add_argument("--render", action="store_true", help="control: also write a moving picture of one episode")
+
+
+def _compare_options(command: Parser) -> None:
+    command.usage = "covey compare RECIPE [RECIPE ...] [options] [--field value ...]"
+    command.epilog = (
+        "--field value changes a field of every recipe; `covey train --help` lists them. A comparison that was\n"
+        "interrupted goes on with the runs that are missing: give the same command again, with its --output."
+    )
+    command.add_argument("recipes", nargs="+", metavar="RECIPE", help="TOML files, or names of packaged recipes")
+    command.add_argument("--seeds", type=int, default=10, help="runs of every recipe, from seed 0 on (10)")
+    command.add_argument("--output", metavar="DIR", help="folder of the runs, the figures and the report")
+    command.add_argument("--jobs", type=int, default=0, help="runs at the same time; 0 is one a core (0)")
+    command.add_argument("--threshold", type=float, help="return to reach (the recipes' expected_return)")
+
+
+def _sample_options(command: Parser) -> None:
+    command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
+    command.add_argument("prompt", metavar="PROMPT", help="what the user says")
+    command.add_argument("--n", type=int, default=4, help="how many answers (4)")
+    command.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
+    command.add_argument("--max-new-tokens", type=int, default=64, help="longest answer, in tokens (64)")
+    command.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (0)")
+
+
+def fields_help() -> str:
+    """Every field of both kinds of recipe with its type, default and meaning, for `--help`."""
+    language = _fields_of(RunConfig, "fields of a recipe for language models")
+    control = _fields_of(ControlConfig, "fields of a recipe for control, which is one with a table [environment]")
+    how = "Every field can be given as --field value (lists with commas)."
+    return "\n".join([how, "", *language, "", "", *control])
+
+
+def _fields_of(root: type, title: str) -> list[str]:
+    rows = describe_fields(root)
+    plain = [row for row in rows if not row.section.startswith(("task", "rewards"))]
+    shared = {row.name for row in plain if sum(other.name == row.name for other in plain) > 1}
+    top = {row.name for row in plain if not row.section}
+    lines, section = [title.upper()], None
+    for row in rows:
+        if row.section != section:
+            section = row.section
+            where = {"": "top level", "rewards": "[[rewards]], in the recipe file only"}
+            lines += ["", where.get(section, f"[{section}]")]
+        lines.append(_field_line(row, dotted=bool(section) and row.name in shared | top))
+    return lines
+
+
+def _field_line(row: FieldHelp, *, dotted: bool) -> str:
+    name = row.name.replace("_", "-")
+    shown = f"--{row.section.split()[0]}.{name}" if dotted else f"--{name}"
+    if row.section == "rewards":
+        shown = row.name
+    default = f" [{row.default}]" if row.default not in ("", '""', "[]") else ""
+    return f"  {shown:<28} {row.text} ({row.type}){default}"
