@@ -4,10 +4,12 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
+from covey.observe import run_store
 from covey.observe.run_store import RunStore, check_run_dir, next_run_dir, read_metrics
 
 
@@ -37,7 +39,7 @@ def test_a_step_is_written_and_read_back(tmp_path: Path) -> None:
         "reward_parts": {"numeric": 1.0},
         "score": 1.0,
         "end": "stop",
-        "tokens": 3,
+        "decisions": 3,
         "version": 3,
         "answer": "4",
     }
@@ -77,6 +79,42 @@ def test_a_run_cut_at_any_byte_resumes_to_the_same_file(tmp_path: Path) -> None:
         store.rewind(2)
         fill(store, range(3, 6))
         assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == expected
+
+
+def test_what_was_synced_is_enough_to_resume(tmp_path: Path) -> None:
+    whole = RunStore(tmp_path / "whole")
+    fill(whole, range(1, 6))
+    expected = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    kept = b"".join(expected.splitlines(keepends=True)[:2])
+    for lost in (b"", b"\0\0\n\0\n{", b'{"step": 3, "rew\n{"step": 4}\n'):  # what a power cut may leave of later steps
+        (tmp_path / "cut").mkdir(exist_ok=True)
+        (tmp_path / "cut" / "metrics.jsonl").write_bytes(kept + lost)
+        store = RunStore(tmp_path / "cut", resume=True)
+        store.rewind(2)
+        fill(store, range(3, 6))
+        assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == expected
+
+
+def test_syncing_waits_for_every_file_since_the_last_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(run_store, "_sync", lambda path: synced.append(path.name))
+    store = RunStore(tmp_path / "run")
+    fill(store, range(1, 3))
+    assert synced == []  # a step of control takes less time than the disk
+    store.sync()
+    assert sorted(synced) == ["metrics.jsonl", "rollouts", "run", "step_000001.jsonl", "step_000002.jsonl"]
+    fill(store, range(3, 4))
+    synced.clear()
+    store.sync()
+    assert sorted(synced) == ["metrics.jsonl", "rollouts", "run", "step_000003.jsonl"]
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store.record(
+        1, {"a": np.float32(0.5), "b": np.int64(3), "c": np.float64("nan")}, [Group(Start(0, np.int64(9)), [])]
+    )
+    assert read_metrics(tmp_path) == [{"step": 1, "a": 0.5, "b": 3, "c": None}]
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:

@@ -99,6 +99,14 @@ def test_loaded_tensors_can_be_changed_without_touching_the_file(folder):
     assert folder.load(1)["model"]["weight"].unique().tolist() == [3.0]
 
 
+def test_what_a_checkpoint_counts_on_is_saved_first(tmp_path):
+    seen = []
+    folder = CheckpointFolder(tmp_path, before_save=lambda: seen.append(folder.steps()))
+    folder.save(1, small_state())
+    folder.save(2, small_state())
+    assert seen == [[], [1]]
+
+
 def test_nothing_yet(folder):
     assert folder.latest() is None
     with pytest.raises(CheckpointError, match="missing"):

@@ -67,7 +67,7 @@ class Critic(Protocol):
 
 
 class Observer(Protocol):
-    """Is told what happened in a step before the next one begins: the run store on disk, the live display."""
+    """Is told what happened in a step before the next one begins: the run store, the live display."""
 
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """One finished step; `step` counts from 1."""

@@ -1,12 +1,16 @@
-"""The run folder: what a run was told, what it measured and what its policy wrote, on disk before the next step.
+"""The run folder: what a run was told, what it measured and what its policy did, written before the next step.
 
 runs/arithmetic_grpo-001/
   config.toml                   the resolved config; reads back equal
   metrics.jsonl                 one line a step
   rollouts/step_000012.jsonl    one line a rollout
   checkpoints/                  what `covey train --resume` needs
-  model/                        the trained model, as transformers loads it
+  model/                        the trained model, as transformers loads it; in control the policy
   summary.json, curve.png       the result
+
+A run that is killed loses no finished step, for what was written is then the operating system's to keep. A power cut
+may cost the record of the steps since the last checkpoint (`RunStore.sync` runs before each), which a resumed run does
+again anyway. Waiting for the disk at every step would cost more than a step of control takes.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import islice
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +50,7 @@ class RunStore:
             ConfigError: if the folder cannot be written, already holds a run, or (with `resume`) holds none.
         """
         self.run_dir = Path(run_dir).expanduser()
+        self._unsynced: list[Path] = []
         check_run_dir(run_dir, resume=resume)
         try:
             (self.run_dir / ROLLOUTS_FOLDER).mkdir(parents=True, exist_ok=True)
@@ -55,25 +62,37 @@ class RunStore:
             ) from error
 
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Append a finished step. Its rollouts are on disk before its metrics, so a line promises its rollouts."""
+        """Append a finished step. Its rollouts are written before its metrics, so a line promises its rollouts."""
         lines = [
             encode(rollout_record(step, group.start, rollout)) + b"\n" for group in groups for rollout in group.rollouts
         ]
-        _write_durably(self.rollouts_path(step), b"".join(lines), "wb")
-        _write_durably(self.run_dir / METRICS_FILE, encode({"step": step, **metrics}) + b"\n", "ab")
+        path = self.rollouts_path(step)
+        path.write_bytes(b"".join(lines))
+        self._unsynced.append(path)
+        with open(self.run_dir / METRICS_FILE, "ab") as file:
+            file.write(encode({"step": step, **metrics}) + b"\n")
+
+    def sync(self) -> None:
+        """Bring every recorded step to the disk. To be called before a checkpoint that counts on them."""
+        for path in (*self._unsynced, self.run_dir / ROLLOUTS_FOLDER, self.run_dir / METRICS_FILE, self.run_dir):
+            if path.exists():  # somebody may have made room
+                _sync(path)
+        self._unsynced.clear()
 
     def rewind(self, step: int) -> None:
-        """Forget every step after `step`, so that a resumed run writes them anew. Survives a torn last line.
+        """Forget every step after `step`, so that a resumed run writes them anew; those lines may be damaged.
 
         Raises:
-            ConfigError: if a line before the last cannot be read.
+            ConfigError: if a line that is kept cannot be read.
         """
-        kept = [line for line in read_metrics(self.run_dir) if line["step"] <= step]
-        write_atomically(self.run_dir / METRICS_FILE, b"".join(encode(line) + b"\n" for line in kept))
-        for path in (self.run_dir / ROLLOUTS_FOLDER).glob("step_*.jsonl"):
-            number = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
+        path = self.run_dir / METRICS_FILE
+        lines = path.read_bytes().splitlines()
+        kept = [line for line in islice(_parsed(lines, path), step) if line["step"] <= step]  # one line a step, from 1
+        write_atomically(path, b"".join(encode(line) + b"\n" for line in kept))
+        for rollouts in (self.run_dir / ROLLOUTS_FOLDER).glob("step_*.jsonl"):
+            number = re.fullmatch(r"step_(\d+)\.jsonl", rollouts.name)
             if number and int(number[1]) > step:
-                path.unlink()
+                rollouts.unlink()
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write `summary.json`, whole or not at all.
@@ -166,7 +185,7 @@ def _parsed(lines: list[bytes], path: Path) -> Iterator[dict[str, Any]]:
 
 
 def rollout_record(step: int, start: Start, rollout: Rollout) -> dict[str, Any]:
-    """One rollout as a line of the rollouts file; `group` is the start's index within the step."""
+    """One rollout as a line of the rollouts file; `group` is the start's index within the step. No observations."""
     record = {
         "step": step,
         "group": start.index,
@@ -176,7 +195,7 @@ def rollout_record(step: int, start: Start, rollout: Rollout) -> dict[str, Any]:
         "reward_parts": rollout.reward_parts,
         "score": rollout.score,
         "end": str(rollout.end),
-        "tokens": len(rollout.actions),
+        "decisions": len(rollout.actions),
         "version": rollout.version,
     }
     return record | ({"answer": start.columns["answer"]} if "answer" in start.columns else {})
@@ -184,7 +203,10 @@ def rollout_record(step: int, start: Start, rollout: Rollout) -> dict[str, Any]:
 
 def encode(value: Any, indent: int | None = None) -> bytes:
     """JSON that every reader accepts: UTF-8, NaN and infinity as null; a lone half of a character stays an escape."""
-    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    except (TypeError, ValueError):  # rare, and looking at every value first takes twice as long
+        text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -194,20 +216,27 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):  # NumPy's numbers too
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file so that a crash leaves the old one or the new one, never half."""
     temporary = path.with_name(path.name + ".tmp")
-    _write_durably(temporary, data, "wb")
+    temporary.write_bytes(data)
+    _sync(temporary)
     os.replace(temporary, path)
 
 
-def _write_durably(path: Path, data: bytes, mode: str) -> None:
-    with open(path, mode) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

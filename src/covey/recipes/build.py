@@ -180,7 +180,9 @@ def build_parts(
             max_grad_norm=update.max_grad_norm,
         ),
         observers=(store, display),
-        checkpoints=CheckpointFolder(store.run_dir / CHECKPOINTS_FOLDER, config.checkpoint.keep),
+        checkpoints=CheckpointFolder(
+            store.run_dir / CHECKPOINTS_FOLDER, config.checkpoint.keep, before_save=store.sync
+        ),
         evaluate=held_out.due,
     )
     settings = Settings(

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,13 @@ class CheckpointFolder:
     such leaves without tensors. Everything comes back exactly, tensors on the CPU. One process writes at a time.
     """
 
-    def __init__(self, path: str | Path, keep: int = 2) -> None:
+    def __init__(self, path: str | Path, keep: int = 2, *, before_save: Callable[[], None] = lambda: None) -> None:
+        """`before_save` brings to the disk what a checkpoint takes for granted, such as the record of its steps."""
         if keep < 2:
             raise ConfigError(f"checkpoint.keep must be at least 2 (the newest may be damaged), got {keep}")
         self.path = Path(path)
         self.keep = keep
+        self.before_save = before_save
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write the checkpoint of `step`, then drop all but the newest `keep`.
@@ -65,6 +67,7 @@ class CheckpointFolder:
             ValueError: if two names hold the same tensor (tied weights): store one of them.
             CheckpointError: if the disk is full; older checkpoints are untouched.
         """
+        self.before_save()
         tensors: dict[str, Tensor] = {}
         document = json.dumps(_take_out_tensors(state, "", tensors)).encode()
         _refuse_shared(tensors)
