@@ -244,11 +244,15 @@ def model_of(name: str) -> str:
     """The model that a name means: that of a run folder is in it.
 
     Raises:
-        ConfigError: for a run that has not saved its model.
+        ConfigError: for a run that has not saved its model, or that trained an agent.
     """
     folder = Path(name).expanduser()
     if not (folder / CONFIG_FILE).is_file():
         return name
+    if root_of(read_tables(folder / CONFIG_FILE)) is ControlConfig:
+        raise ConfigError(
+            f"the run in {name} trained an agent, no language model: see it with covey eval {name} --render"
+        )
     if not (folder / MODEL_FOLDER / "config.json").is_file():
         raise ConfigError(f"the run in {name} has not saved its model yet: finish it with covey train --resume {name}")
     return str(folder / MODEL_FOLDER)

@@ -63,7 +63,9 @@ def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser of the command line, and that of each command by its name."""
-    parser = Parser(prog="covey", description="Train a language model by comparing its answers with each other.")
+    parser = Parser(
+        prog="covey", description="Train a language model or an agent by comparing attempts with each other."
+    )
     parser.add_argument("--version", action="version", version=f"covey {version('covey')}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -124,10 +126,10 @@ def _compare_options(command: Parser) -> None:
     command.usage = "covey compare RECIPE [RECIPE ...] [options] [--field value ...]"
     command.epilog = (
         "--field value changes a field of every recipe; `covey train --help` lists them. A comparison that was\n"
-        "interrupted goes on with the runs that are missing: give the same command again, with its --output."
+        "interrupted goes on with the missing runs when the command is given again with its folder as --output."
     )
     command.add_argument("recipes", nargs="+", metavar="RECIPE", help="TOML files, or names of packaged recipes")
-    command.add_argument("--seeds", type=int, default=10, help="runs of every recipe, from seed 0 on (10)")
+    command.add_argument("--seeds", type=int, default=10, help="runs of every recipe, each from its own seed (10)")
     command.add_argument("--output", metavar="DIR", help="folder of the runs, the figures and the report")
     command.add_argument("--jobs", type=int, default=0, help="runs at the same time; 0 is one a core (0)")
     command.add_argument("--threshold", type=float, help="return to reach (the recipes' expected_return)")
@@ -144,8 +146,8 @@ def _sample_options(command: Parser) -> None:
 
 def fields_help() -> str:
     """Every field of both kinds of recipe with its type, default and meaning, for `--help`."""
-    language = _fields_of(RunConfig, "fields of a recipe for language models")
-    control = _fields_of(ControlConfig, "fields of a recipe for control, which is one with a table [environment]")
+    language = _fields_of(RunConfig, "fields of a recipe for language models (one with a table [task])")
+    control = _fields_of(ControlConfig, "fields of a recipe for control (one with a table [environment])")
     how = "Every field can be given as --field value (lists with commas)."
     return "\n".join([how, "", *language, "", "", *control])
 
@@ -155,7 +157,7 @@ def _fields_of(root: type, title: str) -> list[str]:
     plain = [row for row in rows if not row.section.startswith(("task", "rewards"))]
     shared = {row.name for row in plain if sum(other.name == row.name for other in plain) > 1}
     top = {row.name for row in plain if not row.section}
-    lines, section = [title.upper()], None
+    lines, section = [f"==== {title} ===="], None
     for row in rows:
         if row.section != section:
             section = row.section
