@@ -9,9 +9,8 @@ Shape legend: N slots (copies), D numbers in a flattened observation, A numbers 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,11 +22,11 @@ from numpy.typing import NDArray
 from covey.config import ConfigError, EnvironmentConfig
 from covey.control.cartpole import BatchedCartPole
 from covey.control.registry import find_spec, refuse_broken
+from covey.control.resting import RAW_STEPS, HeldAction, RestingEntryPoint, RestingSync, copies_exactly
 from covey.control.spaces import ActionSpace
 from covey.control.translation import Translation
 
 CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
-PROBE_STEPS = 24  # decisions over which a copied environment must do what the original does
 
 
 @dataclass(slots=True)
@@ -58,8 +57,9 @@ class Environments:
         self._autoreset = autoreset
         self._make_one = make_one
         self._snapshots: bool | None = None
-        self._ended_N = np.zeros(vector.num_envs, dtype=np.bool_)
+        self._ended_N = np.ones(vector.num_envs, dtype=np.bool_)  # no episode has begun
         self._all_N = np.ones(vector.num_envs, dtype=np.bool_)
+        self._all_N.flags.writeable = False
         self.count: int = vector.num_envs
         self.seeded = autoreset is AutoresetMode.DISABLED
         self.observation_size: int = self._translation.observation_size
@@ -75,15 +75,15 @@ class Environments:
                 or (
                     isinstance(self._vector, RestingSync)
                     and self._make_one is not None
-                    and _copies_exactly(self._make_one)
+                    and copies_exactly(self._make_one)
                 )
             )
         return self._snapshots
 
     def reset(self, seeds: Sequence[int]) -> NDArray[np.float32]:
-        """Begin an episode in every slot; returns their first observations [N, D].
+        """Begin an episode in every slot; returns their first observations [N, D]. It comes before anything else.
 
-        Environments with an entry point of their own that do not take a list of seeds get one made of all of them.
+        Vector classes that reset by themselves and are an environment's own take one seed: one made of all of these.
         """
         numbers = [int(seed) for seed in seeds]
         listed = self.seeded or isinstance(self._vector, SyncVectorEnv | AsyncVectorEnv)
@@ -128,7 +128,7 @@ class Environments:
                 observation_ND = self._with_last_observations(next_ND, infos["final_obs"])
         return Step(
             observation_ND=observation_ND,
-            reward_N=np.asarray(rewards, dtype=np.float64),
+            reward_N=np.array(rewards, dtype=np.float64),
             terminated_N=terminated_N,
             truncated_N=truncated_N,
             acted_N=acted_N,
@@ -169,82 +169,6 @@ class Environments:
         return observation_ND
 
 
-class HeldAction(gym.Wrapper):
-    """Holds every action for `repeat` raw steps (fewer where the episode ends) and adds up their rewards.
-
-    With `rests` a finished environment ignores steps until it is reset. Infos are dropped, because merging those of
-    many copies is slow and nobody reads them; with `repeat` above 1 "raw_steps" says how many were made.
-    """
-
-    def __init__(self, env: gym.Env, repeat: int, rests: bool) -> None:
-        super().__init__(env)
-        self._repeat, self._rests, self._over = repeat, rests, False
-        self.observation: Any = None  # the latest
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._over = False
-        self.observation, _ = self.env.reset(seed=seed, options=options)
-        return self.observation, {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self._over:
-            return self.observation, 0.0, False, False, {}
-        total = 0.0
-        for made in range(1, self._repeat + 1):  # noqa: B007
-            self.observation, reward, terminated, truncated, _ = self.env.step(action)
-            total += float(reward)
-            if terminated or truncated:
-                self._over = self._rests
-                break
-        return self.observation, total, terminated, truncated, {"raw_steps": made} if self._repeat > 1 else {}
-
-
-class RestingSync(SyncVectorEnv):
-    """SyncVectorEnv with AutoresetMode.DISABLED whose finished copies may be stepped: they rest (`HeldAction`)."""
-
-    def step(self, actions: Any) -> Any:
-        self._autoreset_envs[:] = False  # Gymnasium would refuse to step while a finished copy was not reset
-        return super().step(actions)
-
-    def snapshot(self, slot: int) -> gym.Env:
-        """A copy of a sub-environment."""
-        return copy.deepcopy(self.envs[slot])
-
-    def restore(self, slot: int, snapshot: gym.Env) -> Any:
-        """Put a copy of the snapshot into a slot; returns the latest observation there."""
-        env = copy.deepcopy(snapshot)
-        self.envs[slot] = env
-        self._env_obs[slot] = env.observation  # type: ignore[attr-defined]
-        return self._env_obs[slot]
-
-
-class RestingEntryPoint(gym.vector.VectorWrapper):
-    """An environment's own vector class with AutoresetMode.DISABLED, whose finished slots may be stepped.
-
-    Such a class may refuse to step a slot that is over. So these are reset, stepped along and left out of the answer.
-    """
-
-    def __init__(self, env: VectorEnv) -> None:
-        super().__init__(env)
-        self._ended_N = np.zeros(env.num_envs, dtype=np.bool_)
-        self._stale_N = np.zeros(env.num_envs, dtype=np.bool_)  # over for us, running along inside
-
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        mask_N = (options or {}).get("reset_mask")
-        self._stale_N[slice(None) if mask_N is None else mask_N] = False
-        self._ended_N[slice(None) if mask_N is None else mask_N] = False
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, actions: Any) -> Any:
-        if self._ended_N.any():
-            self.env.reset(options={"reset_mask": self._ended_N.copy()})
-        observations, rewards, terminated_N, truncated_N, _ = self.env.step(actions)
-        self._stale_N |= self._ended_N
-        self._ended_N = terminated_N | truncated_N
-        acted_N = ~self._stale_N
-        return observations, rewards * acted_N, terminated_N & acted_N, truncated_N & acted_N, {}
-
-
 def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str | None = None) -> Environments:
     """`count` copies of the environment that the config names.
 
@@ -267,9 +191,9 @@ def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str
             return Environments(BatchedCartPole(count, limit), mode, config.id)
         make_one = partial(_make_one, config, spec, render_mode)
         Translation(*_spaces(make_one), config.id)  # refuses spaces before processes are started
-        kind = {"async": AsyncVectorEnv, "sync": SyncVectorEnv}.get(config.vectorization, SyncVectorEnv)
-        if kind is SyncVectorEnv and mode is AutoresetMode.DISABLED:
-            kind = RestingSync
+        kind: Any = RestingSync if mode is AutoresetMode.DISABLED else SyncVectorEnv
+        if config.vectorization == "async":
+            kind = AsyncVectorEnv
         return Environments(kind([make_one] * count, autoreset_mode=mode), mode, config.id, make_one)
 
 
@@ -279,7 +203,8 @@ def check_environment(config: EnvironmentConfig) -> None:
     Raises:
         ConfigError: as `make_environments`.
     """
-    make_environments(config, 1).close()
+    in_process = replace(config, vectorization="sync") if config.vectorization == "async" else config
+    make_environments(in_process, 1).close()
 
 
 def _by_entry_point(
@@ -295,10 +220,10 @@ def _by_entry_point(
     offered = vector.metadata.get("autoreset_mode")
     if offered is not mode:
         vector.close()
-        known = f"{offered.name.lower()}" if isinstance(offered, AutoresetMode) else "in a way it does not name"
+        theirs = f"{offered.name.lower()!r}" if isinstance(offered, AutoresetMode) else "unnamed"
         raise ConfigError(
-            f"the vector class of {config.id!r} resets {known}: set environment.autoreset to that, or "
-            "environment.vectorization = 'sync'"
+            f"environment.autoreset is {config.autoreset!r}, but the vector class of {config.id!r} has {theirs}: "
+            "use it, or set environment.vectorization = 'sync'"
         )
     return RestingEntryPoint(vector) if mode is AutoresetMode.DISABLED else vector
 
@@ -326,41 +251,7 @@ def _is_plain_cartpole(config: EnvironmentConfig, spec: gym.envs.registration.En
 
 def _raw_steps(acted_N: NDArray[np.bool_], infos: dict[str, Any]) -> NDArray[np.int64]:
     """Raw steps of every slot: those that HeldAction reports, or one for each that acted."""
-    if "raw_steps" not in infos and "raw_steps" not in infos.get("final_info", {}):
+    reports = [info[RAW_STEPS] for info in (infos, infos.get("final_info", {})) if RAW_STEPS in info]
+    if not reports:
         return acted_N.astype(np.int64)
-    zeros_N = np.zeros(len(acted_N), dtype=np.int64)
-    ended_N = infos.get("final_info", {}).get("raw_steps", zeros_N)  # of episodes that SAME_STEP ended
-    return np.asarray(infos.get("raw_steps", zeros_N) + ended_N, dtype=np.int64)
-
-
-def _copies_exactly(make_one: Callable[[], gym.Env]) -> bool:
-    """Whether a deep copy of the environment goes on exactly as the original, and leaves the original alone.
-
-    Simulators written in C often share their world between copies, or refuse to be copied.
-    """
-    env = make_one()
-    try:
-        env.action_space.seed(0)
-        actions = [env.action_space.sample() for _ in range(2 * PROBE_STEPS)]
-        env.reset(seed=0)
-        _trace(env, actions[:PROBE_STEPS])
-        snapshot = copy.deepcopy(env)
-        traces = [_trace(each, actions[PROBE_STEPS:]) for each in (env, copy.deepcopy(snapshot), snapshot)]
-        return traces[0] == traces[1] == traces[2]
-    except Exception:  # whatever a foreign environment raises when it is copied: it cannot be
-        return False
-    finally:
-        env.close()
-
-
-def _trace(env: gym.Env, actions: Sequence[Any]) -> list[bytes]:
-    """All that an environment answers to these actions, bit by bit; it is reset, without a seed, where it ends."""
-    answers = []
-    for action in actions:
-        observation, reward, terminated, truncated, _ = env.step(action)
-        flat = gym.spaces.flatten(env.observation_space, observation)
-        answers.append(np.asarray(flat).tobytes() + np.array([reward, terminated, truncated], np.float64).tobytes())
-        if terminated or truncated:
-            observation, _ = env.reset()
-            answers.append(np.asarray(gym.spaces.flatten(env.observation_space, observation)).tobytes())
-    return answers
+    return np.asarray(sum(reports), dtype=np.int64)  # an episode that SAME_STEP ended reports in its final info

@@ -53,7 +53,8 @@ class Translation:
     def flatten(self, observations: Any) -> NDArray[np.float32]:
         """A batch of observations as the vector environment gives it -> [N, D]."""
         if self._is_box:
-            return np.asarray(observations, dtype=np.float32).reshape(len(observations), -1)
+            # A copy, because vector classes may fill the same array again in their next step.
+            return np.array(observations, dtype=np.float32).reshape(len(observations), -1)
         count = len(next(iter(_leaves(observations))))
         batched = batch_space(self._observation_space, count)
         return np.stack([self.flatten_one(single) for single in iterate(batched, observations)])
