@@ -2,9 +2,13 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from rich.console import Console
 
 from covey.config import ConfigError
@@ -12,6 +16,7 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.observe.curve import draw_curve, smooth
 from covey.observe.display import Display, clock, last_turn, next_step, printable, readable, sparkline
 from covey.observe.run_store import RunStore
+from covey.observe.worlds import number
 
 METRICS = {
     "reward/mean": 0.4375,
@@ -152,7 +157,120 @@ def test_the_suggestion_depends_on_the_result() -> None:
     assert "--steps 120" in next_step(summary((0.3, 0.2, 0.4), (0.35, 0.25, 0.45)))
 
 
+CONTROL_METRICS = {
+    "reward/mean": 3.5,
+    "score/mean": 213.44,
+    "environment/episodes": 120.0,
+    "environment/steps": 12800.0,
+    "entropy": 0.61,
+    "clip/low": 0.01,
+    "clip/high": 0.025,
+    "decisions_per_second": 31000.0,
+}
+
+
+def control_summary(before: tuple[float, float, float], after: tuple[float, float, float]) -> dict[str, Any]:
+    first, second = (dict(zip(("score", "low", "high"), values, strict=True), count=100) for values in (before, after))
+    return {
+        "world": "control",
+        "run_dir": "runs/pole-001",
+        "recipe": "my recipes/pole.toml",
+        "seed": 7,
+        "steps": 300,
+        "seconds": 21.4,
+        "decisions_sampled": 98304,
+        "peak_memory_bytes": 2**29,
+        "environment": "CartPole-v1",
+        "environment_steps": 98304,
+        "episodes": 1210,
+        "expected_return": None,
+        "evaluations": [{"before": first, "after": second}],
+    }
+
+
+def test_control_is_told_in_its_own_words() -> None:
+    display = Display(300, world="control", console=console())
+    with display:
+        display.record(1, CONTROL_METRICS, groups())
+        display.record(2, CONTROL_METRICS, groups())  # within the same second
+        display.record(3, {"eval/score": 498.2, "entropy": 0.6}, groups())
+        display.record(300, {"entropy": 0.5}, groups())
+        with display.progress("evaluation after step 300", 8):
+            pass
+    lines = [line.partition("  left")[0] for line in written(display).splitlines()]
+    assert lines == [
+        "step   1/300  return 213.4  episodes 120  environment steps 12,800  entropy 0.610  clipped 3.5%  "
+        "steps/s 31,000",
+        "step   3/300  evaluation 498.2  entropy 0.600",
+        "step 300/300  entropy 0.500",
+    ]
+
+
+def test_the_panel_of_control_keeps_the_last_value_of_what_is_not_measured_at_every_step() -> None:
+    display = Display(300, world="control", console=console(terminal=True))
+    with display:
+        display.record(1, CONTROL_METRICS, groups())
+        display.record(2, {**CONTROL_METRICS, "score/mean": 300.0, "eval/score": 401.5}, groups())
+        display.record(3, {"entropy": 0.5}, groups())
+        display._live.refresh()
+    last = written(display).rpartition("step 3/300")[2]
+    for part in ("300.0", "401.5", "0.500", "from 213.4 to 300.0", "▁█"):
+        assert part in last
+    assert "KL" not in last
+
+
+def test_samples_of_control_name_the_seed_and_the_return() -> None:
+    def episode(steps: int) -> Rollout:
+        return Rollout(None, [0] * steps, [0.0] * steps, EndReason.TERMINATED, f"{steps} steps, terminated", None,
+                       float(steps))  # fmt: skip
+
+    display = Display(2, 1, world="control", console=console())
+    display.record(1, {}, [Group(Start(0, 4711), [episode(9), episode(53)])])
+    assert written(display).splitlines()[1:] == [
+        "  seed      4711",
+        "  best      53 steps, terminated  reward 53",
+        "  worst     9 steps, terminated  reward 9",
+    ]
+
+
+def test_the_end_of_control_shows_returns_and_what_they_cost() -> None:
+    display = Display(world="control", console=console())
+    display.show_summary(control_summary((-1234.5, -1300.0, -1200.0), (0.5, 0.25, 9.0)))
+    text = written(display)
+    for part in ("Mean return of 100 evaluation episodes", "CartPole-v1", "-1,234.5 (-1,300.0 to -1,200.0)",
+                 "0.50 (0.25 to 9.00)", "+1,235.0", "300 steps in 0:21, 98,304 environment steps, 1,210 episodes",
+                 "0.5 GiB", "runs/pole-001"):  # fmt: skip
+        assert part in text
+    assert text.splitlines()[-1] == "The policy got better. Next: watch it: covey eval runs/pole-001 --render"
+
+
+def test_advice_in_control_depends_on_the_expected_return() -> None:
+    low, high, middle = (20.0, 15.0, 25.0), (490.0, 480.0, 499.0), (24.0, 18.0, 30.0)
+    assert "better" in next_step(control_summary(low, high))
+    assert "worse" in next_step(control_summary(high, low))
+    assert next_step(control_summary(low, middle)).endswith("covey train 'my recipes/pole.toml' --seed 8")
+    reached = next_step(control_summary(low, high) | {"expected_return": 475.0})
+    assert reached.startswith("The expected return of 475.0 is reached. ")
+    assert reached.endswith("covey eval runs/pole-001 --render")
+    short = next_step(control_summary(low, high) | {"expected_return": 495.0})
+    assert short.startswith("The expected return of 495.0 is not reached. The policy got better.")
+    assert short.endswith("--steps 600")
+    unclear = next_step(control_summary(low, middle) | {"expected_return": 475.0})
+    assert unclear.startswith("The expected return of 475.0 is not reached. The intervals overlap")
+
+
+def test_a_resumed_run_shows_its_whole_course() -> None:
+    display = Display(20, console=console(terminal=True))
+    display.resume(3, [{"step": step, "score/mean": step / 10, "kl": None} for step in range(1, 4)])
+    with display:
+        display.record(4, {"score/mean": 0.7}, groups())
+        display._live.refresh()
+    assert display.history["score/mean"] == [0.1, 0.2, 0.3, 0.7]
+    assert "from 10.0% to 70.0%" in written(display)
+
+
 def test_small_writers() -> None:
+    assert [number(value) for value in (0.125, -9.99, 10.0, -12345.67)] == ["0.12", "-9.99", "10.0", "-12,345.7"]
     assert clock(372.4) == "6:12"
     assert clock(3725) == "1:02:05"
     assert sparkline([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
@@ -184,3 +302,32 @@ def test_the_curve_is_drawn_with_and_without_a_summary(tmp_path: Path) -> None:
     store.write_summary(json.loads(json.dumps(summary((0.09, 0.06, 0.13), (0.62, 0.56, 0.68)))))
     finished = draw_curve(tmp_path).read_bytes()
     assert len({unscored, scored, finished}) == 3  # each adds something that can be seen
+
+
+def texts_of(draw: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> tuple[str, Figure]:
+    """Everything that is written in a picture, and the picture itself."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    draw()
+    found = [text for axes in figures[0].axes for text in axes.findobj(Text)]
+    return "\n".join(text.get_text() for text in found), figures[0]
+
+
+def test_the_curve_of_control_goes_by_environment_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RunStore(tmp_path)
+    for step in range(1, 9):
+        later = {} if step % 2 else {"score/mean": 50.0 * step, "eval/score": 60.0 * step}
+        store.record(step, {"environment/steps": 512.0 * step, "entropy": 0.5, "kl/behavior": 0.01, **later}, [])
+    text, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
+    for part in ("environment steps", "training return", "Entropy", "KL of an update", "Groups that teach nothing"):
+        assert part in text
+    assert "accuracy" not in text
+    raw = figure.axes[0].lines[0]
+    assert list(raw.get_xdata()) == [1024.0, 2048.0, 3072.0, 4096.0]  # where a return was measured
+    store.write_summary(control_summary((20.0, 15.0, 25.0), (490.0, 480.0, 499.0)) | {"expected_return": 475.0})
+    store.record(9, {"environment/steps": 4608.0, "loss/value": 3.0, "value/explained_variance": -5.0}, [])
+    text, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
+    for part in ("expected return, 475", "100 episodes", "490", "20.0", "Value loss", "Explained variance"):
+        assert part in text
+    assert figure.axes[3].get_ylim() == (-1.0, 1.0)
+    assert figure.axes[0].get_ylim()[1] > 490

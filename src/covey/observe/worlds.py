@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 Result = Mapping[str, float]  # as `covey.observe.statistics.mean_score` makes it
 
@@ -38,6 +38,7 @@ class World:
 
     score: str  # what a score is called
     write_score: Callable[[float], str]
+    write_label: Callable[[float], str]  # beside a point of the curve
     write_interval: Callable[[Result], str]
     write_change: Callable[[float], str]
     score_limits: tuple[float, float] | None  # of the curve; None: set by the data
@@ -53,7 +54,7 @@ class World:
     drawn: tuple[str, ...]  # metrics with a sparkline
     x_metric: str  # what the curve goes by
     x_label: str
-    legend: str  # where the curve leaves room for it
+    legend: Literal["upper left", "lower right"]  # where the curve leaves room for it
     panels: tuple[tuple[Panel, ...], ...]  # of each place the first that was measured
 
 
@@ -96,6 +97,7 @@ DEAD_GROUPS = Panel("groups/dead_share", "Groups that teach nothing", "share", h
 LANGUAGE = World(
     score="accuracy",
     write_score=percent,
+    write_label=lambda value: f"{value:.0%}",
     write_interval=_percent_interval,
     write_change=lambda change: f"{100 * change:+.1f} points",
     score_limits=(0.0, 1.0),
@@ -136,6 +138,7 @@ LANGUAGE = World(
 CONTROL = World(
     score="return",
     write_score=number,
+    write_label=lambda value: whole(value) if abs(value) >= 100 else number(value),
     write_interval=_number_interval,
     write_change=_signed_number,
     score_limits=None,
