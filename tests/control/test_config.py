@@ -135,6 +135,9 @@ def test_a_packaged_recipe_may_be_named_by_its_place_in_the_repository(
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "arithmetic_grpo.toml").write_text(ENVIRONMENT)
     assert find_recipe("recipes/arithmetic_grpo.toml") == Path("recipes/arithmetic_grpo.toml")
+    (tmp_path / "mine.toml").write_text(ENVIRONMENT)
+    with pytest.raises(ConfigError, match=r"mine\.toml"):  # only packaged recipes go without their ending
+        find_recipe(tmp_path / "mine")
 
 
 # ---- mistakes ----
