@@ -49,8 +49,9 @@ def test_every_step_is_that_of_the_single_environment(limit: int) -> None:
     assert terminated > 50
 
 
-def test_finished_carts_stand_still_and_earn_nothing() -> None:
-    environments = make_environments(EnvironmentConfig(id="CartPole-v1", max_episode_steps=20), 2)
+@pytest.mark.parametrize("limit", [5, 20])  # truncated, terminated
+def test_finished_carts_stand_still_and_earn_nothing(limit: int) -> None:
+    environments = make_environments(EnvironmentConfig(id="CartPole-v1", max_episode_steps=limit), 2)
     environments.reset([0, 1])
     last = None
     for _ in range(300):
