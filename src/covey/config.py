@@ -246,6 +246,8 @@ class RolloutsConfig:
     def copies(self) -> int:
         """How many copies of the environment step together."""
         every_rollout = 8 if self.groups == "fragments" else self.starts_per_step * self.group_size
+        if self.groups == "branches" or (self.environments > every_rollout and self.groups != "fragments"):
+            return every_rollout  # more would play for nobody
         return self.environments or every_rollout
 
     @property

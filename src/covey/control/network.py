@@ -179,5 +179,7 @@ class DecidedObservations:
 
 def scatter(value_N: Tensor, place_N: Tensor, mask_BT: Tensor) -> Tensor:
     """Values of decided columns ([N] or [N, V]) in their places of [B, T] or [B, T, V]; 0 elsewhere."""
+    if len(value_N) == mask_BT.numel():
+        return value_N.view(*mask_BT.shape, *value_N.shape[1:])
     blank = value_N.new_zeros(mask_BT.numel(), *value_N.shape[1:])
     return blank.index_copy(0, place_N, value_N).view(*mask_BT.shape, *value_N.shape[1:])

@@ -5,7 +5,7 @@ Shape legend: B rollouts (rows), T decisions (columns), V actions to choose from
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -52,10 +52,10 @@ class Rollout:
 
     context: Any  # what the decisions rest on: the prompt's token ids; the T + 1 observations of an episode
     actions: Any  # a sequence: token ids, the end token included; action numbers; action vectors
-    behavior_logprobs: Sequence[float]  # log-probability of each action when it was sampled
+    behavior_logprobs: Any  # a sequence: the log-probability of each action when it was sampled
     end: EndReason
     text: str = ""  # the completion as the rewards read it
-    step_rewards: Sequence[float] | None = None  # what each decision earned; None: one reward for the whole
+    step_rewards: Any = None  # a sequence: what each decision earned; None: one reward for the whole
     reward: float | None = None  # None: the grader failed, the rollout leaves its group
     reward_parts: dict[str, float | None] = field(default_factory=dict)
     score: float | None = None  # what evaluation averages: 1 right, 0 wrong; a return in control

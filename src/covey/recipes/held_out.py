@@ -12,10 +12,9 @@ from covey.llm.grader import RewardGrader
 from covey.llm.sampler import LanguageSampler, greedy
 from covey.observe.display import Display
 from covey.observe.statistics import mean_score
+from covey.recipes.build import Evaluation
 
 PIECE = 64  # problems answered between two moves of the progress bar
-
-Evaluation = dict[str, Any]
 
 
 class HeldOut:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from covey.config import EvaluationConfig, RewardConfig, RunConfig, SamplingConfig
+from covey.config import ConfigError, ControlConfig, EvaluationConfig, RewardConfig, RunConfig, SamplingConfig
 from covey.config_checks import validate
 from covey.config_reader import config_from_dict, read_tables, write_config
 from covey.data import Start, Task
@@ -18,9 +18,11 @@ from covey.llm.sampler import LanguageSampler
 from covey.observe.curve import draw_curve
 from covey.observe.display import Display
 from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore, next_run_dir, read_metrics, write_atomically
-from covey.recipes.build import Problem, Reward, build_machine, build_parts, build_problem, load_policy
-from covey.recipes.held_out import Evaluation, answer
-from covey.runtime.device import differences, environment, peak_memory_bytes
+from covey.recipes.build import Evaluation, World
+from covey.recipes.control import ControlWorld
+from covey.recipes.held_out import answer
+from covey.recipes.language import LanguageWorld, Reward, build_machine, build_problem, load_policy
+from covey.runtime.device import differences, peak_memory_bytes
 from covey.train.loop import Progress, load_checkpoint, train
 
 ORIGIN_FILE = "origin.json"  # what a resumed run must know beside its config
@@ -29,15 +31,21 @@ Summary = dict[str, Any]
 
 
 def run(
-    config: RunConfig, *, task: Task | None = None, rewards: Sequence[Reward] = (), recipe_name: str = "run"
+    config: RunConfig | ControlConfig,
+    *,
+    task: Task | None = None,
+    rewards: Sequence[Reward] = (),
+    recipe_name: str = "run",
+    display: Display | None = None,
 ) -> Summary | None:
-    """Train a model and measure it before and after.
+    """Train a policy and measure it before and after.
 
     Args:
         config: of the run; an empty `run_dir` is numbered.
-        task: a task of your own instead of the config's.
-        rewards: reward functions of your own instead of the config's.
+        task: of a language model: a task of your own instead of the config's.
+        rewards: of a language model: reward functions of your own instead of the config's.
         recipe_name: names the run folder and the advice at the end.
+        display: shows the run; None makes one that fits.
 
     Returns:
         what `summary.json` holds, or None if the run was stopped before its end (Ctrl-C).
@@ -48,16 +56,18 @@ def run(
     """
     validate(config, own_task=task is not None)
     config = replace(config, run_dir=config.run_dir or str(next_run_dir(recipe_name)))
-    problem = build_problem(config, task, rewards)
+    world = open_world(config, task, rewards)
     try:
         store = RunStore(config.run_dir)
         write_config(config, store.run_dir / CONFIG_FILE)
-        return _carry_out(config, problem, store, recipe_name, resuming=False)
+        return _carry_out(config, world, store, recipe_name, display, resuming=False)
     finally:
-        problem.grader.close()
+        world.close()
 
 
-def resume(run_dir: Path, *, task: Task | None = None, rewards: Sequence[Reward] = ()) -> Summary | None:
+def resume(
+    run_dir: Path, *, task: Task | None = None, rewards: Sequence[Reward] = (), display: Display | None = None
+) -> Summary | None:
     """Go on with a run that was stopped or killed; it ends as if it had never stopped.
 
     A run that was started with a task or rewards of its own in Python must be given them again.
@@ -67,30 +77,44 @@ def resume(run_dir: Path, *, task: Task | None = None, rewards: Sequence[Reward]
     """
     config = replace(config_from_dict(read_tables(run_dir / CONFIG_FILE)), run_dir=str(run_dir))
     validate(config, own_task=task is not None)
-    problem = build_problem(config, task, rewards)
+    world = open_world(config, task, rewards)
     try:
         store = RunStore(run_dir, resume=True)
         origin = json.loads((run_dir / ORIGIN_FILE).read_text())
-        return _carry_out(config, problem, store, origin["recipe"], resuming=True)
+        return _carry_out(config, world, store, origin["recipe"], display, resuming=True)
     finally:
-        problem.grader.close()
+        world.close()
+
+
+def open_world(config: RunConfig | ControlConfig, task: Task | None = None, rewards: Sequence[Reward] = ()) -> World:
+    """The world that a config is about, its light parts tried out.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    if isinstance(config, RunConfig):
+        return LanguageWorld(config, task, rewards)
+    if task is not None or rewards:
+        raise ConfigError("a run on an environment takes no task and no rewards of its own: the environment has both")
+    return ControlWorld(config)
 
 
 def _carry_out(
-    config: RunConfig, problem: Problem, store: RunStore, recipe_name: str, *, resuming: bool
+    config: RunConfig | ControlConfig,
+    world: World,
+    store: RunStore,
+    recipe_name: str,
+    display: Display | None,
+    *,
+    resuming: bool,
 ) -> Summary | None:
-    machine = build_machine(config.device, config.precision, config.threads)
-    display = Display(config.steps, config.show_rollouts_every, title=f"covey: {recipe_name}")
-    display.note(
-        f"{config.algorithm} on {config.model}, {config.steps} steps of "
-        f"{config.sampling.prompts_per_step} prompts x {config.sampling.group_size} rollouts; {machine.device.type}, "
-        f"{str(machine.dtype).removeprefix('torch.')}; everything goes to {store.run_dir}"
+    display = display or Display(
+        config.steps, config.show_rollouts_every, title=f"covey: {recipe_name}", world=world.name
     )
-    loaded = load_policy(config, machine)
-    if not loaded.policy.shares_prompts:
-        display.note("this model's attention is not known to covey: prompts are not shared, which is slower")
-    parts, settings, held_out = build_parts(config, problem, loaded, store, display)
-    now = environment(machine.device, machine.dtype)
+    display.note(f"{world.describe()}; everything goes to {store.run_dir}")
+    assembled = world.assemble(store, display)
+    parts, settings = assembled.parts, assembled.settings
+    now = world.machine()
     origin_path = store.run_dir / ORIGIN_FILE
     progress = Progress()
     if resuming:
@@ -105,15 +129,15 @@ def _carry_out(
         display.note(f"resuming after step {progress.step}")
     with display, _ctrl_c() as stopped:
         if not resuming:
-            origin = {"recipe": recipe_name, "environment": now, "before": held_out.measure("held-out accuracy before")}
+            origin = {"recipe": recipe_name, "environment": now, "before": assembled.measure("before")}
             write_atomically(origin_path, json.dumps(origin, indent=2).encode())
         train(parts, settings, progress, should_stop=stopped)
         if progress.step < settings.steps:
             display.note(f"stopped after step {progress.step}. Go on with: covey train --resume {store.run_dir}")
             return None
-        after = held_out.measure("held-out accuracy after")
-    loaded.save(store.run_dir / MODEL_FOLDER)
-    summary = _summarise(config, recipe_name, store, progress, origin, after)
+        after = assembled.measure("after")
+    assembled.save(store.run_dir / MODEL_FOLDER)
+    summary = _summarise(config, world, store, progress, origin, after) | assembled.facts()
     store.write_summary(summary)
     draw_curve(store.run_dir)
     display.show_summary(summary)
@@ -121,8 +145,8 @@ def _carry_out(
 
 
 def _summarise(
-    config: RunConfig,
-    recipe_name: str,
+    config: RunConfig | ControlConfig,
+    world: World,
     store: RunStore,
     progress: Progress,
     origin: dict[str, Any],
@@ -131,10 +155,9 @@ def _summarise(
     steps = read_metrics(store.run_dir)
     measured = [*origin["before"], *after]
     return {
-        "world": "language",
+        "world": world.name,
         "run_dir": str(store.run_dir),
-        "recipe": recipe_name,
-        "model": config.model,
+        "recipe": origin["recipe"],
         "algorithm": config.algorithm,
         "seed": config.seed,
         "steps": progress.step,
@@ -143,7 +166,7 @@ def _summarise(
         "peak_memory_bytes": max([peak_memory_bytes(), *(int(step["memory/peak_bytes"]) for step in steps)]),
         "machine": origin["environment"],
         "evaluations": [
-            {"max_new_tokens": first["max_new_tokens"], "before": first, "after": second}
+            {key: first[key] for key in ("max_new_tokens",) if key in first} | {"before": first, "after": second}
             for first, second in zip(origin["before"], after, strict=True)
         ],
     }
@@ -170,14 +193,14 @@ def _ctrl_c() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def check(config: RunConfig) -> None:
-    """Try out the data and the rewards of a recipe without loading its model.
+def check(config: RunConfig | ControlConfig) -> None:
+    """Try out the data and the rewards of a recipe, or its environment, without training or loading a model.
 
     Raises:
         ConfigError: for the first thing that is wrong.
     """
     validate(config)
-    build_problem(config).grader.close()
+    open_world(config).close()
 
 
 def evaluate_model(

@@ -128,6 +128,8 @@ def evaluated(policy: Policy, batch: Batch, wanted_B: Tensor) -> tuple[Tensor, T
 def _in_pieces(policy: Policy, batch: Batch, wanted_B: Tensor, visit: Callable[[Tensor, Batch], None]) -> None:
     """Visit the wanted rows in pieces that the policy can evaluate at once: (their row indices, the piece)."""
     wanted = wanted_B.nonzero()[:, 0]
+    if not len(wanted):
+        return
     chosen = batch if len(wanted) == len(batch) else batch.select(wanted)
     for rows in policy.microbatches(chosen):
         visit(wanted[rows], chosen.select(rows))

@@ -1,0 +1,251 @@
+"""Rollouts in environments: whole episodes, or fragments of episodes that go on in the next training step.
+
+Shape legend: N slots (environments side by side), T steps, D numbers in an observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from covey.control.environments import Environments
+from covey.control.policy import ControlPolicy
+from covey.control.rewards import RewardScale
+from covey.control.tape import Draws, FinishedTape, Segment, Tape, ending, numbers_per_decision, play
+from covey.control.task import reset_seeds
+from covey.data import EndReason, Group, Rollout, Start
+from covey.runtime.seeding import SAMPLING
+
+
+class ControlSampler:
+    """What all samplers of control share: counters, the scale of rewards, the observations that the policy will
+    normalise by. Meets `covey.data.Sampler` with the `sample` of a subclass.
+    """
+
+    def __init__(
+        self, policy: ControlPolicy, environments: Environments, seed: int, reward_scale: RewardScale, gamma: float
+    ) -> None:
+        self.policy, self.environments, self.seed = policy, environments, seed
+        self.reward_scale, self.gamma = reward_scale, gamma
+        self.version = 0
+        self.environment_steps = 0
+        self.episodes = 0
+        self._seen: list[NDArray[np.float32]] = []  # observations since the normaliser's last update
+
+    def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
+        raise NotImplementedError
+
+    def counters(self) -> dict[str, float]:
+        """How much of the environment has been used, from the run's beginning."""
+        return {"environment/steps": float(self.environment_steps), "environment/episodes": float(self.episodes)}
+
+    def refresh(self, version: int) -> None:
+        """The weights are shared with the trainer. What was seen moves the scale of observations only now: during a
+        step, sampler and trainer must mean the same policy.
+        """
+        self.version = version
+        if self._seen and self.policy.normaliser is not None:
+            self.policy.normaliser.update(np.concatenate(self._seen))
+        self._seen.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and running scales."""
+        normaliser = self.policy.normaliser
+        return {
+            "environment_steps": self.environment_steps,
+            "episodes": self.episodes,
+            "reward_scale": self.reward_scale.state_dict(),
+            "normaliser": {} if normaliser is None else normaliser.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.environment_steps, self.episodes = state["environment_steps"], state["episodes"]
+        self.reward_scale.load_state_dict(state["reward_scale"])
+        if self.policy.normaliser is not None:
+            self.policy.normaliser.load_state_dict(state["normaliser"])
+
+    def _rewarded(self, tape: FinishedTape, segments: Sequence[Segment]) -> list[Rollout]:
+        """The segments as rollouts with their rewards; moves the scale of rewards and notes the observations."""
+        ended_NT = np.zeros(tape.rewards_NT.shape, dtype=np.bool_)
+        for segment in segments:
+            ended_NT[segment.slot, segment.stop - 1] = segment.end is not EndReason.CUT
+        scaled_NT = self.reward_scale.scale(tape.rewards_NT, ended_NT)
+        self.environment_steps += tape.raw_steps
+        rollouts = []
+        for segment in segments:
+            rollout = tape.rollout(segment, self.version)
+            rewards_L = scaled_NT[segment.slot, segment.start : segment.stop]
+            rollout.step_rewards = rewards_L
+            rollout.reward = float(rewards_L @ self.gamma ** np.arange(len(rewards_L)))
+            if self.policy.normaliser is not None:
+                self._seen.append(rollout.context)
+            rollouts.append(rollout)
+        return rollouts
+
+
+class EpisodeSampler(ControlSampler):
+    """G whole episodes from every start: the same reset seed, so that siblings begin in the same state."""
+
+    def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
+        """A rollout's reward is its discounted return, its score the plain one."""
+        seeds = [start.prompt for start in starts for _ in range(group_size)]
+        draws = Draws(self.seed, step, self.environments.count, numbers_per_decision(self.policy), SAMPLING)
+        segments, tape = play(self.environments, self.policy, seeds, draws, group_size)
+        rollouts = self._rewarded(tape, segments)
+        for rollout, segment in zip(rollouts, segments, strict=True):
+            rollout.score = float(tape.rewards(segment).sum())
+        self.episodes += len(rollouts)
+        return [Group(start, rollouts[i * group_size : (i + 1) * group_size]) for i, start in enumerate(starts)]
+
+
+class FragmentSampler(ControlSampler):
+    """Every slot acts a fixed number of steps; an episode that is not over by then goes on in the next training step.
+
+    A slot is a group of its own. Its rollouts are the pieces of episodes that fell into the step: none crosses an end.
+    """
+
+    def __init__(
+        self,
+        policy: ControlPolicy,
+        environments: Environments,
+        seed: int,
+        reward_scale: RewardScale,
+        gamma: float,
+        *,
+        steps: int,
+    ) -> None:
+        super().__init__(policy, environments, seed, reward_scale, gamma)
+        self.steps = steps
+        self._observation_ND: NDArray[np.float32] | None = None
+        self._return_N = np.zeros(environments.count)  # of the episode so far
+        self._reset_seed_N = np.zeros(environments.count, dtype=np.int64)
+        # Actions since the reset, by which an episode can be brought back to where it was: [L] or [L, A]
+        self._actions: list[list[NDArray[Any]]] = [[] for _ in range(environments.count)]
+
+    def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
+        """A rollout whose episode ended in this step has the whole episode's return as its score.
+
+        The first step begins at the starts' seeds; after that they only name the slots.
+        """
+        slots = self.environments.count
+        if len(starts) != slots or group_size != 1:
+            raise ValueError(f"fragments need one start a slot ({slots}) and groups of 1")
+        if self._observation_ND is None:
+            self._begin([start.prompt for start in starts])
+        assert self._observation_ND is not None
+        draws = Draws(self.seed, step, slots, numbers_per_decision(self.policy), SAMPLING)
+        for slot in range(slots):
+            draws.begin(slot, slot, 0)
+        tape, segments = Tape(), []
+        began_N = np.zeros(slots, dtype=np.int64)
+        for t in range(self.steps):
+            observation_ND = self._observation_ND
+            actions, logprobs_N = self.policy.act(observation_ND, draws.next())
+            result = self.environments.step(actions)
+            tape.add(observation_ND, actions, logprobs_N, result)
+            self._observation_ND = result.next_ND
+            if not result.acted_N.all():  # Gymnasium only reset these slots: their episode begins after this entry
+                began_N[~result.acted_N] = t + 1
+            ended_N = result.terminated_N | result.truncated_N
+            if not ended_N.any():
+                continue
+            ended = np.flatnonzero(ended_N)
+            for slot in ended.tolist():
+                reason = ending(bool(result.terminated_N[slot]), bool(result.truncated_N[slot]))
+                segments.append(Segment(slot, int(began_N[slot]), t + 1, reason))
+            began_N[ended] = t + 1
+            if self.environments.seeded:
+                self._begin_again(ended, step, t)
+        segments += [
+            Segment(slot, int(began_N[slot]), self.steps, EndReason.CUT)
+            for slot in range(slots)
+            if began_N[slot] < self.steps
+        ]
+        return self._grouped(starts, tape.finish(), segments)
+
+    def _grouped(self, starts: Sequence[Start], tape: FinishedTape, segments: list[Segment]) -> list[Group]:
+        groups = [Group(start, []) for start in starts]
+        for segment, rollout in zip(segments, self._rewarded(tape, segments), strict=True):
+            slot = segment.slot
+            self._return_N[slot] += tape.rewards(segment).sum()
+            self._actions[slot].append(rollout.actions)
+            if segment.end is not EndReason.CUT:
+                rollout.score = float(self._return_N[slot])
+                self.episodes += 1
+                self._return_N[slot] = 0.0
+                self._actions[slot].clear()
+            groups[slot].rollouts.append(rollout)
+        return groups
+
+    def _begin(self, seeds: Sequence[int]) -> None:
+        self._reset_seed_N[:] = seeds
+        self._observation_ND = self.environments.reset(seeds)
+
+    def _begin_again(self, slots: NDArray[np.int64], step: int, t: int) -> None:
+        """Begin the next episode in these slots, after step t (positions from 1: 0 is the run's first start)."""
+        assert self._observation_ND is not None
+        seeds = reset_seeds(self.seed, step, slots, t + 1)
+        self._observation_ND = self._observation_ND.copy()  # the tape keeps the episode's last one
+        self._observation_ND[slots] = self.environments.begin(slots, seeds)
+        self._reset_seed_N[slots] = seeds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also how to bring back the episodes that were going on: their reset seeds and all actions since."""
+        state = super().state_dict()
+        if self._observation_ND is not None and self.environments.seeded:
+            state["episodes_going_on"] = {
+                "seeds": self._reset_seed_N.tolist(),
+                "returns": self._return_N.tolist(),
+                "actions": {
+                    str(slot): torch.from_numpy(np.concatenate(pieces))
+                    for slot, pieces in enumerate(self._actions)
+                    if pieces
+                },
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Play the interrupted episodes again up to where they were; exact where the environment repeats itself.
+
+        Environments that reset by themselves (autoreset other than "disabled") begin new episodes instead.
+        """
+        super().load_state_dict(state)
+        saved = state.get("episodes_going_on")
+        if saved is None:
+            return
+        self._begin(saved["seeds"])
+        self._return_N[:] = saved["returns"]
+        played = {int(slot): actions.numpy().copy() for slot, actions in saved["actions"].items()}
+        self._actions = [[played[slot]] if slot in played else [] for slot in range(self.environments.count)]
+        self._observation_ND = replay(self.environments, saved["seeds"], played)
+
+
+def replay(environments: Environments, seeds: Sequence[int], played: dict[int, NDArray[Any]]) -> NDArray[np.float32]:
+    """Bring every slot to where these actions led from its seed; returns the observations there [N, D].
+
+    Slots step together, so those with fewer actions begin later and all arrive at once; what they did before is lost.
+    """
+    observation_ND = environments.reset(seeds)
+    longest = max((len(actions) for actions in played.values()), default=0)
+    if not longest:
+        return observation_ND
+    example = next(iter(played.values()))
+    actions_N = np.zeros((environments.count, *example.shape[1:]), dtype=example.dtype)
+    for t in range(longest + 1):
+        beginning = [slot for slot in range(environments.count) if longest - len(played.get(slot, ())) == t]
+        if beginning:
+            observation_ND = observation_ND.copy()
+            observation_ND[beginning] = environments.begin(np.array(beginning), [seeds[slot] for slot in beginning])
+        if t == longest:
+            break
+        for slot, actions in played.items():
+            late = longest - len(actions)
+            if t >= late:
+                actions_N[slot] = actions[t - late]
+        observation_ND = environments.step(actions_N).next_ND
+    return observation_ND

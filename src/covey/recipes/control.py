@@ -1,0 +1,281 @@
+"""From a config to the parts of a run on an environment, and the evaluation of its agent."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.algorithms import Credit, outcome, reward_to_go, within_rollout
+from covey.config import ConfigError, ControlConfig, EnvironmentConfig
+from covey.config_reader import config_from_dict, read_tables
+from covey.control.branches import BranchSampler
+from covey.control.environments import Environments, make_environments
+from covey.control.normaliser import RunningMoments
+from covey.control.policy import ControlCritic, ControlPolicy, load_policy
+from covey.control.render import render_episode
+from covey.control.rewards import AsPaid, ByRunningStd, Clipped, RewardScale
+from covey.control.sampler import ControlSampler, EpisodeSampler, FragmentSampler
+from covey.control.spaces import Continuous
+from covey.control.tape import play
+from covey.control.task import EnvironmentPays, EpisodeStarts, reset_seeds
+from covey.observe.display import Display
+from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
+from covey.observe.statistics import mean_score
+from covey.recipes.build import (
+    Assembled,
+    Evaluation,
+    build_algorithm,
+    build_checkpoints,
+    build_optimizer,
+    learning_rate,
+)
+from covey.runtime.device import environment, set_threads
+from covey.runtime.seeding import EVALUATING
+from covey.train.loop import Parts, Settings
+from covey.train.update import UpdatePlan
+
+EVALUATED_AT_ONCE = 100  # copies of the environment
+PICTURE = "agent.gif"
+
+CREDITS: dict[str, Callable[[ControlConfig, float], Credit]] = {
+    "episodes": lambda config, gamma: outcome,
+    "branches": lambda config, gamma: outcome,
+    "reward_to_go": lambda config, gamma: partial(
+        reward_to_go, gamma=gamma, same_step=config.rollouts.compare == "step"
+    ),
+    "within_episode": lambda config, gamma: partial(within_rollout, gamma=gamma),
+}
+
+
+class ControlWorld:
+    """A run on a Gymnasium environment; meets `covey.recipes.build.World`."""
+
+    name = "control"
+
+    def __init__(self, config: ControlConfig) -> None:
+        """Makes the environments, so that a mistake is found at once.
+
+        Raises:
+            ConfigError: where the environment cannot be made or does not suit the groups.
+        """
+        set_threads(config.threads)
+        self.config = config
+        rollouts = config.rollouts
+        self.fragments = rollouts.groups == "fragments"
+        self.environments = make_environments(config.environment, rollouts.copies)
+        self.trunks = None
+        self._evaluation: Environments | None = None
+        if rollouts.groups == "branches":
+            self.trunks = make_environments(config.environment, rollouts.starts_per_step)
+        if config.loss.kl_estimator == "exact" and isinstance(self.environments.actions, Continuous):
+            raise ConfigError(
+                "loss.kl_estimator = 'exact' sums over all actions, and here they are continuous: use 'k3'"
+            )
+
+    def describe(self) -> str:
+        config, rollouts = self.config, self.config.rollouts
+        what = (
+            f"{self.environments.count} environments x {rollouts.fragment_steps} steps"
+            if self.fragments
+            else f"{rollouts.starts_per_step} starts x {rollouts.group_size} rollouts ({rollouts.groups})"
+        )
+        return f"{config.algorithm} on {config.environment.id}, {config.steps} steps of {what}"
+
+    def machine(self) -> dict[str, Any]:
+        here = environment(torch.device("cpu"), torch.float32)
+        return here | {"gymnasium": version("gymnasium"), "numpy": version("numpy")}
+
+    def assemble(self, store: RunStore, display: Display) -> Assembled:
+        config, update = self.config, self.config.update
+        gamma = config.rollouts.discount
+        policy = build_policy(config, self.environments)
+        critic = build_critic(config, policy) if config.algorithm == "ppo" else None
+        sampler = self._build_sampler(policy, gamma)
+        algorithm = build_algorithm(
+            config.algorithm,
+            config.loss,
+            max_length=config.rollouts.horizon,
+            entropy_coefficient=config.loss.entropy_coefficient,
+            gamma=gamma,
+            lam=config.loss.gae_lambda,
+            whiten=config.loss.whiten,
+            value_coefficient=config.loss.value_coefficient,
+            value_clip=config.loss.value_clip,
+            **({} if self.fragments else {"credit": CREDITS[config.rollouts.groups](config, gamma)}),
+        )
+        needs_reference = bool(config.loss.kl_coefficient) and not algorithm.kl.to_behavior
+        evaluation = EpisodeEvaluation(config, policy, self._evaluation_environments(), display)
+        parts = Parts(
+            task=EpisodeStarts(),
+            sampler=sampler,
+            grader=EnvironmentPays(),
+            policy=policy,
+            reference=copy.deepcopy(policy) if needs_reference else None,
+            algorithm=algorithm,
+            optimizer=build_optimizer(policy.module, update),
+            observers=(store, display),
+            checkpoints=build_checkpoints(store, config.checkpoint.keep),
+            evaluate=lambda step: sampler.counters() | evaluation.due(step),
+            critic=critic,
+            critic_optimizer=build_optimizer(critic.module, update) if critic else None,
+        )
+        settings = Settings(
+            steps=config.steps,
+            seed=config.seed,
+            prompts_per_step=self.environments.count if self.fragments else config.rollouts.starts_per_step,
+            group_size=1 if self.fragments else config.rollouts.group_size,
+            plan=UpdatePlan(
+                update.epochs,
+                update.minibatches,
+                single_decisions=True,
+                target_kl=update.target_kl,
+                critic_epochs=update.critic_epochs,
+            ),
+            learning_rate=learning_rate(update.learning_rate, update, config.steps),
+            critic_learning_rate=learning_rate(
+                update.critic_learning_rate or update.learning_rate, update, config.steps
+            ),
+            checkpoint_every=config.checkpoint.every,
+        )
+        return Assembled(parts, settings, evaluation.measure, policy.save, lambda: self._facts(sampler))
+
+    def close(self) -> None:
+        for environments in (self.environments, self.trunks, self._evaluation):
+            if environments is not None:
+                environments.close()
+
+    def _build_sampler(self, policy: ControlPolicy, gamma: float) -> ControlSampler:
+        rollouts = self.config.rollouts
+        scales: dict[str, Callable[[], RewardScale]] = {
+            "none": AsPaid,
+            "clip": Clipped,
+            "running_std": lambda: ByRunningStd(gamma),
+        }
+        shared = (policy, self.environments, self.config.seed, scales[rollouts.reward_scaling](), gamma)
+        if self.trunks is not None:
+            return BranchSampler(*shared, trunks=self.trunks, horizon=rollouts.horizon)
+        return FragmentSampler(*shared, steps=rollouts.fragment_steps) if self.fragments else EpisodeSampler(*shared)
+
+    def _evaluation_environments(self) -> Environments:
+        count = min(self.config.evaluation.episodes, EVALUATED_AT_ONCE)
+        self._evaluation = make_environments(evaluation_environment(self.config), count)
+        return self._evaluation
+
+    def _facts(self, sampler: ControlSampler) -> dict[str, Any]:
+        return {
+            "environment": self.config.environment.id,
+            "environment_steps": sampler.environment_steps,
+            "episodes": sampler.episodes,
+            "expected_return": self.config.evaluation.expected_return,
+        }
+
+
+class EpisodeEvaluation:
+    """The mean return of episodes in which the policy always takes its best action."""
+
+    def __init__(
+        self, config: ControlConfig, policy: ControlPolicy, environments: Environments, display: Display
+    ) -> None:
+        self.config, self.policy, self.environments, self.display = config.evaluation, policy, environments, display
+        self.seeds = [start.prompt for start in EpisodeStarts().held_out(config.evaluation.episodes)]
+
+    def measure(self, label: str) -> list[Evaluation]:
+        """One result: the mean return, its 95 % interval, seconds."""
+        began = time.perf_counter()
+        with self.display.progress(f"evaluation {label}", len(self.seeds)) as advance:
+            returns = episode_returns(self.policy, self.environments, self.seeds)
+            advance(len(self.seeds))
+        return [{**mean_score(returns), "seconds": time.perf_counter() - began}]
+
+    def due(self, step: int) -> dict[str, float]:
+        """The metric `eval/score` after a step where the config asks for it."""
+        if not self.config.every or step % self.config.every:
+            return {}
+        returns = episode_returns(self.policy, self.environments, self.seeds)
+        return {"eval/score": sum(returns) / len(returns)}
+
+
+def episode_returns(policy: ControlPolicy, environments: Environments, seeds: list[int]) -> list[float]:
+    """The undiscounted return of one greedy episode from every reset seed."""
+    segments, tape = play(environments, policy, seeds, None)
+    return [float(tape.rewards(segment).sum()) for segment in segments]
+
+
+def build_policy(config: ControlConfig, environments: Environments) -> ControlPolicy:
+    """The untrained policy of a run."""
+    size = environments.observation_size
+    return ControlPolicy(
+        size,
+        environments.actions,
+        hidden=config.policy.hidden,
+        activation=config.policy.activation,
+        initial_std=config.policy.initial_std,
+        normaliser=RunningMoments(size) if config.policy.normalise_observations else None,
+        seed=config.seed,
+    )
+
+
+def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
+    """The untrained critic that goes with a policy."""
+    return ControlCritic(
+        policy.observation_size,
+        hidden=config.policy.critic_hidden or config.policy.hidden,
+        activation=config.policy.activation,
+        normaliser=policy.normaliser,
+        seed=config.seed,
+    )
+
+
+def evaluation_environment(config: ControlConfig) -> EnvironmentConfig:
+    """The environment as evaluation plays it: in this process, every episode from its own seed."""
+    return replace(config.environment, autoreset="disabled", vectorization="auto")
+
+
+def evaluate_run(run_dir: Path, *, episodes: int, render: bool = False, seed: int | None = None) -> Evaluation:
+    """Greedy episodes of a finished run's policy.
+
+    Args:
+        run_dir: the run folder.
+        episodes: how many to play.
+        render: also write a moving picture of one of them into the run folder.
+        seed: of the episodes; None: those that every run is measured on.
+
+    Returns:
+        {"score", "low", "high", "count", "returns"}, with "picture" (its path) where one was made.
+
+    Raises:
+        ConfigError: where the run is not finished, or its environment cannot be made.
+    """
+    config = config_from_dict(read_tables(run_dir / CONFIG_FILE))
+    if not isinstance(config, ControlConfig):
+        raise ConfigError(f"{run_dir} is no run on an environment")
+    if not (run_dir / MODEL_FOLDER).is_dir():
+        raise ConfigError(
+            f"the run in {run_dir} has not saved its policy yet: finish it with covey train --resume {run_dir}"
+        )
+    set_threads(config.threads)
+    policy = load_policy(run_dir / MODEL_FOLDER)
+    if seed is None:
+        seeds = [start.prompt for start in EpisodeStarts().held_out(episodes)]
+    else:
+        seeds = reset_seeds(seed, 0, list(range(episodes)), 0, stream=EVALUATING)
+    played = evaluation_environment(config)
+    environments = make_environments(played, min(episodes, EVALUATED_AT_ONCE))
+    try:
+        returns = episode_returns(policy, environments, seeds)
+    finally:
+        environments.close()
+    result: Evaluation = {**mean_score(returns), "returns": returns}
+    if render:
+        path = run_dir / PICTURE
+        render_episode(played, policy.best, seeds[0], path)
+        result["picture"] = str(path)
+    return result

@@ -1,0 +1,185 @@
+"""From a config to the parts of a run on a language model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.config import ConfigError, RunConfig
+from covey.data import Task
+from covey.llm.chat import Chat
+from covey.llm.grader import RewardGrader, WeightedReward, build_grader
+from covey.llm.loading import load_model
+from covey.llm.policy import LanguagePolicy
+from covey.llm.sampler import LanguageSampler
+from covey.llm.tasks import build_task
+from covey.observe.display import Display
+from covey.observe.run_store import RunStore
+from covey.recipes.build import Assembled, build_algorithm, build_checkpoints, build_optimizer, learning_rate
+from covey.recipes.held_out import HeldOut
+from covey.runtime.device import choose_device, choose_precision, environment, set_threads
+from covey.train.loop import Parts, Settings
+from covey.train.update import UpdatePlan
+
+Reward = Callable[..., Any] | WeightedReward
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be learnt: where prompts come from and what their answers are worth."""
+
+    task: Task
+    grader: RewardGrader
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run computes on."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def build_problem(config: RunConfig, task: Task | None = None, rewards: Sequence[Reward] = ()) -> Problem:
+    """Task and grader, each tried out on a few prompts, so that a mistake is found before a model is loaded.
+
+    Args:
+        config: names the task and rewards that are not given.
+        task: one of your own, for scripts.
+        rewards: Python functions with TRL's signature, for scripts.
+
+    Raises:
+        ConfigError: where the data, the task or a reward is unusable.
+    """
+    if task is None and config.task is None:
+        raise ConfigError("there is no task: add a [task] table, or hand one to run(config, task=...)")
+    task = task or build_task(config.task)
+    default = getattr(task, "default_rewards", ())
+    if not (rewards or config.rewards or default):
+        raise ConfigError(
+            "there is no reward: add a [[rewards]] table, or hand functions to run(config, rewards=[...])"
+        )
+    grader = build_grader(rewards or config.rewards, default)
+    task.held_out(config.evaluation.problems)
+    try:
+        grader.check(task.draw(config.seed, 1, 2))
+    except ConfigError:
+        grader.close()
+        raise
+    return Problem(task, grader)
+
+
+def build_machine(device: str, precision: str, threads: int) -> Machine:
+    """Choose where and how to compute.
+
+    Raises:
+        ConfigError: for a device that is not there.
+    """
+    set_threads(threads)
+    chosen = choose_device(device)
+    return Machine(chosen, choose_precision(precision, chosen))
+
+
+@dataclass
+class LoadedPolicy:
+    """A policy, how it talks, and a sampler on its weights."""
+
+    policy: LanguagePolicy
+    chat: Chat
+    sampler: LanguageSampler
+
+    def save(self, folder: Path) -> None:
+        """Write model and tokenizer so that transformers loads them unchanged."""
+        self.policy.save(folder)
+        self.chat.tokenizer.save_pretrained(folder)
+
+
+def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
+    """Load the model of a run.
+
+    Raises:
+        ConfigError: where it cannot be found or loaded.
+    """
+    loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
+    sampling = config.sampling
+    policy = LanguagePolicy(
+        loaded.module, temperature=sampling.temperature, microbatch_tokens=config.update.microbatch_tokens
+    )
+    sampler = LanguageSampler(
+        policy, loaded.chat, config.seed, sampling.max_new_tokens, sampling.temperature, sampling.rows_at_once
+    )
+    return LoadedPolicy(policy, loaded.chat, sampler)
+
+
+class LanguageWorld:
+    """A run on a language model; meets `covey.recipes.build.World`."""
+
+    name = "language"
+
+    def __init__(self, config: RunConfig, task: Task | None = None, rewards: Sequence[Reward] = ()) -> None:
+        """Tries out the task and the rewards, so that a mistake is found before a model is loaded.
+
+        Raises:
+            ConfigError: where the data, the task, a reward or the device is unusable.
+        """
+        self.config = config
+        self.chosen = build_machine(config.device, config.precision, config.threads)
+        self.problem = build_problem(config, task, rewards)
+
+    def describe(self) -> str:
+        config = self.config
+        return (
+            f"{config.algorithm} on {config.model}, {config.steps} steps of "
+            f"{config.sampling.prompts_per_step} prompts x {config.sampling.group_size} rollouts; "
+            f"{self.chosen.device.type}, "
+            f"{str(self.chosen.dtype).removeprefix('torch.')}"
+        )
+
+    def machine(self) -> dict[str, Any]:
+        return environment(self.chosen.device, self.chosen.dtype)
+
+    def assemble(self, store: RunStore, display: Display) -> Assembled:
+        """Load the model, and a second copy of it as the reference."""
+        config, problem = self.config, self.problem
+        loaded = load_policy(config, self.chosen)
+        if not loaded.policy.shares_prompts:
+            display.note("this model's attention is not known to covey: prompts are not shared, which is slower")
+        update = config.update
+        frozen = copy.deepcopy(loaded.policy.module).requires_grad_(False)
+        held_out = HeldOut(config.evaluation, problem.task, problem.grader, loaded.sampler, display)
+        parts = Parts(
+            task=problem.task,
+            sampler=loaded.sampler,
+            grader=problem.grader,
+            policy=loaded.policy,
+            reference=LanguagePolicy(
+                frozen, temperature=config.sampling.temperature, microbatch_tokens=update.microbatch_tokens
+            ),
+            algorithm=build_algorithm(config.algorithm, config.loss, max_length=config.sampling.max_new_tokens),
+            optimizer=build_optimizer(loaded.policy.module, update),
+            observers=(store, display),
+            checkpoints=build_checkpoints(store, config.checkpoint.keep),
+            evaluate=held_out.due,
+        )
+        settings = Settings(
+            steps=config.steps,
+            seed=config.seed,
+            prompts_per_step=config.sampling.prompts_per_step,
+            group_size=config.sampling.group_size,
+            plan=UpdatePlan(update.epochs, update.minibatches),
+            learning_rate=learning_rate(update.learning_rate, update, config.steps),
+            mask_truncated=config.loss.mask_truncated,
+            checkpoint_every=config.checkpoint.every,
+        )
+        return Assembled(
+            parts, settings, lambda label: held_out.measure(f"held-out accuracy {label}"), loaded.save,
+            lambda: {"model": config.model},
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.problem.grader.close()
