@@ -86,7 +86,7 @@ class ControlPolicy:
         observation_ND, place_N = self._observations(batch)
         output = self.module.network(observation_ND)
         mask_BT = batch.mask_BT
-        action = batch.actions_BT.flatten(0, 1)[place_N]
+        action = batch.actions_BT.flatten(0, 1).index_select(0, place_N)
         log_std_A = self.module.log_std_A
         if log_std_A is None:
             logp_NV = output.log_softmax(dim=1)
@@ -133,8 +133,8 @@ class ControlPolicy:
         if self.normaliser is not None:
             tensors |= {f"normaliser.{name}": value for name, value in self.normaliser.state_dict().items()}
         if isinstance(self.actions, Continuous):
-            tensors["low_A"] = torch.from_numpy(self.actions.low_A)
-            tensors["high_A"] = torch.from_numpy(self.actions.high_A)
+            tensors["low_A"] = torch.tensor(self.actions.low_A)
+            tensors["high_A"] = torch.tensor(self.actions.high_A)
         shape = {
             "format": 1,
             "observation_size": self.observation_size,
@@ -187,6 +187,9 @@ def load_policy(folder: Path) -> ControlPolicy:
     Raises:
         ConfigError: if the folder holds none, or a damaged one.
     """
+    for name in (_SHAPE, _TENSORS):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} holds no policy ({name} is missing)")
     try:
         shape = json.loads((folder / _SHAPE).read_text())
         tensors = safetensors.torch.load_file(folder / _TENSORS)
@@ -203,8 +206,6 @@ def load_policy(folder: Path) -> ControlPolicy:
         policy.module.load_state_dict(_below("module.", tensors))
         if policy.normaliser is not None:
             policy.normaliser.load_state_dict(_below("normaliser.", tensors))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{folder} holds no policy ({Path(error.filename).name} is missing)") from error
     except (KeyError, ValueError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"the policy in {folder} is damaged ({reason}): save it again") from error
