@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from covey.core.advantages import RELATIVE_RANGE
+
 
 def discounted_sums(value_BT: Tensor, mask_BT: Tensor, factor: float) -> Tensor:
     """What each decision and those after it add up to, later ones discounted.
@@ -90,11 +92,12 @@ def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -
     """1 - Var(R - V) / Var(R): the share of the variance that the critic foresaw (coefficient of determination).
 
     Returns:
-        a scalar: 1 is perfect, 0 no better than a constant; 0 where all returns are alike.
+        a scalar: 1 is perfect, 0 no better than a constant; 0 also where all returns are alike.
     """
     returns, errors = returns_BT[mask_BT], (returns_BT - values_BT)[mask_BT]
-    spread = returns.var(correction=0)
-    return torch.where(spread > 0, 1 - errors.var(correction=0) / spread, torch.zeros_like(spread))
+    if not len(returns) or returns.max() - returns.min() <= RELATIVE_RANGE * returns.abs().max():
+        return returns.new_zeros(())
+    return 1 - errors.var(correction=0) / returns.var(correction=0)
 
 
 def _decided_first(mask_BT: Tensor) -> Tensor:

@@ -123,7 +123,8 @@ def _minibatches(batch: Batch, plan: UpdatePlan, seed: int, step: int, epoch: in
     elif plan.single_decisions:
         decisions = batch.mask_BT.flatten().nonzero()[:, 0]
         for chosen in _shuffled(decisions, seed, step, epoch).tensor_split(plan.minibatches):
-            yield _only(batch, chosen)
+            if len(chosen):
+                yield _only(batch, chosen)
     else:
         groups = _shuffled(batch.group_B.unique(), seed, step, epoch)
         for chosen in groups.tensor_split(plan.minibatches):
@@ -160,7 +161,6 @@ class _Gathered:
         self.mismatch = self.mismatch_decisions = 0.0
         self.log_ratio_max = torch.tensor(0.0)
         self.critic_loss: Tensor | None = None
-        self.critic_passes = 0
         self.grad_norms: list[float] = []
         self.applied = self.skipped = self.epochs = 0
 
@@ -187,7 +187,6 @@ class _Gathered:
 
     def add_critic(self, loss: Tensor) -> None:
         self.critic_loss = loss.detach() if self.critic_loss is None else self.critic_loss + loss.detach()
-        self.critic_passes += 1
 
     def finish(self, result: StepResult) -> None:
         self.applied += result.applied
@@ -219,7 +218,8 @@ class _Gathered:
             metrics["mismatch/mean"] = self.mismatch / max(self.mismatch_decisions, 1)
             metrics["kl/behavior"] = kl / decisions
         if self.critic_loss is not None:
-            metrics["loss/value"] = float(self.critic_loss) / self.critic_passes
+            passes = (self.epochs + plan.critic_epochs) * plan.minibatches
+            metrics["loss/value"] = float(self.critic_loss) / passes
         if self.grad_norms:
             metrics["grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
         return metrics
