@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from covey.config import ConfigError
-from covey.control.network import Tanh
+from covey.control.network import Perceptron
 from covey.control.normaliser import RunningMoments
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.control.spaces import Continuous, Discrete
@@ -145,9 +146,15 @@ def test_gradients_are_those_of_torchs_own_layers(space, activation):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_slope_of_tanh():
-    x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: Tanh.apply(x * 1.0), x)
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("widths", [(3, 2), (3, 4, 1), (3, 5, 4, 2)])
+def test_the_backward_pass_is_the_slope_of_the_forward_pass(activation, widths):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [shape for before, after in pairwise(widths) for shape in ((after, before), (after,))]
+    x, *parameters = (torch.randn(s, dtype=torch.float64, generator=generator) for s in [(6, widths[0]), *shapes])
+    for parameter in parameters:
+        parameter.requires_grad_()
+    assert torch.autograd.gradcheck(lambda *p: Perceptron.apply(x, activation, *p), parameters)
 
 
 @pytest.mark.parametrize("space", ["two", "four"])
@@ -252,6 +259,7 @@ def test_kept_observations_are_only_those_of_the_same_rows_mask_and_scale():
         found = policy.evaluate(batch).logprobs_BT
         expected = distribution(policy, outputs(policy, batch)).log_prob(batch.actions_BT[batch.mask_BT])
         torch.testing.assert_close(found[batch.mask_BT], expected, rtol=1e-5, atol=1e-5)
+        assert (found[~batch.mask_BT] == 0).all()
         return found
 
     first = check(batch)
@@ -260,6 +268,7 @@ def test_kept_observations_are_only_those_of_the_same_rows_mask_and_scale():
     batch.mask_BT[0, 1] = False  # in place: what was kept must not follow it
     check(batch)
     batch.mask_BT[0, 1] = True
+    check(batch)
     normaliser.update(np.full((50, D), 7, "f"))
     assert not torch.allclose(check(batch), first)
 
@@ -267,9 +276,10 @@ def test_kept_observations_are_only_those_of_the_same_rows_mask_and_scale():
 def test_acting_follows_the_weights_and_a_copy_has_its_own():
     policy = make("four")
     batch = rolled_out(policy)
+    x, uniform = batch.context[0][:-1], source().random(7)
+    policy.act(x, uniform)  # its work arrays stay behind when it is copied
     frozen = copy.deepcopy(policy)
     scramble(policy.module, seed=5)
-    x, uniform = batch.context[0][:-1], source().random(7)
     before, after = frozen.act(x, uniform)[1], policy.act(x, uniform)[1]
     assert np.abs(before - after).max() > 0.1
     np.testing.assert_allclose(frozen.evaluate(batch).logprobs_BT.detach(), batch.behavior_logprobs_BT, atol=1e-5)

@@ -15,31 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from covey.config import ConfigError
 from covey.control.normaliser import RunningMoments
 from covey.data import Batch
 
 Array = NDArray[np.float32]
-
-
-class Tanh(torch.autograd.Function):
-    """tanh in place, by NumPy: 14 times as fast as torch's on a core with AVX-512 (NumPy 2.4, torch 2.13, 100,000
-    numbers in float32), which nearly halves the time of an update."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NH: Tensor) -> Tensor:
-        _tanh(x_NH.numpy())
-        ctx.mark_dirty(x_NH)
-        ctx.save_for_backward(x_NH)
-        return x_NH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (out_NH,) = ctx.saved_tensors
-        return torch.ops.aten.tanh_backward(grads[0], out_NH)
 
 
 def _tanh(x_NH: NDArray[Any]) -> None:
@@ -50,11 +31,55 @@ def _relu(x_NH: NDArray[Any]) -> None:
     np.maximum(x_NH, 0, out=x_NH)
 
 
-# For learning and for acting; both work in place.
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[NDArray[Any]], None]]] = {
-    "tanh": (Tanh.apply, _tanh),
-    "relu": (torch.relu_, _relu),
+def _through_tanh(grad_NH: Tensor, h_NH: Tensor) -> None:
+    torch.ops.aten.tanh_backward.grad_input(grad_NH, h_NH, grad_input=grad_NH)
+
+
+def _through_relu(grad_NH: Tensor, h_NH: Tensor) -> None:
+    grad_NH.mul_(h_NH > 0)
+
+
+# The function, and its gradient from what it gave; both in place.
+ACTIVATIONS: dict[str, tuple[Callable[[NDArray[Any]], None], Callable[[Tensor, Tensor], None]]] = {
+    "tanh": (_tanh, _through_tanh),
+    "relu": (_relu, _through_relu),
 }
+
+
+class Perceptron(torch.autograd.Function):
+    """The forward and backward pass of a `Network`, written out.
+
+    About half the time of autograd's own: work happens in place, and NumPy's tanh is 14 times as fast as torch's (NumPy
+    2.4, torch 2.13, 100,000 numbers in float32, one core with AVX-512). Gives no gradient of the observations.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, activation: str, *parameters: Tensor) -> Tensor:
+        activate, ctx.through = ACTIVATIONS[activation]
+        inputs = [x_ND]
+        weights, biases = parameters[::2], parameters[1::2]
+        for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
+            h_NH = torch.addmm(bias, inputs[-1], weight.t())
+            activate(h_NH.numpy())
+            inputs.append(h_NH)
+        ctx.save_for_backward(*weights, *inputs)
+        return torch.addmm(biases[-1], inputs[-1], weights[-1].t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_NO,) = grads
+        layers = len(ctx.saved_tensors) // 2
+        weights, inputs = ctx.saved_tensors[:layers], ctx.saved_tensors[layers:]
+        of_parameters: list[Tensor] = []
+        for layer in reversed(range(layers)):
+            # Of a narrow input the product is several times faster with the narrow side first.
+            of_weight = grad_NO.t() @ inputs[layer] if layer else (inputs[0].t() @ grad_NO).t()
+            of_parameters = [of_weight, grad_NO.sum(dim=0), *of_parameters]
+            if layer:
+                grad_NO = grad_NO @ weights[layer]
+                ctx.through(grad_NO, inputs[layer])
+        return None, None, *of_parameters
 
 
 class Network(nn.Module):
@@ -83,11 +108,8 @@ class Network(nn.Module):
         self.layers = nn.ModuleList(self.linears)
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        activate, _ = ACTIVATIONS[self.activation]
-        *hidden, head = self.linears
-        for layer in hidden:
-            x_ND = activate(linear(x_ND, layer.weight, layer.bias))
-        return linear(x_ND, head.weight, head.bias)
+        parameters = [parameter for layer in self.linears for parameter in (layer.weight, layer.bias)]
+        return Perceptron.apply(x_ND, self.activation, *parameters)
 
 
 class FastForward:
@@ -118,13 +140,9 @@ class FastForward:
         torch.addmm(bias, before, weight, out=after)
         return array
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy gets parameters of its own and must look at those.
-        return {"network": self.network, "normaliser": self.normaliser}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._look()
+        self._look()  # a copy has parameters of its own
 
     def _look(self) -> None:
         self._views = [(layer.bias.detach(), layer.weight.detach().t()) for layer in self.network.linears]
@@ -132,7 +150,7 @@ class FastForward:
 
     def _make_room(self, rows: int) -> None:
         self._rows = rows
-        _, activate = ACTIVATIONS[self.network.activation]
+        activate, _ = ACTIVATIONS[self.network.activation]
         before = torch.empty(rows, self.network.linears[0].in_features)
         self._input_ND = before.numpy()
         layers = []

@@ -58,10 +58,10 @@ class RunningMoments:
         return np.minimum(out, np.float32(LIMIT), out=out)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of it, for a checkpoint."""
+        """All of it, for a checkpoint; later updates leave it as it is."""
         return {
-            "mean_D": torch.from_numpy(self.mean_D.copy()),
-            "var_D": torch.from_numpy(self.var_D.copy()),
+            "mean_D": torch.from_numpy(self.mean_D),
+            "var_D": torch.from_numpy(self.var_D),
             "count": torch.tensor(self.count),
         }
 
