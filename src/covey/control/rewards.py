@@ -19,8 +19,13 @@ LIMIT = 10.0  # deviations
 class RewardScale(Protocol):
     """Turns what the environment paid into what is learnt from. Scores stay in the environment's own units."""
 
-    def scale(self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """The rewards of a training step, and where an episode ended."""
+    def scale(
+        self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        """The rewards of a training step, where a return ended, and which entries are decisions of a rollout.
+
+        The others (a slot that rested, or was only reset) earned nothing and say nothing about returns.
+        """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -30,7 +35,9 @@ class RewardScale(Protocol):
 class AsPaid:
     """Rewards as they are."""
 
-    def scale(self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_]) -> NDArray[np.float64]:
+    def scale(
+        self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
         return rewards_NT
 
     def state_dict(self) -> dict[str, Any]:
@@ -42,7 +49,9 @@ class AsPaid:
 class Clipped(AsPaid):
     """Rewards cut to -1..1: Mnih et al. (2015), 'Human-level control'. Changes what is optimal."""
 
-    def scale(self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_]) -> NDArray[np.float64]:
+    def scale(
+        self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
         return np.clip(rewards_NT, -1.0, 1.0)
 
 
@@ -58,7 +67,9 @@ class ByRunningStd:
         self.moments = RunningMoments(1)
         self.return_N: NDArray[np.float64] = np.zeros(0)
 
-    def scale(self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_]) -> NDArray[np.float64]:
+    def scale(
+        self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
         if len(self.return_N) != len(rewards_NT):
             self.return_N = np.zeros(len(rewards_NT))
         returns_TN = np.empty(rewards_NT.T.shape)
@@ -66,7 +77,7 @@ class ByRunningStd:
             self.return_N = self.gamma * self.return_N + rewards_NT[:, t]
             returns_TN[t] = self.return_N
             self.return_N = np.where(ended_NT[:, t], 0.0, self.return_N)
-        self.moments.update(returns_TN.reshape(-1, 1))
+        self.moments.update(returns_TN[counted_NT.T][:, None])
         return np.clip(rewards_NT / self.std, -LIMIT, LIMIT)
 
     @property

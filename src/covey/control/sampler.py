@@ -69,12 +69,16 @@ class ControlSampler:
         if self.policy.normaliser is not None:
             self.policy.normaliser.load_state_dict(state["normaliser"])
 
-    def _rewarded(self, tape: FinishedTape, segments: Sequence[Segment]) -> list[Rollout]:
-        """The segments as rollouts with their rewards; moves the scale of rewards and notes the observations."""
-        ended_NT = np.zeros(tape.rewards_NT.shape, dtype=np.bool_)
+    def _rewarded(self, tape: FinishedTape, segments: Sequence[Segment], *, go_on: bool = False) -> list[Rollout]:
+        """The segments as rollouts with their rewards; moves the scale of rewards and notes the observations.
+
+        With `go_on` the episodes of segments that were cut go on in the next training step.
+        """
+        ended_NT, counted_NT = np.zeros((2, *tape.rewards_NT.shape), dtype=np.bool_)
         for segment in segments:
-            ended_NT[segment.slot, segment.stop - 1] = segment.end is not EndReason.CUT
-        scaled_NT = self.reward_scale.scale(tape.rewards_NT, ended_NT)
+            counted_NT[segment.slot, segment.start : segment.stop] = True
+            ended_NT[segment.slot, segment.stop - 1] = segment.end is not EndReason.CUT or not go_on
+        scaled_NT = self.reward_scale.scale(tape.rewards_NT, ended_NT, counted_NT)
         self.environment_steps += tape.raw_steps
         rollouts = []
         for segment in segments:
@@ -170,7 +174,7 @@ class FragmentSampler(ControlSampler):
 
     def _grouped(self, starts: Sequence[Start], tape: FinishedTape, segments: list[Segment]) -> list[Group]:
         groups = [Group(start, []) for start in starts]
-        for segment, rollout in zip(segments, self._rewarded(tape, segments), strict=True):
+        for segment, rollout in zip(segments, self._rewarded(tape, segments, go_on=True), strict=True):
             slot = segment.slot
             self._return_N[slot] += tape.rewards(segment).sum()
             self._actions[slot].append(rollout.actions)
