@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,30 @@ def test_collate_by_hand():
 def test_an_action_with_the_id_of_padding_is_a_decision():
     batch = collate([Group(Start(0, "a"), [rollout([0, 0, 0], 1.0)])])
     assert batch.mask_BT.tolist() == [[True, True, True]]
+
+
+def test_without_step_rewards_the_last_decision_earns_all():
+    assert collate(two_groups()).rewards_BT.tolist() == [[0, 0, 1], [0, 0, 0], [0, 0.5, 0]]
+
+
+def test_step_rewards_stand_at_their_decisions():
+    groups = two_groups()
+    groups[0].rollouts[0].step_rewards = np.array([0.25, 0.5, 0.25])
+    groups[1].rollouts[0].step_rewards = [2.0, -1.5]
+    batch = collate(groups)
+    assert batch.rewards_BT.tolist() == [[0.25, 0.5, 0.25], [0, 0, 0], [2, -1.5, 0]]
+    assert batch.rewards_BT.dtype == torch.float32
+    assert batch.reward_B.tolist() == [1.0, 0.0, 0.5]
+
+
+def test_actions_may_be_vectors():
+    long, short = (rollout([0] * length, 1.0) for length in (2, 1))
+    long.actions = np.array([[1, 2], [3, 4]], dtype=np.float32)
+    short.actions = np.array([[5, 6]], dtype=np.float32)
+    batch = collate([Group(Start(0, "a"), [short, long])])
+    assert batch.actions_BT.tolist() == [[[5, 6], [0, 0]], [[1, 2], [3, 4]]]
+    assert batch.actions_BT.dtype == torch.float32
+    assert batch.select(torch.tensor([0])).actions_BT.tolist() == [[[5, 6]]]
 
 
 @pytest.mark.parametrize(

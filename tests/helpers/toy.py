@@ -39,16 +39,51 @@ class ToyPolicy:
         return self.module.get_parameter("table")
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        context_B1 = torch.tensor(batch.context, dtype=torch.int64, device=batch.actions_BT.device).reshape(-1, 1)
-        first_B1 = torch.full_like(batch.actions_BT[:, :1], ACTIONS)
-        previous_BT = torch.cat([first_B1, batch.actions_BT[:, :-1]], dim=1)
-        logprobs_BTV = self.table[context_B1, previous_BT].log_softmax(-1)
+        logprobs_BTV = self.table[state(batch)].log_softmax(-1)
         logprobs_BT = logprobs_BTV.gather(-1, batch.actions_BT[..., None])[..., 0]
         entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
-        return Evaluation(torch.where(batch.mask_BT, logprobs_BT, self.padding), entropy_BT)
+        mask_BT = batch.mask_BT
+        return Evaluation(
+            torch.where(mask_BT, logprobs_BT, self.padding),
+            torch.where(mask_BT, entropy_BT, self.padding),
+            torch.where(mask_BT[..., None], logprobs_BTV, self.padding),
+        )
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
         yield from (rows for rows in torch.arange(len(batch)).split(self.rows) if len(rows))
+
+
+class ToyCritic:
+    """A table of values by context and previous action, in float64; another of what comes after the last action. Meets
+    `covey.data.Critic`. Arguments as of `ToyPolicy`.
+    """
+
+    def __init__(self, seed: int = 5, padding: float = 0.0) -> None:
+        source = generator(seed)
+        self.module = nn.Module()
+        self.module.table = nn.Parameter(torch.randn((CONTEXTS, ACTIONS + 1), generator=source).double())
+        self.following = torch.randn((CONTEXTS, ACTIONS), generator=source).double()
+        self.padding = padding
+
+    @property
+    def table(self) -> Tensor:
+        return self.module.get_parameter("table")
+
+    def values(self, batch: Batch) -> Tensor:
+        return torch.where(batch.mask_BT, self.table[state(batch)], self.padding)
+
+    def next_values(self, batch: Batch) -> Tensor:
+        columns_BT = torch.arange(batch.mask_BT.shape[1]) * batch.mask_BT
+        last_B1 = batch.actions_BT.gather(1, columns_BT.amax(dim=1, keepdim=True))
+        return self.following[torch.tensor(batch.context, dtype=torch.int64), last_B1[:, 0]]
+
+
+def state(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Context and previous action of every decision, as indices into a table."""
+    context_B1 = torch.tensor(batch.context, dtype=torch.int64, device=batch.actions_BT.device).reshape(-1, 1)
+    first_B1 = torch.full_like(batch.actions_BT[:, :1], ACTIONS)
+    previous_BT = torch.cat([first_B1, batch.actions_BT[:, :-1]], dim=1)
+    return context_B1.expand_as(previous_BT), previous_BT
 
 
 @dataclass
@@ -60,7 +95,7 @@ class Result:
 class Recorder:
     """An optimizer that keeps every gradient and changes nothing."""
 
-    def __init__(self, policy: ToyPolicy) -> None:
+    def __init__(self, policy: ToyPolicy | ToyCritic) -> None:
         self.policy = policy
         self.gradients: list[Tensor] = []
         self.learning_rates: list[float] = []
@@ -77,7 +112,7 @@ class Recorder:
 class PlainDescent:
     """Gradient descent on the loss, without momentum or clipping."""
 
-    def __init__(self, policy: ToyPolicy) -> None:
+    def __init__(self, policy: ToyPolicy | ToyCritic) -> None:
         self.policy = policy
 
     def step(self, learning_rate: float) -> Result:
