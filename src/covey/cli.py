@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -34,7 +33,6 @@ from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, check_run_dir, ne
 
 EVALUATED = ("model", "task", "rewards", "sampling")  # the tables that `covey eval` looks at in a language model's run
 LANGUAGE_OPTIONS = ("task", "reward", "problems", "samples", "temperature", "max_new_tokens", *MACHINE_FIELDS[1:])
-CHOSEN_BY_COMPARE = ("seed", "run_dir")
 MISTAKE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes; 130 is what shells use after Ctrl-C
 
 
@@ -283,20 +281,16 @@ def accuracy_report(scores: Sequence[Sequence[float]], seed: int) -> str:
 
 def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey compare`."""
-    seeds, jobs, threshold = arguments.seeds, arguments.jobs, arguments.threshold
-    if seeds < 1 or jobs < 0:
-        raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0 (are {seeds} and {jobs})")
-    if threshold is not None and not math.isfinite(threshold):
-        raise ConfigError(f"--threshold must be a finite number (is {threshold})")
-    for name, _ in split_overrides(fields):
-        if name.replace("-", "_") in CHOSEN_BY_COMPARE:
-            raise ConfigError(f"a comparison gives every run its own --{name}: use --seeds N and --output DIR instead")
-    for recipe in arguments.recipes:
-        read_recipe(recipe, fields)
     from covey.recipes.compare import compare
 
-    output = Path(arguments.output).expanduser() if arguments.output else None
-    compare(arguments.recipes, seeds=seeds, output=output, jobs=jobs, threshold=threshold, overrides=fields)
+    compare(
+        arguments.recipes,
+        seeds=arguments.seeds,
+        output=Path(arguments.output).expanduser() if arguments.output else None,
+        jobs=arguments.jobs,
+        threshold=arguments.threshold,
+        overrides=fields,
+    )
 
 
 def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:

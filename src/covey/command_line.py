@@ -125,8 +125,9 @@ def _eval_options(command: Parser) -> None:
 def _compare_options(command: Parser) -> None:
     command.usage = "covey compare RECIPE [RECIPE ...] [options] [--field value ...]"
     command.epilog = (
-        "--field value changes a field of every recipe; `covey train --help` lists them. A comparison that was\n"
-        "interrupted goes on with the missing runs when the command is given again with its folder as --output."
+        "--field value changes a field of every recipe; `covey train --help` lists them. In quotes a recipe can have\n"
+        "fields of its own: covey compare cartpole_grpo 'cartpole_grpo --group-size 16'. A comparison that was\n"
+        "interrupted goes on with the missing runs when the same command is given again."
     )
     command.add_argument("recipes", nargs="+", metavar="RECIPE", help="TOML files, or names of packaged recipes")
     command.add_argument("--seeds", type=int, default=10, help="runs of every recipe, each from its own seed (10)")

@@ -123,24 +123,6 @@ def test_compare_hands_over_what_was_asked(behind: Behind) -> None:
     assert second[2] == {"seeds": 10, "output": None, "jobs": 0, "threshold": None, "overrides": []}
 
 
-def test_compare_refuses_before_anything_runs(behind: Behind, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = {
-        "compare": "RECIPE",
-        "compare cart.toml nowhere.toml": "there is no recipe nowhere.toml",
-        "compare cart.toml --group-sizes 4": "did you mean --group-size?",
-        "compare cart.toml --group-size 1": "set group_size to 2 or more",
-        "compare cart.toml --seeds 0": "--seeds must be at least 1",
-        "compare cart.toml --jobs -1": "--jobs at least 0",
-        "compare cart.toml --seed 4": "gives every run its own --seed: use --seeds N",
-        "compare cart.toml --run-dir x": "gives every run its own --run-dir",
-        "compare cart.toml --threshold nan": "--threshold must be a finite number",
-    }
-    for words, expected in cases.items():
-        assert main(words.split()) == 2
-        assert expected in capsys.readouterr().err
-    assert behind.calls == []
-
-
 def test_help_explains_every_field_of_control() -> None:
     words = [sys.executable, "-m", "covey.cli", "train", "--help"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)

@@ -302,24 +302,29 @@ def _how_measured(summary: dict[str, Any]) -> list[str]:
 
 
 def terminal_table(summary: dict[str, Any]) -> Table:
-    """The report's main numbers, one recipe a row."""
+    """The report's main numbers, one recipe a column."""
     write = score_writer(summary)
+    recipes = summary["recipes"].values()
     table = Table(title=f"{summary['subject']}: final {summary['score']}", title_style="bold")
-    table.add_column("recipe")
-    columns = ["seeds", "mean", "IQM (95 %)", "worst"]
-    has_threshold = summary["threshold"] is not None
-    columns += [f"reached {summary['threshold']:g}", "stayed", "after seconds"] if has_threshold else []
-    for column in [*columns, f"s / 1,000 {summary['counted']}", "memory"]:
-        table.add_column(column, justify="right")
-    for label, recipe in summary["recipes"].items():
-        middle = recipe["interquartile_mean"]
-        cells = [str(recipe["seeds"]), write(recipe["mean"])]
-        cells += [f"{write(middle['value'])} ({write(middle['low'])} to {write(middle['high'])})"]
-        cells += [write(recipe["worst"]["score"])]
-        if has_threshold:
-            cells += [str(recipe["reached"]), str(recipe["kept"]), amount(recipe["to_threshold"][SECONDS]["median"])]
-        memory = f"{recipe['peak_bytes'] / 2**20:,.0f} MiB"
-        table.add_row(label, *cells, amount(recipe["seconds_per_thousand"]), memory)
+    table.add_column()
+    for label in summary["recipes"]:
+        table.add_column(label, justify="right")
+    middles = [recipe["interquartile_mean"] for recipe in recipes]
+    table.add_row("seeds", *(str(recipe["seeds"]) for recipe in recipes))
+    table.add_row("mean", *(write(recipe["mean"]) for recipe in recipes))
+    table.add_row("interquartile mean", *(write(middle["value"]) for middle in middles), style="bold")
+    table.add_row("95 % interval", *(f"{write(middle['low'])} to {write(middle['high'])}" for middle in middles))
+    table.add_row("worst seed", *(write(recipe["worst"]["score"]) for recipe in recipes))
+    if summary["threshold"] is not None:
+        goal = f"{summary['threshold']:g}"
+        table.add_row(f"seeds that reached {goal}", *(str(recipe["reached"]) for recipe in recipes))
+        table.add_row("and stayed there", *(str(recipe["kept"]) for recipe in recipes))
+        for axis in next(iter(recipes))["to_threshold"]:
+            spent = (amount(recipe["to_threshold"][axis]["median"]) for recipe in recipes)
+            table.add_row(f"{axis} to {goal}", *spent)
+    prices = (amount(recipe["seconds_per_thousand"]) for recipe in recipes)
+    table.add_row(f"seconds per 1,000 {summary['counted']}", *prices)
+    table.add_row("peak memory", *(f"{recipe['peak_bytes'] / 2**20:,.0f} MiB" for recipe in recipes))
     return table
 
 
