@@ -21,6 +21,19 @@ from covey.data import EndReason, Group, Start
 from covey.runtime.seeding import BRANCHING, SAMPLING
 
 
+def refuse_uncopyable(environments: Environments) -> None:
+    """Branches need copies of states; to be asked before a run begins.
+
+    Raises:
+        ConfigError: where the state of the environment cannot be copied.
+    """
+    if not environments.snapshots:
+        raise ConfigError(
+            "rollouts.groups = 'branches' needs an environment whose state can be copied, and this one's cannot: use "
+            "'reward_to_go'"
+        )
+
+
 class BranchSampler(ControlSampler):
     """One episode from every start; from one of its states, each as likely as any other, G branches.
 
@@ -33,9 +46,6 @@ class BranchSampler(ControlSampler):
         environments: S * G slots, for the branches.
         trunks: S slots, for the episodes that they leave.
         horizon: decisions of a branch.
-
-    Raises:
-        ConfigError: where the state of the environment cannot be copied.
     """
 
     def __init__(
@@ -49,11 +59,6 @@ class BranchSampler(ControlSampler):
         trunks: Environments,
         horizon: int,
     ) -> None:
-        if not (environments.snapshots and trunks.snapshots):
-            raise ConfigError(
-                "groups = 'branches' needs an environment whose state can be copied, and this one's cannot: use "
-                "groups = 'reward_to_go'"
-            )
         super().__init__(policy, environments, seed, reward_scale, gamma)
         self.trunks, self.horizon = trunks, horizon
 

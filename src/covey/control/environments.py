@@ -177,6 +177,11 @@ def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str
             combination of settings that the environment does not offer.
     """
     spec = find_spec(config.id)
+    if spec.entry_point is None and config.vectorization != "entry_point":
+        raise ConfigError(
+            f"{config.id!r} has nothing but a vector class: set environment.vectorization = 'entry_point' and, because "
+            "evaluation begins episodes from chosen seeds, environment.autoreset = 'disabled'"
+        )
     mode = {
         "disabled": AutoresetMode.DISABLED,
         "same_step": AutoresetMode.SAME_STEP,

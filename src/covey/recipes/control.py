@@ -16,8 +16,8 @@ import torch
 from covey.algorithms import Credit, outcome, reward_to_go, within_rollout
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config_reader import config_from_dict, read_tables
-from covey.control.branches import BranchSampler
-from covey.control.environments import Environments, make_environments
+from covey.control.branches import BranchSampler, refuse_uncopyable
+from covey.control.environments import Environments, check_environment, make_environments
 from covey.control.normaliser import RunningMoments
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.control.render import render_episode
@@ -70,11 +70,13 @@ class ControlWorld:
         self.config = config
         rollouts = config.rollouts
         self.fragments = rollouts.groups == "fragments"
+        check_environment(evaluation_environment(config))
         self.environments = make_environments(config.environment, rollouts.copies)
         self.trunks = None
         self._evaluation: Environments | None = None
         if rollouts.groups == "branches":
             self.trunks = make_environments(config.environment, rollouts.starts_per_step)
+            refuse_uncopyable(self.trunks)
         if config.loss.kl_estimator == "exact" and isinstance(self.environments.actions, Continuous):
             raise ConfigError(
                 "loss.kl_estimator = 'exact' sums over all actions, and here they are continuous: use 'k3'"
@@ -235,8 +237,12 @@ def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
 
 
 def evaluation_environment(config: ControlConfig) -> EnvironmentConfig:
-    """The environment as evaluation plays it: in this process, every episode from its own seed."""
-    return replace(config.environment, autoreset="disabled", vectorization="auto")
+    """The environment as evaluation plays it: in this process, every episode from its own seed.
+
+    Its own vector class is kept where it can do that, for there may be no other.
+    """
+    own = config.environment.vectorization == "entry_point" and config.environment.autoreset == "disabled"
+    return replace(config.environment, autoreset="disabled", vectorization="entry_point" if own else "auto")
 
 
 def evaluate_run(run_dir: Path, *, episodes: int, render: bool = False, seed: int | None = None) -> Evaluation:

@@ -1,0 +1,215 @@
+"""Whole episodes: groups from one start, and rollouts that depend on nothing but what names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from covey.control.environments import Environments, Step
+from covey.control.policy import ControlPolicy
+from covey.control.rewards import AsPaid
+from covey.control.sampler import EpisodeSampler
+from covey.control.tape import Draws, play
+from covey.control.task import EpisodeStarts, reset_seeds
+from covey.data import EndReason, Group, Rollout, collate
+from covey.runtime.seeding import SAMPLING, uniforms
+from helpers import counting_environment, practice
+from helpers.counting_environment import COUNTING
+
+SEED, STARTS, SIZE = 11, 3, 4
+NAMES = ["CartPole-v1", practice.NOISY, practice.TARGET, COUNTING]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    counting_environment.register()
+    practice.register()
+
+
+def sample(
+    environments: Any, step: int = 1, seed: int = SEED, policy: ControlPolicy | None = None, starts: int = STARTS
+) -> list[Group]:
+    policy = policy or practice.policy_for(environments, spread=1.0)
+    sampler = EpisodeSampler(policy, environments, seed, AsPaid(), 1.0)
+    return sampler.sample(EpisodeStarts().draw(seed, step, starts), SIZE, step)
+
+
+def rollouts_of(groups: list[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def assert_same(groups: list[Group], others: list[Group]) -> None:
+    """The same rollouts. Log-probabilities may differ in the last bits: products of more rows are summed otherwise."""
+    assert [group.start for group in groups] == [group.start for group in others]
+    for one, other in zip(rollouts_of(groups), rollouts_of(others), strict=True):
+        np.testing.assert_allclose(one.actions, other.actions, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one.context, other.context, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one.behavior_logprobs, other.behavior_logprobs, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(one.step_rewards, other.step_rewards, rtol=1e-4, atol=1e-5)
+        assert (one.end, one.text) == (other.end, other.text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fewer_copies_than_rollouts_play_the_same_rollouts(name: str) -> None:
+    whole = sample(practice.made(name, STARTS * SIZE))
+    for count in (1, 2, 5, 20):
+        assert_same(sample(practice.made(name, count)), whole)
+
+
+class Shuffled:
+    """The same copies in another order: episodes are played in other slots."""
+
+    def __init__(self, inner: Environments, order: list[int]) -> None:
+        self._inner = inner
+        self._to = np.array(order)  # the slot that the policy sees -> the copy behind it
+        self._back = np.argsort(self._to)
+        self.count, self.actions, self.observation_size = inner.count, inner.actions, inner.observation_size
+
+    def reset(self, seeds: list[int]) -> Any:
+        return self._inner.reset([seeds[slot] for slot in self._back])[self._to]
+
+    def begin(self, slots: Any, seeds: list[int]) -> Any:
+        copies = self._to[slots]
+        order = np.argsort(copies)
+        answer_KD = np.empty((len(slots), self.observation_size), dtype=np.float32)
+        answer_KD[order] = self._inner.begin(copies[order], [seeds[i] for i in order])
+        return answer_KD
+
+    def step(self, actions: Any) -> Step:
+        step = self._inner.step(actions[self._back])
+        return Step(*(getattr(step, name)[self._to] for name in Step.__slots__))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_of_the_copies_changes_nothing(name: str) -> None:
+    shuffled = Shuffled(practice.made(name, 5), [3, 0, 4, 1, 2])
+    assert_same(sample(shuffled), sample(practice.made(name, 5)))
+
+
+def test_how_copies_step_together_changes_nothing() -> None:
+    whole = sample(practice.made("CartPole-v1", 12))
+    for kind in ("sync", "async"):
+        environments = practice.made("CartPole-v1", 4, vectorization=kind)
+        assert_same(sample(environments), whole)
+        environments.close()
+
+
+def test_more_starts_leave_the_first_ones_alone() -> None:
+    few, many = (sample(practice.made("CartPole-v1", 8), starts=starts) for starts in (2, 5))
+    assert_same(many[:2], few)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", practice.TARGET])
+def test_seed_step_start_and_rollout_all_matter(name: str) -> None:
+    def seen(groups: list[Group]) -> list[bytes]:
+        return [rollout.context.tobytes() + rollout.actions.tobytes() for rollout in rollouts_of(groups)]
+
+    environments = practice.made(name, 12)
+    first = sample(environments)
+    assert len(set(seen(first))) == STARTS * SIZE, "siblings and groups go their own ways"
+    assert seen(sample(environments)) == seen(first), "the same again"
+    for other in (sample(environments, step=2), sample(environments, seed=SEED + 1)):
+        assert not set(seen(other)) & set(seen(first))
+
+
+def test_siblings_begin_in_the_same_state_groups_in_others() -> None:
+    groups = sample(practice.made("CartPole-v1", 12))
+    firsts = [{rollout.context[0].tobytes() for rollout in group.rollouts} for group in groups]
+    assert [len(first) for first in firsts] == [1] * STARTS
+    assert len(set.union(*firsts)) == STARTS
+
+
+def test_actions_come_from_the_numbers_of_their_own_decision() -> None:
+    """Replayed one decision at a time from (seed, step, group, rollout, position)."""
+    environments = practice.made("CartPole-v1", 5)
+    policy = practice.policy_for(environments, spread=0.0)  # evenly undecided
+    for group_index, group in enumerate(sample(environments, step=4, policy=policy)):
+        for index, rollout in enumerate(group.rollouts):
+            drawn = uniforms(SEED, 4, group_index, index, np.arange(len(rollout.actions)), stream=SAMPLING)
+            assert rollout.actions.tolist() == (drawn >= 0.5).astype(int).tolist()
+
+
+def test_numbers_drawn_ahead_are_those_of_their_positions() -> None:
+    draws = Draws(7, 3, slots=2, numbers=2, stream=SAMPLING)
+    draws.begin(0, group=5, rollout=6)
+    draws.begin(1, group=8, rollout=9, position=100)
+    drawn = np.stack([draws.next() for _ in range(150)])
+    for slot, (group, rollout, first) in enumerate([(5, 6, 0), (8, 9, 100)]):
+        expected = uniforms(7, 3, group, rollout, np.arange(2 * first, 2 * first + 300)).reshape(150, 2)
+        assert drawn[:, slot].tolist() == expected.tolist()
+    draws.begin(0, group=1, rollout=1)  # in the middle of what was drawn ahead
+    assert draws.next()[0].tolist() == uniforms(7, 3, 1, 1, np.arange(2)).tolist()
+
+
+def test_every_rollout_is_one_whole_episode() -> None:
+    """Rows of the batch, entry by entry, with fewer copies than episodes."""
+    groups = sample(practice.made(COUNTING, 5))
+    batch = collate(groups)
+    for row, rollout in enumerate(rollouts_of(groups)):
+        name, length, first = rollout.context[0]
+        assert first == 0
+        assert len(rollout.actions) == length
+        assert rollout.context.tolist() == [[name, length, made] for made in range(int(length) + 1)]
+        paid_T = np.arange(1, length + 1) + 100 * (rollout.actions == 2)
+        assert batch.rewards_BT[row, : int(length)].tolist() == paid_T.tolist()
+        assert float(batch.reward_B[row]) == rollout.score == paid_T.sum()
+        assert rollout.end is EndReason.TERMINATED
+        assert rollout.text == f"{int(length)} steps, terminated"
+    assert batch.mask_BT.sum(dim=1).tolist() == [len(rollout.actions) for rollout in rollouts_of(groups)]
+    assert not batch.truncated_B.any()
+
+
+def test_time_limits_and_deaths_are_told_apart() -> None:
+    environments = practice.made(COUNTING, 5, max_episode_steps=3)
+    rollouts = rollouts_of(sample(environments, starts=8))
+    for rollout in rollouts:
+        limited = rollout.context[0, 1] > 3
+        assert rollout.end is (EndReason.TRUNCATED if limited else EndReason.TERMINATED)
+        assert len(rollout.actions) == min(rollout.context[0, 1], 3)
+    assert len({rollout.end for rollout in rollouts}) == 2
+
+
+def test_the_reward_is_the_discounted_return_and_the_score_the_plain_one() -> None:
+    environments = practice.made(COUNTING, 12)
+    sampler = EpisodeSampler(practice.policy_for(environments), environments, SEED, AsPaid(), 0.5)
+    for rollout in rollouts_of(sampler.sample(EpisodeStarts().draw(SEED, 1, STARTS), SIZE, 1)):
+        assert rollout.score == sum(rollout.step_rewards)
+        assert rollout.reward == pytest.approx(sum(0.5**t * r for t, r in enumerate(rollout.step_rewards)))
+
+
+def test_what_was_used_of_the_environment_is_counted() -> None:
+    environments = practice.made(COUNTING, 4, action_repeat=2)
+    sampler = EpisodeSampler(practice.policy_for(environments), environments, SEED, AsPaid(), 1.0)
+    steps = 0
+    for step in (1, 2):
+        rollouts = rollouts_of(sampler.sample(EpisodeStarts().draw(SEED, step, STARTS), SIZE, step))
+        steps += sum(int(rollout.context[0, 1]) for rollout in rollouts)
+    assert sampler.counters() == {"environment/steps": steps, "environment/episodes": 2 * STARTS * SIZE}
+    again = EpisodeSampler(sampler.policy, environments, SEED, AsPaid(), 1.0)
+    again.load_state_dict(sampler.state_dict())
+    assert again.counters() == sampler.counters()
+
+
+def test_greedy_play_takes_the_best_action_and_no_random_number() -> None:
+    environments = practice.made("CartPole-v1", 3)
+    policy = practice.policy_for(environments)
+    seeds = reset_seeds(0, 0, np.arange(7), 0)
+    segments, tape = play(environments, policy, seeds, None)
+    others, other_tape = play(practice.made("CartPole-v1", 7), policy, seeds, None)
+    for segment, other in zip(segments, others, strict=True):
+        rollout = tape.rollout(segment, 0)
+        assert rollout.context.tolist() == other_tape.rollout(other, 0).context.tolist()
+        for observation_D, action in zip(rollout.context[:-1], rollout.actions, strict=True):
+            assert policy.best(observation_D[None])[0] == action
+
+
+def test_starts_are_a_function_of_seed_and_step_and_held_out_ones_are_other() -> None:
+    task = EpisodeStarts()
+    assert task.draw(1, 2, 50) == task.draw(1, 2, 60)[:50]
+    drawn = [start.prompt for seed in (0, 1) for step in (0, 1, 2) for start in task.draw(seed, step, 50)]
+    held_out = [start.prompt for start in task.held_out(200)]
+    assert len({*drawn, *held_out}) == 500
+    assert all(0 <= seed < 2**31 for seed in (*drawn, *held_out))
+    assert task.held_out(20) == task.held_out(200)[:20]
