@@ -265,3 +265,19 @@ def test_pictures_are_drawn_for_anything_that_may_happen(tmp_path: Path, thresho
         path = draw(comparison, tmp_path / f"{draw.__name__}.png")
         assert path.read_bytes().startswith(b"\x89PNG")
     assert "NaN" not in json.dumps(summarise(comparison)).replace("Infinity", "")
+
+
+def test_language_models_are_told_in_their_own_words(tmp_path: Path) -> None:
+    records = [{"step": n, "decisions/sampled": 5000, "time/step": 2.0, "score/mean": n / 10} for n in (1, 2, 3, 4)]
+    runs = {
+        name: [read_seed_run(write_run(tmp_path / name / str(s), records, score=score), s) for s in range(3)]
+        for name, score in (("long", 0.61), ("short", 0.25))
+    }
+    comparison = Comparison("arithmetic", runs, threshold=0.4)
+    text = markdown_report(comparison, summarise(comparison))
+    assert "| long | 3 | 61.0% | 61.0% (61.0% to 61.0%) |" in text
+    assert "| recipe | reached | and stayed | training steps | tokens | seconds of training |" in text
+    assert "| long | 3 of 3 | 3 of 3 | 4.0 (4.0 to 4.0) | 20,000 (20,000 to 20,000) | 8.0 (8.0 to 8.0) |" in text
+    assert "100 held-out problems" in text
+    assert draw_learning_curves(comparison, tmp_path / "curves.png").is_file()
+    assert draw_final_scores(comparison, tmp_path / "final.png").is_file()

@@ -123,7 +123,7 @@ def compare(
         runs=runs,
         threshold=find_goal(contestants) if threshold is None else threshold,
         failures=failures,
-        command=command_line(recipes, seeds, overrides),
+        command=command_line(recipes, seeds, threshold, overrides),
         machine=f"{os.cpu_count()} cores, {platform.machine()}, {at_once} runs at a time",
     )
     _say(console, write_report(comparison, folder, console))
@@ -256,9 +256,10 @@ def write_report(comparison: Comparison, folder: Path, console: Console) -> str:
     return f"Next: read {folder / REPORT_FILE} and look at {folder / CURVES_PICTURE}"
 
 
-def command_line(recipes: Sequence[str], seeds: int, overrides: Sequence[str]) -> str:
+def command_line(recipes: Sequence[str], seeds: int, threshold: float | None, overrides: Sequence[str]) -> str:
     """The command that makes this comparison again."""
-    return shlex.join(["covey", "compare", *recipes, "--seeds", str(seeds), *overrides])
+    goal = [] if threshold is None else ["--threshold", f"{threshold:g}"]
+    return shlex.join(["covey", "compare", *recipes, "--seeds", str(seeds), *goal, *overrides])
 
 
 def _say(console: Console, text: str) -> None:
