@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from covey.core import advantages, aggregation, kl, ratios, schedules, surrogates
+from covey.core import advantages, aggregation, kl, ratios, schedules, surrogates, values
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "mathematics.md").read_text()
@@ -21,9 +21,9 @@ def test_every_test_and_file_named_exists():
 
 
 def test_every_function_of_core_is_on_the_page():
-    for module in (advantages, aggregation, kl, ratios, schedules, surrogates):
+    for module in (advantages, aggregation, kl, ratios, schedules, surrogates, values):
         functions = [
-            name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+            name for name, member in vars(module).items() if getattr(member, "__module__", "") == module.__name__
         ]
         for name in functions:
             if name.islower() and not name.startswith("_") and name != "count":

@@ -46,11 +46,14 @@ class Mutant(NamedTuple):
 
 
 INVARIANCE = "learning/test_update_invariance.py"
+CREDIT = "learning/test_credit.py::test_"
+CRITIC = "learning/test_critic.py::test_"
 ADVANTAGES = ("core/advantages.py", ("core/test_advantages.py",))
 RATIOS = ("core/ratios.py", ("core/test_ratios.py",))
 SURROGATES = ("core/surrogates.py", ("core/test_surrogates.py",))
 KL = ("core/kl.py", ("core/test_kl.py",))
 AGGREGATION = ("core/aggregation.py", ("core/test_aggregation.py",))
+VALUES = ("core/values.py", ("core/test_values.py",))
 SCHEDULES = ("core/schedules.py", ("core/test_schedules.py",))
 COLLATE = ("data/collate.py", ("data/test_batch.py",))
 ALGORITHMS = ("algorithms.py", ("learning/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
@@ -59,8 +62,11 @@ UPDATE = ("train/update.py", ("learning/test_known_bugs.py", f"{INVARIANCE}::tes
 
 
 def _mutant(name: str, where: tuple[str, tuple[str, ...]], old: str, new: str, test: str = "") -> Mutant:
-    """`test` is the one of test_update_invariance.py that notices, where it would come late in the others."""
-    return Mutant(name, where[0], old, new, (f"{INVARIANCE}::{test}",) if test else where[1])
+    """`test` is the one that notices, where it would come late in the others; without a file, one of
+    test_update_invariance.py."""
+    if test and "::" not in test:
+        test = f"{INVARIANCE}::{test}"
+    return Mutant(name, where[0], old, new, (test,) if test else where[1])
 
 
 MUTANTS = [
@@ -204,6 +210,159 @@ MUTANTS = [
         "permutation(seed, 1, epoch,",
         "test_a_group_stays_in_one_minibatch_and_the_order_depends_on_the_step",
     ),
+    _mutant(
+        "gamma_and_lambda_swapped", VALUES, "rewards + gamma * following - values", "rewards + lam * following - values"
+    ),
+    _mutant("gae_discounted_by_lambda_alone", VALUES, "_scan(deltas, gamma * lam)", "_scan(deltas, lam)"),
+    _mutant(
+        "value_of_the_state_itself_for_the_next",
+        VALUES,
+        "following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)",
+        "following = values",
+    ),
+    _mutant(
+        "what_follows_after_the_padding",
+        VALUES,
+        "(mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)",
+        "torch.full_like(order_BT[:, :1], mask_BT.shape[1] - 1)",
+    ),
+    _mutant("returns_without_the_value", VALUES, "order_BT, advantages + values)", "order_BT, advantages)"),
+    _mutant(
+        "undecided_rewards_read",
+        VALUES,
+        "deltas = torch.where(decided_BT, rewards + gamma * following - values, 0.0)",
+        "deltas = rewards + gamma * following - values",
+    ),
+    _mutant(
+        "gaps_take_time",
+        VALUES,
+        "(~mask_BT).to(torch.uint8).argsort(dim=1, stable=True)",
+        "torch.arange(mask_BT.shape[1]).repeat(len(mask_BT), 1)",
+    ),
+    _mutant(
+        "gaps_out_of_order",
+        VALUES,
+        "(~mask_BT).to(torch.uint8).argsort(dim=1, stable=True)",
+        "(~mask_BT).to(torch.uint8).argsort(dim=1, stable=True).flip(1)",
+    ),
+    _mutant(
+        "sums_reach_half_as_far",
+        VALUES,
+        "while reach < value_BT.shape[1] and",
+        "while 2 * reach < value_BT.shape[1] and",
+    ),
+    _mutant("discount_not_squared", VALUES, "2 * reach, power * power", "2 * reach, power"),
+    _mutant("value_clip_of_the_optimist", VALUES, "torch.maximum((values_BT", "torch.minimum((values_BT"),
+    _mutant(
+        "value_clip_from_the_answer",
+        VALUES,
+        "near_BT = old_values_BT + (values_BT - old_values_BT)",
+        "near_BT = returns_BT + (values_BT - returns_BT)",
+    ),
+    _mutant("explained_variance_with_the_bias", VALUES, "errors.var(correction=0)", "(errors**2).mean()"),
+    _mutant(
+        "terminated_bootstrapped",
+        ANNOTATE,
+        "torch.where(batch.truncated_B, next_value_B, 0.0)",
+        "next_value_B",
+        CRITIC + "only_what_stopped_before_the_episodes_end_is_worth_what_follows",
+    ),
+    _mutant(
+        "truncated_not_bootstrapped",
+        ANNOTATE,
+        "torch.where(batch.truncated_B, next_value_B, 0.0)",
+        "0 * next_value_B",
+        CRITIC + "only_what_stopped_before_the_episodes_end_is_worth_what_follows",
+    ),
+    _mutant(
+        "kl_not_taken_off_single_decisions",
+        ANNOTATE,
+        "rewards_BT=batch.rewards_BT - penalty_BT",
+        "rewards_BT=batch.rewards_BT",
+        CREDIT + "the_kl_is_taken_off_the_decisions_that_it_was_measured_at",
+    ),
+    _mutant(
+        "critic_taught_by_advantages_only",
+        ANNOTATE,
+        " | (critic is not None)",
+        "",
+        CRITIC + "the_critic_learns_from_rows_without_an_advantage",
+    ),
+    _mutant("whitening_dropped", ALGORITHMS, "if whiten:", "if not whiten:", CRITIC + "gradient_of_ppo_is_the_papers"),
+    _mutant(
+        "whitening_with_failed_rows",
+        ALGORITHMS,
+        "counted_BT = batch.mask_BT & batch.valid_B[:, None]",
+        "counted_BT = batch.mask_BT",
+        CRITIC + "failed_rows_are_not_whitened_with_the_others",
+    ),
+    _mutant(
+        "ended_rollouts_compared_as_zero",
+        ALGORITHMS,
+        "counted_BT = batch.mask_BT & batch.valid_B[:, None]",
+        "counted_BT = (batch.mask_BT | True) & batch.valid_B[:, None]",
+        CREDIT + "a_rollout_that_ended_early_is_not_compared_at_later_steps",
+    ),
+    _mutant(
+        "steps_of_all_groups_compared",
+        ALGORITHMS,
+        "group_BT = group_BT * width + torch",
+        "group_BT = 0 * group_BT + torch",
+        CREDIT + "reward_to_go_at_the_same_step_by_hand",
+    ),
+    _mutant(
+        "kl_to_behavior_turned_round",
+        ALGORITHMS,
+        "self.kl.estimator(other, current) if",
+        "self.kl.estimator(current, other) if",
+        CREDIT + "kl_and_its_gradient_are_those_of_the_formula",
+    ),
+    _mutant(
+        "entropy_minimised",
+        ALGORITHMS,
+        "loss_BT - self.entropy_coefficient",
+        "loss_BT + self.entropy_coefficient",
+        CREDIT + "the_entropy_bonus_makes_undecided",
+    ),
+    _mutant(
+        "value_coefficient_dropped",
+        ALGORITHMS,
+        "return self.value_loss.coefficient * (",
+        "return (",
+        CRITIC + "gradient_of_ppo_is_the_papers",
+    ),
+    _mutant(
+        "kl_of_all_epochs",
+        UPDATE,
+        "self.sums_before_epoch = sums",
+        "pass",
+        CRITIC + "the_kl_is_that_of_the_epoch_and_not_of_all_so_far",
+    ),
+    _mutant(
+        "critic_epochs_forgotten",
+        UPDATE,
+        "range(plan.epochs, plan.epochs + plan.critic_epochs)",
+        "range(0)",
+        CRITIC + "further_epochs_of_the_critic_move_the_critic_only",
+    ),
+    _mutant(
+        "every_decision_in_every_minibatch",
+        UPDATE,
+        "mask_BT.view(-1)[decisions] = True",
+        "mask_BT = batch.mask_BT",
+        CREDIT + "a_decision_is_in_one_minibatch_and_the_order_depends_on_step_and_epoch",
+    ),
+    _mutant(
+        "critic_at_the_policys_learning_rate",
+        UPDATE,
+        "sizes.critic_learning_rate",
+        "sizes.learning_rate",
+        CRITIC + "value_loss_metric_is_the_loss_however_cut",
+    ),
+    _mutant(
+        "reward_at_the_first_decision", COLLATE, "[0.0] * (length - 1) + [reward]", "[reward] + [0.0] * (length - 1)"
+    ),
+    _mutant("step_rewards_forgotten", COLLATE, "if rollout.step_rewards is None else", "if True else"),
 ]
 
 

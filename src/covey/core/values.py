@@ -54,7 +54,7 @@ def gae(
     order_BT = _decided_first(mask_BT)
     decided_BT = mask_BT.gather(1, order_BT)
     values = torch.where(mask_BT, values_BT, 0.0).gather(1, order_BT)
-    rewards = torch.where(mask_BT, rewards_BT, 0.0).gather(1, order_BT)
+    rewards = rewards_BT.gather(1, order_BT)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     following = following.scatter(1, last_B1, next_value_B[:, None])
