@@ -13,7 +13,7 @@ help:
 	@echo "make test       the tests, without the slow ones"
 	@echo "make test-slow  all tests"
 	@echo "make lint       ruff, mypy and the import contracts"
-	@echo "make bench      time covey beside its peers"
+	@echo "make bench      time covey beside its peers; one part: $(BIN)/python benchmarks/bench.py control"
 	@echo "make clean      remove .venv and caches; runs/ stays"
 	@echo "PYTHON=python3.12 make train    chooses the interpreter (3.11 to 3.13)"
 

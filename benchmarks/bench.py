@@ -1,182 +1,27 @@
-"""Times covey beside its peers, in turn, on the same prompts and token counts, and prints ratios.
+"""Times covey beside its peers.
 
-    make bench                                 the whole comparison, about 20 minutes on two cores
-    .venv/bin/python benchmarks/bench.py --peers generate --new-tokens 32 --rounds 1     a short one
-
-A lone time says little on a shared machine, so every figure is a ratio within one round: covey, `model.generate` and
-TRL run one after another, each in a process of its own, and the rounds are repeated. Results go to benchmarks/results/.
+make bench                                       both parts, about half an hour on two cores
+.venv/bin/python benchmarks/bench.py control     one part: `language` or `control`
+.venv/bin/python benchmarks/bench.py control --seeds 1 --rounds 1    a short one; --help names each part's options
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import time
-from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
-from statistics import median
-from typing import Any
-
-import torch
-from rich.console import Console
-from rich.table import Table
-from shape import Shape
-
-from covey.llm.loading import EMBEDDED, find_model
-from covey.runtime.device import choose_precision, environment, set_threads
-
-HERE = Path(__file__).resolve().parent
-PEERS_ENVIRONMENT = HERE.parent / ".peers-venv"
-RESULTS = HERE / "results"
-
-Numbers = dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", nargs="*", choices=("generate", "trl"), default=["generate", "trl"])
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=100)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument(
-        "--output", type=Path, default=None, help="a JSON file; default: benchmarks/results/<date>.json"
-    )
-    arguments = parser.parse_args()
-    threads = set_threads(0)
-    shape = Shape(
-        find_model(EMBEDDED),
-        arguments.prompts,
-        arguments.group_size,
-        arguments.prompt_tokens,
-        arguments.new_tokens,
-        threads,
-    )
-    contestants = {"covey": sys.executable, "generate": sys.executable}
-    if "trl" in arguments.peers:
-        contestants["trl"] = str(peers_python())
-    rounds: list[dict[str, Numbers]] = []
-    for number in range(1, arguments.rounds + 1):
-        results: dict[str, Numbers] = {"machine": {"matmul_flops": matmul_rate()}}
-        for name in ["covey", *arguments.peers]:
-            print(f"round {number} of {arguments.rounds}: {name} ...", flush=True)
-            results[name] = run_contestant(name, contestants[name], shape)
-        rounds.append(results)
-    summary = summarise(rounds, shape)
-    show(rounds, summary, shape)
-    device = torch.device("cpu")
-    record = {
-        **summary,
-        "shape": asdict(shape) | {"model": EMBEDDED},
-        "rounds": rounds,
-        "environment": environment(device, choose_precision("auto", device)),
-        "peers": {"transformers": version("transformers")} | ({"trl": "1.16.0"} if "trl" in arguments.peers else {}),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-    }
-    output = arguments.output or RESULTS / f"cpu-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written to {output}")
+    chosen, options = sys.argv[1:2], sys.argv[2:]
+    if chosen and chosen[0] not in ("language", "control"):
+        sys.exit(__doc__)
+    if chosen != ["control"]:
+        import language
 
+        language.main(options)
+    if chosen != ["language"]:
+        import control
 
-def peers_python() -> Path:
-    """The interpreter of the peers' environment, made on first use from benchmarks/peers.lock."""
-    python = PEERS_ENVIRONMENT / "bin" / "python"
-    ready = PEERS_ENVIRONMENT / "installed"
-    if not ready.exists():
-        print("creating the environment of the peers (some minutes, once) ...", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(PEERS_ENVIRONMENT)], check=True)
-        pip = [str(python), "-m", "pip", "-qq", "--disable-pip-version-check", "install"]
-        subprocess.run([*pip, "-r", str(HERE / "peers.lock")], check=True)
-        ready.touch()
-    return python
-
-
-def run_contestant(name: str, python: str, shape: Shape) -> Numbers:
-    """Run one contestant in its own process; returns what it reports."""
-    command = [python, str(HERE / f"run_{name}.py"), json.dumps(asdict(shape))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
-    if done.returncode:
-        sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
-    numbers: Numbers = json.loads(done.stdout.strip().splitlines()[-1])
-    return numbers
-
-
-def matmul_rate() -> float:
-    """FLOP/s of a bf16 matrix product of the model's own shape, on this machine, now."""
-    a, b = torch.randn(4096, 576).bfloat16(), torch.randn(576, 1536).bfloat16()
-    for _ in range(5):
-        a @ b
-    rates = []
-    for _ in range(20):
-        began = time.perf_counter()
-        a @ b
-        rates.append(2 * 4096 * 576 * 1536 / (time.perf_counter() - began))
-    return median(rates)
-
-
-def update_flops(shape: Shape) -> float:
-    """Products that an update with shared prompts cannot avoid: 6 per weight and token, the head at completions only.
-
-    SmolLM2-135M has 106.2 M weights in its layers and 28.3 M in the (tied) head.
-    """
-    tokens = shape.prompts * shape.prompt_tokens + shape.rows * (shape.new_tokens - 1)
-    return 6 * 106.2e6 * tokens + 6 * 28.3e6 * shape.sampled_tokens
-
-
-def summarise(rounds: list[dict[str, Numbers]], shape: Shape) -> dict[str, Any]:
-    """Ratios within each round, as median, lowest and highest."""
-
-    def spread(values: list[float]) -> Numbers:
-        return {"median": median(values), "low": min(values), "high": max(values)}
-
-    def ratios(peer: str, key: str) -> Numbers:
-        return spread([r[peer][key] / r["covey"][key] for r in rounds])
-
-    summary: dict[str, Any] = {
-        "share_of_matmul_rate": spread(
-            [update_flops(shape) / r["covey"]["update_seconds"] / r["machine"]["matmul_flops"] for r in rounds]
-        )
-    }
-    if "generate" in rounds[0]:
-        summary["sampling_ratio_vs_generate"] = ratios("generate", "sampling_seconds")
-    if "trl" in rounds[0]:
-        summary["step_ratio_vs_trl"] = ratios("trl", "step_seconds")
-        summary["sampling_ratio_vs_trl"] = ratios("trl", "sampling_seconds")
-        summary["update_ratio_vs_trl"] = ratios("trl", "update_seconds")
-        summary["peak_memory_ratio_vs_trl"] = ratios("trl", "peak_memory_bytes")
-    return summary
-
-
-def show(rounds: list[dict[str, Numbers]], summary: dict[str, Any], shape: Shape) -> None:
-    """Two tables: what was measured (medians), and the ratios."""
-    console = Console()
-    title = (
-        f"SmolLM2-135M, {shape.prompts} prompts x {shape.group_size} completions, {shape.prompt_tokens} + "
-        f"{shape.new_tokens} tokens, {shape.threads} threads, median of {len(rounds)}"
-    )
-    table = Table(title=title)
-    for column in ("", "sampling", "tokens/s", "update", "step", "peak memory"):
-        table.add_column(column, justify="right" if column else "left")
-    for name in (name for name in rounds[0] if name != "machine"):
-        middle = {key: median(r[name][key] for r in rounds) for key in rounds[0][name]}
-        seconds = [f"{middle[key]:.1f} s" if key in middle else "" for key in ("update_seconds", "step_seconds")]
-        rate = shape.sampled_tokens / middle["sampling_seconds"]
-        peak = f"{middle['peak_memory_bytes'] / 2**30:.1f} GiB"
-        table.add_row(name, f"{middle['sampling_seconds']:.1f} s", f"{rate:,.0f}", *seconds, peak)
-    console.print(table)
-    ratios = Table(title="how many times covey is better (lowest to highest round)")
-    ratios.add_column("")
-    ratios.add_column("median", justify="right")
-    ratios.add_column("spread", justify="right")
-    for name, values in summary.items():
-        ratios.add_row(name, f"{values['median']:.2f}", f"{values['low']:.2f} to {values['high']:.2f}")
-    console.print(ratios)
+        control.main(options)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def make_prompts(shape: Shape, tokenizer: Any) -> list[str]:
     return texts
 
 
-def report(**numbers: float) -> None:
+def report(**numbers: Any) -> None:
     """The contestant's last line, which the benchmark reads."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(json.dumps(numbers | {"peak_memory_bytes": peak}), flush=True)
