@@ -51,7 +51,9 @@ class LossBase:
     clip_high: float | None = option(None, "the ratio is clipped above at 1 + clip_high", above=0)
     dual_clip: float | None = option(None, "bound on the loss of negative advantages (above 1); unset is off", above=1)
     kl_coefficient: float | None = option(None, "weight of the KL to the reference model; 0 only watches it", least=0)
-    kl_estimator: str | None = option(None, "estimator of that KL", choices=("k1", "k2", "k3"))
+    kl_estimator: str | None = option(
+        None, "estimator of that KL; k1 goes into the reward, the others into the loss", choices=("k1", "k2", "k3")
+    )
     kl_warmup_steps: int = option(0, "steps over which the KL coefficient rises from 0", least=0)
 
 
@@ -262,7 +264,9 @@ class RolloutsConfig:
 class ControlLossConfig(LossBase):
     kl_coefficient: float = option(0.0, "weight of the KL to the anchor; 0 is off", least=0)
     kl_estimator: str | None = option(
-        None, "estimator of that KL; exact sums over all discrete actions", choices=("k1", "k2", "k3", "exact")
+        None,
+        "estimator of that KL; exact sums over all discrete actions; k1 goes into the reward, the others into the loss",
+        choices=("k1", "k2", "k3", "exact"),
     )
     kl_anchor: str = option(
         "reference",

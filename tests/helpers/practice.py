@@ -18,16 +18,17 @@ from covey.control.environments import Environments, make_environments
 from covey.control.normaliser import RunningMoments
 from covey.control.policy import ControlPolicy
 from covey.control.task import EpisodeStarts
+from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.observe.display import Display
 from covey.observe.run_store import RunStore
 from covey.recipes.control import ControlWorld, episode_returns
 from covey.train.loop import Parts, Progress, train
 
-ENDLESS = "covey-tests/Endless-v0"
-NOISY = "covey-tests/Noisy-v0"
-TARGET = "covey-tests/Target-v0"
-NEGATED_TARGET = "covey-tests/NegatedTarget-v0"
-NEGATED_CARTPOLE = "covey-tests/NegatedCartPole-v0"
+ENDLESS = "covey-practice/Endless-v0"
+NOISY = "covey-practice/Noisy-v0"
+TARGET = "covey-practice/Target-v0"
+NEGATED_TARGET = "covey-practice/NegatedTarget-v0"
+NEGATED_CARTPOLE = "covey-practice/NegatedCartPole-v0"
 ENDLESS_LIMIT = 10
 
 
@@ -153,3 +154,11 @@ def mean_return(policy: ControlPolicy, name: str, episodes: int = 20) -> float:
     returns = episode_returns(policy, environments, [start.prompt for start in EpisodeStarts().held_out(episodes)])
     environments.close()
     return float(np.mean(returns))
+
+
+def mean_kl_from_even(policy: ControlPolicy) -> float:
+    """How far a policy of two actions for CartPole is from choosing evenly, in nats, over a few states."""
+    states_ND = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+    rows = [Rollout(state[None].repeat(2, 0), np.zeros(1, np.int64), np.zeros(1), EndReason.CUT) for state in states_ND]
+    logp_NV = policy.evaluate(collate([Group(Start(0, 0), rows)])).distribution_BTV[:, 0]
+    return float((logp_NV.exp() * (logp_NV + np.log(2))).sum(dim=1).mean().detach())

@@ -16,7 +16,7 @@ from covey.control.environments import Environments
 from covey.control.policy import ControlPolicy
 from covey.control.rewards import RewardScale
 from covey.control.sampler import ControlSampler
-from covey.control.tape import Draws, Segment, Tape, ending, numbers_per_decision
+from covey.control.tape import Draws, Segment, Tape, ending, numbers_per_decision, refuse_endless
 from covey.data import EndReason, Group, Start
 from covey.runtime.seeding import BRANCHING, SAMPLING
 
@@ -102,6 +102,7 @@ class BranchSampler(ControlSampler):
         t = 0
         while going_N.any():
             t += 1
+            refuse_endless(t)
             for slot in np.flatnonzero(going_N & (keep.next()[:, 0] * t < 1)).tolist():
                 states[slot] = self.trunks.snapshot(slot)
             actions, _ = self.policy.act(observation_ND, draws.next())

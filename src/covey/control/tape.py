@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.config import ConfigError
 from covey.control.environments import Environments, Step
 from covey.control.policy import ControlPolicy
 from covey.control.spaces import Continuous
@@ -19,6 +20,7 @@ from covey.data import EndReason, Rollout
 from covey.runtime.seeding import uniforms
 
 DRAWN_AHEAD = 64  # positions whose random numbers are made at once
+LONGEST_WAIT = 100_000  # decisions without the end of an episode, after which it is said to have none
 
 
 class Draws:
@@ -142,6 +144,18 @@ def _by_slot(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     return np.ascontiguousarray(np.stack(arrays).swapaxes(0, 1))
 
 
+def refuse_endless(decisions: int) -> None:
+    """Who waits for the end of an episode must not wait for ever.
+
+    Raises:
+        ConfigError: after LONGEST_WAIT decisions.
+    """
+    if decisions > LONGEST_WAIT:
+        raise ConfigError(
+            f"an episode has not ended after {LONGEST_WAIT:,} decisions: set environment.max_episode_steps to fewer"
+        )
+
+
 def ending(terminated: bool, truncated: bool) -> EndReason:
     """Why an episode stopped; one that did both at once is over."""
     if terminated:
@@ -162,6 +176,9 @@ def play(
 
     Returns:
         the segments in the order of the seeds, and the tape that they lie on.
+
+    Raises:
+        ConfigError: for an environment whose episodes have no end.
     """
     slots = environments.count
     segments: list[Segment | None] = [None] * len(seeds)
@@ -175,7 +192,9 @@ def play(
     missing = len(seeds)
     tape = Tape()
     silent_N = np.zeros(slots, dtype=np.float32)
+    last_end = 0
     while missing:
+        refuse_endless(len(tape) - last_end)
         if draws is None:
             actions, logprobs_N = policy.best(observation_ND), silent_N
         else:
@@ -194,6 +213,7 @@ def play(
             reason = ending(bool(step.terminated_N[slot]), bool(step.truncated_N[slot]))
             segments[job] = Segment(slot, int(began_N[slot]), len(tape), reason)
             missing -= 1
+            last_end = len(tape)
             job_N[slot] = len(seeds)
             if waiting < len(seeds):
                 job_N[slot], began_N[slot] = waiting, len(tape)

@@ -70,13 +70,15 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
     default: KLPenalty = parameters["kl"].default
     coefficient = default.coefficient(1) if loss.kl_coefficient is None else loss.kl_coefficient
     to_behavior = getattr(loss, "kl_anchor", "") == "behavior"
+    estimator = KL_ESTIMATORS[loss.kl_estimator] if loss.kl_estimator else default.estimator
     penalty = replace(
         default,
         coefficient=schedules.constant(coefficient, warmup_steps=loss.kl_warmup_steps),
-        estimator=KL_ESTIMATORS[loss.kl_estimator] if loss.kl_estimator else default.estimator,
+        estimator=estimator,
         to_behavior=to_behavior,
-        # The exact KL, and one to the policy that acted, have a gradient only as a part of the loss.
-        in_reward=default.in_reward and not to_behavior and loss.kl_estimator != "exact",
+        # To the reference, k1 pulls only from within the reward: as a part of the loss its expected gradient is zero.
+        # The others pull only from within the loss: in the reward the two halves of k3 cancel.
+        in_reward=estimator is kl.k1 and not to_behavior,
     )
     chosen = {name: value for name, value in options.items() if name in parameters}
     for field in ("clip_low", "clip_high", "dual_clip"):
