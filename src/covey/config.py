@@ -230,7 +230,7 @@ class RolloutsConfig:
     environments: int = option(
         0, "copies of the environment that step together; 0 is one a rollout (8 for fragments)", least=0
     )
-    fragment_steps: int = option(128, "fragments: steps of every copy in one training step", least=1)
+    fragment_steps: int = option(128, "fragments: steps of every copy in one training step", least=2)
     horizon: int = option(50, "branches: decisions of a branch", least=1)
     gamma: float | None = option(None, "discount a decision; unset is 1 for episodes, else 0.99", least=0, most=1)
     compare: str = option(
