@@ -207,6 +207,7 @@ def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Pa
     if given or fields:
         raise ConfigError(f"an evaluation of a control run does not use {[*given, *fields][0]}: leave it out")
     tables = read_tables(saved)
+    trained = config_from_dict(tables)
     own = {"evaluation.episodes": arguments.episodes, "seed": arguments.seed}
     apply_overrides(tables, [(name, value) for name, value in own.items() if value is not None])
     config = config_from_dict(tables)
@@ -214,11 +215,15 @@ def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Pa
     validate(config)
     from covey.recipes.control import evaluate_run
 
-    episodes = config.evaluation.episodes
-    result = evaluate_run(saved.parent, episodes=episodes, render=arguments.render, seed=config.seed)
+    result = evaluate_run(
+        saved.parent,
+        episodes=config.evaluation.episodes,
+        render=arguments.render,
+        seed=None if arguments.seed is None else config.seed,
+    )
     print(return_report(result, config.evaluation.expected_return))
     if arguments.render:
-        seed = config.seed + 1
+        seed = trained.seed + 1
         words = ["covey", "train", str(saved), "--seed", str(seed), "--run-dir", f"{saved.parent}-seed-{seed}"]
         print(f"Next, the same from another seed: {shlex.join(words)}")
     else:

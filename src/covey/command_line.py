@@ -106,6 +106,7 @@ def _eval_options(command: Parser) -> None:
     )
     command.epilog = (
         "The task's own fields are options too, such as --digits 1,2 for arithmetic.\n"
+        "An agent plays the episodes that its run was measured on; --seed names others.\n"
         "With --samples above 1 it reports pass@k, the chance that at least one of k answers is right."
     )
     command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
