@@ -1,11 +1,17 @@
-"""covey: reinforcement learning by comparing each attempt with its siblings, or with a critic.
+"""covey: reinforcement learning by comparing each attempt with its siblings (GRPO), or with a critic (PPO).
+
+A language model, with a reward of your own:
 
 >>> from covey import RunConfig, run
 >>> from covey.llm.tasks import Arithmetic
 >>> run(RunConfig(steps=20), task=Arithmetic(digits=(2,)), rewards=[my_reward])
 
->>> from covey import ControlConfig, EnvironmentConfig
->>> run(ControlConfig(environment=EnvironmentConfig("CartPole-v1")))
+An agent in a Gymnasium environment, which pays its own rewards:
+
+>>> from covey import ControlConfig, EnvironmentConfig, RolloutsConfig
+>>> run(ControlConfig(environment=EnvironmentConfig("CartPole-v1"), rollouts=RolloutsConfig(groups="reward_to_go")))
+
+Either returns what the run's summary.json holds, or None where Ctrl-C stopped it; `covey.resume` then goes on with it.
 """
 
 from typing import Any
