@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from covey.config import ConfigError
 from covey.core import advantages, aggregation, kl, ratios, schedules, surrogates, values
 from covey.data import Batch, Evaluation
 
@@ -113,6 +114,23 @@ class KLPenalty:
     estimator: KLEstimator = kl.k3  # kl.exact for policies that tell the probability of every action
     in_reward: bool = False  # subtracted from the reward, without gradient; else added to the loss
     to_behavior: bool = False  # KL(pi_old || pi), to the policy that sampled; else KL(pi || pi_ref)
+
+    def __post_init__(self) -> None:
+        """Refuse what would not pull.
+
+        Raises:
+            ConfigError: for a penalty in the reward that is exact, or to the policy that sampled.
+        """
+        if self.in_reward and self.estimator is kl.exact:
+            raise ConfigError(
+                "KLPenalty(kl.exact, in_reward=True): the exact KL does not depend on the decision that was sampled, "
+                "so in its reward it pulls nowhere; use kl.k1, or leave out in_reward"
+            )
+        if self.in_reward and self.to_behavior:
+            raise ConfigError(
+                "KLPenalty(in_reward=True, to_behavior=True): when rewards are paid, the policy is still the one that "
+                "sampled, and their KL is 0; leave out in_reward"
+            )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import Algorithm, KLPenalty, grpo, outcome, ppo, reward_to_go, rloo, within_rollout
+from covey.config import ConfigError
 from covey.core import kl, schedules
 from covey.core.advantages import group_mean_only, group_zscore
 from covey.data import Batch, Group, collate
@@ -248,6 +249,13 @@ def test_kl_and_its_gradient_are_those_of_the_formula(estimator, to_behavior):
         slope[tuple(place)] = (sides[0] - sides[1]) / 2e-5
     assert int((slope != 0).sum()) >= 40
     torch.testing.assert_close(gradient, slope, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", [{"estimator": kl.exact}, {"estimator": kl.k1, "to_behavior": True}])
+def test_a_kl_that_would_not_pull_from_the_reward_is_refused(where):
+    with pytest.raises(ConfigError, match="leave out in_reward") as caught:
+        KLPenalty(schedules.constant(1.0), in_reward=True, **where)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("estimator", [kl.k3, kl.exact])
