@@ -201,7 +201,8 @@ class EnvironmentConfig:
     )
     autoreset: str = option(
         "disabled",
-        "when a copy begins its next episode: when it is asked to (disabled), or by itself (fragments only)",
+        "when a copy begins its next episode: when it is asked to (disabled), or by itself (fragments only; a run that "
+        "is resumed then begins new episodes)",
         choices=("disabled", "same_step", "next_step"),
     )
     action_repeat: int = option(1, "environment steps that every action is held for", least=1)
@@ -247,10 +248,10 @@ class RolloutsConfig:
     @property
     def copies(self) -> int:
         """How many copies of the environment step together."""
-        every_rollout = 8 if self.groups == "fragments" else self.starts_per_step * self.group_size
-        if self.groups == "branches" or (self.environments > every_rollout and self.groups != "fragments"):
-            return every_rollout  # more would play for nobody
-        return self.environments or every_rollout
+        if self.groups == "fragments":
+            return self.environments or 8
+        every_rollout = self.starts_per_step * self.group_size
+        return min(self.environments or every_rollout, every_rollout)  # more would play for nobody
 
     @property
     def discount(self) -> float:
@@ -274,7 +275,9 @@ class ControlLossConfig(LossBase):
         choices=("reference", "behavior"),
     )
     entropy_coefficient: float = option(0.0, "weight of the entropy bonus", least=0)
-    value_coefficient: float = option(0.5, "ppo: weight of the critic's loss", least=0)
+    value_coefficient: float = option(
+        0.5, "ppo: weight of the critic's loss; its network is its own, so it is felt where max_grad_norm cuts", least=0
+    )
     value_clip: float | None = option(None, "ppo: a value moves at most so far in one step; unset is off", above=0)
     gae_lambda: float = option(0.95, "ppo: 0 trusts the critic, 1 the rewards", least=0, most=1)
     whiten: bool = option(True, "ppo: advantages get mean 0 and deviation 1 over the step")
@@ -285,7 +288,7 @@ class ControlUpdateConfig(UpdateBase):
     learning_rate: float = option(3e-4, "peak learning rate of AdamW", above=0)
     max_grad_norm: float = option(0.5, "gradients are scaled down to this norm", above=0)
     epochs: int = option(4, "passes over the rollouts of a step", least=1)
-    minibatches: int = option(1, "optimizer steps per pass; starts, or fragments' decisions, are split evenly", least=1)
+    minibatches: int = option(1, "optimizer steps per pass; the decisions of a step are split evenly", least=1)
     critic_learning_rate: float | None = option(None, "ppo: the critic's own; unset is learning_rate", above=0)
     critic_epochs: int = option(0, "ppo: further passes that move the critic alone", least=0)
     target_kl: float | None = option(None, "nats from the policy that acted, after which a step stops", above=0)
@@ -302,7 +305,11 @@ class ControlEvaluationConfig:
 class ControlConfig(RunBase):
     """One training run on a Gymnasium environment."""
 
-    algorithm: str = option("grpo", "how rollouts are compared and the policy moved", choices=CONTROL_ALGORITHM_NAMES)
+    algorithm: str = option(
+        "grpo",
+        "how rollouts are compared and the policy moved; dr_grpo divides by the time limit of an episode",
+        choices=CONTROL_ALGORITHM_NAMES,
+    )
     threads: int = option(1, "CPU threads; 0 is every core; small networks are fastest on one", least=0)
     show_rollouts_every: int = option(0, "steps between printed sample rollouts; 0 is never", least=0)
     environment: EnvironmentConfig = option(EnvironmentConfig(), "[environment] table")

@@ -24,11 +24,12 @@ from covey.config import (
     RolloutsConfig,
     RunConfig,
     SamplingConfig,
+    UpdateBase,
     UpdateConfig,
 )
 
 TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
-WITHOUT_CLIPPING = ("rloo", "reinforce")
+WITHOUT_RATIO = ("rloo", "reinforce")  # nothing to clip, nothing that corrects for a policy that has moved
 # Control: fields that only one algorithm or one kind of group uses; setting them elsewhere would change nothing.
 USED_ONLY_BY = {
     "policy.critic_hidden": "ppo",
@@ -41,6 +42,11 @@ USED_ONLY_BY = {
     "rollouts.fragment_steps": "fragments",
     "rollouts.horizon": "branches",
     "rollouts.compare": "reward_to_go",
+}
+NOT_USED_BY = {
+    "rollouts.starts_per_step": "fragments",
+    "rollouts.group_size": "fragments",
+    "rollouts.environments": "branches",
 }
 LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
 
@@ -71,6 +77,7 @@ def _validate_language(config: RunConfig, own_task: bool) -> None:
     _check_sampling(config.sampling)  # first, because its messages say why
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
+    _check_epochs(config.update, config.algorithm)
     _check_minibatches(config.sampling, config.update)
     _check_evaluation(config.evaluation)
     check_task(config.task)
@@ -88,21 +95,22 @@ def _validate_control(config: ControlConfig) -> None:
     check_fields(config)
     rollouts = config.rollouts
     _check_groups(rollouts, config.algorithm)
+    _check_epochs(config.update, config.algorithm)
     _check_vectorization(config.environment, rollouts.groups)
-    if rollouts.groups == "fragments":
-        what, count = "the decisions of rollouts.fragment_steps x copies", rollouts.fragment_steps * rollouts.copies
-    else:
-        what, count = "rollouts.starts_per_step", rollouts.starts_per_step
-    parts = config.update.minibatches
-    if count % parts:
+    parts, count = config.update.minibatches, rollouts.fragment_steps * rollouts.copies
+    if rollouts.groups == "fragments" and count % parts:
         raise ConfigError(
-            f"{what} ({count}) cannot be split evenly into update.minibatches ({parts}); "
-            f"set minibatches to {_largest_divisor(count, parts)}"
+            f"the decisions of rollouts.fragment_steps x copies ({count}) cannot be split evenly into "
+            f"update.minibatches ({parts}); set minibatches to {_largest_divisor(count, parts)}"
         )
     for where, item, _, value in leaves(config):
         user = USED_ONLY_BY.get(where)
-        if user not in (None, config.algorithm, rollouts.groups) and value != item.default:
+        if value == item.default:
+            continue
+        if user not in (None, config.algorithm, rollouts.groups):
             raise ConfigError(f"{where} is set, but only {user} uses it: take it out, or choose {user}")
+        if NOT_USED_BY.get(where) == rollouts.groups:
+            raise ConfigError(f"{where} is set, but {rollouts.groups} has no use for it: take it out")
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
@@ -234,12 +242,20 @@ def _check_sampling(sampling: SamplingConfig) -> None:
 
 def _check_loss(loss: LossBase, algorithm: str) -> None:
     for name in ("clip_low", "clip_high", "dual_clip"):
-        if algorithm in WITHOUT_CLIPPING and getattr(loss, name) is not None:
+        if algorithm in WITHOUT_RATIO and getattr(loss, name) is not None:
             raise ConfigError(f"loss.{name} is set, but {algorithm} does not clip: take it out, or choose grpo")
     if _is_a(loss.dual_clip, float) and loss.dual_clip is not None and loss.dual_clip <= 1:
         raise ConfigError(
             f"loss.dual_clip is {loss.dual_clip}: it bounds the ratio of negative advantages from above and must be "
             "above 1 (3.0 is usual); leave it out to turn it off"
+        )
+
+
+def _check_epochs(update: UpdateBase, algorithm: str) -> None:
+    if algorithm in WITHOUT_RATIO and update.epochs > 1:
+        raise ConfigError(
+            f"update.epochs is {update.epochs}, but {algorithm} has no ratio, and without one only the first pass over "
+            "some rollouts is on-policy: set epochs to 1, or choose grpo"
         )
 
 

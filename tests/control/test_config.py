@@ -105,6 +105,8 @@ def test_what_is_written_reads_back_equal(
 def test_what_stands_for_unset_fields() -> None:
     assert with_rollouts(starts_per_step=3, group_size=5).rollouts.copies == 15
     assert with_rollouts(environments=7).rollouts.copies == 7
+    assert with_rollouts(environments=33).rollouts.copies == 32
+    assert replace(FRAGMENTS, environments=33).copies == 33
     assert FRAGMENTS.copies == 8
     discounts = {groups: RolloutsConfig(groups=groups).discount for groups in ("episodes", "reward_to_go", "fragments")}
     assert discounts == {"episodes": 1.0, "reward_to_go": 0.99, "fragments": 0.99}
@@ -178,7 +180,8 @@ def test_unknown_fields_get_a_suggestion(tmp_path: Path) -> None:
 def test_the_defaults_and_the_edges_are_accepted() -> None:
     validate(GOOD)
     validate(replace(GOOD, algorithm="ppo", rollouts=FRAGMENTS, update=ControlUpdateConfig(minibatches=1024)))
-    validate(replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, group_size=1)))
+    validate(replace(GOOD, algorithm="rloo", update=ControlUpdateConfig(epochs=1, minibatches=3)))
+    validate(replace(GOOD, update=ControlUpdateConfig(minibatches=3)))
     validate(with_rollouts(groups="within_episode", group_size=1))
     validate(with_rollouts(groups="branches", horizon=3))
     validate(with_rollouts(groups="reward_to_go", compare="group", gamma=0.0))
@@ -196,9 +199,19 @@ def test_the_defaults_and_the_edges_are_accepted() -> None:
         (with_rollouts(group_size=1), "episodes learns by comparison with the group"),
         (with_rollouts(groups="reward_to_go", group_size=1), "set group_size to 2 or more"),
         (with_rollouts(groups="branches", group_size=1), "set group_size to 2 or more"),
+        (replace(GOOD, algorithm="rloo"), "update.epochs is 4, but rloo has no ratio"),
         (
-            replace(GOOD, update=ControlUpdateConfig(minibatches=3)),
-            "rollouts.starts_per_step (4) cannot be split evenly",
+            replace(GOOD, algorithm="reinforce", update=ControlUpdateConfig(epochs=2)),
+            "set epochs to 1, or choose grpo",
+        ),
+        (with_rollouts(groups="branches", environments=3), "rollouts.environments is set, but branches has no use"),
+        (
+            replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, group_size=1)),
+            "rollouts.group_size is set, but fragments has no use for it: take it out",
+        ),
+        (
+            replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, starts_per_step=8)),
+            "rollouts.starts_per_step is set, but fragments has no use for it",
         ),
         (
             replace(GOOD, algorithm="ppo", rollouts=FRAGMENTS, update=ControlUpdateConfig(minibatches=3)),

@@ -258,6 +258,10 @@ def test_the_defaults_are_accepted() -> None:
         (replace(GOOD, loss=LossConfig(clip_high=-0.2)), "loss.clip_high must be above 0"),
         (replace(GOOD, loss=LossConfig(kl_coefficient=-1.0)), "loss.kl_coefficient must be at least 0"),
         (replace(GOOD, algorithm="rloo", loss=LossConfig(clip_low=0.2)), "rloo does not clip"),
+        (
+            replace(GOOD, algorithm="reinforce", update=UpdateConfig(epochs=2)),
+            "update.epochs is 2, but reinforce has no ratio",
+        ),
         (replace(GOOD, checkpoint=CheckpointConfig(keep=1)), "checkpoint.keep must be at least 2"),
         (replace(GOOD, checkpoint=CheckpointConfig(every=0)), "checkpoint.every must be at least 1"),
         (replace(GOOD, evaluation=EvaluationConfig(problems=0)), "evaluation.problems must be at least 1"),

@@ -35,6 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm": "rloo",
         "rollouts": {"groups": "reward_to_go", "starts_per_step": 4, "group_size": 4, "environments": 5},
         "loss": {"kl_coefficient": 0.01},
+        "update": {"epochs": 1},
     },
     "branches": {
         "rollouts": {

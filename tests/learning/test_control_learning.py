@@ -18,9 +18,9 @@ CARTPOLE: dict[str, dict[str, Any]] = {
     },
     "reward_to_go": {
         "algorithm": "rloo",
-        "steps": 14,
+        "steps": 28,
         "rollouts": {"groups": "reward_to_go", "starts_per_step": 4, "group_size": 8},
-        "update": {"learning_rate": 0.005, "epochs": 2},
+        "update": {"learning_rate": 0.005, "epochs": 1},
     },
     "within_episode": {
         "algorithm": "grpo",

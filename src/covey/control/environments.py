@@ -9,6 +9,7 @@ Shape legend: N slots (copies), D numbers in a flattened observation, A numbers 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -200,6 +201,16 @@ def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str
         if config.vectorization == "async":
             kind = AsyncVectorEnv
         return Environments(kind([make_one] * count, autoreset_mode=mode), mode, config.id, make_one)
+
+
+def longest_episode(config: EnvironmentConfig) -> int | None:
+    """Decisions after which the time limit ends an episode; None where neither config nor registration names one.
+
+    Raises:
+        ConfigError: for an unknown id.
+    """
+    raw_steps = config.max_episode_steps or find_spec(config.id).max_episode_steps
+    return None if raw_steps is None else math.ceil(raw_steps / config.action_repeat)
 
 
 def check_environment(config: EnvironmentConfig) -> None:
