@@ -21,7 +21,7 @@ from covey.control import tape
 from covey.control.policy import load_policy
 from covey.observe.run_store import read_metrics
 from covey.recipes.build import build_algorithm
-from covey.recipes.control import evaluate_run
+from covey.recipes.control import ControlWorld, evaluate_run
 from helpers import counting_environment, practice
 
 PPO = {
@@ -89,6 +89,19 @@ def test_an_evaluation_repeats_itself(run_dir: Path) -> None:
     assert seeded == evaluate_run(run_dir, episodes=10, seed=2)
     assert seeded["returns"] != result["returns"]
     assert evaluate_run(run_dir, episodes=4)["returns"] == result["returns"][:4]
+
+
+def test_the_scales_that_move_with_a_run_are_recorded(tmp_path: Path) -> None:
+    (first, *_, last) = run_short(
+        tmp_path,
+        environment={"id": practice.TARGET},
+        policy={"initial_std": 0.5},
+        rollouts={"reward_scaling": "running_std"},
+    )
+    assert first["policy/std"] == pytest.approx(0.5, rel=0.05)
+    assert first["policy/std"] != last["policy/std"]
+    assert first["reward_scale"] > 0
+    assert first["reward_scale"] != last["reward_scale"]
 
 
 def test_more_episodes_than_copies_are_played(run_dir: Path) -> None:
@@ -206,12 +219,28 @@ def test_every_algorithm_goes_with_every_kind_of_group(algorithm: str, groups: s
         {"algorithm": algorithm, "steps": 2, "environment": {"id": "CartPole-v1"}, "evaluation": {"episodes": 1}},
         rollouts=rollouts,
         loss={"entropy_coefficient": 0.01},
-        update={"epochs": 2},
+        update={"epochs": 2 if algorithm in ("grpo", "dr_grpo") else 1},
     )
     before = practice.train_quietly(replace(config, steps=1), tmp_path / "shorter").policy
     after = practice.train_quietly(config, run_dir).policy
     assert not torch.equal(after.module.network.linears[0].weight, before.module.network.linears[0].weight)
     assert all(np.isfinite(value) for line in read_metrics(run_dir) for value in line.values())
+
+
+def test_dr_grpo_divides_by_the_longest_rollout() -> None:
+    def longest(**sections: Any) -> int | None:
+        world = ControlWorld(practice.read({"algorithm": "dr_grpo", "environment": {"id": "CartPole-v1"}}, **sections))
+        try:
+            return world.longest_rollout
+        finally:
+            world.close()
+
+    assert longest() == 500
+    assert longest(environment={"max_episode_steps": 70, "action_repeat": 4}) == 18
+    assert longest(rollouts={"groups": "branches"}) == 1
+    with pytest.raises(covey.ConfigError, match=r"has none: set environment\.max_episode_steps"):
+        longest(environment={"id": practice.TARGET})
+    assert longest(environment={"id": practice.TARGET, "max_episode_steps": 10}) == 10
 
 
 def test_the_saved_policy_acts_as_the_trained_one(run_dir: Path) -> None:

@@ -127,6 +127,10 @@ class ControlPolicy:
         output = self._forward(observation_ND)
         return output.copy() if isinstance(self.actions, Continuous) else output.argmax(axis=1)
 
+    def metrics(self) -> dict[str, float]:
+        """The mean standard deviation of continuous actions."""
+        return {"policy/std": float(np.exp(self._log_std_A).mean())} if isinstance(self.actions, Continuous) else {}
+
     def save(self, folder: Path) -> None:
         """Write the weights, the normaliser and the shape of it all; `load_policy` reads them back bit for bit."""
         tensors = {f"module.{name}": value for name, value in self.module.state_dict().items()}

@@ -27,6 +27,9 @@ class RewardScale(Protocol):
         The others (a slot that rested, or was only reset) earned nothing and say nothing about returns.
         """
 
+    def metrics(self) -> dict[str, float]:
+        """What moves with the run; often nothing."""
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -39,6 +42,9 @@ class AsPaid:
         self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
         return rewards_NT
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -84,6 +90,9 @@ class ByRunningStd:
     def std(self) -> float:
         """Of the discounted return, over the run so far."""
         return float(np.sqrt(self.moments.var_D[0] + 1e-8))
+
+    def metrics(self) -> dict[str, float]:
+        return {"reward_scale": self.std}
 
     def state_dict(self) -> dict[str, Any]:
         return {"moments": self.moments.state_dict(), "return_N": torch.from_numpy(self.return_N.copy())}

@@ -43,6 +43,10 @@ class ControlSampler:
         """How much of the environment has been used, from the run's beginning."""
         return {"environment/steps": float(self.environment_steps), "environment/episodes": float(self.episodes)}
 
+    def metrics(self) -> dict[str, float]:
+        """The counters, and the scales that move with the run."""
+        return self.counters() | self.policy.metrics() | self.reward_scale.metrics()
+
     def refresh(self, version: int) -> None:
         """The weights are shared with the trainer. What was seen moves the scale of observations only now: during a
         step, sampler and trainer must mean the same policy.

@@ -106,7 +106,7 @@ METRICS: dict[str, Metric] = _glossary(
     Metric(
         "loss/value",
         "return²",
-        "the critic's squared error against the returns, before its coefficient",
+        "the critic's loss: value_coefficient times its squared error against the returns",
         "rises at first where returns grow, then falls; its size is that of the returns, so judge by "
         "value/explained_variance",
     ),
@@ -215,9 +215,7 @@ METRICS: dict[str, Metric] = _glossary(
         reproducible=False,
     ),
     Metric("time/sample", "s", "sampling the rollouts", "often the largest part", reproducible=False),
-    Metric(
-        "time/grade", "s", "calling the reward functions; in control summing up rewards", "small", reproducible=False
-    ),
+    Metric("time/grade", "s", "calling the reward functions; in control there are none", "small", reproducible=False),
     Metric(
         "time/annotate",
         "s",

@@ -17,7 +17,7 @@ from covey.algorithms import Credit, outcome, reward_to_go, within_rollout
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config_reader import config_from_dict, read_tables
 from covey.control.branches import BranchSampler, refuse_uncopyable
-from covey.control.environments import Environments, check_environment, make_environments
+from covey.control.environments import Environments, check_environment, longest_episode, make_environments
 from covey.control.normaliser import RunningMoments
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.control.render import render_episode
@@ -71,6 +71,13 @@ class ControlWorld:
         rollouts = config.rollouts
         self.fragments = rollouts.groups == "fragments"
         check_environment(evaluation_environment(config))
+        # A branch is one decision, for only its first is compared.
+        self.longest_rollout = 1 if rollouts.groups == "branches" else longest_episode(config.environment)
+        if config.algorithm == "dr_grpo" and self.longest_rollout is None:
+            raise ConfigError(
+                f"dr_grpo divides by the time limit of an episode, and {config.environment.id!r} has none: set "
+                "environment.max_episode_steps"
+            )
         self.environments = make_environments(config.environment, rollouts.copies)
         self.trunks = None
         self._evaluation: Environments | None = None
@@ -104,7 +111,7 @@ class ControlWorld:
         algorithm = build_algorithm(
             config.algorithm,
             config.loss,
-            max_length=config.rollouts.horizon,
+            max_length=self.longest_rollout,
             entropy_coefficient=config.loss.entropy_coefficient,
             gamma=gamma,
             lam=config.loss.gae_lambda,
@@ -125,7 +132,7 @@ class ControlWorld:
             optimizer=build_optimizer(policy.module, update),
             observers=(store, display),
             checkpoints=build_checkpoints(store, config.checkpoint.keep),
-            evaluate=lambda step: sampler.counters() | evaluation.due(step),
+            evaluate=lambda step: sampler.metrics() | evaluation.due(step),
             critic=critic,
             critic_optimizer=build_optimizer(critic.module, update) if critic else None,
         )
