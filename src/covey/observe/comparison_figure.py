@@ -50,7 +50,8 @@ def draw_learning_curves(comparison: Comparison, path: Path) -> Path:
         [run.returns_S[~np.isnan(run.returns_S)] for runs in comparison.runs.values() for run in runs]
     )
     if len(seen):  # one wild step must not squeeze everything else into a line
-        low, high = np.quantile(seen, 0.01), max(seen.max(), comparison.threshold or -np.inf)
+        goal = -np.inf if comparison.threshold is None else comparison.threshold
+        low, high = np.quantile(seen, 0.01), max(seen.max(), goal)
         panels[0].set_ylim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
     _head(figure, comparison, columns)
     figure.savefig(path)
@@ -76,7 +77,8 @@ def _draw_panel(panel: Axes, comparison: Comparison, axis: str) -> None:
         panel.plot(band.spent_P, band.middle_P, color=color, linestyle=style, linewidth=2.4, zorder=5)
     reached = _draw_threshold(panel, comparison, axis)
     if ends and max(ends) > LOGARITHMIC * min([*ends, *reached]):
-        starts = [run.spent[axis][0] for runs in comparison.runs.values() for run in runs]
+        spent = [run.spent[axis] for runs in comparison.runs.values() for run in runs]
+        starts = [values_S[values_S > 0][0] for values_S in spent]  # no episode may have ended in the first steps
         panel.set_xscale("log")
         panel.set_xlabel(f"{axis} (logarithmic)", color=INK, fontsize=10)
         panel.set_xlim(min(starts), max(ends) * 1.1)
