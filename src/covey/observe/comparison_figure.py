@@ -77,11 +77,10 @@ def _draw_panel(panel: Axes, comparison: Comparison, axis: str) -> None:
         panel.plot(band.spent_P, band.middle_P, color=color, linestyle=style, linewidth=2.4, zorder=5)
     reached = _draw_threshold(panel, comparison, axis)
     if ends and max(ends) > LOGARITHMIC * min([*ends, *reached]):
-        spent = [run.spent[axis] for runs in comparison.runs.values() for run in runs]
-        starts = [values_S[values_S > 0][0] for values_S in spent]  # no episode may have ended in the first steps
+        spent = np.concatenate([run.spent[axis] for runs in comparison.runs.values() for run in runs])
         panel.set_xscale("log")
         panel.set_xlabel(f"{axis} (logarithmic)", color=INK, fontsize=10)
-        panel.set_xlim(min(starts), max(ends) * 1.1)
+        panel.set_xlim(spent[spent > 0].min(), max(ends) * 1.1)  # in the first steps no episode may have ended
     elif ends:
         panel.set_xlim(0, max(ends) * 1.02)
         panel.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
