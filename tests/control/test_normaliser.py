@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from covey.config import ConfigError
+from covey.config import ConfigError, RunError
 from covey.control.normaliser import RunningMoments
 
 
@@ -67,7 +67,7 @@ def test_no_observations_change_nothing_and_bad_ones_are_refused():
     moments = RunningMoments(3)
     moments.update(np.empty((0, 3), dtype="f"))
     assert moments.count == 0
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(RunError, match="not finite"):
         moments.update(np.array([[0, np.nan, 0]], dtype="f"))
     with pytest.raises(ConfigError, match="4 numbers"):
         moments.load_state_dict(RunningMoments(4).state_dict())

@@ -71,7 +71,7 @@ def build(world: World, steps: int, **changes: Any) -> tuple[Parts, Settings]:
         optimizer=MasterAdamW(policy.module, lr=0.1), observers=[world], checkpoints=world, evaluate=lambda step: {},
     )  # fmt: skip
     settings = Settings(
-        steps=steps, seed=7, prompts_per_step=2, group_size=4, plan=UpdatePlan(), learning_rate=schedules.constant(0.1)
+        steps=steps, seed=7, starts_per_step=2, group_size=4, plan=UpdatePlan(), learning_rate=schedules.constant(0.1)
     )
     return replace(parts, **{k: v for k, v in changes.items() if hasattr(parts, k)}), replace(
         settings, **{k: v for k, v in changes.items() if hasattr(settings, k)}

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from covey.config import ConfigError
+from covey.config import ConfigError, RunError
 
 LIMIT = 10.0  # standard deviations
 EPS = 1e-8  # added to the variance
@@ -33,14 +33,14 @@ class RunningMoments:
         """Take in N observations; merged by Chan, Golub and LeVeque (1983), eq. 1.5, so how they are cut is the same.
 
         Raises:
-            ValueError: if an observation is not finite: it would spoil the mean for good.
+            RunError: if a number is not finite: it would spoil the mean for good.
         """
         added = len(x_ND)
         if not added:
             return
         x_ND = x_ND.astype(np.float64)
         if not np.isfinite(x_ND).all():
-            raise ValueError("the environment gave an observation that is not finite")
+            raise RunError("the environment gave an observation or a reward that is not finite: mend it, or wrap it")
         mean_D = x_ND.mean(axis=0)
         gap_D = mean_D - self.mean_D
         total = self.count + added

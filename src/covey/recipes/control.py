@@ -139,7 +139,7 @@ class ControlWorld:
         settings = Settings(
             steps=config.steps,
             seed=config.seed,
-            prompts_per_step=self.environments.count if self.fragments else config.rollouts.starts_per_step,
+            starts_per_step=self.environments.count if self.fragments else config.rollouts.starts_per_step,
             group_size=1 if self.fragments else config.rollouts.group_size,
             plan=UpdatePlan(
                 update.epochs,

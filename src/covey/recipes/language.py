@@ -169,7 +169,7 @@ class LanguageWorld:
         settings = Settings(
             steps=config.steps,
             seed=config.seed,
-            prompts_per_step=config.sampling.prompts_per_step,
+            starts_per_step=config.sampling.prompts_per_step,
             group_size=config.sampling.group_size,
             plan=UpdatePlan(update.epochs, update.minibatches),
             learning_rate=learning_rate(update.learning_rate, update, config.steps),

@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 SAMPLING = 0  # stream of the sampler's choices while training
 SHUFFLING = 1  # stream of the order of a step's minibatches
-EVALUATING = 2  # stream of the sampler's choices while evaluating
-STARTING = 3  # stream of where episodes begin
-BRANCHING = 4  # stream of where branches leave an episode
+EVALUATING = 2  # stream of where evaluation's episodes begin
+STARTING = 3  # stream of where training's episodes begin
+BRANCHING = 4  # stream of the episodes that branches leave, and of where they do
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

@@ -46,7 +46,7 @@ class Settings:
 
     steps: int
     seed: int
-    prompts_per_step: int
+    starts_per_step: int
     group_size: int
     plan: UpdatePlan
     learning_rate: Schedule
@@ -101,7 +101,7 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
     )
     clock = _Clock()
 
-    starts = parts.task.draw(settings.seed, step, settings.prompts_per_step)
+    starts = parts.task.draw(settings.seed, step, settings.starts_per_step)
     with clock.measure("time/sample"):
         groups = parts.sampler.sample(starts, settings.group_size, step)
     with clock.measure("time/grade"):
