@@ -23,9 +23,6 @@ import pytest
 
 from covey.config import ConfigError
 from covey.observe.comparison import (
-    CONTROL,
-    LANGUAGE,
-    SECONDS,
     SeedRun,
     find_threshold,
     interquartile_mean,
@@ -38,6 +35,7 @@ from covey.observe.comparison import (
 )
 from covey.observe.comparison_figure import draw_final_scores, draw_learning_curves
 from covey.observe.comparison_report import Comparison, markdown_report, summarise
+from covey.observe.worlds import CONTROL, LANGUAGE, SECONDS
 
 A = np.array([500.0, 500.0, 487.3, 211.9, 500.0, 463.0, 498.8, 500.0, 9.4, 350.5])
 B = np.array([500.0, 402.1, 377.7, 199.0, 500.0, 280.4, 310.2])
@@ -157,7 +155,7 @@ def test_smoothing_keeps_the_level_and_skips_steps_without_episodes() -> None:
     assert spent.tolist() == [10, 30, 40]
     assert scores == pytest.approx([3, 3, 3])
     _, scores = smoothed(make_run([0.0, 9.0, 0.0, 0.0, 0.0]), "episodes")
-    assert scores == pytest.approx([4.5, 3.0, 3.0, 0.0, 0.0])
+    assert scores == pytest.approx([0.0, 3.0, 3.0, 0.0, 0.0])
 
 
 def test_a_seed_that_ended_keeps_its_last_value_in_the_curve() -> None:

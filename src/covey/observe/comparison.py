@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from covey.config import ConfigError
 from covey.observe.run_store import SUMMARY_FILE, read_metrics
+from covey.observe.worlds import CONTROL, LANGUAGE, SECONDS, Wording
 
 Floats = NDArray[np.float64]
 
@@ -125,25 +126,11 @@ def _estimate(value: float, draws_D: Floats) -> Estimate:
 
 
 @dataclass(frozen=True)
-class World:
-    """The words and the records of one of covey's two worlds."""
-
-    score: str  # what a score is called
-    axes: tuple[str, ...]  # what a run spends, the keys of SeedRun.spent; the last is always seconds
-    counted: str  # the axis whose thousands the price is told by
-
-
-SECONDS = "seconds of training"
-CONTROL = World("return", ("episodes", "environment steps", SECONDS), "episodes")
-LANGUAGE = World("accuracy", ("training steps", "tokens", SECONDS), "tokens")
-
-
-@dataclass(frozen=True)
 class SeedRun:
     """One finished training, as its folder tells it. Arrays have one entry a training step."""
 
     seed: int
-    world: World
+    world: Wording
     spent: dict[str, Floats]  # axis -> [S], cumulative after each step; seconds are of training, evaluations left out
     returns_S: Floats  # mean score of the step's own rollouts; NaN where no episode ended
     evaluations_S: Floats  # greedy evaluation after the step; NaN where there was none
@@ -282,5 +269,7 @@ def smoothed(run: SeedRun, axis: str) -> tuple[Floats, Floats]:
     reach = max(1, round(SMOOTHING * len(scores)))
     sums = np.concatenate(([0.0], np.cumsum(scores)))
     at = np.arange(len(scores))
-    first, last = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(scores))
+    # As far to one side as to the other, so that the ends of the curve are not drawn toward its middle.
+    near = np.minimum(reach, np.minimum(at, len(scores) - 1 - at))
+    first, last = at - near, at + near + 1
     return spent, (sums[last] - sums[first]) / (last - first)

@@ -11,8 +11,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
-from covey.observe.comparison import LANGUAGE, SECONDS, interquartile_mean_estimate, learning_curve
+from covey.observe.comparison import interquartile_mean_estimate, learning_curve
 from covey.observe.comparison_report import Comparison, find_thresholds
+from covey.observe.worlds import LANGUAGE, SECONDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

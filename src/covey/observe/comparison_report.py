@@ -14,15 +14,13 @@ from rich.table import Table
 
 from covey.observe.comparison import (
     DRAWS,
-    LANGUAGE,
-    SECONDS,
     SeedRun,
     Threshold,
-    World,
     find_threshold,
     interquartile_mean_estimate,
     probability_of_improvement,
 )
+from covey.observe.worlds import LANGUAGE, SECONDS, Wording
 
 CURVES_PICTURE, FINAL_PICTURE = "learning_curves.png", "final_scores.png"
 LEAST_SEEDS = 3  # fewer cannot carry a claim
@@ -41,7 +39,7 @@ class Comparison:
     machine: str = ""  # what the seconds were measured on
 
     @property
-    def world(self) -> World:
+    def world(self) -> Wording:
         """The world of the runs."""
         return next(iter(self.runs.values()))[0].world
 
@@ -99,7 +97,7 @@ def find_thresholds(comparison: Comparison) -> dict[str, list[Threshold]]:
     }
 
 
-def _describe_thresholds(found: Sequence[Threshold], world: World) -> dict[str, Any]:
+def _describe_thresholds(found: Sequence[Threshold], world: Wording) -> dict[str, Any]:
     spent = {axis: [one.spent[axis] for one in found] for axis in world.axes}
     return {
         "reached": sum(one.reached for one in found),

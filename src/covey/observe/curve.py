@@ -12,7 +12,7 @@ from matplotlib.figure import Figure  # used without pyplot: nothing opens a win
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from covey.observe.run_store import CURVE_FILE, SUMMARY_FILE, read_metrics
-from covey.observe.worlds import CONTROL, LANGUAGE, Panel, World
+from covey.observe.worlds import CONTROL, LANGUAGE, Panel, Wording
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ def points_of(records: Sequence[dict[str, Any]], name: str, x_metric: str) -> tu
     return [record[x_metric] for record in measured], [record[name] for record in measured]
 
 
-def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str, Any], world: World) -> None:
+def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str, Any], world: Wording) -> None:
     """The large panel: what training is for."""
     has_scores = any(record.get("score/mean") is not None for record in records)
     name, label = ("score/mean", world.score) if has_scores else ("reward/mean", "reward")
@@ -87,7 +87,7 @@ def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str,
         axes.legend(loc=world.legend, frameon=False, fontsize=9, labelcolor=INK)
 
 
-def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: float, world: World) -> None:
+def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: float, world: Wording) -> None:
     """The evaluations before and after training, with their intervals and their values beside them."""
     label = world.evaluation.format(count=results[1]["count"])
     for x, result, side in zip((0, last), results, (-1, 1), strict=True):
@@ -101,7 +101,7 @@ def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: floa
                       color=EVALUATION)  # fmt: skip
 
 
-def _draw_panel(axes: Axes, records: Sequence[dict[str, Any]], candidates: Sequence[Panel], world: World) -> None:
+def _draw_panel(axes: Axes, records: Sequence[dict[str, Any]], candidates: Sequence[Panel], world: Wording) -> None:
     """The first of the candidates that was measured, or the last of them."""
     measured = [panel for panel in candidates if points_of(records, panel.metric, world.x_metric)[0]]
     panel = measured[0] if measured else candidates[-1]

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+SECONDS = "seconds of training"
+
 Result = Mapping[str, float]  # as `covey.observe.statistics.mean_score` makes it
 
 
@@ -33,7 +35,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class World:
+class Wording:
     """How a run of one world is told. `{names}` in the texts are keys of `summary.json` or given beside them."""
 
     score: str  # what a score is called
@@ -56,6 +58,8 @@ class World:
     x_label: str
     legend: Literal["upper left", "lower right"]  # where the curve leaves room for it
     panels: tuple[tuple[Panel, ...], ...]  # of each place the first that was measured
+    axes: tuple[str, ...]  # what a comparison draws the score by; the last is always seconds
+    counted: str  # the axis whose thousands a comparison tells the price by
 
 
 def percent(value: float) -> str:
@@ -94,7 +98,7 @@ def _signed_number(change: float) -> str:
 ENTROPY = Panel("entropy", "Entropy", "nats per decision", low=None)
 DEAD_GROUPS = Panel("groups/dead_share", "Groups that teach nothing", "share", high=1.0)
 
-LANGUAGE = World(
+LANGUAGE = Wording(
     score="accuracy",
     write_score=percent,
     write_label=lambda value: f"{value:.0%}",
@@ -133,9 +137,11 @@ LANGUAGE = World(
         (Panel("length/mean", "Completion length", "tokens"),),
         (DEAD_GROUPS,),
     ),
+    axes=("training steps", "tokens", SECONDS),
+    counted="tokens",
 )
 
-CONTROL = World(
+CONTROL = Wording(
     score="return",
     write_score=number,
     write_label=lambda value: whole(value) if abs(value) >= 100 else number(value),
@@ -179,6 +185,8 @@ CONTROL = World(
         ),
         (Panel("value/explained_variance", "Explained variance of the critic", "share", -1.0, 1.0), DEAD_GROUPS),
     ),
+    axes=("episodes", "environment steps", SECONDS),
+    counted="episodes",
 )
 
-WORLDS: dict[str, World] = {"language": LANGUAGE, "control": CONTROL}
+WORLDS: dict[str, Wording] = {"language": LANGUAGE, "control": CONTROL}
