@@ -143,7 +143,7 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
         raise ConfigError(f"--temperature must be 0 or more (is {temperature})")
     if samples > 1 and temperature == 0:
         raise ConfigError(f"{samples} greedy answers are all the same: raise --temperature, or leave out --samples")
-    from covey.recipes.run import evaluate_model
+    from covey.recipes.language import evaluate_model
 
     result = evaluate_model(
         config.model,
@@ -309,7 +309,7 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     model = model_of(arguments.model)
     check_model(model)
     from covey.observe.display import printable
-    from covey.recipes.run import sample_model
+    from covey.recipes.language import sample_model
 
     texts = sample_model(
         model, arguments.prompt, arguments.n, arguments.temperature, arguments.max_new_tokens, arguments.seed

@@ -69,7 +69,7 @@ def processes() -> Iterator[Any]:
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["covey.recipes.run"])
+    context.set_forkserver_preload(["covey.recipes.run", "covey.recipes.control"])
     yield context
     if before is None:
         del os.environ["OMP_NUM_THREADS"]

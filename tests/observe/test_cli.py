@@ -17,7 +17,7 @@ RECIPE = '[task]\nname = "arithmetic"\n[sampling]\nmax_new_tokens = 12\n'
 
 
 class Build(types.ModuleType):
-    """Stands for covey.recipes.run and notes how it was called."""
+    """Stands for covey.recipes.run and covey.recipes.language, and notes how they were called."""
 
     def __init__(self) -> None:
         super().__init__("covey.recipes.run")
@@ -44,6 +44,7 @@ class Build(types.ModuleType):
 def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     fake = Build()
     monkeypatch.setitem(sys.modules, "covey.recipes.run", fake)
+    monkeypatch.setitem(sys.modules, "covey.recipes.language", fake)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_recipe.toml").write_text(RECIPE)
     return fake

@@ -100,7 +100,9 @@ def compare(
     _say(console, f"{len(planned)} runs{done}; {min(at_once, len(missing))} at a time; everything goes to {folder}")
     if seeds < LEAST_SEEDS:
         _say(console, f"fewer than {LEAST_SEEDS} seeds: the curves will be drawn, but no difference will be claimed")
-    side_by_side = SideBySide(train_seed, at_once, preload=("covey.recipes.run",), console=console)
+    world = "control" if isinstance(contestants[0].config, ControlConfig) else "language"
+    needed = ("covey.recipes.run", f"covey.recipes.{world}")
+    side_by_side = SideBySide(train_seed, at_once, preload=needed, console=console)
     try:
         failures = side_by_side.carry_out(missing)
     except KeyboardInterrupt:

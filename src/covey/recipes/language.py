@@ -1,17 +1,17 @@
-"""From a config to the parts of a run on a language model."""
+"""From a config to the parts of a run on a language model, and the evaluation and sampling of models."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from covey.config import ConfigError, RunConfig
-from covey.data import Task
+from covey.config import ConfigError, EvaluationConfig, RewardConfig, RunConfig, SamplingConfig
+from covey.data import Start, Task
 from covey.llm.chat import Chat
 from covey.llm.grader import RewardGrader, WeightedReward, build_grader
 from covey.llm.loading import load_model
@@ -21,7 +21,7 @@ from covey.llm.tasks import build_task
 from covey.observe.display import Display
 from covey.observe.run_store import RunStore
 from covey.recipes.build import Assembled, build_algorithm, build_checkpoints, build_optimizer, learning_rate
-from covey.recipes.held_out import HeldOut
+from covey.recipes.held_out import HeldOut, answer
 from covey.runtime.device import choose_device, choose_precision, environment, set_threads
 from covey.train.loop import Parts, Settings
 from covey.train.update import UpdatePlan
@@ -183,3 +183,66 @@ class LanguageWorld:
 
     def close(self) -> None:
         self.problem.grader.close()
+
+
+def evaluate_model(
+    model: str,
+    task: Any,
+    rewards: tuple[RewardConfig, ...],
+    *,
+    problems: int,
+    samples: int,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    device: str = "auto",
+    precision: str = "auto",
+    threads: int = 0,
+) -> dict[str, Any]:
+    """Answers of a model to held-out problems, and their scores.
+
+    Args:
+        task: a config object of `covey.config.TASK_CONFIGS`.
+        samples: answers to each problem.
+        temperature: 0 is greedy.
+
+    Returns:
+        {"problems": [{"prompt": ..., "text": [...], "scores": [...]}, ...]}, one entry a problem.
+    """
+    config = RunConfig(
+        task=task,
+        model=model,
+        seed=seed,
+        rewards=rewards,
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+        evaluation=EvaluationConfig(problems=problems),
+    )
+    problem = build_problem(config)
+    try:
+        loaded = load_policy(config, build_machine(device, precision, threads))
+        sampler = replace(loaded.sampler, temperature=temperature)
+        starts = problem.task.held_out(problems)
+        with Display() as display, display.progress("answering", len(starts)) as advance:
+            groups = answer(sampler, problem.grader, starts, samples, advance)
+    finally:
+        problem.grader.close()
+    return {
+        "problems": [
+            {
+                "prompt": group.start.prompt,
+                "text": [rollout.text for rollout in group.rollouts],
+                "scores": [rollout.score or 0.0 for rollout in group.rollouts],
+            }
+            for group in groups
+        ]
+    }
+
+
+def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:
+    """`n` answers to what a user says, through the model's chat template where it has one."""
+    config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
+    loaded = load_policy(config, build_machine("auto", "auto", 0))
+    sampler: LanguageSampler = replace(loaded.sampler, temperature=temperature)
+    asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
+    (group,) = sampler.sample([Start(0, asked)], n, step=0)
+    return [rollout.text for rollout in group.rollouts]

@@ -1,4 +1,7 @@
-"""What the commands do: train, resume, check, evaluate, sample. Scripts call the same functions."""
+"""A run from its config to its summary: train, resume, check. The commands and scripts call the same functions.
+
+What the two worlds add is in `covey.recipes.language` and `covey.recipes.control`.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError, ControlConfig, EvaluationConfig, RewardConfig, RunConfig, SamplingConfig
+from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config_checks import validate
 from covey.config_reader import config_from_dict, read_tables, write_config
-from covey.data import Start, Task
-from covey.llm.sampler import LanguageSampler
+from covey.data import Task
 from covey.observe.curve import draw_curve
 from covey.observe.display import Display
 from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore, next_run_dir, read_metrics, write_atomically
 from covey.recipes.build import Evaluation, World
-from covey.recipes.control import ControlWorld
-from covey.recipes.held_out import answer
-from covey.recipes.language import LanguageWorld, Reward, build_machine, build_problem, load_policy
 from covey.runtime.device import differences, peak_memory_bytes
 from covey.train.loop import Progress, load_checkpoint, train
 
 ORIGIN_FILE = "origin.json"  # what a resumed run must know beside its config
 
 Summary = dict[str, Any]
+Reward = Callable[..., Any]  # TRL's signature; or a covey.llm.grader.WeightedReward
 
 
 def run(
@@ -92,10 +92,15 @@ def open_world(config: RunConfig | ControlConfig, task: Task | None = None, rewa
     Raises:
         ConfigError: for the first thing that is wrong.
     """
+    # Imported here, because the libraries of the other world take seconds to load.
     if isinstance(config, RunConfig):
+        from covey.recipes.language import LanguageWorld
+
         return LanguageWorld(config, task, rewards)
     if task is not None or rewards:
         raise ConfigError("a run on an environment takes no task and no rewards of its own: the environment has both")
+    from covey.recipes.control import ControlWorld
+
     return ControlWorld(config)
 
 
@@ -201,66 +206,3 @@ def check(config: RunConfig | ControlConfig) -> None:
     """
     validate(config)
     open_world(config).close()
-
-
-def evaluate_model(
-    model: str,
-    task: Any,
-    rewards: tuple[RewardConfig, ...],
-    *,
-    problems: int,
-    samples: int,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-    device: str = "auto",
-    precision: str = "auto",
-    threads: int = 0,
-) -> dict[str, Any]:
-    """Answers of a model to held-out problems, and their scores.
-
-    Args:
-        task: a config object of `covey.config.TASK_CONFIGS`.
-        samples: answers to each problem.
-        temperature: 0 is greedy.
-
-    Returns:
-        {"problems": [{"prompt": ..., "text": [...], "scores": [...]}, ...]}, one entry a problem.
-    """
-    config = RunConfig(
-        task=task,
-        model=model,
-        seed=seed,
-        rewards=rewards,
-        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
-        evaluation=EvaluationConfig(problems=problems),
-    )
-    problem = build_problem(config)
-    try:
-        loaded = load_policy(config, build_machine(device, precision, threads))
-        sampler = replace(loaded.sampler, temperature=temperature)
-        starts = problem.task.held_out(problems)
-        with Display() as display, display.progress("answering", len(starts)) as advance:
-            groups = answer(sampler, problem.grader, starts, samples, advance)
-    finally:
-        problem.grader.close()
-    return {
-        "problems": [
-            {
-                "prompt": group.start.prompt,
-                "text": [rollout.text for rollout in group.rollouts],
-                "scores": [rollout.score or 0.0 for rollout in group.rollouts],
-            }
-            for group in groups
-        ]
-    }
-
-
-def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:
-    """`n` answers to what a user says, through the model's chat template where it has one."""
-    config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
-    loaded = load_policy(config, build_machine("auto", "auto", 0))
-    sampler: LanguageSampler = replace(loaded.sampler, temperature=temperature)
-    asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
-    (group,) = sampler.sample([Start(0, asked)], n, step=0)
-    return [rollout.text for rollout in group.rollouts]

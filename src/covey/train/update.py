@@ -85,7 +85,7 @@ def update(
                 gathered.add(part, evaluation, terms)
                 _teach_critic(learner, algorithm, part, gathered)
             gathered.finish(learner.optimizer.step(sizes.learning_rate))
-            _step_critic(learner, sizes)
+            _step_critic(learner, sizes, gathered)
         gathered.epochs += 1
         if plan.target_kl is not None and gathered.kl_of_epoch() > plan.target_kl:
             break
@@ -93,7 +93,7 @@ def update(
         for minibatch in _minibatches(batch, plan, seed, step, epoch):
             for part in _microbatches(learner.policy, minibatch):
                 _teach_critic(learner, algorithm, part, gathered)
-            _step_critic(learner, sizes)
+            _step_critic(learner, sizes, gathered)
     return gathered.metrics(plan)
 
 
@@ -107,9 +107,9 @@ def _teach_critic(learner: Learner, algorithm: Algorithm, part: Batch, gathered:
     gathered.add_critic(loss)
 
 
-def _step_critic(learner: Learner, sizes: StepSizes) -> None:
+def _step_critic(learner: Learner, sizes: StepSizes, gathered: _Gathered) -> None:
     if learner.critic_optimizer is not None:
-        learner.critic_optimizer.step(sizes.critic_learning_rate)
+        gathered.skipped += not learner.critic_optimizer.step(sizes.critic_learning_rate).applied
 
 
 def _minibatches(batch: Batch, plan: UpdatePlan, seed: int, step: int, epoch: int) -> Iterator[Batch]:
