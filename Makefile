@@ -40,7 +40,7 @@ test-slow: $(STAMP)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
-	@$(BIN)/mypy
+	@$(BIN)/mypy && $(BIN)/mypy benchmarks examples
 	@$(BIN)/lint-imports --no-logo
 
 bench: $(STAMP)

@@ -17,7 +17,7 @@ from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import choose_device, choose_precision, set_threads
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.annotate import annotate
-from covey.train.update import UpdatePlan, update
+from covey.train.update import Learner, StepSizes, UpdatePlan, update
 
 
 def main() -> None:
@@ -43,17 +43,7 @@ def main() -> None:
         batch, _ = annotate(
             collate(groups), policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False
         )
-        update(
-            policy,
-            optimizer,
-            algorithm,
-            batch,
-            UpdatePlan(),
-            learning_rate=1e-6,
-            kl_coefficient=0.0,
-            seed=0,
-            step=number,
-        )
+        update(Learner(policy, optimizer), algorithm, batch, UpdatePlan(), StepSizes(1e-6), seed=0, step=number)
         return sampled - began, time.perf_counter() - sampled
 
     step(1, 4)  # warm-up
