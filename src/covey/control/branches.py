@@ -16,9 +16,9 @@ from covey.control.environments import Environments
 from covey.control.policy import ControlPolicy
 from covey.control.rewards import RewardScale
 from covey.control.sampler import ControlSampler
-from covey.control.tape import Draws, Segment, Tape, ending, numbers_per_decision, refuse_endless
+from covey.control.tape import Draws, Segment, Tape, ending, refuse_endless
 from covey.data import EndReason, Group, Start
-from covey.runtime.seeding import BRANCHING, SAMPLING
+from covey.runtime.seeding import BRANCHING
 
 
 def refuse_uncopyable(environments: Environments) -> None:
@@ -90,7 +90,7 @@ class BranchSampler(ControlSampler):
         end, however long the episode turns out to be (reservoir sampling: Vitter 1985).
         """
         slots = len(starts)
-        draws = Draws(self.seed, step, slots, numbers_per_decision(self.policy), BRANCHING)
+        draws = self._draws(step, slots, BRANCHING)
         keep = Draws(self.seed, step, slots, 1, BRANCHING)
         for slot in range(slots):
             draws.begin(slot, slot, 0)
@@ -117,7 +117,7 @@ class BranchSampler(ControlSampler):
         self, observation_ND: NDArray[np.float32], group_size: int, step: int
     ) -> tuple[list[Segment], Any]:
         slots = len(observation_ND)
-        draws = Draws(self.seed, step, slots, numbers_per_decision(self.policy), SAMPLING)
+        draws = self._draws(step, slots)
         for slot in range(slots):
             draws.begin(slot, slot // group_size, slot % group_size)
         segments = [Segment(slot, 0, self.horizon, EndReason.CUT) for slot in range(slots)]
@@ -131,6 +131,6 @@ class BranchSampler(ControlSampler):
             ended_N = (result.terminated_N | result.truncated_N) & going_N
             for slot in np.flatnonzero(ended_N).tolist():
                 segments[slot].stop = len(tape)
-                segments[slot].end = ending(bool(result.terminated_N[slot]), bool(result.truncated_N[slot]))
+                segments[slot].end = ending(result, slot)
             going_N &= ~ended_N
         return segments, tape.finish()

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from covey.control.environments import Environments
 from covey.control.policy import ControlPolicy
 from covey.control.rewards import RewardScale
-from covey.control.tape import Draws, FinishedTape, Segment, Tape, ending, numbers_per_decision, play
+from covey.control.spaces import Continuous
+from covey.control.tape import Draws, FinishedTape, Segment, Tape, ending, play
 from covey.control.task import reset_seeds
 from covey.data import EndReason, Group, Rollout, Start
 from covey.runtime.seeding import SAMPLING
@@ -73,6 +74,11 @@ class ControlSampler:
         if self.policy.normaliser is not None:
             self.policy.normaliser.load_state_dict(state["normaliser"])
 
+    def _draws(self, step: int, slots: int, stream: int = SAMPLING) -> Draws:
+        """The policy's random numbers of a training step: one an action, or one for each number of a vector."""
+        actions = self.policy.actions
+        return Draws(self.seed, step, slots, actions.size if isinstance(actions, Continuous) else 1, stream)
+
     def _rewarded(self, tape: FinishedTape, segments: Sequence[Segment], *, go_on: bool = False) -> list[Rollout]:
         """The segments as rollouts with their rewards; moves the scale of rewards and notes the observations.
 
@@ -102,7 +108,7 @@ class EpisodeSampler(ControlSampler):
     def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
         """A rollout's reward is its discounted return, its score the plain one."""
         seeds = [start.prompt for start in starts for _ in range(group_size)]
-        draws = Draws(self.seed, step, self.environments.count, numbers_per_decision(self.policy), SAMPLING)
+        draws = self._draws(step, self.environments.count)
         segments, tape = play(self.environments, self.policy, seeds, draws, group_size)
         rollouts = self._rewarded(tape, segments)
         for rollout, segment in zip(rollouts, segments, strict=True):
@@ -146,7 +152,7 @@ class FragmentSampler(ControlSampler):
         if self._observation_ND is None:
             self._begin([start.prompt for start in starts])
         assert self._observation_ND is not None
-        draws = Draws(self.seed, step, slots, numbers_per_decision(self.policy), SAMPLING)
+        draws = self._draws(step, slots)
         for slot in range(slots):
             draws.begin(slot, slot, 0)
         tape, segments = Tape(), []
@@ -164,8 +170,7 @@ class FragmentSampler(ControlSampler):
                 continue
             ended = np.flatnonzero(ended_N)
             for slot in ended.tolist():
-                reason = ending(bool(result.terminated_N[slot]), bool(result.truncated_N[slot]))
-                segments.append(Segment(slot, int(began_N[slot]), t + 1, reason))
+                segments.append(Segment(slot, int(began_N[slot]), t + 1, ending(result, slot)))
             began_N[ended] = t + 1
             if self.environments.seeded:
                 self._begin_again(ended, step, t)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from covey.config import ConfigError
 from covey.control.environments import Environments, Step
 from covey.control.policy import ControlPolicy
-from covey.control.spaces import Continuous
 from covey.data import EndReason, Rollout
 from covey.runtime.seeding import uniforms
 
@@ -63,11 +62,6 @@ class Draws:
         )
         self._store_NPA[slots] = drawn.reshape(len(slots), DRAWN_AHEAD, self.numbers)
         self._used_N[slots] = 0
-
-
-def numbers_per_decision(policy: ControlPolicy) -> int:
-    """How many random numbers one action takes."""
-    return policy.actions.size if isinstance(policy.actions, Continuous) else 1
 
 
 @dataclass(slots=True)
@@ -156,11 +150,9 @@ def refuse_endless(decisions: int) -> None:
         )
 
 
-def ending(terminated: bool, truncated: bool) -> EndReason:
-    """Why an episode stopped; one that did both at once is over."""
-    if terminated:
-        return EndReason.TERMINATED
-    return EndReason.TRUNCATED if truncated else EndReason.CUT
+def ending(step: Step, slot: int) -> EndReason:
+    """Why the episode of a slot ended in this step; one that was terminated and truncated at once is over."""
+    return EndReason.TERMINATED if step.terminated_N[slot] else EndReason.TRUNCATED
 
 
 def play(
@@ -210,8 +202,7 @@ def play(
             job = int(job_N[slot])
             if job >= len(seeds):
                 continue
-            reason = ending(bool(step.terminated_N[slot]), bool(step.truncated_N[slot]))
-            segments[job] = Segment(slot, int(began_N[slot]), len(tape), reason)
+            segments[job] = Segment(slot, int(began_N[slot]), len(tape), ending(step, slot))
             missing -= 1
             last_end = len(tape)
             job_N[slot] = len(seeds)

@@ -36,7 +36,6 @@ def run(
     task: Task | None = None,
     rewards: Sequence[Reward] = (),
     recipe_name: str = "run",
-    display: Display | None = None,
 ) -> Summary | None:
     """Train a policy and measure it before and after.
 
@@ -45,7 +44,6 @@ def run(
         task: of a language model: a task of your own instead of the config's.
         rewards: of a language model: reward functions of your own instead of the config's.
         recipe_name: names the run folder and the advice at the end.
-        display: shows the run; None makes one that fits.
 
     Returns:
         what `summary.json` holds, or None if the run was stopped before its end (Ctrl-C).
@@ -60,14 +58,12 @@ def run(
     try:
         store = RunStore(config.run_dir)
         write_config(config, store.run_dir / CONFIG_FILE)
-        return _carry_out(config, world, store, recipe_name, display, resuming=False)
+        return _carry_out(config, world, store, recipe_name, resuming=False)
     finally:
         world.close()
 
 
-def resume(
-    run_dir: Path, *, task: Task | None = None, rewards: Sequence[Reward] = (), display: Display | None = None
-) -> Summary | None:
+def resume(run_dir: Path, *, task: Task | None = None, rewards: Sequence[Reward] = ()) -> Summary | None:
     """Go on with a run that was stopped or killed; it ends as if it had never stopped.
 
     A run that was started with a task or rewards of its own in Python must be given them again.
@@ -81,7 +77,7 @@ def resume(
     try:
         store = RunStore(run_dir, resume=True)
         origin = json.loads((run_dir / ORIGIN_FILE).read_text())
-        return _carry_out(config, world, store, origin["recipe"], display, resuming=True)
+        return _carry_out(config, world, store, origin["recipe"], resuming=True)
     finally:
         world.close()
 
@@ -109,13 +105,10 @@ def _carry_out(
     world: World,
     store: RunStore,
     recipe_name: str,
-    display: Display | None,
     *,
     resuming: bool,
 ) -> Summary | None:
-    display = display or Display(
-        config.steps, config.show_rollouts_every, title=f"covey: {recipe_name}", world=world.name
-    )
+    display = Display(config.steps, config.show_rollouts_every, title=f"covey: {recipe_name}", world=world.name)
     display.note(f"{world.describe()}; everything goes to {store.run_dir}")
     assembled = world.assemble(store, display)
     parts, settings = assembled.parts, assembled.settings
