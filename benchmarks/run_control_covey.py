@@ -16,7 +16,7 @@ from shape import report
 from trial import Trial, read_work
 
 from covey.config import ControlConfig
-from covey.config_reader import read_recipe
+from covey.config.reader import read_recipe
 from covey.control.policy import ControlPolicy
 from covey.observe.display import Display
 from covey.observe.run_store import RunStore

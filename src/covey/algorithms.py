@@ -96,6 +96,17 @@ def critic(*, gamma: float = 0.99, lam: float = 0.95, whiten: bool = True) -> Ad
     return estimate
 
 
+def returns_over_batch(compare: Comparison, *, gamma: float = 1.0) -> AdvantageEstimator:
+    """Decisions are compared by what was earned from them on with every decision of the step, whatever its group."""
+
+    def estimate(batch: Batch) -> Advantages:
+        returns_BT = values.discounted_sums(batch.rewards_BT, batch.mask_BT, gamma)
+        whole_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int64)
+        return Advantages(_compare_decisions(compare, returns_BT, whole_BT, batch))
+
+    return estimate
+
+
 def _compare_decisions(compare: Comparison, value_BT: Tensor, group_BT: Tensor, batch: Batch) -> Tensor:
     """advantages_BT of single decisions, each compared within its own group."""
     counted_BT = batch.mask_BT & batch.valid_B[:, None]
@@ -251,6 +262,94 @@ def dr_grpo(
     )
 
 
+def dapo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+    kl: KLPenalty = KLPenalty(),
+    entropy_coefficient: float = 0.0,
+    credit: Credit = outcome,
+) -> Algorithm:
+    """DAPO (arXiv 2503.14476), eq. 8: more room above than below, every token counts the same, no KL.
+
+    Its dynamic sampling and overlong shaping belong to the sampling of a run, which draws and pays for rollouts.
+    """
+    return Algorithm(
+        name="dapo",
+        advantage=credit(advantages.group_zscore),
+        ratio=ratios.token_log_ratio,
+        surrogate=partial(surrogates.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        aggregation=aggregation.token_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def gspo(
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+    kl: KLPenalty = KLPenalty(),
+    entropy_coefficient: float = 0.0,
+    credit: Credit = outcome,
+) -> Algorithm:
+    """GSPO (arXiv 2507.18071), eq. 5 and 7, clipped as in its section 5.1: one ratio per rollout."""
+    return Algorithm(
+        name="gspo",
+        advantage=credit(advantages.group_zscore),
+        ratio=ratios.sequence_log_ratio,
+        surrogate=partial(surrogates.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        aggregation=aggregation.sequence_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def cispo(
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+    kl: KLPenalty = KLPenalty(),
+    entropy_coefficient: float = 0.0,
+    credit: Credit = outcome,
+) -> Algorithm:
+    """CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4: the weight is clipped, not the gradient; no lower bound, no KL.
+
+    The paper tunes the upper bound and does not print it; a weight of at most 5 is what TRL's documentation takes.
+    """
+    return Algorithm(
+        name="cispo",
+        advantage=credit(advantages.group_zscore),
+        ratio=ratios.token_log_ratio,
+        surrogate=partial(surrogates.capped_score, cap=1 + clip_high, least=1 - clip_low),
+        aggregation=aggregation.token_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def reinforce_pp(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl: KLPenalty = KLPenalty(schedules.constant(0.01), kl.k1, in_reward=True),  # noqa: B008
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """REINFORCE++ (arXiv 2501.03262), section 3: no groups; returns with the KL in them, whitened over the step."""
+    return Algorithm(
+        name="reinforce_pp",
+        advantage=returns_over_batch(advantages.group_zscore),
+        ratio=ratios.token_log_ratio,
+        surrogate=partial(surrogates.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        aggregation=aggregation.token_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
 def rloo(
     *,
     kl: KLPenalty = KLPenalty(schedules.constant(0.05), kl.k1, in_reward=True),  # noqa: B008
@@ -312,9 +411,5 @@ def ppo(
 
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce": reinforce,
-    "ppo": ppo,
+    build.__name__: build for build in (grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, ppo)
 }

@@ -17,8 +17,8 @@ from typing import Any
 
 from covey.command_line import MACHINE_FIELDS, parse
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig, RunError
-from covey.config_checks import validate
-from covey.config_reader import (
+from covey.config.checks import validate
+from covey.config.reader import (
     apply_overrides,
     config_from_dict,
     config_to_dict,
@@ -304,7 +304,7 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
         raise ConfigError("--n and --max-new-tokens must be at least 1, --seed at least 0")
     if not 0 <= arguments.temperature < float("inf"):
         raise ConfigError(f"--temperature must be 0 or more (is {arguments.temperature})")
-    from covey.config_checks import check_model
+    from covey.config.checks import check_model
 
     model = model_of(arguments.model)
     check_model(model)

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
-from covey.config_reader import FieldHelp, describe_fields
+from covey.config.reader import FieldHelp, describe_fields
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
 

@@ -10,7 +10,7 @@ import pytest
 
 from covey.cli import main
 from covey.config import ControlConfig, ControlEvaluationConfig, EnvironmentConfig
-from covey.config_reader import describe_fields, write_config
+from covey.config.reader import describe_fields, write_config
 
 RECIPE = '[environment]\nid = "CartPole-v1"\n'
 RESULT = {"score": 487.25, "low": 480.0, "high": 494.5, "count": 20, "returns": [], "picture": "run/episode.gif"}

@@ -19,8 +19,8 @@ from covey.config import (
     RolloutsConfig,
     RunConfig,
 )
-from covey.config_checks import USED_ONLY_BY, leaves, validate
-from covey.config_reader import (
+from covey.config.checks import USED_ONLY_BY, validate
+from covey.config.reader import (
     PACKAGED_RECIPES,
     config_from_dict,
     config_to_dict,
@@ -29,6 +29,7 @@ from covey.config_reader import (
     find_recipe,
     read_recipe,
 )
+from covey.config.values import leaves
 
 ENVIRONMENT = '[environment]\nid = "CartPole-v1"\n'
 GOOD = ControlConfig(environment=EnvironmentConfig("CartPole-v1"))

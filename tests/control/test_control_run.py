@@ -16,7 +16,7 @@ from PIL import Image
 
 import covey
 from covey.cli import main
-from covey.config_reader import write_config
+from covey.config.reader import write_config
 from covey.control import tape
 from covey.control.policy import load_policy
 from covey.observe.run_store import read_metrics

@@ -24,8 +24,8 @@ from covey.config import (
     UpdateConfig,
     WordProblemsConfig,
 )
-from covey.config_checks import validate
-from covey.config_reader import config_from_dict, config_to_dict, describe_fields, read_recipe, write_config
+from covey.config.checks import validate
+from covey.config.reader import config_from_dict, config_to_dict, describe_fields, read_recipe, write_config
 
 RECIPE = """\
 steps = 5

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from covey.cli import main
-from covey.config_reader import write_config
+from covey.config.reader import write_config
 from helpers import practice
 from helpers.runs import files, reproducible_metrics
 

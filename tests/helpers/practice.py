@@ -12,8 +12,8 @@ from gymnasium import spaces
 from rich.console import Console
 
 from covey.config import ControlConfig
-from covey.config_checks import validate
-from covey.config_reader import config_from_dict
+from covey.config.checks import validate
+from covey.config.reader import config_from_dict
 from covey.control.environments import Environments, make_environments
 from covey.control.normaliser import RunningMoments
 from covey.control.policy import ControlPolicy

@@ -9,7 +9,7 @@ import pytest
 
 from covey.cli import accuracy_report, main, model_of, parse
 from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, RewardConfig, RunConfig, RunError
-from covey.config_reader import describe_fields, write_config
+from covey.config.reader import describe_fields, write_config
 from covey.observe.run_store import RunStore
 from covey.observe.statistics import wilson_interval
 

@@ -12,7 +12,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
 from covey.config import ConfigError
-from covey.config_checks import did_you_mean
+from covey.config.values import did_you_mean
 
 
 def find_spec(name: str) -> EnvSpec:

@@ -73,3 +73,25 @@ def score_function(logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Ten
     """
     nowhere_BT = torch.zeros_like(advantages_BT, dtype=torch.bool)
     return Surrogate(-advantages_BT * logprobs_BT, nowhere_BT, nowhere_BT)
+
+
+def capped_score(
+    logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Tensor, *, cap: float, least: float = 0.0
+) -> Surrogate:
+    """The policy gradient under a detached, clipped importance weight: no decision loses its gradient.
+
+    -sg[clip(rho, least, cap)] A log pi(o)      CISPO (arXiv 2506.13585), eq. 4 and 5
+
+    Args:
+        logprobs_BT: in nats, with gradient.
+        log_ratio_BT: log rho, in nats; its gradient is not used.
+        advantages_BT: no gradient.
+        cap: largest weight.
+        least: smallest weight; the paper sets no lower bound.
+
+    Returns:
+        the loss, and where the weight was raised to `least` and lowered to `cap`.
+    """
+    ratio_BT = log_ratio_BT.detach().exp()
+    low_BT, high_BT = ratio_BT < least, ratio_BT > cap
+    return Surrogate(-ratio_BT.clamp(least, cap) * advantages_BT * logprobs_BT, low_BT, high_BT)

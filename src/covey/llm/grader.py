@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from covey.config import ConfigError, RewardConfig, RunError
-from covey.config_checks import check_fields, check_reward
+from covey.config.checks import check_reward
+from covey.config.values import check_fields
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm import rewards as builtin
 from covey.llm.reward_worker import CallFailed, RewardProcess, TookTooLong, WrongResults, call_function, one_line

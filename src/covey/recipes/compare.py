@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from covey.config import ConfigError, ControlConfig, RunConfig, RunError
-from covey.config_reader import config_to_dict, find_recipe, read_recipe, split_overrides, task_name
+from covey.config.reader import config_to_dict, find_recipe, read_recipe, split_overrides, task_name
 from covey.observe.comparison import read_seed_run
 from covey.observe.comparison_report import (
     CURVES_PICTURE,

@@ -15,7 +15,7 @@ import torch
 
 from covey.algorithms import Credit, outcome, reward_to_go, within_rollout
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
-from covey.config_reader import config_from_dict, read_tables
+from covey.config.reader import config_from_dict, read_tables
 from covey.control.branches import BranchSampler, refuse_uncopyable
 from covey.control.environments import Environments, check_environment, longest_episode, make_environments
 from covey.control.normaliser import RunningMoments

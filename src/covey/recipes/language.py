@@ -160,7 +160,12 @@ class LanguageWorld:
             reference=LanguagePolicy(
                 frozen, temperature=config.sampling.temperature, microbatch_tokens=update.microbatch_tokens
             ),
-            algorithm=build_algorithm(config.algorithm, config.loss, max_length=config.sampling.max_new_tokens),
+            algorithm=build_algorithm(
+                config.algorithm,
+                config.loss,
+                max_length=config.sampling.max_new_tokens,
+                entropy_coefficient=config.loss.entropy_coefficient,
+            ),
             optimizer=build_optimizer(loaded.policy.module, update),
             observers=(store, display),
             checkpoints=build_checkpoints(store, config.checkpoint.keep),
@@ -175,6 +180,7 @@ class LanguageWorld:
             learning_rate=learning_rate(update.learning_rate, update, config.steps),
             mask_truncated=config.loss.mask_truncated,
             checkpoint_every=config.checkpoint.every,
+            decision_budget=config.token_budget,
         )
         return Assembled(
             parts, settings, lambda label: held_out.measure(f"held-out accuracy {label}"), loaded.save,

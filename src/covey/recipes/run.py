@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, ControlConfig, RunConfig
-from covey.config_checks import validate
-from covey.config_reader import config_from_dict, read_tables, write_config
+from covey.config.checks import validate
+from covey.config.reader import config_from_dict, read_tables, write_config
 from covey.data import Task
 from covey.observe.curve import draw_curve
 from covey.observe.display import Display
@@ -130,7 +130,7 @@ def _carry_out(
             origin = {"recipe": recipe_name, "environment": now, "before": assembled.measure("before")}
             write_atomically(origin_path, json.dumps(origin, indent=2).encode())
         train(parts, settings, progress, should_stop=stopped)
-        if progress.step < settings.steps:
+        if not settings.is_done(progress):
             display.note(f"stopped after step {progress.step}. Go on with: covey train --resume {store.run_dir}")
             return None
         after = assembled.measure("after")

@@ -53,6 +53,12 @@ class Settings:
     critic_learning_rate: Schedule | None = None  # None: the policy's
     mask_truncated: bool = False
     checkpoint_every: int = 20
+    decision_budget: int = 0  # training also ends once so many were sampled; 0 is no limit
+
+    def is_done(self, progress: Progress) -> bool:
+        """Whether a run has come to its end."""
+        spent = bool(self.decision_budget) and progress.decisions >= self.decision_budget
+        return spent or progress.step >= self.steps
 
 
 @dataclass
@@ -66,13 +72,13 @@ class Progress:
 
 
 def train(parts: Parts, settings: Settings, progress: Progress, *, should_stop: Callable[[], bool]) -> None:
-    """Train until `settings.steps` or until `should_stop()`; either way a checkpoint of the last step is written.
+    """Train until `settings.is_done` or until `should_stop()`; either way a checkpoint of the last step is written.
 
     Raises:
         RunError: after five optimizer steps in a row with a non-finite gradient.
     """
     saved = progress.step
-    while progress.step < settings.steps and not should_stop():
+    while not settings.is_done(progress) and not should_stop():
         metrics, groups = train_step(parts, settings, progress)
         metrics |= parts.evaluate(progress.step)
         for observer in parts.observers:

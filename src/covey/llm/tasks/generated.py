@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from covey.config import ConfigError, RewardConfig
-from covey.config_checks import check_fields
+from covey.config.values import check_fields
 from covey.data import Start
 
 Config = TypeVar("Config")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, JsonlConfig, RewardConfig
-from covey.config_checks import check_task
+from covey.config.checks import check_task
 from covey.data import Start
 from covey.llm.tasks.generated import checked, stable_hash
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from covey.config import (
     EMBEDDED_MODELS,
@@ -27,18 +23,21 @@ from covey.config import (
     UpdateBase,
     UpdateConfig,
 )
+from covey.config.values import check_fields, did_you_mean, did_you_mean_file, either, is_a, leaves, shown
 
-TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 WITHOUT_RATIO = ("rloo", "reinforce")  # nothing to clip, nothing that corrects for a policy that has moved
-# Control: fields that only one algorithm or one kind of group uses; setting them elsewhere would change nothing.
+# Fields that only one algorithm or one kind of group uses; setting them elsewhere would change nothing.
 USED_ONLY_BY = {
     "policy.critic_hidden": "ppo",
+    "critic.trunk": "ppo",
     "loss.value_coefficient": "ppo",
     "loss.value_clip": "ppo",
     "loss.gae_lambda": "ppo",
+    "loss.gamma": "ppo",
     "loss.whiten": "ppo",
     "update.critic_learning_rate": "ppo",
     "update.critic_epochs": "ppo",
+    "update.critic_warmup_steps": "ppo",
     "rollouts.fragment_steps": "fragments",
     "rollouts.horizon": "branches",
     "rollouts.compare": "reward_to_go",
@@ -48,7 +47,6 @@ NOT_USED_BY = {
     "rollouts.group_size": "fragments",
     "rollouts.environments": "branches",
 }
-LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
 
 
 def validate(config: RunConfig | ControlConfig, *, own_task: bool = False) -> None:
@@ -79,6 +77,7 @@ def _validate_language(config: RunConfig, own_task: bool) -> None:
     check_fields(config)
     _check_epochs(config.update, config.algorithm)
     _check_minibatches(config.sampling, config.update)
+    _refuse_unused(config)
     _check_evaluation(config.evaluation)
     check_task(config.task)
     for number, reward in enumerate(config.rewards, start=1):
@@ -103,118 +102,19 @@ def _validate_control(config: ControlConfig) -> None:
             f"the decisions of rollouts.fragment_steps x copies ({count}) cannot be split evenly into "
             f"update.minibatches ({parts}); set minibatches to {_largest_divisor(count, parts)}"
         )
+    _refuse_unused(config, rollouts.groups)
+
+
+def _refuse_unused(config: RunConfig | ControlConfig, groups: str = "") -> None:
+    """Fields that are set although what is chosen has no use for them."""
     for where, item, _, value in leaves(config):
         user = USED_ONLY_BY.get(where)
         if value == item.default:
             continue
-        if user not in (None, config.algorithm, rollouts.groups):
+        if user not in (None, config.algorithm, groups):
             raise ConfigError(f"{where} is set, but only {user} uses it: take it out, or choose {user}")
-        if NOT_USED_BY.get(where) == rollouts.groups:
-            raise ConfigError(f"{where} is set, but {rollouts.groups} has no use for it: take it out")
-
-
-def check_fields(config: Any, prefix: str = "") -> None:
-    """Every plain value below a config dataclass against its type, its choices and its limits.
-
-    Raises:
-        ConfigError: naming the first field, with `prefix`, that holds what it may not.
-    """
-    for where, item, hint, value in leaves(config, prefix):
-        _check_value(where, item, hint, value)
-
-
-def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any, Any]]:
-    """Every plain value below a config dataclass: (dotted name, field, type hint, value)."""
-    hints = get_type_hints(type(config))
-    for item in fields(config):
-        value = getattr(config, item.name)
-        name = f"{prefix}{item.name}"
-        if is_dataclass(value):
-            yield from leaves(value, f"{name}.")
-        elif item.name == "rewards" and not prefix:
-            for number, reward in enumerate(value, start=1):
-                yield from leaves(reward, f"rewards[{number}].")
-        elif hints[item.name] is not Any:  # Any is a task, which a script may bring instead
-            yield name, item, hints[item.name], value
-
-
-def plain_type(hint: Any) -> tuple[type, bool, bool]:
-    """What a field holds: (the type of a single value, is it a list of them, may it be unset)."""
-    arguments = [argument for argument in get_args(hint) if argument not in (type(None), Ellipsis)]
-    optional = type(None) in get_args(hint)
-    is_list = getattr(hint, "__origin__", None) is tuple
-    return (arguments[0] if arguments else hint), is_list, optional
-
-
-def describe_type(hint: Any) -> str:
-    """The type in words: 'an integer', 'a list of integers'."""
-    kind, is_list, _ = plain_type(hint)
-    return LIST_NAMES[kind] if is_list else TYPE_NAMES.get(kind, f"a {kind.__name__}")
-
-
-def did_you_mean(word: str, known: list[str]) -> str:
-    """' (did you mean ...?)' with the nearest known word, or '' where none is near."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" (did you mean '{near[0]}'?)" if near else ""
-
-
-def either(words: list[str] | tuple[str, ...]) -> str:
-    """'a, b or c'."""
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
-    """One value against the type, the choices and the limits of its field."""
-    kind, is_list, optional = plain_type(hint)
-    if value is None and optional:
-        return
-    if is_list and not isinstance(value, tuple):
-        raise ConfigError(f"{where} must be {describe_type(hint)} (is {value!r})")
-    if is_list and not value and item.default != ():
-        raise ConfigError(f"{where} is empty: give at least one value, or leave it out")
-    for single in value if is_list else (value,):
-        if not _is_a(single, kind):
-            raise ConfigError(f"{where} must be {describe_type(hint)} (is {_shown(value)})")
-        if kind is float and not math.isfinite(single):
-            raise ConfigError(f"{where} must be a finite number (is {single})")
-        if kind is str and not single.isascii() and single.encode("utf-8", "replace").decode() != single:
-            raise ConfigError(f"{where} holds characters that are no valid text: {single!r}")
-        choices = item.metadata["choices"]
-        optional_text = kind is str and single == "" == item.default
-        if choices and single not in choices and not optional_text:
-            raise ConfigError(f"{where} must be {either(choices)} (is {single!r}){did_you_mean(str(single), choices)}")
-        check_limits(where, item.metadata["limits"], single)
-
-
-def check_limits(where: str, limits: dict[str, float | None], value: Any) -> None:
-    """A number against the limits that `covey.config.option` noted.
-
-    Raises:
-        ConfigError: naming the limit that the value breaks.
-    """
-    least, most, above, below = (limits[name] for name in ("least", "most", "above", "below"))
-    if least is not None and value < least:
-        raise ConfigError(f"{where} must be at least {least:.12g} (is {value})")
-    if most is not None and value > most:
-        raise ConfigError(f"{where} must be at most {most:.12g} (is {value})")
-    if above is not None and value <= above:
-        raise ConfigError(f"{where} must be above {above:.12g} (is {value})")
-    if below is not None and value >= below:
-        raise ConfigError(f"{where} must be below {below:.12g} (is {value})")
-
-
-def _is_a(value: Any, kind: type) -> bool:
-    """Strict: a bool is not a number, an integer is a fine number, nothing else is converted."""
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def _shown(value: Any) -> str:
-    """A value as TOML would write it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else repr(value)
+        if groups and NOT_USED_BY.get(where) == groups:
+            raise ConfigError(f"{where} is set, but {groups} has no use for it: take it out")
 
 
 def _check_sampling(sampling: SamplingConfig) -> None:
@@ -233,7 +133,7 @@ def _check_sampling(sampling: SamplingConfig) -> None:
             f"sampling.top_k is {sampling.top_k}: while training it must stay 0, because the log-probabilities of "
             "the update are those of the whole distribution; lower the temperature instead"
         )
-    if _is_a(sampling.temperature, float) and sampling.temperature <= 0:
+    if is_a(sampling.temperature, float) and sampling.temperature <= 0:
         raise ConfigError(
             f"sampling.temperature is {sampling.temperature}: it must be above 0, because greedy rollouts of one "
             "prompt are all the same and a group then teaches nothing; 1.0 is usual"
@@ -244,7 +144,7 @@ def _check_loss(loss: LossBase, algorithm: str) -> None:
     for name in ("clip_low", "clip_high", "dual_clip"):
         if algorithm in WITHOUT_RATIO and getattr(loss, name) is not None:
             raise ConfigError(f"loss.{name} is set, but {algorithm} does not clip: take it out, or choose grpo")
-    if _is_a(loss.dual_clip, float) and loss.dual_clip is not None and loss.dual_clip <= 1:
+    if is_a(loss.dual_clip, float) and loss.dual_clip is not None and loss.dual_clip <= 1:
         raise ConfigError(
             f"loss.dual_clip is {loss.dual_clip}: it bounds the ratio of negative advantages from above and must be "
             "above 1 (3.0 is usual); leave it out to turn it off"
@@ -307,7 +207,7 @@ def _check_vectorization(environment: EnvironmentConfig, groups: str) -> None:
 def _check_evaluation(evaluation: EvaluationConfig) -> None:
     limits = evaluation.token_limits
     if len(set(limits)) != len(limits):
-        raise ConfigError(f"evaluation.token_limits names a limit twice: {_shown(limits)}")
+        raise ConfigError(f"evaluation.token_limits names a limit twice: {shown(limits)}")
 
 
 def check_task(task: Any) -> None:
@@ -388,13 +288,3 @@ def check_model(model: str) -> None:
     suggestion = did_you_mean(model.lower(), list(EMBEDDED_MODELS))
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or ("/" not in model and suggestion):
         raise ConfigError(f"model: {model!r} is no embedded model, folder, .gguf file or hub name{suggestion}")
-
-
-def did_you_mean_file(path: Path) -> str:
-    """' (did you mean ...?)' with a neighbour of a file that is not there."""
-    try:
-        neighbours = sorted(entry.name for entry in path.parent.iterdir())
-    except OSError:
-        return ""
-    near = did_you_mean(path.name, neighbours)
-    return near.replace("mean '", f"mean '{path.parent}{os.sep}") if near and str(path.parent) != "." else near

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RewardConfig, RunConfig
-from covey.config_checks import describe_type, did_you_mean, did_you_mean_file, plain_type, validate
+from covey.config.checks import validate
+from covey.config.values import describe_type, did_you_mean, did_you_mean_file, plain_type
 
-PACKAGED_RECIPES = Path(__file__).parent / "recipes"
+PACKAGED_RECIPES = Path(__file__).parents[1] / "recipes"
 
 Config = RunConfig | ControlConfig
 WORLDS: dict[type, str] = {RunConfig: "language models", ControlConfig: "control"}

@@ -1,0 +1,54 @@
+"""What a run can be told: frozen dataclasses and the rules that their values obey.
+
+`RunConfig` is a run on a language model, `ControlConfig` one on a Gymnasium environment. `covey.config.reader` fills
+them from TOML and the command line, `covey.config.checks` refuses what cannot work. Importing this package loads
+neither torch nor transformers, so that a mistake is reported at once. The second argument of `option` is the field's
+`--help`.
+"""
+
+from covey.config.base import (
+    ALGORITHM_NAMES,
+    CRITIC_FREE,
+    CheckpointConfig,
+    ConfigError,
+    LossBase,
+    RunBase,
+    RunError,
+    UpdateBase,
+    option,
+)
+from covey.config.control import (
+    GROUPS,
+    ControlConfig,
+    ControlEvaluationConfig,
+    ControlLossConfig,
+    ControlUpdateConfig,
+    EnvironmentConfig,
+    PolicyConfig,
+    RolloutsConfig,
+)
+from covey.config.language import (
+    EMBEDDED_MODELS,
+    TASK_CONFIGS,
+    ArithmeticConfig,
+    CountdownConfig,
+    CriticConfig,
+    EvaluationConfig,
+    JsonlConfig,
+    LossConfig,
+    ProcessConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RunConfig,
+    SamplingConfig,
+    UpdateConfig,
+    WordProblemsConfig,
+)
+
+__all__ = [
+    "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "GROUPS", "TASK_CONFIGS", "ArithmeticConfig",
+    "CheckpointConfig", "ConfigError", "ControlConfig", "ControlEvaluationConfig", "ControlLossConfig",
+    "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "EnvironmentConfig", "EvaluationConfig", "JsonlConfig",
+    "LossBase", "LossConfig", "PolicyConfig", "ProcessConfig", "ReferenceConfig", "RewardConfig", "RolloutsConfig",
+    "RunBase", "RunConfig", "RunError", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig", "option",
+]  # fmt: skip

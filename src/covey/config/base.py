@@ -1,0 +1,105 @@
+"""What both worlds share of what a run can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+CRITIC_FREE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp")
+ALGORITHM_NAMES = (*CRITIC_FREE, "ppo")
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's, told in one line that names the fix."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, told in one line; what was learned so far is in its run folder."""
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A config field: its default, its help text and the values it may take.
+
+    `least` and `most` are allowed themselves, `above` and `below` are not. In a list they hold for every item.
+    """
+    limits = {"least": least, "most": most, "above": above, "below": below}
+    return field(default=default, metadata={"help": text, "choices": choices, "limits": limits})
+
+
+@dataclass(frozen=True)
+class LossBase:
+    """What both worlds say of the loss. Fields left at None take the algorithm's own default."""
+
+    clip_low: float | None = option(None, "the ratio is clipped below at 1 - clip_low", above=0, most=1)
+    clip_high: float | None = option(None, "the ratio is clipped above at 1 + clip_high", above=0)
+    dual_clip: float | None = option(None, "bound on the loss of negative advantages (above 1); unset is off", above=1)
+    kl_coefficient: float | None = option(None, "weight of the KL to the anchor; 0 only watches it", least=0)
+    kl_estimator: str | None = option(
+        None,
+        "estimator of that KL; k1 goes into the reward, the others into the loss; exact sums over the vocabulary, in "
+        "control over all discrete actions",
+        choices=("k1", "k2", "k3", "exact"),
+    )
+    kl_anchor: str = option(
+        "reference",
+        "the policy that the KL ties to: the one that training began with, or the one that sampled",
+        choices=("reference", "behavior"),
+    )
+    kl_warmup_steps: int = option(0, "steps over which the KL coefficient rises from 0", least=0)
+    kl_target: float | None = option(
+        None, "the KL coefficient follows the KL toward so many nats per decision; unset is fixed", above=0
+    )
+    kl_horizon: int = option(10_000, "rollouts in which a KL that is off by a fifth moves its coefficient so", least=1)
+    entropy_coefficient: float = option(0.0, "weight of the entropy bonus", least=0)
+    value_coefficient: float = option(
+        0.5, "ppo: weight of the critic's loss; a critic of its own feels it where max_grad_norm cuts", least=0
+    )
+    value_clip: float | None = option(None, "ppo: a value moves at most so far in one step; unset is off", above=0)
+    gae_lambda: float = option(0.95, "ppo: 0 trusts the critic, 1 the rewards", least=0, most=1)
+    whiten: bool = option(True, "ppo: advantages get mean 0 and deviation 1 over the step")
+
+
+@dataclass(frozen=True)
+class UpdateBase:
+    """What both worlds say of the update."""
+
+    learning_rate: float = option(1e-5, "peak learning rate of AdamW", above=0)
+    schedule: str = option("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = option(0, "steps over which the learning rate rises from 0", least=0)
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", least=0)
+    beta1: float = option(0.9, "AdamW's decay of the mean gradient", least=0, below=1)
+    beta2: float = option(0.999, "AdamW's decay of the mean squared gradient", least=0, below=1)
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
+    epochs: int = option(1, "passes over the rollouts of a step", least=1)
+    minibatches: int = option(1, "optimizer steps per pass; the prompts of a step are split evenly", least=1)
+    target_kl: float | None = option(None, "nats from the policy that sampled, after which a step stops", above=0)
+    critic_learning_rate: float | None = option(None, "ppo: the critic's own; unset is learning_rate", above=0)
+    critic_epochs: int = option(0, "ppo: further passes that move the critic alone", least=0)
+    critic_warmup_steps: int = option(0, "ppo: first steps that move the critic alone", least=0)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = option(20, "steps between checkpoints", least=1)
+    keep: int = option(2, "checkpoints kept, at least 2", least=2)
+
+
+@dataclass(frozen=True)
+class RunBase:
+    """What both worlds say of a run."""
+
+    algorithm: str = option("grpo", "how rollouts are compared and the policy moved", choices=ALGORITHM_NAMES)
+    steps: int = option(100, "training steps", least=1)
+    seed: int = option(0, "names the run's random choices", least=0, most=2**32 - 1)
+    run_dir: str = option("", "folder of the run; empty is runs/<recipe>-<number>")
+    threads: int = option(0, "CPU threads; 0 is every core", least=0)
+    show_rollouts_every: int = option(10, "steps between printed sample rollouts; 0 is never", least=0)
