@@ -3,10 +3,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ORACLE := .oracle-venv
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 
-.PHONY: help train test test-slow lint bench clean
+.PHONY: help train test test-slow lint bench oracle clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -14,7 +15,8 @@ help:
 	@echo "make test-slow  all tests"
 	@echo "make lint       ruff, mypy and the import contracts"
 	@echo "make bench      time covey beside its peers; one part: $(BIN)/python benchmarks/bench.py control"
-	@echo "make clean      remove .venv and caches; runs/ stays"
+	@echo "make oracle     compare losses, advantages and gradients with TRL and stable-baselines3, in $(ORACLE)"
+	@echo "make clean      remove .venv and caches; runs/ and $(ORACLE) stay"
 	@echo "PYTHON=python3.12 make train    chooses the interpreter (3.11 to 3.13)"
 
 $(STAMP): requirements.lock model.lock pyproject.toml
@@ -45,6 +47,15 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/bench.py
+
+$(ORACLE)/oracle-installed: tests/oracle/oracle.lock benchmarks/peers.lock
+	@test -x $(ORACLE)/bin/python || { echo "Creating $(ORACLE)"; $(PYTHON) -m venv $(ORACLE); }
+	@echo "Installing TRL and stable-baselines3 (some minutes, once)"
+	@$(ORACLE)/bin/python -m pip -qq --disable-pip-version-check install -r tests/oracle/oracle.lock
+	@touch $@
+
+oracle: $(ORACLE)/oracle-installed
+	@PYTHONPATH=src $(ORACLE)/bin/python -m pytest tests/oracle --disable-warnings
 
 clean:
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

@@ -12,8 +12,14 @@ An agent in a Gymnasium environment, which pays its own rewards:
 >>> run(ControlConfig(environment=EnvironmentConfig("CartPole-v1"), rollouts=RolloutsConfig(groups="reward_to_go")))
 
 Either returns what the run's summary.json holds, or None where Ctrl-C stopped it; `covey.resume` then goes on with it.
+
+The classes of articles on GRPO and PPO, over the same parts (docs/articles.md):
+
+>>> from covey import GRPOTrainer
+>>> GRPOTrainer("smollm2-135m", reward_function=my_reward, prompts=["Name a fruit."]).train()
 """
 
+import importlib
 from typing import Any
 
 from covey.config import (
@@ -44,7 +50,11 @@ __all__ = [
     "ControlUpdateConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
+    "GRPOLoss",
+    "GRPOTrainer",
     "LossConfig",
+    "PPOLoss",
+    "PPOTrainer",
     "PolicyConfig",
     "RewardConfig",
     "RolloutsConfig",
@@ -52,15 +62,25 @@ __all__ = [
     "RunError",
     "SamplingConfig",
     "UpdateConfig",
+    "compute_gae",
     "resume",
     "run",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """`run` and `resume` bring torch with them, which the command line must not wait for to report a mistake."""
-    if name in ("run", "resume"):
-        from covey.recipes import run as module
+# They bring torch with them, which the command line must not wait for to report a mistake.
+_LOADED_WHEN_ASKED_FOR = {
+    "GRPOLoss": "covey.articles.losses",
+    "GRPOTrainer": "covey.articles.grpo",
+    "PPOLoss": "covey.articles.losses",
+    "PPOTrainer": "covey.articles.ppo",
+    "compute_gae": "covey.articles.losses",
+    "resume": "covey.recipes.run",
+    "run": "covey.recipes.run",
+}
 
-        return getattr(module, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _LOADED_WHEN_ASKED_FOR:
+        return getattr(importlib.import_module(_LOADED_WHEN_ASKED_FOR[name]), name)
     raise AttributeError(f"module 'covey' has no attribute {name!r}")

@@ -8,113 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from covey.config import ConfigError
 from covey.core import advantages, aggregation, kl, ratios, schedules, surrogates, values
+from covey.credits import AdvantageEstimator, Credit, critic, outcome, returns_over_batch
 from covey.data import Batch, Evaluation
 
-# value_N, group_N, valid_N -> advantage_N: compares numbers with the others of their group
-Comparison = Callable[[Tensor, Tensor, Tensor], Tensor]
 LogRatio = Callable[[Tensor, Tensor, Tensor], Tensor]  # logprobs_BT, old_logprobs_BT, mask_BT -> log_ratio_BT
 SurrogateLoss = Callable[[Tensor, Tensor, Tensor], surrogates.Surrogate]
 KLEstimator = Callable[[Tensor, Tensor], Tensor]  # logprobs_BT, reference_logprobs_BT -> kl_BT; or both BTV
 CriticError = Callable[[Tensor, Tensor, Tensor], Tensor]  # values_BT, returns_BT, old_values_BT -> error_BT
 
 _NEVER = schedules.constant(0.0)
-
-
-class Advantages(NamedTuple):
-    """How much better than expected every decision was, and what a critic should have said; 0 where undecided."""
-
-    advantages_BT: Tensor
-    returns_BT: Tensor | None = None
-
-
-AdvantageEstimator = Callable[[Batch], Advantages]
-Credit = Callable[[Comparison], AdvantageEstimator]  # what is compared with what
-
-
-def outcome(compare: Comparison) -> AdvantageEstimator:
-    """Rollouts are compared by their rewards; all decisions of a rollout share its advantage. DeepSeekMath 4.1.2."""
-
-    def estimate(batch: Batch) -> Advantages:
-        advantage_B = compare(batch.reward_B, batch.group_B, batch.valid_B)
-        return Advantages(torch.where(batch.mask_BT, advantage_B[:, None], 0.0))
-
-    return estimate
-
-
-def reward_to_go(compare: Comparison, *, gamma: float = 1.0, same_step: bool = True) -> AdvantageEstimator:
-    """Decisions are compared by what was earned from them on: with the siblings' decisions at the same step (those
-    rollouts that were still going), or with all decisions of the group. REINFORCE's returns (Williams 1992) in GRPO's
-    groups.
-    """
-
-    def estimate(batch: Batch) -> Advantages:
-        returns_BT = values.discounted_sums(batch.rewards_BT, batch.mask_BT, gamma)
-        width = batch.mask_BT.shape[1]
-        group_BT = batch.group_B[:, None].expand_as(batch.mask_BT)
-        if same_step:
-            group_BT = group_BT * width + torch.arange(width, device=group_BT.device)
-        return Advantages(_compare_decisions(compare, returns_BT, group_BT, batch))
-
-    return estimate
-
-
-def within_rollout(compare: Comparison, *, gamma: float = 0.99) -> AdvantageEstimator:
-    """Decisions are compared by their discounted returns with the other decisions of the same rollout.
-
-    No sibling is needed. The form in which articles explain GRPO on CartPole; REINFORCE with whitened returns.
-    """
-
-    def estimate(batch: Batch) -> Advantages:
-        returns_BT = values.discounted_sums(batch.rewards_BT, batch.mask_BT, gamma)
-        row_BT = torch.arange(len(batch), device=returns_BT.device)[:, None].expand_as(batch.mask_BT)
-        return Advantages(_compare_decisions(compare, returns_BT, row_BT, batch))
-
-    return estimate
-
-
-def critic(*, gamma: float = 0.99, lam: float = 0.95, whiten: bool = True) -> AdvantageEstimator:
-    """Decisions are compared with what the critic expected: GAE (arXiv 1506.02438), whitened over the batch."""
-
-    def estimate(batch: Batch) -> Advantages:
-        assert batch.values_BT is not None
-        assert batch.next_value_B is not None
-        advantages_BT, returns_BT = values.gae(
-            batch.rewards_BT, batch.values_BT, batch.next_value_B, batch.mask_BT, gamma=gamma, lam=lam
-        )
-        if whiten:
-            whole_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int64)
-            advantages_BT = _compare_decisions(advantages.group_zscore, advantages_BT, whole_BT, batch)
-        return Advantages(advantages_BT, returns_BT)
-
-    return estimate
-
-
-def returns_over_batch(compare: Comparison, *, gamma: float = 1.0) -> AdvantageEstimator:
-    """Decisions are compared by what was earned from them on with every decision of the step, whatever its group."""
-
-    def estimate(batch: Batch) -> Advantages:
-        returns_BT = values.discounted_sums(batch.rewards_BT, batch.mask_BT, gamma)
-        whole_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int64)
-        return Advantages(_compare_decisions(compare, returns_BT, whole_BT, batch))
-
-    return estimate
-
-
-def _compare_decisions(compare: Comparison, value_BT: Tensor, group_BT: Tensor, batch: Batch) -> Tensor:
-    """advantages_BT of single decisions, each compared within its own group."""
-    counted_BT = batch.mask_BT & batch.valid_B[:, None]
-    advantages_BT = torch.zeros_like(value_BT)
-    if counted_BT.any():
-        value_N = value_BT[counted_BT]
-        advantages_BT[counted_BT] = compare(value_N, group_BT[counted_BT], torch.ones_like(value_N, dtype=torch.bool))
-    return advantages_BT
 
 
 @dataclass(frozen=True)
@@ -125,6 +33,8 @@ class KLPenalty:
     estimator: KLEstimator = kl.k3  # kl.exact for policies that tell the probability of every action
     in_reward: bool = False  # subtracted from the reward, without gradient; else added to the loss
     to_behavior: bool = False  # KL(pi_old || pi), to the policy that sampled; else KL(pi || pi_ref)
+    by_policy: bool = False  # the policy measures it itself (`Evaluation.kl_BT`); the estimator says what that is
+    controller: schedules.KLController | None = None  # moves the coefficient after each step; None: the schedule does
 
     def __post_init__(self) -> None:
         """Refuse what would not pull.
@@ -160,6 +70,7 @@ class LossTerms:
     log_ratio_BT: Tensor
     clipped_low_BT: Tensor
     clipped_high_BT: Tensor
+    capped_BT: Tensor | None = None  # decisions whose importance weight is above its cap; None: there are no weights
 
 
 @dataclass(frozen=True)
@@ -174,12 +85,14 @@ class Algorithm:
     kl: KLPenalty
     value_loss: ValueLoss | None = None  # None: there is no critic
     entropy_coefficient: float = 0.0  # of a bonus for undecidedness
+    importance_cap: float | None = None  # of the weights between sampler and trainer; None: there are none
 
     def loss(self, evaluation: Evaluation, batch: Batch, kl_coefficient: float) -> LossTerms:
-        """(weights_BT * (surrogate_BT + kl_coefficient * kl_BT - entropy_coefficient * entropy_BT)).sum().
+        """(weights_BT * (w_BT * surrogate_BT + kl_coefficient * kl_BT - entropy_coefficient * entropy_BT)).sum().
 
         The ratio's denominator is the old policy as the trainer evaluates it; where one optimizer step follows each
-        sampling, that is the current policy itself, so that the ratio is 1 and only its gradient matters.
+        sampling, that is the current policy itself, so that the ratio is 1 and only its gradient matters. w_BT is 1, or
+        `ratios.importance_weight` of that old policy against the sampler.
         """
         assert batch.advantages_BT is not None
         assert batch.weights_BT is not None
@@ -187,12 +100,17 @@ class Algorithm:
         old_BT = logprobs_BT.detach() if batch.proximal_logprobs_BT is None else batch.proximal_logprobs_BT
         log_ratio_BT = self.ratio(logprobs_BT, old_BT, batch.mask_BT)
         loss_BT, low_BT, high_BT = self.surrogate(logprobs_BT, log_ratio_BT, batch.advantages_BT)
+        capped_BT = None
+        if self.importance_cap is not None:
+            sampler_BT = batch.behavior_logprobs_BT
+            weight_BT, capped_BT = ratios.importance_weight(old_BT, sampler_BT, batch.mask_BT, self.importance_cap)
+            loss_BT = weight_BT * loss_BT
         if kl_coefficient and not self.kl.in_reward:
             loss_BT = loss_BT + kl_coefficient * self._kl(evaluation, batch)
         if self.entropy_coefficient:
             loss_BT = loss_BT - self.entropy_coefficient * torch.where(batch.mask_BT, evaluation.entropy_BT, 0.0)
         loss = (batch.weights_BT * loss_BT).sum()
-        return LossTerms(loss, log_ratio_BT.detach(), low_BT & batch.mask_BT, high_BT & batch.mask_BT)
+        return LossTerms(loss, log_ratio_BT.detach(), low_BT & batch.mask_BT, high_BT & batch.mask_BT, capped_BT)
 
     def critic_loss(self, values_BT: Tensor, batch: Batch) -> Tensor:
         """(weights_BT * coefficient * error_BT).sum() over the rows of `batch`; PPO (arXiv 1707.06347), eq. 9."""
@@ -206,6 +124,9 @@ class Algorithm:
     def _kl(self, evaluation: Evaluation, batch: Batch) -> Tensor:
         """kl_BT of the penalty, 0 where undecided."""
         mask, current = batch.mask_BT, evaluation.logprobs_BT
+        if self.kl.by_policy:
+            assert evaluation.kl_BT is not None
+            return torch.where(mask, evaluation.kl_BT, 0.0)
         other = batch.proximal_logprobs_BT if self.kl.to_behavior else batch.reference_logprobs_BT
         if self.kl.estimator is kl.exact:
             assert evaluation.distribution_BTV is not None
@@ -356,7 +277,10 @@ def rloo(
     entropy_coefficient: float = 0.0,
     credit: Credit = outcome,
 ) -> Algorithm:
-    """RLOO (arXiv 2402.14740), section 2: leave-one-out baseline, no clipping, k1 in the reward."""
+    """RLOO (arXiv 2402.14740), section 2: leave-one-out baseline, no clipping, k1 in the reward.
+
+    The paper sums over a completion's tokens, which is unbiased: `aggregation=aggregation.constant_length(1)`.
+    """
     return Algorithm(
         name="rloo",
         advantage=credit(advantages.leave_one_out),
@@ -369,7 +293,7 @@ def rloo(
 
 
 def reinforce(*, kl: KLPenalty = KLPenalty(), entropy_coefficient: float = 0.0, credit: Credit = outcome) -> Algorithm:
-    """REINFORCE (Williams 1992) with the group's mean as its baseline."""
+    """REINFORCE (Williams 1992) with the group's mean as its baseline; summed over tokens it is unbiased, as `rloo`."""
     return Algorithm(
         name="reinforce",
         advantage=credit(advantages.group_mean_only),

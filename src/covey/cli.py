@@ -1,4 +1,4 @@
-"""The command `covey`: train, check, eval, compare, sample.
+"""The command `covey`: train, check, plan, eval, compare, sample.
 
 Thin: it reads what the user wrote, calls one function, prints. Everything heavy is imported inside the commands, so
 that a mistake is reported before torch is loaded.
@@ -18,6 +18,7 @@ from typing import Any
 from covey.command_line import MACHINE_FIELDS, parse
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig, RunError
 from covey.config.checks import validate
+from covey.config.origins import Origin, check_origin
 from covey.config.reader import (
     apply_overrides,
     config_from_dict,
@@ -102,25 +103,25 @@ def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     check(config)
     print(config_to_toml(config))
     if isinstance(config, RunConfig):
-        print(memory_report(config) + "\n")
+        from covey.recipes.plan import check_memory
+
+        print(check_memory(config) + "\n")
     print(f"all is well. Next: {shlex.join(['covey', 'train', arguments.recipe, *fields])}")
 
 
-def memory_report(config: RunConfig) -> str:
-    """The estimated memory by part, on the device and in the precision that this machine would choose."""
-    import torch
+def plan_command(arguments: argparse.Namespace, fields: list[str]) -> None:
+    """`covey plan`."""
+    from covey.recipes.plan import plan_memory
 
-    from covey.llm.memory import estimate_memory, find_model_config, peak_memory
-    from covey.runtime.device import choose_device, choose_precision
-
-    model_config = find_model_config(config.model)
-    if model_config is None:
-        return f"estimated memory: unknown until {config.model} has been downloaded"
-    dtype = choose_precision(config.precision, choose_device(config.device))
-    parts = estimate_memory(model_config, replace(config, precision="bf16" if dtype == torch.bfloat16 else "fp32"))
-    lines = [f"  {name:<32} {size / 2**30:6.2f} GiB" for name, size in parts.items() if size]
-    total = f"estimated memory: {peak_memory(parts) / 2**30:.1f} GiB at the most (sampling and update take turns)"
-    return "\n".join([total, *lines])
+    print(
+        plan_memory(
+            model_of(arguments.model),
+            fields,
+            algorithms=arguments.algorithm.split(","),
+            critic_trunk=arguments.critic_trunk,
+            prompt_tokens=arguments.prompt_tokens,
+        )
+    )
 
 
 def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
@@ -244,10 +245,10 @@ def return_report(result: dict[str, Any], expected: float | None) -> str:
 
 
 def model_of(name: str) -> str:
-    """The model that a name means: that of a run folder is in it.
+    """The model that a name means: that of a run folder is in it; of a run that was stopped, in its checkpoints.
 
     Raises:
-        ConfigError: for a run that has not saved its model, or that trained an agent.
+        ConfigError: for a run that has saved nothing yet, or that trained an agent.
     """
     folder = Path(name).expanduser()
     if not (folder / CONFIG_FILE).is_file():
@@ -256,9 +257,9 @@ def model_of(name: str) -> str:
         raise ConfigError(
             f"the run in {name} trained an agent, no language model: see it with covey eval {name} --render"
         )
-    if not (folder / MODEL_FOLDER / "config.json").is_file():
-        raise ConfigError(f"the run in {name} has not saved its model yet: finish it with covey train --resume {name}")
-    return str(folder / MODEL_FOLDER)
+    origin = Origin(folder)
+    check_origin(origin, name)
+    return name if origin.from_checkpoint else str(folder / MODEL_FOLDER)
 
 
 def accuracy_report(scores: Sequence[Sequence[float]], seed: int) -> str:
@@ -321,6 +322,7 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
 COMMANDS = {
     "train": train_command,
     "check": check_command,
+    "plan": plan_command,
     "eval": eval_command,
     "compare": compare_command,
     "sample": sample_command,

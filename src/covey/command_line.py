@@ -11,6 +11,7 @@ from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.reader import FieldHelp, describe_fields
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
+PLANNED_FIELDS = ("device", "precision", "prompts_per_step", "group_size", "max_new_tokens", "microbatch_tokens")
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,6 +74,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     for name, add_options, text in (
         ("train", _train_options, "train a language model, or an agent in an environment"),
         ("check", _check_options, "check a recipe without training"),
+        ("plan", _plan_options, "predict the memory of GRPO and of PPO on a language model, without loading it"),
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
         ("compare", _compare_options, "train several recipes over several seeds and report what differs"),
         ("sample", _sample_options, "let a language model answer one prompt"),
@@ -97,6 +99,21 @@ def _check_options(command: Parser) -> None:
     command.usage = "covey check RECIPE [--field value ...]"
     command.epilog = fields_help()
     command.add_argument("recipe", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
+
+
+def _plan_options(command: Parser) -> None:
+    command.usage = "covey plan MODEL [--algorithm NAME,NAME] [options] [--field value ...]"
+    rows = {row.name: row for row in describe_fields(RunConfig) if not row.section.startswith(("task", "rewards"))}
+    command.epilog = "\n".join(
+        ["fields of a recipe that matter most; the others (`covey train --help`) are options too:"]
+        + [_field_line(rows[name], dotted=False) for name in PLANNED_FIELDS]
+    )
+    command.add_argument(
+        "model", metavar="MODEL", help="a model's name, folder, config.json or .gguf file, or a run folder"
+    )
+    command.add_argument("--algorithm", default="grpo,ppo", help="what to show side by side (grpo,ppo)")
+    command.add_argument("--prompt-tokens", type=int, default=64, help="length of a prompt, in tokens (64)")
+    command.add_argument("--critic-trunk", choices=("own", "policy"), help="of ppo; both are shown where left out")
 
 
 def _eval_options(command: Parser) -> None:

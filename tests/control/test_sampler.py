@@ -52,6 +52,16 @@ def assert_same(groups: list[Group], others: list[Group]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_four_rollouts_are_two_and_two_more(name: str) -> None:
+    environments = practice.made(name, 3)
+    sampler = EpisodeSampler(practice.policy_for(environments, spread=1.0), environments, SEED, AsPaid(), 1.0)
+    starts = EpisodeStarts().draw(SEED, 1, STARTS)
+    whole = sampler.sample(starts, 4, 1)
+    assert_same(sampler.sample(starts, 2, 1), [Group(group.start, group.rollouts[:2]) for group in whole])
+    assert_same(sampler.sample(starts[1:], 2, 1, 2), [Group(group.start, group.rollouts[2:]) for group in whole[1:]])
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_fewer_copies_than_rollouts_play_the_same_rollouts(name: str) -> None:
     whole = sample(practice.made(name, STARTS * SIZE))
     for count in (1, 2, 5, 20):
@@ -208,6 +218,7 @@ def test_greedy_play_takes_the_best_action_and_no_random_number() -> None:
 def test_starts_are_a_function_of_seed_and_step_and_held_out_ones_are_other() -> None:
     task = EpisodeStarts()
     assert task.draw(1, 2, 50) == task.draw(1, 2, 60)[:50]
+    assert task.draw(1, 2, 10, first=50, before=500) == task.draw(1, 2, 60)[50:]
     drawn = [start.prompt for seed in (0, 1) for step in (0, 1, 2) for start in task.draw(seed, step, 50)]
     held_out = [start.prompt for start in task.held_out(200)]
     assert len({*drawn, *held_out}) == 500

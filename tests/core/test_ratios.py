@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from covey.core.ratios import LOG_RATIO_LIMIT, sequence_log_ratio, token_log_ratio
+from covey.core.ratios import LOG_RATIO_LIMIT, importance_weight, sequence_log_ratio, token_log_ratio
 
 EVERY = pytest.mark.parametrize("log_ratio", [token_log_ratio, sequence_log_ratio])
 NEW = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -1.0, 0.0]], dtype=torch.float64)
@@ -75,3 +75,35 @@ def test_gradient_of_the_sequence_ratio_is_shared_by_its_decisions():
     sequence_log_ratio(new, OLD, MASK)[:, 0].sum().backward()
     expected = torch.tensor([[1 / 3] * 3, [1.0, 0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(new.grad, expected)
+
+
+# ---- sampler against trainer ----
+
+
+def test_importance_weight_by_hand():
+    trainer, sampler = torch.tensor([[0.5, 0.2, 0.9, 0.4]]).log(), torch.tensor([[0.25, 0.4, 0.1, 0.4]]).log()
+    weight, capped = importance_weight(trainer, sampler, torch.tensor([[True, True, True, True]]), 3.0)
+    torch.testing.assert_close(weight, torch.tensor([[2.0, 0.5, 3.0, 1.0]]))  # 2, 1/2, 9 -> 3, 1
+    assert capped.tolist() == [[False, False, True, False]]
+
+
+def test_importance_weight_has_no_gradient():
+    trainer = NEW.clone().requires_grad_()
+    weight, _ = importance_weight(trainer, OLD, MASK, 2.0)
+    assert not weight.requires_grad
+
+
+@pytest.mark.parametrize("hidden", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("cap", [2.0, 0.5])
+def test_importance_weight_never_reads_padding(hidden, cap):
+    expected, capped = importance_weight(NEW, OLD, MASK, cap)
+    spoiled, also_capped = importance_weight(NEW.masked_fill(~MASK, hidden), OLD.masked_fill(~MASK, hidden), MASK, cap)
+    assert torch.equal(spoiled, expected)
+    assert torch.equal(also_capped, capped)
+    assert not bool(capped[~MASK].any())
+
+
+def test_a_weight_at_its_cap_is_not_counted_as_capped():
+    weight, capped = importance_weight(NEW, NEW, MASK, 1.0)
+    assert bool((weight == 1).all())
+    assert not bool(capped.any())

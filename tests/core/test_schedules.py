@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from covey.core.schedules import constant, cosine, linear
+from covey.core.schedules import KLController, constant, cosine, linear, toward_target
 
 
 def values(schedule, steps):
@@ -56,3 +56,48 @@ def test_steps_beyond_the_last_are_never_negative(schedule):
     made = values(schedule(1.0, steps=3), 8)
     assert made[3:] == pytest.approx([0.0] * 5)
     assert all(math.isfinite(value) for value in made)
+
+
+# ---- the KL coefficient that follows a target ----
+
+
+@pytest.mark.parametrize(
+    ("kl", "rollouts", "expected"),
+    [
+        (0.11, 100, 0.0505),  # 0.05 * (1 + 0.1 * 100 / 1000)
+        (0.09, 100, 0.0495),  # 0.05 * (1 - 0.1 * 100 / 1000)
+        (0.10, 100, 0.05),
+        (0.50, 100, 0.051),  # four times beyond: counts as a fifth. 0.05 * (1 + 0.2 * 0.1)
+        (0.00, 100, 0.049),
+        (math.inf, 100, 0.051),
+        (0.11, 500, 0.0525),  # 0.05 * (1 + 0.1 * 0.5)
+    ],
+)
+def test_toward_target_by_hand(kl, rollouts, expected):
+    assert toward_target(0.05, kl, target=0.1, horizon=1000, rollouts=rollouts) == pytest.approx(expected)
+
+
+def test_a_step_of_many_horizons_moves_the_coefficient_by_a_fifth_and_never_below_zero():
+    assert toward_target(0.05, 0.0, target=0.1, horizon=10, rollouts=1000) == pytest.approx(0.04)
+    assert toward_target(0.05, 9.0, target=0.1, horizon=10, rollouts=1000) == pytest.approx(0.06)
+
+
+def test_a_horizon_of_a_kl_that_is_off_by_a_fifth_moves_the_coefficient_by_about_a_fifth():
+    coefficient = 1.0
+    for _ in range(100):
+        coefficient = toward_target(coefficient, 0.2, target=0.1, horizon=6400, rollouts=64)
+    assert coefficient == pytest.approx(math.exp(0.2), rel=1e-3)
+
+
+def test_the_controller_finds_the_coefficient_of_a_kl_that_answers_to_it():
+    coefficient = 1.0
+    for _ in range(400):  # the KL is 0.02 / coefficient, so that a target of 0.1 asks for 0.2
+        coefficient = toward_target(coefficient, 0.02 / coefficient, target=0.1, horizon=1000, rollouts=100)
+    assert coefficient == pytest.approx(0.2, rel=1e-3)
+
+
+def test_the_controller_waits_for_the_end_of_the_warmup():
+    controller = KLController(target=0.1, horizon=1000, first_step=3)
+    assert [controller.after(step, 0.05, 0.11, 100) for step in (1, 2)] == [None, None]
+    assert controller.after(3, 0.05, 0.11, 100) == pytest.approx(0.0505)
+    assert KLController(target=0.1, horizon=1000).after(1, 0.05, 0.11, 100) == pytest.approx(0.0505)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from covey.core.ratios import token_log_ratio
-from covey.core.surrogates import clipped_ratio, score_function
+from covey.core.surrogates import capped_score, clipped_ratio, score_function
 
 
 def clipped(ratio: list[float], advantage: list[float], **options: float) -> tuple[list[float], list[float], Tensor]:
@@ -110,3 +110,44 @@ def test_loss_stays_finite_at_the_largest_log_ratio():
     log_ratio = token_log_ratio(torch.tensor([[math.inf]]), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool))
     for advantage in (-3.0, 3.0):
         assert clipped_ratio(log_ratio, log_ratio, torch.tensor([[advantage]])).loss_BT.isfinite().all()
+
+
+def capped(ratio: list[float], advantage: list[float], **options: float) -> tuple[list[float], list[float], Tensor]:
+    """As `clipped`, with log pi itself as the log-ratio's leaf, at an old probability of 1/2."""
+    logprobs = (torch.tensor([ratio], dtype=torch.float64) / 2).log().requires_grad_()
+    log_ratio = logprobs - math.log(0.5)
+    made = capped_score(logprobs, log_ratio, torch.tensor([advantage], dtype=torch.float64), **options)
+    made.loss_BT.sum().backward()
+    assert logprobs.grad is not None
+    return made.loss_BT[0].tolist(), logprobs.grad[0].tolist(), torch.stack([made[1][0], made[2][0]])
+
+
+def test_capped_score_by_hand():
+    # -min(rho, 5) A log pi, gradient in log pi: -min(rho, 5) A; pi is rho / 2
+    # rho 1.2, A 2: -2.4 log 0.6;  rho 1.2, A -2: the opposite;  rho 8, A 1: -5 log 4;  rho 8, A -1: 5 log 4
+    loss, gradient, (low, high) = capped([1.2, 1.2, 8, 8], [2, -2, 1, -1], cap=5.0)
+    assert loss == pytest.approx([-2.4 * math.log(0.6), 2.4 * math.log(0.6), -5 * math.log(4), 5 * math.log(4)])
+    assert gradient == pytest.approx([-2.4, 2.4, -5.0, 5.0])
+    assert low.tolist() == [False] * 4
+    assert high.tolist() == [False, False, True, True]
+
+
+def test_capped_score_with_a_least_weight():
+    # rho 0.1 is raised to 0.5, whatever the advantage's sign
+    _, gradient, (low, high) = capped([0.1, 0.1, 0.6], [1, -1, 1], cap=5.0, least=0.5)
+    assert gradient == pytest.approx([-0.5, 0.5, -0.6])
+    assert low.tolist() == [True, True, False]
+    assert not high.any()
+
+
+def test_capped_score_never_loses_a_gradient():
+    # where the clipped ratio has none: far above for a good action, far below for a bad one
+    ratio, advantage = [3.0, 0.2], [1, -1]
+    assert clipped(ratio, advantage)[1] == [0.0, 0.0]
+    assert all(gradient != 0 for gradient in capped(ratio, advantage, cap=1.2)[1])
+
+
+def test_capped_score_without_a_cap_is_the_ratios_gradient():
+    ratio, advantage = [0.1, 0.9, 1.0, 1.3, 7.0], [1.5, -0.5, 2, -1, 0.3]
+    gradient = capped(ratio, advantage, cap=math.inf)[1]
+    assert gradient == pytest.approx([-r * a for r, a in zip(ratio, advantage, strict=True)])

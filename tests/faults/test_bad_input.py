@@ -15,6 +15,7 @@ from covey.config import (
     CheckpointConfig,
     ConfigError,
     CountdownConfig,
+    CriticConfig,
     EvaluationConfig,
     JsonlConfig,
     LossConfig,
@@ -184,7 +185,7 @@ def test_types_are_strict(tmp_path: Path) -> None:
         task + "[loss]\nmask_truncated = 1\n": "loss.mask_truncated must be true or false (is 1)",
         "model = 5\n" + task: "model must be text (is 5)",
         "device = 'gpu'\n" + task: "device must be auto, cpu or cuda (is 'gpu')",
-        "algorithm = 'grop'\n" + task: "algorithm must be grpo, dr_grpo, rloo or reinforce (is 'grop') (did you mean",
+        "algorithm = 'grop'\n" + task: "reinforce, reinforce_pp or ppo (is 'grop') (did you mean 'grpo'?)",
     }
     for toml, expected in cases.items():
         assert expected in message_of_toml(tmp_path, toml)
@@ -237,12 +238,22 @@ def test_the_defaults_are_accepted() -> None:
     validate(GOOD)
 
 
+def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
+    validate(replace(with_sampling(group_size=1), algorithm="ppo"))
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
         (with_sampling(group_size=1), "nothing to compare with; set group_size to 2 or more"),
-        (with_sampling(group_size=0), "sampling.group_size must be at least 2"),
+        (with_sampling(group_size=0), "sampling.group_size must be at least 1"),
         (with_sampling(top_p=0.9), "while training it must stay 1.0"),
+        (
+            replace(GOOD, algorithm="ppo", steps=5, update=UpdateConfig(critic_warmup_steps=5)),
+            "leave the policy none of the run's 5 steps",
+        ),
+        (replace(GOOD, critic=CriticConfig(trunk="policy")), "critic.trunk is set, but only ppo uses it"),
+        (replace(GOOD, algorithm="ppo", critic=CriticConfig(trunk="both")), "critic.trunk must be own or policy"),
         (with_sampling(top_k=50), "while training it must stay 0"),
         (with_sampling(temperature=0.0), "it must be above 0"),
         (with_sampling(temperature=-1.0), "it must be above 0"),

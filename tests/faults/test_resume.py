@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import covey, files, reproducible_metrics, start, write_recipe
+from helpers.runs import covey, files, reproducible_metrics, start, wait_for_steps, write_recipe
 from helpers.tiny import tiny_folder
 
 STEPS = 8
@@ -30,16 +30,6 @@ def uninterrupted(folder: Path, recipe: Path) -> Path:
     code, output = covey("train", recipe, "--run-dir", "whole", cwd=folder)
     assert code == 0, output
     return folder / "whole"
-
-
-def wait_for_steps(run_dir: Path, count: int, process) -> None:
-    """Until a run has recorded so many steps."""
-    metrics = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def assert_same(run_dir: Path, uninterrupted: Path) -> None:

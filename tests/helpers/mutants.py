@@ -27,6 +27,7 @@ UNCHANGED = "unchanged"
 WARM_UP = """
 import pytest, torch
 from hypothesis import given, strategies
+from transformers import PreTrainedTokenizerFast
 
 @given(strategies.integers())
 def test_hypothesis(number): ...
@@ -47,18 +48,37 @@ class Mutant(NamedTuple):
 
 INVARIANCE = "learning/test_update_invariance.py"
 CREDIT = "learning/test_credit.py::test_"
+STEPS = "learning/test_process.py::test_"
 CRITIC = "learning/test_critic.py::test_"
+OF_WORDS = "llm/test_critic.py::test_"
 ADVANTAGES = ("core/advantages.py", ("core/test_advantages.py",))
 RATIOS = ("core/ratios.py", ("core/test_ratios.py",))
 SURROGATES = ("core/surrogates.py", ("core/test_surrogates.py",))
 KL = ("core/kl.py", ("core/test_kl.py",))
 AGGREGATION = ("core/aggregation.py", ("core/test_aggregation.py",))
 VALUES = ("core/values.py", ("core/test_values.py",))
+KL_CONTROL = "learning/test_kl_control.py::test_"
+ORIGINS = "llm/test_origins.py::test_"
+LOOP = ("train/loop.py", ("learning/test_kl_control.py",))
+FOLLOWING = ("runtime/following.py", ("runtime/test_following.py",))
+EXACT_KL_TESTS = ("llm/test_exact_kl.py::test_value_and_gradients_are_those_of_the_whole_matrix",)
+EXACT_KL = ("llm/exact_kl.py", EXACT_KL_TESTS)
+HEAD = ("llm/head.py", EXACT_KL_TESTS)
+LOADING = ("llm/loading.py", ("llm/test_origins.py",))
 SCHEDULES = ("core/schedules.py", ("core/test_schedules.py",))
 COLLATE = ("data/collate.py", ("data/test_batch.py",))
+CREDITS = ("credits.py", ("learning/test_process.py",))
+PROCESS = ("llm/process.py", ("llm/test_process.py",))
 ALGORITHMS = ("algorithms.py", ("learning/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
 ANNOTATE = ("train/annotate.py", ("learning/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
+GATHER = ("train/gather.py", ("learning/test_gather.py",))
+FAMILY = ("algorithms.py", ("learning/test_family.py",))
+OVERLONG = ("llm/rewards.py", ("llm/test_overlong.py",))
+LANGUAGE_CRITIC = ("llm/critic.py", ("llm/test_critic.py",))
+TRUNK = ("llm/trunk.py", ("llm/test_critic.py",))
 UPDATE = ("train/update.py", ("learning/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
+
+ARTICLES = ("articles/losses.py", ("learning/test_article_losses.py",))
 
 
 def _mutant(name: str, where: tuple[str, tuple[str, ...]], old: str, new: str, test: str = "") -> Mutant:
@@ -159,7 +179,11 @@ MUTANTS = [
     ),
     _mutant("cut_taken_for_final", COLLATE, "[not rollout.end.is_final for", "[rollout.end.is_final for"),
     _mutant(
-        "advantage_of_the_neighbour", ALGORITHMS, "advantage_B[:, None], 0.0)", "advantage_B.roll(1)[:, None], 0.0)"
+        "advantage_of_the_neighbour",
+        CREDITS,
+        "advantage_B[:, None], 0.0)",
+        "advantage_B.roll(1)[:, None], 0.0)",
+        CREDIT + "outcome_by_hand",
     ),
     _mutant("kl_maximised", ALGORITHMS, "loss_BT + kl_coefficient", "loss_BT - kl_coefficient"),
     _mutant(
@@ -199,7 +223,7 @@ MUTANTS = [
     _mutant(
         "one_epoch_only",
         UPDATE,
-        "range(plan.epochs)",
+        "range(policy_epochs)",
         "range(1)",
         "test_every_epoch_at_frozen_weights_sees_the_same_gradient",
     ),
@@ -288,24 +312,24 @@ MUTANTS = [
         "",
         CRITIC + "the_critic_learns_from_rows_without_an_advantage",
     ),
-    _mutant("whitening_dropped", ALGORITHMS, "if whiten:", "if not whiten:", CRITIC + "gradient_of_ppo_is_the_papers"),
+    _mutant("whitening_dropped", CREDITS, "if whiten:", "if not whiten:", CRITIC + "gradient_of_ppo_is_the_papers"),
     _mutant(
         "whitening_with_failed_rows",
-        ALGORITHMS,
-        "counted_BT = batch.mask_BT & batch.valid_B[:, None]",
-        "counted_BT = batch.mask_BT",
+        CREDITS,
+        "group_BT, batch.mask_BT & batch.valid_B[:, None])",
+        "group_BT, batch.mask_BT)",
         CRITIC + "failed_rows_are_not_whitened_with_the_others",
     ),
     _mutant(
         "ended_rollouts_compared_as_zero",
-        ALGORITHMS,
-        "counted_BT = batch.mask_BT & batch.valid_B[:, None]",
-        "counted_BT = (batch.mask_BT | True) & batch.valid_B[:, None]",
+        CREDITS,
+        "group_BT, batch.mask_BT & batch.valid_B[:, None])",
+        "group_BT, (batch.mask_BT | True) & batch.valid_B[:, None])",
         CREDIT + "a_rollout_that_ended_early_is_not_compared_at_later_steps",
     ),
     _mutant(
         "steps_of_all_groups_compared",
-        ALGORITHMS,
+        CREDITS,
         "group_BT = group_BT * width + torch",
         "group_BT = 0 * group_BT + torch",
         CREDIT + "reward_to_go_at_the_same_step_by_hand",
@@ -341,7 +365,7 @@ MUTANTS = [
     _mutant(
         "critic_epochs_forgotten",
         UPDATE,
-        "range(plan.epochs, plan.epochs + plan.critic_epochs)",
+        "range(policy_epochs, plan.epochs + plan.critic_epochs)",
         "range(0)",
         CRITIC + "further_epochs_of_the_critic_move_the_critic_only",
     ),
@@ -363,6 +387,306 @@ MUTANTS = [
         "reward_at_the_first_decision", COLLATE, "[0.0] * (length - 1) + [reward]", "[reward] + [0.0] * (length - 1)"
     ),
     _mutant("step_rewards_forgotten", COLLATE, "if rollout.step_rewards is None else", "if True else"),
+    _mutant("first_round_not_charged", GATHER, "left = len(starts) * (size - first)", "left = len(starts) * size"),
+    _mutant("group_of_any_size", GATHER, "min(left // len(live), most - first)", "left // len(live)"),
+    _mutant("rest_rounded_up", GATHER, "left // len(live)", "-(-left // len(live))"),
+    _mutant("dead_groups_grow", GATHER, "for group in live], more,", "for group in judged], more,"),
+    _mutant("further_rollouts_repeat_the_first", GATHER, "more, first_rollout=first)", "more)"),
+    _mutant("schedule_ends_late", GATHER, "max(settings.steps - 1, 1)", "settings.steps"),
+    _mutant("one_try_too_many", GATHER, "tries == redraws", "tries > redraws"),
+    _mutant("whole_draws_again", GATHER, "source.draw(len(starts) - len(kept))", "source.draw(len(starts))"),
+    _mutant("live_groups_dropped", GATHER, "(kept if alive else dropped)", "(dropped if alive else kept)"),
+    _mutant("starts_drawn_again", GATHER, "before=self.before + first", "before=self.before"),
+    _mutant("dropped_groups_not_shared", GATHER, "if not self.dropped:", "if True:"),
+    _mutant(
+        "means_of_chosen_rollouts", GATHER, "Gathered(groups, unselected=judged", "Gathered(groups, unselected=groups"
+    ),
+    _mutant("capped_weight_has_a_gradient", SURROGATES, "log_ratio_BT.detach().exp()", "log_ratio_BT.exp()"),
+    _mutant("weight_not_capped", SURROGATES, "-ratio_BT.clamp(least, cap)", "-ratio_BT.clamp(min=least)"),
+    _mutant("weight_without_its_least", SURROGATES, "-ratio_BT.clamp(least, cap)", "-ratio_BT.clamp(max=cap)"),
+    _mutant("capped_score_maximised", SURROGATES, "-ratio_BT.clamp(least, cap)", "ratio_BT.clamp(least, cap)"),
+    _mutant(
+        "capped_and_raised_swapped", SURROGATES, "ratio_BT < least, ratio_BT > cap", "ratio_BT > cap, ratio_BT < least"
+    ),
+    _mutant(
+        "kl_in_the_reward_and_the_loss",
+        ALGORITHMS,
+        "if kl_coefficient and not self.kl.in_reward:",
+        "if kl_coefficient:",
+        "learning/test_known_bugs.py::test_openrlhf_768_kl_counted_twice",
+    ),
+    _mutant(
+        "kl_times_zero",
+        ALGORITHMS,
+        "if kl_coefficient and not self.kl.in_reward:",
+        "if not self.kl.in_reward:",
+        "learning/test_known_bugs.py::test_openrlhf_768_kl_of_nan_where_it_is_off",
+    ),
+    _mutant(
+        "later_passes_on_policy",
+        ALGORITHMS,
+        " if batch.proximal_logprobs_BT is None else batch.proximal_logprobs_BT",
+        "",
+        "learning/test_known_bugs.py::test_trl_3493_later_passes_used_as_if_on_policy",
+    ),
+    _mutant("dapo_bounds_alike", FAMILY, "clip_high: float = 0.28", "clip_high: float = 0.2"),
+    _mutant("gspo_by_token", FAMILY, "ratio=ratios.sequence_log_ratio", "ratio=ratios.token_log_ratio"),
+    _mutant("gspo_bounds_swapped", FAMILY, "clip_low: float = 3e-4", "clip_low: float = 4e-4"),
+    _mutant("cispo_cap_without_the_one", FAMILY, "cap=1 + clip_high", "cap=clip_high"),
+    _mutant(
+        "reinforce_pp_in_groups",
+        ("credits.py", ("learning/test_family.py",)),
+        "_compare_decisions(compare, returns_BT, whole_BT, batch)",
+        "_compare_decisions(compare, returns_BT, whole_BT + batch.group_B[:, None], batch)",
+    ),
+    _mutant("overlong_pays", OVERLONG, "min(0.0, (free - len(ids))", "max(0.0, (free - len(ids))"),
+    _mutant(
+        "policy_moves_while_the_critic_warms_up",
+        UPDATE,
+        "return 0 if step <= self.critic_warmup_steps else",
+        "return",
+        OF_WORDS + "warm_up_leaves_the_policy_as_it_is",
+    ),
+    _mutant(
+        "warm_up_a_step_short",
+        UPDATE,
+        "step <= self.critic_warmup_steps",
+        "step < self.critic_warmup_steps",
+        OF_WORDS + "warm_up_leaves_the_policy_as_it_is",
+    ),
+    _mutant(
+        "warm_up_passes_forgotten_in_the_mean",
+        UPDATE,
+        "gathered.epochs + plan.epochs - policy_epochs + plan.critic_epochs",
+        "gathered.epochs + plan.critic_epochs or 1",
+        OF_WORDS + "value_loss_of_a_warm_up_is_the_mean_over_its_passes",
+    ),
+    _mutant(
+        "value_loss_not_added",
+        UPDATE,
+        "loss = loss + value_loss",
+        "pass",
+        OF_WORDS + "on_the_policys_trunk_the_gradient_is_the_sum_of_both",
+    ),
+    _mutant(
+        "head_taught_twice",
+        UPDATE,
+        "                if evaluation.values_BT is None:\n",
+        "                if True:\n",
+        OF_WORDS + "on_the_policys_trunk_the_gradient_is_the_sum_of_both",
+    ),
+    _mutant(
+        "value_after_the_token",
+        TRUNK,
+        "torch.arange(batch.mask_BT.shape[1]) - 1",
+        "torch.arange(batch.mask_BT.shape[1])",
+        OF_WORDS + "values_are_those_of_a_plain_forward",
+    ),
+    _mutant(
+        "plain_value_after_the_token",
+        TRUNK,
+        "input_ids=tokens_L[None, :-1]",
+        "input_ids=tokens_L[None]",
+        OF_WORDS + "values_are_those_of_a_plain_forward",
+    ),
+    _mutant(
+        "cut_completions_bootstrapped",
+        LANGUAGE_CRITIC,
+        "return torch.zeros(len(batch))",
+        "return self.values(batch)[:, -1]",
+        OF_WORDS + "a_reward_is_not_paid_twice_where_the_token_limit_cut",
+    ),
+    _mutant(
+        "trunk_shared_by_mistake",
+        LANGUAGE_CRITIC,
+        "copy.deepcopy(decoder) if own_trunk else decoder",
+        "decoder",
+        OF_WORDS + "with_its_own_trunk_neither_loss_reaches_the_other_model",
+    ),
+    _mutant(
+        "critic_alone_moves_the_policys_trunk",
+        LANGUAGE_CRITIC,
+        "self.own_trunk and torch.is_grad_enabled()",
+        "torch.is_grad_enabled()",
+        OF_WORDS + "further_epochs_on_the_policys_trunk_move_the_head_alone",
+    ),
+    _mutant(
+        "values_begin_anywhere",
+        LANGUAGE_CRITIC,
+        "nn.init.zeros_(self.linear.weight)",
+        "nn.init.normal_(self.linear.weight)",
+        OF_WORDS + "values_begin_at_zero_and_are_at_least_fp32",
+    ),
+    _mutant(
+        "values_in_bf16",
+        LANGUAGE_CRITIC,
+        "torch.promote_types(dtype, torch.float32)",
+        "dtype",
+        OF_WORDS + "values_begin_at_zero_and_are_at_least_fp32",
+    ),
+    _mutant("overlong_begins_late", OVERLONG, "free = max_new_tokens - overlong_tokens", "free = max_new_tokens"),
+    # process supervision
+    _mutant(
+        "own_step_not_credited",
+        CREDITS,
+        "number_BT = end_BT.cumsum(dim=1) - end_BT.long()",
+        "number_BT = (end_BT.cumsum(dim=1)).clamp(max=end_BT.shape[1] - 1)",
+        STEPS + "process_by_hand",
+    ),
+    _mutant(
+        "later_steps_not_credited",
+        CREDITS,
+        "discounted_sums(at_end_BT, batch.mask_BT, 1.0)",
+        "discounted_sums(at_end_BT, batch.mask_BT, 0.0)",
+        STEPS + "process_by_hand",
+    ),
+    _mutant(
+        "later_steps_discounted",
+        CREDITS,
+        "discounted_sums(at_end_BT, batch.mask_BT, 1.0)",
+        "discounted_sums(at_end_BT, batch.mask_BT, 0.99)",
+        STEPS + "process_by_hand",
+    ),
+    _mutant(
+        "steps_compared_with_the_next_ones",
+        CREDITS,
+        "group_BK = batch.group_B[:, None] * width + torch.arange(width, device=batch.group_B.device)",
+        "group_BK = batch.group_B[:, None] + torch.arange(width, device=batch.group_B.device)",
+        STEPS + "advantages_are_those_of_the_formula",
+    ),
+    _mutant(
+        "steps_of_failed_rollouts_compared",
+        CREDITS,
+        "exists_BK & batch.valid_B[:, None]",
+        "exists_BK",
+        STEPS + "failed_rollouts_change_nothing",
+    ),
+    _mutant(
+        "steps_that_do_not_exist_compared",
+        CREDITS,
+        "exists_BK & batch.valid_B[:, None]",
+        "(exists_BK | True) & batch.valid_B[:, None]",
+        STEPS + "process_by_hand",
+    ),
+    _mutant(
+        "only_the_end_of_a_step_earns",
+        CREDITS,
+        "earned_BT = torch.where(batch.mask_BT, batch.rewards_BT, 0.0)",
+        "earned_BT = torch.where(end_BT, batch.rewards_BT, 0.0)",
+        STEPS + "a_kl_in_the_reward_is_charged_to_the_step_of_its_tokens",
+    ),
+    _mutant(
+        "step_ends_forgotten",
+        COLLATE,
+        "ends = [length - 1] if rollout.step_ends is None else list(rollout.step_ends)",
+        "ends = [length - 1]",
+        STEPS + "without_steps_the_whole_rollout_is_one",
+    ),
+    _mutant("step_ends_a_token_early", PROCESS, "decode(tokens[: k + 1])", "decode(tokens[: k + 2])"),
+    _mutant("step_covers_by_length", PROCESS, ".startswith(text[:position])", ".__len__() >= position"),
+    _mutant("end_token_in_no_step", PROCESS, "len(rollout.actions) - 1]", "len(tokens) - 1]"),
+    _mutant("steps_in_one_token_kept_apart", PROCESS, "ends.pop(len(tokens) - 1, None)", "pass"),
+    _mutant("value_after_a_cut_episode_forgotten", ARTICLES, "if ended else", "if True else"),
+    _mutant("answers_in_anothers_group", ARTICLES, ".repeat_interleave(answers)", ".repeat(answers)"),
+    _mutant("ungraded_answers_averaged", ARTICLES, "batch.mask_BT & valid_B[:, None]", "batch.mask_BT"),
+    _mutant("old_policy_gets_a_gradient", ARTICLES, "value.detach().to(like_BT)", "value.to(like_BT)"),
+    _mutant("critic_unlearns", ARTICLES, "policy_loss + algorithm", "policy_loss - algorithm"),
+    _mutant("entropy_not_paid", ARTICLES, "entropy_coefficient=self.entropy_coef", "entropy_coefficient=0.0"),
+    _mutant("value_loss_unweighted", ARTICLES, "value_coefficient=self.value_loss_coef", "value_coefficient=1.0"),
+    _mutant("kl_target_repels", SCHEDULES, "min(0.2, kl / target - 1)", "min(0.2, 1 - kl / target)"),
+    _mutant("kl_error_not_clipped", SCHEDULES, "max(-0.2, min(0.2, kl / target - 1))", "kl / target - 1"),
+    _mutant("kl_gain_by_step", SCHEDULES, "min(1.0, rollouts / horizon)", "1.0"),
+    _mutant("kl_gain_without_a_bound", SCHEDULES, "min(1.0, rollouts / horizon)", "rollouts / horizon"),
+    _mutant("controller_acts_in_the_warmup", SCHEDULES, "if step < self.first_step:", "if False:"),
+    _mutant(
+        "controller_follows_the_other_kl",
+        LOOP,
+        '"kl/behavior" if kl.to_behavior else "kl"',
+        '"kl" if kl.to_behavior else "kl/behavior"',
+        KL_CONTROL + "the_coefficient_follows_the_measured_kl",
+    ),
+    _mutant(
+        "controlled_coefficient_not_used",
+        LOOP,
+        "if progress.kl_coefficient is None else progress.kl_coefficient",
+        "if True else progress.kl_coefficient",
+        KL_CONTROL + "the_coefficient_follows_the_measured_kl",
+    ),
+    _mutant(
+        "reference_follows_a_step_late",
+        LOOP,
+        "step % settings.follow_every == 0",
+        "step % settings.follow_every == 1",
+        KL_CONTROL + "a_copy_brings_the_kl_back_to_zero_every_so_many_steps",
+    ),
+    _mutant(
+        "reference_forgotten_on_resume",
+        LOOP,
+        'parts.follower.load_state_dict(state["reference"])',
+        "pass",
+        KL_CONTROL + "a_resumed_run_has_the_same_coefficient_reference_and_weights",
+    ),
+    _mutant("average_in_low_precision", FOLLOWING, "if share == 1 else", "if True else"),
+    _mutant(
+        "share_of_the_wrong_side", FOLLOWING, "weight.lerp_(leader, self.share)", "weight.lerp_(leader, 1 - self.share)"
+    ),
+    _mutant(
+        "importance_weight_inverted",
+        RATIOS,
+        "token_log_ratio(logprobs_BT, sampler_logprobs_BT,",
+        "token_log_ratio(sampler_logprobs_BT, logprobs_BT,",
+    ),
+    _mutant("importance_weight_not_capped", RATIOS, "log_ratio_BT.exp().clamp(max=cap)", "log_ratio_BT.exp()"),
+    _mutant(
+        "importance_weight_learns", RATIOS, "sampler_logprobs_BT, mask_BT).detach()", "sampler_logprobs_BT, mask_BT)"
+    ),
+    _mutant(
+        "importance_weight_on_the_whole_loss",
+        ALGORITHMS,
+        "loss = (batch.weights_BT * loss_BT).sum()",
+        "loss = (batch.weights_BT * loss_BT * (1 if capped_BT is None else weight_BT)).sum()",
+        KL_CONTROL + "weights_multiply_the_surrogate_and_neither_the_kl_nor_the_entropy",
+    ),
+    _mutant(
+        "importance_weight_forgotten",
+        ALGORITHMS,
+        "loss_BT = weight_BT * loss_BT",
+        "pass",
+        KL_CONTROL + "weights_correct_for_a_sampler_with_other_weights",
+    ),
+    _mutant(
+        "mismatch_kl_turned_round",
+        UPDATE,
+        "k3(torch.zeros_like(gap_N), gap_N)",
+        "k3(gap_N, torch.zeros_like(gap_N))",
+        KL_CONTROL + "mismatch_metrics_by_hand",
+    ),
+    _mutant(
+        "reference_read_although_the_policy_does",
+        ANNOTATE,
+        "kl_left_to_policy = to_reference and algorithm.kl.by_policy",
+        "kl_left_to_policy = False",
+        "llm/test_exact_kl.py::test_the_exact_kl_is_in_the_loss_and_in_the_metrics_and_the_reference_is_read_once",
+    ),
+    _mutant(
+        "exact_kl_slope_without_the_kl", EXACT_KL, "(other_log_total - log_total - kl)", "(other_log_total - log_total)"
+    ),
+    _mutant(
+        "exact_kl_turned_round",
+        EXACT_KL,
+        "gap = other.neg_().add_(z).add_((other_log_total - log_total)[part, None])",
+        "gap = other.sub_(z).sub_((other_log_total - log_total)[part, None])",
+    ),
+    _mutant("exact_kl_of_unnormalised_logits", EXACT_KL, ".add_((other_log_total - log_total)[part, None])", ""),
+    _mutant("exact_kl_temperature_forgotten", HEAD, "grad_z /= chunks.temperature", "pass"),
+    _mutant("weight_gradient_of_the_last_chunk", HEAD, "self.weight += product.T", "self.weight = product.T"),
+    _mutant(
+        "checkpoint_weights_not_taken_over",
+        LOADING,
+        "parameters[name].copy_(master)",
+        "pass",
+        ORIGINS + "a_stopped_run_stands_for_its_newest_checkpoint",
+    ),
 ]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,16 @@ def start(*words: object, cwd: Path) -> subprocess.Popen[str]:
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
     )
+
+
+def wait_for_steps(run_dir: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Until a run has recorded so many steps."""
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def covey(*words: object, cwd: Path) -> tuple[int, str]:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.algorithms import Algorithm, KLPenalty, grpo, outcome, ppo, reward_to_go, rloo, within_rollout
+from covey.algorithms import Algorithm, KLPenalty, grpo, ppo, rloo
 from covey.config import ConfigError
 from covey.core import kl, schedules
 from covey.core.advantages import group_mean_only, group_zscore
+from covey.credits import outcome, reward_to_go, within_rollout
 from covey.data import Batch, Group, collate
 from covey.train.annotate import annotate
 from covey.train.update import Learner, StepSizes, UpdatePlan, update

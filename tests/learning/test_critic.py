@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from covey.algorithms import KLPenalty, critic, grpo, ppo
+from covey.algorithms import KLPenalty, grpo, ppo
 from covey.config import ConfigError
 from covey.core import kl, schedules
+from covey.credits import critic
 from covey.data import Batch, EndReason, collate
 from covey.train.annotate import annotate
 from covey.train.update import Learner, StepSizes, UpdatePlan, update

@@ -29,13 +29,15 @@ class World:
     refreshed: list[int] = field(default_factory=list)
     version: int = 0
 
-    def draw(self, seed: int, step: int, count: int) -> list[Start]:
-        return [Start(index, prompt=(seed, step, index)) for index in range(count)]
+    def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
+        assert before == (step - 1) * count + first
+        return [Start(index, prompt=(seed, step, index)) for index in range(first, first + count)]
 
     def held_out(self, count: int) -> list[Start]:
         return []
 
-    def sample(self, starts, group_size: int, step: int) -> list[Group]:
+    def sample(self, starts, group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
+        assert first_rollout == 0
         assert all(start.prompt[1] == step for start in starts)
         return [
             Group(start, [replace(rollout([action], None), version=self.version) for action in range(group_size)])
@@ -89,7 +91,7 @@ def test_a_run_learns_records_and_saves():
     assert [step for step, _, _ in world.recorded] == [1, 2, 3, 4, 5]
     assert [step for step, _ in world.saved] == [2, 4, 5]
     assert world.refreshed == [1, 2, 3, 4, 5]
-    assert vars(progress) == {"step": 5, "version": 5, "decisions": 40, "skipped_in_a_row": 0}
+    assert (progress.step, progress.version, progress.decisions, progress.starts) == (5, 5, 40, 10)
     assert [groups[0].rollouts[0].version for _, _, groups in world.recorded] == [0, 1, 2, 3, 4]
     first = parts.policy.table[0, 5].softmax(-1)
     assert float(first[3].detach()) > float(first[0].detach())

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from covey.config import CheckpointConfig, ConfigError, EvaluationConfig, RunConfig, SamplingConfig, UpdateConfig
+from covey.config import (
+    CheckpointConfig,
+    ConfigError,
+    CriticConfig,
+    EvaluationConfig,
+    RunConfig,
+    SamplingConfig,
+    UpdateConfig,
+)
 from covey.llm.tasks import Arithmetic
 from covey.recipes.run import resume, run
 from helpers.tiny import tiny_folder
@@ -19,7 +27,7 @@ def no_digits(completions, **columns):
     return [1 - share for share in share_of_digits(completions, **columns)]
 
 
-def train(folder, name: str, reward, algorithm: str = "grpo") -> tuple[float, float]:
+def train(folder, name: str, reward, algorithm: str = "grpo", **options) -> tuple[float, float]:
     """Held-out share of digits or of others, before and after."""
     config = RunConfig(
         model=str(folder / "model"),
@@ -33,6 +41,7 @@ def train(folder, name: str, reward, algorithm: str = "grpo") -> tuple[float, fl
         update=UpdateConfig(learning_rate=3e-3),
         evaluation=EvaluationConfig(problems=8),
         checkpoint=CheckpointConfig(every=100),
+        **options,
     )
     summary = run(config, task=Arithmetic(digits=(1,)), rewards=[reward])
     assert summary is not None
@@ -47,9 +56,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce"])
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce", "ppo"])
 def test_a_tiny_model_learns(folder, algorithm):
     before, after = train(folder, f"learn-{algorithm}", share_of_digits, algorithm)
+    assert after > before + 0.3
+
+
+def test_a_tiny_model_learns_with_the_critic_on_its_trunk(folder):
+    before, after = train(folder, "learn-shared", share_of_digits, "ppo", critic=CriticConfig(trunk="policy"))
     assert after > before + 0.3
 
 

@@ -62,6 +62,7 @@ def test_draw_depends_on_its_arguments_alone(name, seed, step, count):
     task.held_out(3)
     assert task.draw(seed, step, count) == first
     assert task.draw(seed, step, count + 3)[:count] == first
+    assert task.draw(seed, step, 3, first=count, before=91) == task.draw(seed, step, count + 3)[count:]
 
 
 def test_draws_differ_between_seeds_steps_and_places(task):
@@ -301,6 +302,21 @@ def test_jsonl_draws_without_replacement_in_an_order_of_its_own_each_pass(number
     again = Jsonl(path=numbered, held_out_share=0.1)  # a resumed run
     assert [start.prompt for start in again.draw(5, 9, 6)] == passes[1][12:18]
     assert [start.prompt for start in again.draw(6, 9, 6)] != passes[1][12:18]
+
+
+def test_jsonl_goes_on_after_what_was_drawn_before(numbered):
+    """Steps that draw again take the next rows of the pass, so that each row comes once before any comes twice."""
+    task = Jsonl(path=numbered, held_out_share=0.1)
+    drawn, before = [], 0
+    for step, counts in enumerate([(8, 3, 1), (8,), (8, 8)], start=1):
+        first = 0
+        for count in counts:
+            starts = task.draw(5, step, count, first=first, before=before)
+            assert [start.index for start in starts] == list(range(first, first + count))
+            drawn += [start.prompt for start in starts]
+            first, before = first + count, before + count
+    assert drawn == [start.prompt for start in task.draw(5, 1, 36)]
+    assert len(set(drawn)) == 36
 
 
 def test_jsonl_pass_ends_in_the_middle_of_a_step(numbered):

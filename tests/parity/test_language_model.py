@@ -220,6 +220,18 @@ def test_company_and_order_change_no_choice():
     assert together != other
 
 
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_eight_rollouts_are_four_and_four_more(kind):
+    made = make_sampler(kind, end_ids=frozenset(range(1, 85, 9)))
+    starts = [Start(i, text) for i, text in enumerate(PROMPTS)]
+    whole = {g.start.index: [r.actions for r in g.rollouts] for g in made.sample(starts, 8, step=2)}
+    halves = [made.sample(starts, 4, 2), made.sample(starts[:0:-2], 4, 2, 4)]  # the second for two prompts only
+    first, further = ({g.start.index: [r.actions for r in g.rollouts] for g in groups} for groups in halves)
+    assert sorted(further) == [1, 3]
+    assert first == {index: rows[:4] for index, rows in whole.items()}
+    assert further == {index: whole[index][4:] for index in further}
+
+
 def test_tokens_are_drawn_from_the_distribution():
     torch.manual_seed(0)
     vocabulary, draws = 3 * BLOCK + 17, 60_000

@@ -40,6 +40,7 @@ from covey.config.language import (
     ReferenceConfig,
     RewardConfig,
     RunConfig,
+    RunningTotalConfig,
     SamplingConfig,
     UpdateConfig,
     WordProblemsConfig,
@@ -50,5 +51,6 @@ __all__ = [
     "CheckpointConfig", "ConfigError", "ControlConfig", "ControlEvaluationConfig", "ControlLossConfig",
     "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "EnvironmentConfig", "EvaluationConfig", "JsonlConfig",
     "LossBase", "LossConfig", "PolicyConfig", "ProcessConfig", "ReferenceConfig", "RewardConfig", "RolloutsConfig",
-    "RunBase", "RunConfig", "RunError", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig", "option",
+    "RunBase", "RunConfig", "RunError", "RunningTotalConfig", "SamplingConfig", "UpdateBase", "UpdateConfig",
+    "WordProblemsConfig", "option",
 ]  # fmt: skip

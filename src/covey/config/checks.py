@@ -23,7 +23,20 @@ from covey.config import (
     UpdateBase,
     UpdateConfig,
 )
-from covey.config.values import check_fields, did_you_mean, did_you_mean_file, either, is_a, leaves, shown
+from covey.config.gathering_checks import NOT_BY_GROUP, check_gathering
+from covey.config.kl_checks import check_kl, check_language_kl
+from covey.config.origins import architecture_of, check_origin, find_origin
+from covey.config.process_checks import check_process, check_step_reward
+from covey.config.values import (
+    check_fields,
+    check_function_name,
+    did_you_mean,
+    did_you_mean_file,
+    either,
+    is_a,
+    leaves,
+    shown,
+)
 
 WITHOUT_RATIO = ("rloo", "reinforce")  # nothing to clip, nothing that corrects for a policy that has moved
 # Fields that only one algorithm or one kind of group uses; setting them elsewhere would change nothing.
@@ -49,11 +62,11 @@ NOT_USED_BY = {
 }
 
 
-def validate(config: RunConfig | ControlConfig, *, own_task: bool = False) -> None:
+def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_rewards: bool = False) -> None:
     """Refuse a run that cannot work: wrong types, values out of range, combinations that contradict each other.
 
     Reads the file system (does the data file exist?) but loads no model, makes no environment and calls nobody's code.
-    With `own_task` the task comes from a script, and the config needs none.
+    With `own_task` the task comes from a script, and the config needs none; `own_rewards` likewise.
 
     Raises:
         ConfigError: one line that names the field and the fix.
@@ -61,10 +74,10 @@ def validate(config: RunConfig | ControlConfig, *, own_task: bool = False) -> No
     if isinstance(config, ControlConfig):
         _validate_control(config)
     else:
-        _validate_language(config, own_task)
+        _validate_language(config, own_task, own_rewards)
 
 
-def _validate_language(config: RunConfig, own_task: bool) -> None:
+def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> None:
     if config.task is None and not own_task:
         raise ConfigError(
             f'no task: add a [task] table with name = "arithmetic" (or {either(list(TASK_CONFIGS)[1:])}), '
@@ -72,11 +85,14 @@ def _validate_language(config: RunConfig, own_task: bool) -> None:
         )
     if config.task is not None and type(config.task) not in TASK_CONFIGS.values():
         raise ConfigError(f"task must be one of the task configs in covey.config (is {type(config.task).__name__})")
-    _check_sampling(config.sampling)  # first, because its messages say why
+    _check_sampling(config.sampling, config.algorithm)  # first, because its messages say why
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
     _check_epochs(config.update, config.algorithm)
+    _check_critic_warmup(config)
     _check_minibatches(config.sampling, config.update)
+    check_gathering(config)
+    check_language_kl(config)
     _refuse_unused(config)
     _check_evaluation(config.evaluation)
     check_task(config.task)
@@ -84,6 +100,7 @@ def _validate_language(config: RunConfig, own_task: bool) -> None:
         check_reward(reward, f"[[rewards]] number {number}")
     if sum(reward.score for reward in config.rewards) > 1:
         raise ConfigError("several [[rewards]] have score = true: evaluation counts one of them, so keep one")
+    check_process(config, own_rewards=own_rewards)
     check_model(config.model)
 
 
@@ -95,6 +112,8 @@ def _validate_control(config: ControlConfig) -> None:
     rollouts = config.rollouts
     _check_groups(rollouts, config.algorithm)
     _check_epochs(config.update, config.algorithm)
+    _check_critic_warmup(config)
+    check_kl(config.loss, config.update, config.loss.kl_coefficient)
     _check_vectorization(config.environment, rollouts.groups)
     parts, count = config.update.minibatches, rollouts.fragment_steps * rollouts.copies
     if rollouts.groups == "fragments" and count % parts:
@@ -117,8 +136,8 @@ def _refuse_unused(config: RunConfig | ControlConfig, groups: str = "") -> None:
             raise ConfigError(f"{where} is set, but {groups} has no use for it: take it out")
 
 
-def _check_sampling(sampling: SamplingConfig) -> None:
-    if sampling.group_size == 1 and not isinstance(sampling.group_size, bool):
+def _check_sampling(sampling: SamplingConfig, algorithm: str) -> None:
+    if algorithm not in NOT_BY_GROUP and sampling.group_size == 1 and not isinstance(sampling.group_size, bool):
         raise ConfigError(
             "sampling.group_size is 1: rollouts learn by comparison with their group, and a group of one has nothing "
             "to compare with; set group_size to 2 or more"
@@ -156,6 +175,15 @@ def _check_epochs(update: UpdateBase, algorithm: str) -> None:
         raise ConfigError(
             f"update.epochs is {update.epochs}, but {algorithm} has no ratio, and without one only the first pass over "
             "some rollouts is on-policy: set epochs to 1, or choose grpo"
+        )
+
+
+def _check_critic_warmup(config: RunConfig | ControlConfig) -> None:
+    warmup, steps = config.update.critic_warmup_steps, config.steps
+    if warmup >= steps:
+        raise ConfigError(
+            f"update.critic_warmup_steps ({warmup}) leave the policy none of the run's {steps} steps to learn in: set "
+            "it lower, or steps higher"
         )
 
 
@@ -237,7 +265,7 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     if bool(reward.name) == bool(reward.function):
         wrong = "both name and function" if reward.name else "neither name nor function"
         raise ConfigError(f"{where} has {wrong}: give exactly one of them")
-    if reward.weight == 0:
+    if reward.weight == 0 and not reward.score:
         raise ConfigError(f"{where} has weight 0 and so changes nothing: give it a weight or take it out")
     if reward.name == "format" and not reward.pattern:
         raise ConfigError(f"{where} is a format reward and needs a pattern, such as pattern = '-?[0-9]+'")
@@ -248,19 +276,8 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     except re.error as error:
         raise ConfigError(f"{where}: pattern {reward.pattern!r} is no regular expression ({error})") from error
     if reward.function:
-        _check_function_name(reward.function, where)
-
-
-def _check_function_name(function: str, where: str) -> None:
-    """`file.py:function` or `module:function`; the file must exist, a module is looked up when it is imported."""
-    source, _, name = function.rpartition(":")
-    if not source or not name.isidentifier():
-        raise ConfigError(f"{where}: function must be file.py:function or module:function (is {function!r})")
-    path = Path(source).expanduser()
-    if source.endswith(".py") and not path.is_file():
-        raise ConfigError(f"{where}: there is no file {source}{did_you_mean_file(path)}")
-    if not source.endswith(".py") and os.sep in source:
-        raise ConfigError(f"{where}: {source} is no Python file; a file's name ends with .py")
+        check_function_name(reward.function, f"{where}: function")
+    check_step_reward(reward, where)
 
 
 def check_model(model: str) -> None:
@@ -272,8 +289,14 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     if model in EMBEDDED_MODELS:
         return
+    origin = find_origin(model)
+    if origin is not None:
+        check_origin(origin, model)
+        if origin.from_checkpoint:
+            check_model(architecture_of(model))
+        return
     if path.is_dir():
-        if not any((folder / "config.json").is_file() for folder in (path, path / "model")):  # or a run's folder
+        if not (path / "config.json").is_file():
             raise ConfigError(f"model: the folder {model} has no config.json, so it is no Hugging Face model")
         return
     is_gguf = model.endswith(".gguf")

@@ -9,14 +9,18 @@ from typing import Any
 from covey.config.base import CheckpointConfig, LossBase, RunBase, UpdateBase, option
 
 EMBEDDED_MODELS = ("smollm2-135m",)
+STEP_REWARDS = ("step_numbers",)  # built-in rewards that pay every reasoning step
 DAPO_REDRAWS = 3
+PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
 DAPO_OVERLONG_SHARE = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
     prompts_per_step: int = option(16, "prompts drawn for every training step", least=1)
-    group_size: int = option(16, "rollouts from each prompt; they are compared with each other", least=2)
+    group_size: int = option(
+        16, "rollouts from each prompt; they are compared with each other, so at least 2, but for ppo", least=1
+    )
     max_new_tokens: int = option(64, "longest completion, in tokens, the end token included", least=1)
     temperature: float = option(1.0, "divides the logits while sampling and in the log-probabilities", above=0)
     top_p: float = option(1.0, "must stay 1.0 while training: cutting the tail biases the ratio")
@@ -107,6 +111,13 @@ class WordProblemsConfig:
 
 
 @dataclass(frozen=True)
+class RunningTotalConfig:
+    steps: tuple[int, ...] = option((3,), "additions and subtractions, drawn evenly from this list", least=1, most=12)
+    largest: int = option(5, "largest number in a problem", least=2)
+    examples: int = option(3, "worked problems that stand before the one to solve", least=0, most=3)
+
+
+@dataclass(frozen=True)
 class JsonlConfig:
     path: str = option("", "JSONL file; each line has a 'prompt' (string or chat messages) and any other columns")
     held_out_path: str = option("", "JSONL file of held-out prompts; empty takes held_out_share of `path`")
@@ -117,22 +128,30 @@ TASK_CONFIGS: dict[str, type] = {
     "arithmetic": ArithmeticConfig,
     "countdown": CountdownConfig,
     "word_problems": WordProblemsConfig,
+    "running_total": RunningTotalConfig,
     "jsonl": JsonlConfig,
 }
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    name: str = option("", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown"))
+    name: str = option(
+        "", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown", *STEP_REWARDS)
+    )
     function: str = option("", "or your own: file.py:function or module:function, with TRL's signature")
     weight: float = option(1.0, "weight in the sum of rewards")
     pattern: str = option("", "regular expression of the format reward, matched against the whole completion")
-    answer_column: str = option("answer", "column that holds the right answer")
+    answer_column: str = option("answer", "column that holds the right answer; of step_numbers a list of them")
     timeout_seconds: float = option(10.0, "a call of your own function that takes longer has failed", above=0)
     score: bool = option(False, "this reward (1 = right) is what evaluation counts; default: the first")
     per_step: bool = option(
         False, "your own function returns a list for each completion, one number for each of its reasoning steps"
     )
+
+    @property
+    def is_per_step(self) -> bool:
+        """Whether it pays reasoning steps rather than whole completions."""
+        return self.per_step or self.name in STEP_REWARDS
 
 
 @dataclass(frozen=True)
@@ -165,7 +184,7 @@ class ProcessConfig:
 class RunConfig(RunBase):
     """One training run on a language model."""
 
-    task: Any = option(None, "[task] table: name = arithmetic, countdown, word_problems or jsonl, and its fields")
+    task: Any = option(None, "[task] table: name = arithmetic, countdown, word_problems, running_total or jsonl")
     model: str = option("smollm2-135m", "smollm2-135m (embedded), a Hugging Face folder, a hub name, or a .gguf file")
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     precision: str = option("auto", "of products: bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32"))
@@ -185,6 +204,12 @@ class RunConfig(RunBase):
         """sampling.redraws, or what the algorithm wants where it is unset."""
         default = DAPO_REDRAWS if self.algorithm == "dapo" else 0
         return default if self.sampling.redraws is None else self.sampling.redraws
+
+    @property
+    def kl_coefficient(self) -> float | None:
+        """loss.kl_coefficient; unset, ppo takes its own here, and None leaves it to the algorithm."""
+        default = PPO_KL_COEFFICIENT if self.algorithm == "ppo" else None
+        return default if self.loss.kl_coefficient is None else self.loss.kl_coefficient
 
     @property
     def overlong_tokens(self) -> int:

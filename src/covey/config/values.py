@@ -128,3 +128,19 @@ def did_you_mean_file(path: Path) -> str:
         return ""
     near = did_you_mean(path.name, neighbours)
     return near.replace("mean '", f"mean '{path.parent}{os.sep}") if near and str(path.parent) != "." else near
+
+
+def check_function_name(function: str, where: str) -> None:
+    """`file.py:function` or `module:function`; the file must exist, a module is looked up when it is imported.
+
+    Raises:
+        ConfigError: beginning with `where`, which names the field.
+    """
+    source, _, name = function.rpartition(":")
+    if not source or not name.isidentifier():
+        raise ConfigError(f"{where} must be file.py:function or module:function (is {function!r})")
+    path = Path(source).expanduser()
+    if source.endswith(".py") and not path.is_file():
+        raise ConfigError(f"{where}: there is no file {source}{did_you_mean_file(path)}")
+    if not source.endswith(".py") and os.sep in source:
+        raise ConfigError(f"{where}: {source} is no Python file; a file's name ends with .py")

@@ -62,11 +62,13 @@ class BranchSampler(ControlSampler):
         super().__init__(policy, environments, seed, reward_scale, gamma)
         self.trunks, self.horizon = trunks, horizon
 
-    def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
+    def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """G branches from one state of an episode from every start.
 
         The episode's return is the score of the group's first branch: it is the policy's own, played to its end.
         """
+        if first_rollout:
+            raise ValueError("branches of one state are sampled at once: a second time its episode would count twice")
         states, returns = self._play_trunks(starts, step)
         observation_ND = np.stack(
             [self.environments.restore(slot, states[slot // group_size]) for slot in range(len(starts) * group_size)]

@@ -37,7 +37,7 @@ class ControlSampler:
         self.episodes = 0
         self._seen: list[NDArray[np.float32]] = []  # observations since the normaliser's last update
 
-    def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
+    def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         raise NotImplementedError
 
     def counters(self) -> dict[str, float]:
@@ -105,11 +105,12 @@ class ControlSampler:
 class EpisodeSampler(ControlSampler):
     """G whole episodes from every start: the same reset seed, so that siblings begin in the same state."""
 
-    def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
+    def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """A rollout's reward is its discounted return, its score the plain one."""
         seeds = [start.prompt for start in starts for _ in range(group_size)]
+        names = [(start.index, first_rollout + number) for start in starts for number in range(group_size)]
         draws = self._draws(step, self.environments.count)
-        segments, tape = play(self.environments, self.policy, seeds, draws, group_size)
+        segments, tape = play(self.environments, self.policy, seeds, draws, names)
         rollouts = self._rewarded(tape, segments)
         for rollout, segment in zip(rollouts, segments, strict=True):
             rollout.score = float(tape.rewards(segment).sum())
@@ -141,14 +142,14 @@ class FragmentSampler(ControlSampler):
         # Actions since the reset, by which an episode can be brought back to where it was: [L] or [L, A]
         self._actions: list[list[NDArray[Any]]] = [[] for _ in range(environments.count)]
 
-    def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
+    def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """A rollout whose episode ended in this step has the whole episode's return as its score.
 
         The first step begins at the starts' seeds; after that they only name the slots.
         """
         slots = self.environments.count
-        if len(starts) != slots or group_size != 1:
-            raise ValueError(f"fragments need one start a slot ({slots}) and groups of 1")
+        if len(starts) != slots or group_size != 1 or first_rollout:
+            raise ValueError(f"fragments need one start a slot ({slots}) and groups of 1, sampled once")
         if self._observation_ND is None:
             self._begin([start.prompt for start in starts])
         assert self._observation_ND is not None

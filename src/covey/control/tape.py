@@ -6,6 +6,7 @@ A numbers in an action.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,15 +157,20 @@ def ending(step: Step, slot: int) -> EndReason:
 
 
 def play(
-    environments: Environments, policy: ControlPolicy, seeds: list[int], draws: Draws | None, group_size: int = 1
+    environments: Environments,
+    policy: ControlPolicy,
+    seeds: list[int],
+    draws: Draws | None,
+    names: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[Segment], FinishedTape]:
     """One whole episode from every reset seed, as many at a time as there are slots.
 
     Args:
         environments: with `seeded`.
         policy: acts.
-        seeds: one an episode; episode i is rollout i % group_size of group i // group_size.
+        seeds: one an episode.
         draws: the policy's random numbers; None: it takes its best action.
+        names: with `draws`, the group and the rollout of every episode, which name its random numbers.
 
     Returns:
         the segments in the order of the seeds, and the tape that they lie on.
@@ -178,7 +184,7 @@ def play(
     began_N = np.zeros(slots, dtype=np.int64)
     for slot in range(min(slots, len(seeds))):
         if draws is not None:
-            draws.begin(slot, slot // group_size, slot % group_size)
+            draws.begin(slot, *names[slot])
     observation_ND = environments.reset([seeds[min(slot, len(seeds) - 1)] for slot in range(slots)])
     waiting = min(slots, len(seeds))  # the next episode to begin
     missing = len(seeds)
@@ -209,7 +215,7 @@ def play(
             if waiting < len(seeds):
                 job_N[slot], began_N[slot] = waiting, len(tape)
                 if draws is not None:
-                    draws.begin(slot, waiting // group_size, waiting % group_size)
+                    draws.begin(slot, *names[waiting])
                 free.append(slot)
                 waiting += 1
         if free:

@@ -17,10 +17,10 @@ def reset_seeds(seed: int, step: int, group: object, position: object, *, stream
 class EpisodeStarts:
     """Reset seeds; meets `covey.data.Task`. A start's prompt is its seed."""
 
-    def draw(self, seed: int, step: int, count: int) -> list[Start]:
-        """`count` reset seeds of one step."""
-        drawn = reset_seeds(seed, step, np.arange(count), 0)
-        return [Start(index, prompt) for index, prompt in enumerate(drawn)]
+    def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
+        """`count` reset seeds of one step; how many came `before` changes nothing."""
+        drawn = reset_seeds(seed, step, np.arange(first, first + count), 0)
+        return [Start(index, prompt) for index, prompt in enumerate(drawn, start=first)]
 
     def held_out(self, count: int) -> list[Start]:
         """The same `count` seeds for every run, so that runs are measured on the same episodes."""

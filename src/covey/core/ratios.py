@@ -1,9 +1,12 @@
-"""How far the current policy has moved from the one that sampled.
+"""How far policies are from each other at the decisions that were sampled.
 
-Shapes: B rollouts, T decisions. All ratios are returned as logarithms; `exp` happens once, in the surrogate.
+Shapes: B rollouts, T decisions. The ratios to the old policy are returned as logarithms; `exp` happens once, in the
+surrogate.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -41,3 +44,27 @@ def sequence_log_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Te
     length_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
     mean_B1 = log_ratio_BT.sum(dim=1, keepdim=True) / length_B1
     return torch.where(mask_BT, mean_B1, 0.0)
+
+
+def importance_weight(
+    logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, cap: float
+) -> tuple[Tensor, Tensor]:
+    """What a decision of the sampler counts for the trainer, where their policies are not quite the same.
+
+    w_{i,t} = min(cap, pi_trainer(o_{i,t}) / pi_sampler(o_{i,t}))      IMPALA (arXiv 1802.01561), section 4.1
+
+    Without a cap, the weighted mean over the sampler's decisions in a state is the trainer's own. A cap bounds its
+    variance, at the price of a bias where the sampler took what it holds for much less likely than the trainer does.
+
+    Args:
+        logprobs_BT: of the old policy, as the trainer evaluates it, in nats.
+        sampler_logprobs_BT: of the same decisions, by the sampler, in nats.
+        mask_BT: decided columns, bool.
+        cap: largest weight; 2 is usual.
+
+    Returns:
+        weight_BT, without a gradient, and capped_BT, True at the decisions whose ratio is above the cap. Where nothing
+        was decided the ratio is 1, and no cap is reported.
+    """
+    log_ratio_BT = token_log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT).detach()
+    return log_ratio_BT.exp().clamp(max=cap), mask_BT & (log_ratio_BT > math.log(cap))

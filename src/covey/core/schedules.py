@@ -1,9 +1,10 @@
-"""Numbers that change over a run, as functions of the step (the first step is 1)."""
+"""Numbers that change over a run: as functions of the step (the first step is 1), or after what was measured."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 Schedule = Callable[[int], float]
 
@@ -44,3 +45,39 @@ def cosine(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
         return value * 0.5 * (1 + math.cos(math.pi * progress))
 
     return schedule
+
+
+def toward_target(coefficient: float, kl: float, *, target: float, horizon: int, rollouts: int) -> float:
+    """The KL coefficient of the next step: larger where the KL is beyond its target, smaller where it is short of it.
+
+    coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * rollouts / horizon)
+    Ziegler et al. (arXiv 1909.08593), section 2.2, with K_beta = rollouts / horizon.
+
+    Args:
+        coefficient: of this step.
+        kl: measured in this step, in nats per decision.
+        target: the KL that is wanted, above 0.
+        horizon: rollouts over which a KL that is off by a fifth or more moves the coefficient by a fifth.
+        rollouts: of this step. More than a horizon count as one horizon: the coefficient never turns negative.
+    """
+    error = max(-0.2, min(0.2, kl / target - 1))
+    return coefficient * (1 + error * min(1.0, rollouts / horizon))
+
+
+@dataclass(frozen=True)
+class KLController:
+    """Keeps the KL near a target by moving its coefficient: Ziegler et al. (arXiv 1909.08593), section 2.2.
+
+    It waits for the end of the warm-up. Until then the KL is held less than it will be, and a coefficient that rose to
+    make up for it would be too high afterwards.
+    """
+
+    target: float  # nats per decision
+    horizon: int = 10_000  # rollouts over which a KL that is off by a fifth moves the coefficient by a fifth
+    first_step: int = 1  # the step after which it begins
+
+    def after(self, step: int, coefficient: float, kl: float, rollouts: int) -> float | None:
+        """The coefficient of the next step, after one that measured `kl`; None: not yet, the schedule counts."""
+        if step < self.first_step:
+            return None
+        return toward_target(coefficient, kl, target=self.target, horizon=self.horizon, rollouts=rollouts)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from covey.data.types import Batch, Group
+from covey.data.types import Batch, Group, Rollout
 
 
 def collate(groups: list[Group]) -> Batch:
@@ -17,7 +17,7 @@ def collate(groups: list[Group]) -> Batch:
     Padding is marked by `mask_BT` alone: no token id has a special meaning here.
 
     Raises:
-        ValueError: if there is no rollout, or a rollout without a decision.
+        ValueError: if there is no rollout, a rollout without a decision, or a step that ends outside its rollout.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -41,7 +41,19 @@ def collate(groups: list[Group]) -> Batch:
         valid_B=torch.tensor([rollout.reward is not None for rollout in rollouts]),
         truncated_B=torch.tensor([not rollout.end.is_final for rollout in rollouts]),
         group_B=torch.arange(len(groups)).repeat_interleave(group_sizes),
+        step_end_BT=_step_ends(rollouts, lengths),
     )
+
+
+def _step_ends(rollouts: list[Rollout], lengths: list[int]) -> Tensor:
+    """step_end_BT: the decisions that end a reasoning step; of a rollout without steps the last one."""
+    end_BT = torch.zeros(len(rollouts), max(lengths), dtype=torch.bool)
+    for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
+        ends = [length - 1] if rollout.step_ends is None else list(rollout.step_ends)
+        if any(not 0 <= end < length for end in ends):
+            raise ValueError(f"a rollout of {length} decisions has steps that end at {ends}")
+        end_BT[row, ends] = True
+    return end_BT
 
 
 def _pad(rows: list[Any], lengths: list[int]) -> Tensor:

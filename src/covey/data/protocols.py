@@ -13,8 +13,13 @@ from covey.data.types import Batch, Evaluation, Group, Start
 class Task(Protocol):
     """Where rollouts begin. Draws are a function of their arguments alone, so a resumed run repeats them."""
 
-    def draw(self, seed: int, step: int, count: int) -> list[Start]:
-        """`count` training starts of one step."""
+    def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
+        """`count` training starts of one step, their indices counted from `first`.
+
+        A step that needs more starts draws again, with `first` at the number that it has. `before` is how many starts
+        the run has drawn before these; None stands for (step - 1) * count + first, as where no step drew again. A
+        finite data set goes on from there, so that each of its rows comes once before any comes twice.
+        """
 
     def held_out(self, count: int) -> list[Start]:
         """`count` starts that training never sees."""
@@ -23,8 +28,11 @@ class Task(Protocol):
 class Sampler(Protocol):
     """Rolls the policy out."""
 
-    def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
-        """`group_size` rollouts from each start. Randomness depends on (seed, step, start, rollout, position)."""
+    def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
+        """`group_size` rollouts from each start. Randomness depends on (seed, step, start, rollout, position).
+
+        Rollouts count from `first_rollout`: eight at once are those of four and then four more from number 4.
+        """
 
     def refresh(self, version: int) -> None:
         """Take over the policy's weights; later rollouts carry `version`."""
@@ -64,6 +72,19 @@ class Critic(Protocol):
 
     def next_values(self, batch: Batch) -> Tensor:
         """next_value_B: of the state after the last decision of every row, whether or not the episode was over."""
+
+
+class Follower(Protocol):
+    """Moves the weights of the reference after those of the policy."""
+
+    def follow(self) -> None:
+        """Go the way that it was made for: the whole of it, or a share."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The reference's weights, for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
 
 
 class Observer(Protocol):

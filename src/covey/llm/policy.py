@@ -5,19 +5,21 @@ Shapes: B rollouts, T decisions, S prompts, N tokens of a packed forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from covey.core import kl
 from covey.data import Batch, Evaluation
-from covey.llm.attention import IMPLEMENTATION, NO_MASK, PackedLayout
+from covey.llm.attention import IMPLEMENTATION
 from covey.llm.decoding import CacheDecoder, Decoder, SharedPrefixDecoder
+from covey.llm.exact_kl import exact_kl
 from covey.llm.head import token_logprobs
+from covey.llm.trunk import hidden_at_decisions, row_lengths, row_tokens, spread
 
 
 class LanguagePolicy:
@@ -32,6 +34,10 @@ class LanguagePolicy:
         self.module: PreTrainedModel = module.eval()  # no dropout: the ratio compares policies, not noise
         self.temperature = temperature
         self.microbatch_tokens = microbatch_tokens
+        self.value_head: Callable[[Tensor], Tensor] | None = None  # of a critic on this trunk
+        # Weights of another time. With an anchor, an evaluation that has a gradient also tells the exact KL to it, at
+        # the price of the anchor's forward pass.
+        self.anchor: LanguagePolicy | None = None
         self.shares_prompts = self._can_share_prompts()
 
     @property
@@ -39,7 +45,9 @@ class LanguagePolicy:
         return next(self.module.parameters()).device
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        """Log-probability and entropy of every decision of `batch`, at the sampling temperature, in nats."""
+        """Log-probability and entropy of every decision of `batch`, at the sampling temperature, in nats; with an
+        anchor and gradients enabled, the exact KL to it too.
+        """
         batch = batch.to(self.device)
         return self._evaluate_packed(batch) if self.shares_prompts else self._evaluate_rows(batch)
 
@@ -76,68 +84,59 @@ class LanguagePolicy:
         self.module.save_pretrained(folder)
 
     def _evaluate_packed(self, batch: Batch) -> Evaluation:
-        """All rows in one row of tokens; the last decision of a rollout is predicted but never fed."""
-        lengths = [int(n) for n in batch.mask_BT.shape[1] - batch.mask_BT.flip(1).int().argmax(dim=1)]
-        prompts: list[Any] = []
-        prompt_of_row: list[int] = []
-        previous = -1
-        for row, group in enumerate(batch.group_B.tolist()):
-            if group != previous:
-                prompts.append(batch.context[row])
-                previous = group
-            prompt_of_row.append(len(prompts) - 1)
-        layout = PackedLayout([len(p) for p in prompts], [n - 1 for n in lengths], prompt_of_row, self.device)
-        fed = [torch.tensor(p, device=self.device) for p in prompts]
-        fed += [batch.actions_BT[row, : n - 1] for row, n in enumerate(lengths)]
-        hidden = self.module.base_model(
-            input_ids=torch.cat(fed)[None],
-            position_ids=layout.positions[None],
-            attention_mask=NO_MASK.to(self.device),
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state[0]
-
-        # The token that predicts decision t of a rollout: the prompt's last for t = 0, decision t - 1 afterwards.
-        prompt_ends = torch.tensor(layout.prompt_lengths).cumsum(0) - 1
-        width = batch.mask_BT.shape[1]
-        begins = torch.tensor([0, *[n - 1 for n in lengths[:-1]]]).cumsum(0) + layout.prompts.tokens
-        source_BT = begins[:, None] + torch.arange(width) - 1
-        source_BT[:, 0] = prompt_ends[layout.prompt_of_row.cpu()]
-        chosen = batch.mask_BT.flatten().nonzero()[:, 0]
-        source_N = source_BT.flatten().to(self.device)[chosen]
+        """All rows in one row of tokens."""
+        hidden_NW, chosen_N = hidden_at_decisions(self.module.base_model, batch, packed=True)
         head = self.module.get_output_embeddings()
         logprobs_N, entropy_N = token_logprobs(
-            hidden[source_N], head.weight, head.bias, batch.actions_BT.flatten()[chosen], self.temperature
+            hidden_NW, head.weight, head.bias, batch.actions_BT.flatten()[chosen_N], self.temperature
         )
-        blank = torch.zeros(batch.mask_BT.numel(), dtype=logprobs_N.dtype, device=self.device)
+        kl_BT = None
+        if self.anchor is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                other_NW, _ = hidden_at_decisions(self.anchor.module.base_model, batch, packed=True)
+            kl_N = exact_kl(hidden_NW, head, other_NW, self.anchor.module.get_output_embeddings(), self.temperature)
+            kl_BT = spread(kl_N, chosen_N, batch)
         return Evaluation(
-            blank.index_copy(0, chosen, logprobs_N).view_as(batch.mask_BT),
-            blank.index_copy(0, chosen, entropy_N).view_as(batch.mask_BT),
+            spread(logprobs_N, chosen_N, batch),
+            spread(entropy_N, chosen_N, batch),
+            values_BT=None if self.value_head is None else spread(self.value_head(hidden_NW), chosen_N, batch),
+            kl_BT=kl_BT,
         )
 
     def _evaluate_rows(self, batch: Batch) -> Evaluation:
         """One rollout at a time through the model's own forward, recomputed for the gradient to bound memory."""
-        width = batch.mask_BT.shape[1]
-        logprobs, entropies = [], []
-        for row in range(len(batch)):
-            length = width - int(batch.mask_BT[row].flip(0).int().argmax())
-            actions = batch.actions_BT[row, :length]
-            tokens = torch.cat([torch.tensor(batch.context[row], device=self.device), actions])
-            logp_T, entropy_T = checkpoint(self._row_logprobs, tokens, length, use_reentrant=False)
-            pad = (0, width - length)
-            logprobs.append(nn.functional.pad(logp_T, pad))
-            entropies.append(nn.functional.pad(entropy_T, pad))
-        mask_BT = batch.mask_BT
-        return Evaluation(
-            torch.where(mask_BT, torch.stack(logprobs), 0.0), torch.where(mask_BT, torch.stack(entropies), 0.0)
+        chosen_N = batch.mask_BT.flatten().nonzero()[:, 0]
+        anchor = self.anchor if torch.is_grad_enabled() else None
+        told: list[list[Tensor]] = []
+        for row, length in enumerate(row_lengths(batch)):
+            tokens_L = row_tokens(batch, row, length)
+            row_told = checkpoint(self._evaluate_row, tokens_L, length, anchor, use_reentrant=False)
+            told.append([value_T[batch.mask_BT[row, :length]] for value_T in row_told])
+        logprobs_BT, entropy_BT, *kl_BT = (
+            spread(torch.cat(parts), chosen_N, batch) for parts in zip(*told, strict=True)
         )
+        values_BT = None
+        if self.value_head is not None:  # from a pass of its own, for not every model gives both from one
+            hidden_NW, _ = hidden_at_decisions(self.module.base_model, batch, packed=False)
+            values_BT = spread(self.value_head(hidden_NW), chosen_N, batch)
+        return Evaluation(logprobs_BT, entropy_BT, values_BT=values_BT, kl_BT=kl_BT[0] if kl_BT else None)
 
-    def _row_logprobs(self, tokens_L: Tensor, decisions: int) -> tuple[Tensor, Tensor]:
+    def _evaluate_row(self, tokens_L: Tensor, decisions: int, anchor: LanguagePolicy | None) -> tuple[Tensor, ...]:
+        """logprobs_T and entropy_T of one rollout, and kl_T where there is an anchor."""
+        logp_TV = self._distribution(tokens_L, decisions)
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(dim=1)
+        told = logp_TV.gather(1, tokens_L[-decisions:, None])[:, 0], entropy_T
+        if anchor is None:
+            return told
+        with torch.no_grad():
+            other_TV = anchor._distribution(tokens_L, decisions)
+        return *told, kl.exact(logp_TV, other_TV)
+
+    def _distribution(self, tokens_L: Tensor, decisions: int) -> Tensor:
+        """logp_TV over every token at the last `decisions` places, by the model's own forward."""
         logits = self.module(input_ids=tokens_L[None, :-1], use_cache=False, logits_to_keep=decisions).logits[0]
         exact = torch.promote_types(logits.dtype, torch.float32)
-        logp_TV = (logits[-decisions:].to(exact) / self.temperature).log_softmax(dim=1)
-        entropy_T = -(logp_TV.exp() * logp_TV).sum(dim=1)
-        return logp_TV.gather(1, tokens_L[-decisions:, None])[:, 0], entropy_T
+        return (logits[-decisions:].to(exact) / self.temperature).log_softmax(dim=1)
 
     @torch.no_grad()
     def _can_share_prompts(self) -> bool:
@@ -171,4 +170,5 @@ def _probe_batch(vocabulary: int) -> Batch:
         valid_B=zeros_B == 0,
         truncated_B=zeros_B != 0,
         group_B=torch.tensor([0, 0, 1, 1]),
+        step_end_BT=torch.zeros(4, 4, dtype=torch.bool),
     )

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -42,14 +42,22 @@ class TookTooLong(CallFailed):
 
 
 class WrongResults(Exception):
-    """The call gave something other than one number or None per completion."""
+    """The call gave something other than was asked for: one number or None per completion, as a rule."""
 
 
 # ---- calling the function, in whichever process ----
 
 
-def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], global_step: int) -> list[float | None]:
+def call_function(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    global_step: int,
+    step_counts: Sequence[int] | None = None,
+) -> list[Any]:
     """Call with TRL's signature; a coroutine is awaited. Returns one float or None per completion.
+
+    With `step_counts`, the number of reasoning steps of every completion, it returns one list or None per completion,
+    with one float for each step.
 
     A function without `**kwargs` gets only the arguments that it names. One that names them also gets `trainer_state`
     (its `global_step` is the number of updates behind the weights that wrote the completions) and `log_metric` and
@@ -68,7 +76,27 @@ def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], gl
             return await results
 
         results = asyncio.run(wait())
-    return _checked(results, len(arguments["completions"]))
+    values = _checked(results, len(arguments["completions"]), "numbers" if step_counts is None else "lists")
+    if step_counts is None:
+        return [_number(value) for value in values]
+    return [_step_numbers(value, count) for value, count in zip(values, step_counts, strict=True)]
+
+
+def call_on_text(function: Callable[..., Any], text: str) -> list[int]:
+    """The positions that a boundary function gives for one text.
+
+    Raises:
+        WrongResults: for something that is no list of whole numbers.
+        Exception: whatever the function raises.
+    """
+    results = function(text)
+    if isinstance(results, (str, bytes, Mapping)) or not hasattr(results, "__iter__"):
+        raise WrongResults(f"returned {_shown(results)} instead of a list of positions in the text")
+    positions = list(results)
+    for position in positions:
+        if not hasattr(position, "__index__"):  # NumPy's whole numbers have it too
+            raise WrongResults(f"returned {_shown(position)} where a position in the text, a whole number, is needed")
+    return [int(position) for position in positions]
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any], global_step: int) -> dict[str, Any]:
@@ -96,13 +124,32 @@ def _ignore(*_: Any, **__: Any) -> None:
     """Stands for TRL's log_metric and log_extra."""
 
 
-def _checked(results: Any, count: int) -> list[float | None]:
+def _checked(results: Any, count: int, what: str) -> list[Any]:
     if isinstance(results, (str, bytes, Mapping)) or not hasattr(results, "__iter__"):
-        raise WrongResults(f"returned {_shown(results)} instead of a list of {count} numbers")
+        raise WrongResults(f"returned {_shown(results)} instead of a list of {count} {what}")
     values = list(results)
     if len(values) != count:
         raise WrongResults(f"returned {len(values)} results for {count} completions")
-    return [_number(value) for value in values]
+    return values
+
+
+def _step_numbers(value: Any, count: int) -> list[float] | None:
+    """What a step reward says of one completion of `count` steps."""
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+        raise WrongResults(
+            f"returned {_shown(value)} for a completion of {count} steps: with per_step = true a list is needed, one "
+            "number for each of its `steps`"
+        )
+    numbers = [_number(item) for item in value]
+    if len(numbers) != count:
+        raise WrongResults(
+            f"returned {len(numbers)} numbers for a completion of {count} steps: give one for each item of `steps`"
+        )
+    if None in numbers:
+        raise WrongResults("returned None for a step: give every step a number, or None in place of the whole list")
+    return numbers  # type: ignore[return-value]
 
 
 def _number(value: Any) -> float | None:
@@ -113,7 +160,8 @@ def _number(value: Any) -> float | None:
             return float(value)
     except (TypeError, ValueError):
         pass
-    raise WrongResults(f"returned {_shown(value)} where a number or None is needed")
+    fix = "; for one number for each reasoning step set per_step = true" if isinstance(value, (list, tuple)) else ""
+    raise WrongResults(f"returned {_shown(value)} where a number or None is needed{fix}")
 
 
 def _shown(value: Any) -> str:
@@ -146,21 +194,31 @@ class RewardProcess:
         self.function = function
         self._process: subprocess.Popen[bytes] | None = None
 
-    def call(self, arguments: Mapping[str, Any], global_step: int, seconds: float) -> list[float | None]:
-        """One call, within `seconds`.
+    def call(
+        self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
+    ) -> list[Any]:
+        """One call of a reward function, within `seconds`; arguments and results are those of `call_function`.
 
         Raises:
             CallFailed: if the function raised or its process ended. TookTooLong: at the deadline.
-            WrongResults: if it returned something other than one number or None per completion.
+            WrongResults: if it returned something else.
         """
+        counts = None if step_counts is None else list(step_counts)
+        return self._ask({"arguments": arguments, "global_step": global_step, "step_counts": counts}, seconds)
+
+    def call_on_text(self, text: str, seconds: float) -> list[int]:
+        """One call of a boundary function, within `seconds`. Errors as in `call`."""
+        return self._ask({"text": text}, seconds)
+
+    def _ask(self, request: dict[str, Any], seconds: float) -> list[Any]:
         if self._process is None:
             self._start()
-        reply = self._exchange({"arguments": arguments, "global_step": global_step, "seconds": seconds}, seconds)
+        reply = self._exchange(request | {"seconds": seconds}, seconds)
         if "wrong" in reply:
             raise WrongResults(reply["wrong"])
         if "failed" in reply:
             raise CallFailed(reply["failed"])
-        results: list[float | None] = reply["results"]
+        results: list[Any] = reply["results"]
         return results
 
     def close(self) -> None:
@@ -271,8 +329,11 @@ def main() -> None:
             if function is None:
                 sys.path[:] = request["path"]
                 function, reply = load_function(request["load"]), {}
+            elif "text" in request:
+                reply = {"results": call_on_text(function, request["text"])}
             else:
-                reply = {"results": call_function(function, request["arguments"], request["global_step"])}
+                step, counts = request["global_step"], request["step_counts"]
+                reply = {"results": call_function(function, request["arguments"], step, counts)}
         except WrongResults as error:
             reply = {"wrong": str(error)}
         except BaseException as error:  # sys.exit in a reward function is a failed call like any other

@@ -143,6 +143,33 @@ def _numbers(
     return pairs
 
 
+def step_numbers(
+    completions: Sequence[Any], steps: Sequence[Sequence[str]], *, answer_column: str = "answer", **columns: Any
+) -> list[list[float]]:
+    """For each step 1 where the number that it gives (`read_number`) equals the one at its place in the answer column.
+
+    The column holds a list of the right intermediate results. A step beyond the list earns 0.
+
+    Raises:
+        ValueError: if the column is missing, or holds something that is no list of numbers.
+    """
+    return [
+        [float(number < len(right) and read_number(text) == right[number]) for number, text in enumerate(texts)]
+        for texts, right in zip(steps, map(_right_steps, _column(columns, answer_column)), strict=True)
+    ]
+
+
+def _right_steps(answers: Any) -> list[Fraction | None]:
+    if not isinstance(answers, (list, tuple)):
+        raise ValueError(
+            f"the answer {str(answers)!r:.60} is no list: set answer_column to a column with one number for each step"
+        )
+    right = [read_number(str(answer)) for answer in answers]
+    if None in right:
+        raise ValueError(f"{str(answers)!r:.60} holds something that is not a number")
+    return right
+
+
 # ---- texts ----
 
 
@@ -173,6 +200,23 @@ def _column(columns: dict[str, Any], name: str) -> Any:
         there = ", ".join(name for name in columns if name not in ("prompts", "completion_ids")) or "no column"
         raise ValueError(f"the data has no column {name!r}, it has {there}; set answer_column")
     return columns[name]
+
+
+# ---- length ----
+
+
+def overlong(completion_ids: Sequence[Sequence[int]], *, max_new_tokens: int, overlong_tokens: int) -> list[float]:
+    """0 as long as a completion ends well before the token limit, then down evenly to -1 at the limit.
+
+    R = 0 where |y| <= L - C;  (L - C - |y|) / C above      DAPO (arXiv 2503.14476), eq. 13
+
+    Args:
+        completion_ids: |y| tokens each, the end token included.
+        max_new_tokens: L; no completion is longer.
+        overlong_tokens: C, the tokens before the limit that cost something; above 0.
+    """
+    free = max_new_tokens - overlong_tokens
+    return [min(0.0, (free - len(ids)) / overlong_tokens) for ids in completion_ids]
 
 
 # ---- countdown ----

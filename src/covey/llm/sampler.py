@@ -39,13 +39,14 @@ class LanguageSampler:
     rows_at_once: int = 0  # 0 chooses by memory
     version: int = 0
 
-    def sample(self, starts: Sequence[Start], group_size: int, step: int) -> list[Group]:
+    def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """Groups in the order of `starts`. The end token, where one was sampled, is the last action."""
         prompts = [self.chat.encode(start.prompt) for start in starts]
         self._refuse_too_long(max(len(prompt) for prompt in prompts))
         groups: list[Group] = []
         for chosen in self._pieces(prompts, group_size):
-            rows = self._decode([starts[i].index for i in chosen], [prompts[i] for i in chosen], group_size, step)
+            rollouts = range(first_rollout, first_rollout + group_size)
+            rows = self._decode([starts[i].index for i in chosen], [prompts[i] for i in chosen], rollouts, step)
             for place, i in enumerate(chosen):
                 mine = rows[place * group_size : (place + 1) * group_size]
                 groups.append(Group(starts[i], [self._rollout(prompts[i], row) for row in mine]))
@@ -95,13 +96,13 @@ class LanguageSampler:
             version=self.version,
         )
 
-    def _decode(self, indices: list[int], prompts: list[tuple[int, ...]], group_size: int, step: int) -> list[_Row]:
+    def _decode(self, indices: list[int], prompts: list[tuple[int, ...]], rollouts: range, step: int) -> list[_Row]:
         """All rows of some prompts, in order, until each has ended."""
-        device = self.policy.device
+        device, group_size = self.policy.device, len(rollouts)
         row_count = len(prompts) * group_size
         prompt_of_row = torch.arange(len(prompts)).repeat_interleave(group_size)
         groups_R = np.repeat(np.array(indices, dtype=np.int64), group_size)
-        rollouts_R = np.tile(np.arange(group_size, dtype=np.int64), len(prompts))
+        rollouts_R = np.tile(np.array(rollouts, dtype=np.int64), len(prompts))
         rows = [_Row([], []) for _ in range(row_count)]
         decoder = self.policy.decoder([list(p) for p in prompts], prompt_of_row, self.max_new_tokens)
         logits_RV = decoder.prefill()[prompt_of_row.to(device)]

@@ -1,6 +1,7 @@
 """The final hidden states at the positions that predict each decision: what every head (tokens, values) reads.
 
-Shapes: B rollouts, T decisions, N decisions really made (the true entries of the mask, row by row), W hidden width.
+Shapes: B rollouts, T decisions, N decisions made (the true entries of the mask, row by row), L tokens of a forward
+pass, W hidden width.
 """
 
 from __future__ import annotations
@@ -10,42 +11,82 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from covey.data import Batch
 from covey.llm.attention import NO_MASK, PackedLayout
 
 
-def hidden_at_decisions(model: PreTrainedModel, batch: Batch, *, packed: bool) -> tuple[Tensor, Tensor]:
-    """Run a decoder without its output layer over `batch`.
+def hidden_at_decisions(model: nn.Module, batch: Batch, *, packed: bool) -> tuple[Tensor, Tensor]:
+    """Run a decoder without its output layer over `batch`, which lies on the decoder's device.
 
     Args:
-        model: a `base_model`; its device must hold `batch` too.
+        model: a `base_model`.
         packed: all rows in one row of tokens, a group's prompt fed once. Only for models whose attention takes a
-            layout; the others run one rollout at a time, recomputed for the gradient to bound memory.
+            layout; the others go rollout by rollout, recomputed for the gradient to bound memory.
 
     Returns:
-        hidden_NW and chosen_N, the position of each decision in the flattened mask_BT.
+        hidden_NW, and chosen_N: where each decision stands in the flattened mask_BT.
     """
     chosen_N = batch.mask_BT.flatten().nonzero()[:, 0]
-    lengths = decision_counts(batch)
     if packed:
-        hidden_NW = _packed(model, batch, lengths)[chosen_N]
-    else:
-        hidden_NW = _row_by_row(model, batch, lengths)[chosen_N]
-    return hidden_NW, chosen_N
+        hidden_LW, source_BT = _packed(model, batch)
+        return hidden_LW[source_BT.flatten().to(chosen_N.device)[chosen_N]], chosen_N
+    rows = []
+    for row, length in enumerate(row_lengths(batch)):
+        hidden_TW = checkpoint(_row, model, row_tokens(batch, row, length), length, use_reentrant=False)
+        rows.append(hidden_TW[batch.mask_BT[row, :length]])
+    return torch.cat(rows), chosen_N
 
 
-def decision_counts(batch: Batch) -> list[int]:
-    """Where each row's last decision stands, plus one."""
+def row_lengths(batch: Batch) -> list[int]:
+    """Columns up to and with the last decision of each row."""
     return [int(n) for n in batch.mask_BT.shape[1] - batch.mask_BT.flip(1).int().argmax(dim=1)]
 
 
-class _Source:
-    """Picks hidden states by their place in the flattened mask, before the [B * T, W] rectangle exists."""
+def row_tokens(batch: Batch, row: int, length: int) -> Tensor:
+    """tokens_L of one rollout: its prompt, then its first `length` actions."""
+    prompt = torch.tensor(batch.context[row], device=batch.actions_BT.device)
+    return torch.cat([prompt, batch.actions_BT[row, :length]])
 
-    def __init__(self, hidden_LW: Tensor, source_N: Tensor) -> None:
-        self.hidden_LW, self.source_N = hidden_LW, source_N
 
-    def __getitem__(self, chosen_N: Tensor) -> Tensor:
-        return self.hidden_LW[self.source_N[chosen_N]]
+def spread(value_N: Tensor, chosen_N: Tensor, batch: Batch) -> Tensor:
+    """value_BT: the decisions' values where they stand, 0 where nothing was decided."""
+    blank = torch.zeros(batch.mask_BT.numel(), dtype=value_N.dtype, device=value_N.device)
+    return blank.index_copy(0, chosen_N, value_N).view_as(batch.mask_BT)
+
+
+def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """hidden_LW of all tokens that are fed (a rollout's last is predicted but never fed), and source_BT: whose hidden
+    state predicts which decision; the prompt's last token for the first of a row, else the decision before.
+    """
+    device, lengths = batch.actions_BT.device, row_lengths(batch)
+    prompts: list[Any] = []
+    prompt_of_row: list[int] = []
+    previous = -1
+    for row, group in enumerate(batch.group_B.tolist()):
+        if group != previous:
+            prompts.append(batch.context[row])
+            previous = group
+        prompt_of_row.append(len(prompts) - 1)
+    layout = PackedLayout([len(p) for p in prompts], [n - 1 for n in lengths], prompt_of_row, device)
+    fed = [torch.tensor(p, device=device) for p in prompts]
+    fed += [batch.actions_BT[row, : n - 1] for row, n in enumerate(lengths)]
+    hidden_LW = model(
+        input_ids=torch.cat(fed)[None],
+        position_ids=layout.positions[None],
+        attention_mask=NO_MASK.to(device),
+        use_cache=False,
+        layout=layout,
+    ).last_hidden_state[0]
+
+    prompt_ends = torch.tensor(layout.prompt_lengths).cumsum(0) - 1
+    begins = torch.tensor([0, *[n - 1 for n in lengths[:-1]]]).cumsum(0) + layout.prompts.tokens
+    source_BT = begins[:, None] + torch.arange(batch.mask_BT.shape[1]) - 1
+    source_BT[:, 0] = prompt_ends[layout.prompt_of_row.cpu()]
+    return hidden_LW, source_BT
+
+
+def _row(model: nn.Module, tokens_L: Tensor, decisions: int) -> Tensor:
+    """hidden_TW that predict the last `decisions` tokens."""
+    hidden_LW: Tensor = model(input_ids=tokens_L[None, :-1], use_cache=False).last_hidden_state[0]
+    return hidden_LW[-decisions:]

@@ -39,7 +39,8 @@ METRICS: dict[str, Metric] = _glossary(
     Metric(
         "reward/mean",
         "reward",
-        "mean reward of the step's rollouts; rollouts whose grading failed are not counted",
+        "mean reward of the step's rollouts; rollouts whose grading failed are not counted, nor those that were added "
+        "to a group because of its rewards",
         "rises, with noise from step to step",
     ),
     Metric(
@@ -71,9 +72,11 @@ METRICS: dict[str, Metric] = _glossary(
     Metric(
         "kl",
         "nats per decision",
-        "distance from the reference: mean k3 estimate over sampled decisions; of a language model at any coefficient, "
-        "in control where it has one",
-        "0 at the first step, then grows slowly, often to between 0.01 and 0.5; a jump comes before collapse. In "
+        "distance from the reference: mean k3 estimate over sampled decisions, or where kl_estimator is exact on a "
+        "language model the exact one, before the first optimizer step; of a language model at any coefficient, in "
+        "control where it has one",
+        "0 at the first step and after a refresh of the reference, then grows slowly, often to between 0.01 and 0.5; a "
+        "jump comes before collapse. In "
         "control, where training begins from nothing, it grows without a bound unless the coefficient holds it",
     ),
     Metric(
@@ -118,6 +121,18 @@ METRICS: dict[str, Metric] = _glossary(
         "begins near 0 and rises above about 0.5; below 0 the critic does worse than a constant",
     ),
     Metric(
+        "value/mean",
+        "return",
+        "what the critic expected to be still earned, before the update: the mean over the decisions",
+        "near value/returns_mean; a language model's begins at 0",
+    ),
+    Metric(
+        "value/returns_mean",
+        "return",
+        "what the critic should have said: advantage plus value, the mean over the decisions",
+        "follows reward/mean; growing without bound means that the critic learns from its own words",
+    ),
+    Metric(
         "reward_scale",
         "-",
         "what rewards are divided by before learning, where reward_scaling is running_std",
@@ -134,7 +149,8 @@ METRICS: dict[str, Metric] = _glossary(
         "kl_coefficient",
         "-",
         "weight of the KL in this step",
-        "follows the recipe; at 0 the KL is only watched",
+        "follows the recipe; at 0 the KL is only watched. With a kl_target it moves by a fifth a step at the most and "
+        "settles once the KL is near its target",
     ),
     Metric(
         "ratio/max",
@@ -160,6 +176,12 @@ METRICS: dict[str, Metric] = _glossary(
         "mean length of a rollout; of a completion its end token included",
         "settles; no steady climb in language, with the return in control",
     ),
+    Metric(
+        "length/steps",
+        "steps",
+        "mean number of reasoning steps of a completion, where a reward pays them",
+        "settles near what the task needs; one that drifts to 1, or climbs, is after the sum of step rewards",
+    ),
     Metric("length/max", "decisions", "longest rollout of the step", "at most max_new_tokens or the episode's limit"),
     Metric(
         "length/truncated_share",
@@ -171,8 +193,39 @@ METRICS: dict[str, Metric] = _glossary(
     Metric(
         "groups/dead_share",
         "share",
-        "share of groups whose rollouts all earned the same; they teach nothing and are left out of the update",
+        "share of the drawn groups whose rollouts all earned the same; they teach nothing and are left out of the "
+        "update",
         "below about 0.7; near 1 the starts are too hard or too easy, or group_size is too small",
+    ),
+    Metric(
+        "groups/drawn",
+        "count",
+        "groups that were sampled, the dropped ones among them; where a step may draw again",
+        "prompts_per_step at least; much more says that most prompts are too hard or too easy",
+    ),
+    Metric(
+        "groups/redraws",
+        "count",
+        "how often the step drew further prompts in place of groups whose rewards were all the same",
+        "below the recipe's redraws; at it, steps end with fewer groups than prompts_per_step",
+    ),
+    Metric(
+        "groups/size_mean",
+        "rollouts",
+        "mean size of a group; where sizes change over the run or differ within a step",
+        "follows the recipe; never above group_size where it is adaptive",
+    ),
+    Metric(
+        "groups/size_max",
+        "rollouts",
+        "largest group of the step",
+        "grows where few prompts are live; at group_size_most part of the budget goes unspent",
+    ),
+    Metric(
+        "groups/unspent",
+        "rollouts",
+        "adaptive: what is left of prompts_per_step x group_size, because no group varied or those that did were full",
+        "near 0; if it stays high, raise group_size_first, or group_size_most",
     ),
     Metric("groups/failed_rollouts", "count", "rollouts whose grading failed; they leave their group", "0"),
     Metric(
@@ -182,7 +235,27 @@ METRICS: dict[str, Metric] = _glossary(
         "optimizer step",
         "below 1e-4 in fp32, below about 0.02 in bf16; more means that they are not the same policy",
     ),
-    Metric("update/optimizer_steps", "count", "optimizer steps that were made", "epochs x minibatches"),
+    Metric(
+        "mismatch/kl",
+        "nats per decision",
+        "KL of the sampler to the trainer, before the first optimizer step: mean k3 estimate",
+        "below 1e-6 in fp32, below about 1e-3 in bf16; more asks for an importance_cap",
+    ),
+    Metric(
+        "mismatch/capped_share",
+        "share",
+        "share of trained decisions that the trainer finds more than importance_cap times as probable as the sampler",
+        "0 or nearly; where it is not, the sampler's weights are old",
+    ),
+    Metric(
+        "update/optimizer_steps",
+        "count",
+        "optimizer steps that the policy made",
+        "epochs x minibatches; 0 while a critic warms up",
+    ),
+    Metric(
+        "update/critic_steps", "count", "optimizer steps that the critic made", "(epochs + critic_epochs) x minibatches"
+    ),
     Metric(
         "update/epochs",
         "count",

@@ -27,17 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.config import ConfigError
+from covey.config.origins import CHECKPOINTS_FOLDER, CONFIG_FILE, CRITIC_FOLDER, MODEL_FOLDER  # noqa: F401 -- see above
 
 if TYPE_CHECKING:  # covey.data imports torch, which a mistake in a recipe must not wait for
     from covey.data import Group, Rollout, Start
 
-CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 ROLLOUTS_FOLDER = "rollouts"
-CHECKPOINTS_FOLDER = "checkpoints"
-MODEL_FOLDER = "model"
 
 
 class RunStore:
@@ -64,7 +62,9 @@ class RunStore:
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Append a finished step. Its rollouts are written before its metrics, so a line promises its rollouts."""
         lines = [
-            encode(rollout_record(step, group.start, rollout)) + b"\n" for group in groups for rollout in group.rollouts
+            encode(rollout_record(step, group.start, rollout, dropped=group.dropped)) + b"\n"
+            for group in groups
+            for rollout in group.rollouts
         ]
         path = self.rollouts_path(step)
         path.write_bytes(b"".join(lines))
@@ -184,8 +184,11 @@ def _parsed(lines: list[bytes], path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def rollout_record(step: int, start: Start, rollout: Rollout) -> dict[str, Any]:
-    """One rollout as a line of the rollouts file; `group` is the start's index within the step. No observations."""
+def rollout_record(step: int, start: Start, rollout: Rollout, *, dropped: bool = False) -> dict[str, Any]:
+    """One rollout as a line of the rollouts file; `group` is the start's index within the step. No observations.
+
+    "dropped" stands only in the lines of groups that nothing learned from because others were drawn in their place.
+    """
     record = {
         "step": step,
         "group": start.index,
@@ -198,7 +201,17 @@ def rollout_record(step: int, start: Start, rollout: Rollout) -> dict[str, Any]:
         "decisions": len(rollout.actions),
         "version": rollout.version,
     }
+    record |= {"dropped": True} if dropped else {}
+    record |= _steps(rollout)
     return record | ({"answer": start.columns["answer"]} if "answer" in start.columns else {})
+
+
+def _steps(rollout: Rollout) -> dict[str, Any]:
+    """The reasoning steps of a completion with what was earned at the end of each; nothing where it has none."""
+    if rollout.step_texts is None or rollout.step_ends is None or rollout.step_rewards is None:
+        return {}
+    earned = [rollout.step_rewards[end] for end in rollout.step_ends]
+    return {"steps": [list(step) for step in zip(rollout.step_texts, earned, strict=True)]}
 
 
 def encode(value: Any, indent: int | None = None) -> bytes:

@@ -32,7 +32,7 @@ class Assembled:
     parts: Parts
     settings: Settings
     measure: Callable[[str], list[Evaluation]]  # greedy, on what training never sees; the label is for the display
-    save: Callable[[Path], None]  # the trained policy, into a folder
+    save: Callable[[Path], None]  # what was trained, into the run folder
     facts: Callable[[], dict[str, Any]]  # what summary.json says beside what every run has
 
 
@@ -69,7 +69,7 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
     parameters = inspect.signature(build).parameters
     default: KLPenalty = parameters["kl"].default
     coefficient = default.coefficient(1) if loss.kl_coefficient is None else loss.kl_coefficient
-    to_behavior = getattr(loss, "kl_anchor", "") == "behavior"
+    to_behavior = loss.kl_anchor == "behavior"
     estimator = KL_ESTIMATORS[loss.kl_estimator] if loss.kl_estimator else default.estimator
     penalty = replace(
         default,
@@ -79,6 +79,7 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
         # To the reference, k1 pulls only from within the reward: as a part of the loss its expected gradient is zero.
         # The others pull only from within the loss: in the reward the two halves of k3 cancel.
         in_reward=estimator is kl.k1 and not to_behavior,
+        controller=_kl_controller(loss),
     )
     chosen = {name: value for name, value in options.items() if name in parameters}
     for field in ("clip_low", "clip_high", "dual_clip"):
@@ -87,7 +88,14 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
             if field not in parameters:
                 raise ConfigError(f"algorithm {name!r} does not clip: leave out loss.{field}")
             chosen[field] = value
-    return build(kl=penalty, **chosen)
+    return replace(build(kl=penalty, **chosen), importance_cap=getattr(loss, "importance_cap", None))
+
+
+def _kl_controller(loss: LossBase) -> schedules.KLController | None:
+    """What moves the KL coefficient after the warm-up, where there is a target."""
+    if loss.kl_target is None:
+        return None
+    return schedules.KLController(loss.kl_target, loss.kl_horizon, first_step=max(1, loss.kl_warmup_steps))
 
 
 def build_optimizer(module: nn.Module, update: UpdateBase) -> MasterAdamW:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from covey.algorithms import Credit, outcome, reward_to_go, within_rollout
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.reader import config_from_dict, read_tables
 from covey.control.branches import BranchSampler, refuse_uncopyable
@@ -26,6 +25,7 @@ from covey.control.sampler import ControlSampler, EpisodeSampler, FragmentSample
 from covey.control.spaces import Continuous
 from covey.control.tape import play
 from covey.control.task import EnvironmentPays, EpisodeStarts, reset_seeds
+from covey.credits import Credit, outcome, reward_to_go, within_rollout
 from covey.observe.display import Display
 from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
 from covey.observe.statistics import mean_score
@@ -147,6 +147,7 @@ class ControlWorld:
                 single_decisions=True,
                 target_kl=update.target_kl,
                 critic_epochs=update.critic_epochs,
+                critic_warmup_steps=update.critic_warmup_steps,
             ),
             learning_rate=learning_rate(update.learning_rate, update, config.steps),
             critic_learning_rate=learning_rate(
@@ -154,7 +155,13 @@ class ControlWorld:
             ),
             checkpoint_every=config.checkpoint.every,
         )
-        return Assembled(parts, settings, evaluation.measure, policy.save, lambda: self._facts(sampler))
+        return Assembled(
+            parts,
+            settings,
+            evaluation.measure,
+            lambda run_dir: policy.save(run_dir / MODEL_FOLDER),
+            lambda: self._facts(sampler),
+        )
 
     def close(self) -> None:
         for environments in (self.environments, self.trunks, self._evaluation):

@@ -10,23 +10,34 @@ from typing import Any
 
 import torch
 
+from covey.algorithms import Algorithm
 from covey.config import ConfigError, EvaluationConfig, RewardConfig, RunConfig, SamplingConfig
+from covey.config.gathering_checks import NOT_BY_GROUP
+from covey.config.origins import find_origin
+from covey.config.process_checks import no_step_reward
+from covey.core import kl
+from covey.credits import Credit, outcome, process, process_by_step
 from covey.data import Start, Task
 from covey.llm.chat import Chat
+from covey.llm.critic import LanguageCritic
 from covey.llm.grader import RewardGrader, WeightedReward, build_grader
-from covey.llm.loading import load_model
+from covey.llm.loading import load_model, pin_model, take_over
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import build_task
 from covey.observe.display import Display
-from covey.observe.run_store import RunStore
+from covey.observe.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
 from covey.recipes.build import Assembled, build_algorithm, build_checkpoints, build_optimizer, learning_rate
 from covey.recipes.held_out import HeldOut, answer
 from covey.runtime.device import choose_device, choose_precision, environment, set_threads
+from covey.runtime.following import FollowingWeights
+from covey.train.gather import Gathering
 from covey.train.loop import Parts, Settings
 from covey.train.update import UpdatePlan
 
 Reward = Callable[..., Any] | WeightedReward
+
+CREDITS: dict[str, Credit] = {"outcome": outcome, "process": process, "process_by_step": process_by_step}
 
 
 @dataclass(frozen=True)
@@ -64,14 +75,23 @@ def build_problem(config: RunConfig, task: Task | None = None, rewards: Sequence
         raise ConfigError(
             "there is no reward: add a [[rewards]] table, or hand functions to run(config, rewards=[...])"
         )
-    grader = build_grader(rewards or config.rewards, default)
+    grader = build_grader(rewards or config.rewards, default, _shaping(config), config.process.boundary)
+    if config.loss.credit != "outcome" and grader.splitter is None:
+        raise ConfigError(no_step_reward(config.loss.credit))
     task.held_out(config.evaluation.problems)
     try:
-        grader.check(task.draw(config.seed, 1, 2))
+        grader.check(task.draw(config.seed, 1, 2, first=0, before=0))
     except ConfigError:
         grader.close()
         raise
     return Problem(task, grader)
+
+
+def _shaping(config: RunConfig) -> list[WeightedReward]:
+    """Terms that the run adds to the user's rewards."""
+    if not config.overlong_tokens:
+        return []
+    return [WeightedReward.overlong(config.sampling.max_new_tokens, config.overlong_tokens)]
 
 
 def build_machine(device: str, precision: str, threads: int) -> Machine:
@@ -132,10 +152,12 @@ class LanguageWorld:
         self.problem = build_problem(config, task, rewards)
 
     def describe(self) -> str:
-        config = self.config
+        config, sampling = self.config, self.config.sampling
+        size = f"{sampling.group_size}" + (f" to {sampling.group_size_last}" if sampling.group_size_last else "")
+        kind = " (adaptive)" if sampling.adaptive else ""
         return (
             f"{config.algorithm} on {config.model}, {config.steps} steps of "
-            f"{config.sampling.prompts_per_step} prompts x {config.sampling.group_size} rollouts; "
+            f"{sampling.prompts_per_step} prompts x {size} rollouts{kind}; "
             f"{self.chosen.device.type}, "
             f"{str(self.chosen.dtype).removeprefix('torch.')}"
         )
@@ -150,45 +172,129 @@ class LanguageWorld:
         if not loaded.policy.shares_prompts:
             display.note("this model's attention is not known to covey: prompts are not shared, which is slower")
         update = config.update
-        frozen = copy.deepcopy(loaded.policy.module).requires_grad_(False)
+        problem.grader.use_chat(loaded.chat)
+        self._tell_of_steps(display)
+        critic = build_critic(config, loaded.policy, display) if config.algorithm == "ppo" else None
+        reference = LanguagePolicy(
+            copy.deepcopy(loaded.policy.module).requires_grad_(False),
+            temperature=config.sampling.temperature,
+            microbatch_tokens=update.microbatch_tokens,
+        )
+        algorithm = _algorithm(config)
+        if algorithm.kl.by_policy and config.kl_coefficient != 0:
+            loaded.policy.anchor = reference
         held_out = HeldOut(config.evaluation, problem.task, problem.grader, loaded.sampler, display)
         parts = Parts(
             task=problem.task,
             sampler=loaded.sampler,
             grader=problem.grader,
             policy=loaded.policy,
-            reference=LanguagePolicy(
-                frozen, temperature=config.sampling.temperature, microbatch_tokens=update.microbatch_tokens
-            ),
-            algorithm=build_algorithm(
-                config.algorithm,
-                config.loss,
-                max_length=config.sampling.max_new_tokens,
-                entropy_coefficient=config.loss.entropy_coefficient,
-            ),
+            reference=reference,
+            follower=_follower(config, reference, loaded.policy),
+            algorithm=algorithm,
             optimizer=build_optimizer(loaded.policy.module, update),
             observers=(store, display),
             checkpoints=build_checkpoints(store, config.checkpoint.keep),
             evaluate=held_out.due,
+            critic=critic,
+            critic_optimizer=build_optimizer(critic.module, update) if critic else None,
         )
         settings = Settings(
             steps=config.steps,
             seed=config.seed,
             starts_per_step=config.sampling.prompts_per_step,
             group_size=config.sampling.group_size,
-            plan=UpdatePlan(update.epochs, update.minibatches),
+            gathering=_gathering(config),
+            plan=UpdatePlan(
+                update.epochs,
+                update.minibatches,
+                target_kl=update.target_kl,
+                critic_epochs=update.critic_epochs,
+                critic_warmup_steps=update.critic_warmup_steps,
+            ),
             learning_rate=learning_rate(update.learning_rate, update, config.steps),
+            critic_learning_rate=learning_rate(
+                update.critic_learning_rate or update.learning_rate, update, config.steps
+            ),
             mask_truncated=config.loss.mask_truncated,
             checkpoint_every=config.checkpoint.every,
+            follow_every=config.reference.refresh_every,
             decision_budget=config.token_budget,
         )
         return Assembled(
-            parts, settings, lambda label: held_out.measure(f"held-out accuracy {label}"), loaded.save,
-            lambda: {"model": config.model},
+            parts, settings, lambda label: held_out.measure(f"held-out accuracy {label}"),
+            lambda run_dir: _save(run_dir, loaded, critic), lambda: {"model": config.model},
         )  # fmt: skip
+
+    def _tell_of_steps(self, display: Display) -> None:
+        config = self.config
+        by_outcome = config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP
+        if by_outcome and self.problem.grader.splitter is not None:
+            display.note("step rewards are only added up; loss.credit = process or process_by_step would compare steps")
 
     def close(self) -> None:
         self.problem.grader.close()
+
+
+def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) -> LanguageCritic:
+    """The critic that goes with a policy: a new one, or that of the run which the policy comes from.
+
+    Raises:
+        ConfigError: where that run's critic does not fit.
+    """
+    critic = LanguageCritic(policy, own_trunk=config.critic.trunk == "own")
+    origin = find_origin(pin_model(config.model))
+    if origin is None:
+        return critic
+    folder = origin.run_dir / CRITIC_FOLDER
+    if origin.from_checkpoint and origin.told["algorithm"] == config.algorithm:
+        take_over(critic.module, origin, "critic_optimizer", "set critic.trunk as that run has it")
+        display.note(f"the critic goes on from {config.model}")
+    elif not origin.from_checkpoint and folder.is_dir():
+        critic.load(folder)
+        display.note(f"the critic goes on from {folder}")
+    return critic
+
+
+def _save(run_dir: Path, loaded: LoadedPolicy, critic: LanguageCritic | None) -> None:
+    loaded.save(run_dir / MODEL_FOLDER)
+    if critic is not None:
+        critic.save(run_dir / CRITIC_FOLDER)
+
+
+def _algorithm(config: RunConfig) -> Algorithm:
+    loss = config.loss
+    algorithm = build_algorithm(
+        config.algorithm,
+        replace(loss, kl_coefficient=config.kl_coefficient),
+        max_length=config.sampling.max_new_tokens,
+        entropy_coefficient=loss.entropy_coefficient,
+        credit=CREDITS[loss.credit],
+        gamma=loss.gamma,
+        lam=loss.gae_lambda,
+        whiten=loss.whiten,
+        value_coefficient=loss.value_coefficient,
+        value_clip=loss.value_clip,
+    )
+    # Of a vocabulary only the policy itself can sum up the KL: there is no list of all probabilities.
+    return replace(algorithm, kl=replace(algorithm.kl, by_policy=algorithm.kl.estimator is kl.exact))
+
+
+def _follower(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> FollowingWeights | None:
+    """What moves the reference after the policy, where [reference] wants that."""
+    if not config.reference.refresh_every:
+        return None
+    return FollowingWeights(reference.module, policy.module, config.reference.refresh_share)
+
+
+def _gathering(config: RunConfig) -> Gathering:
+    sampling = config.sampling
+    return Gathering(
+        group_size_last=sampling.group_size_last,
+        adaptive_first=sampling.group_size_first if sampling.adaptive else None,
+        adaptive_most=sampling.group_size_most,
+        redraws=config.redraws,
+    )
 
 
 def evaluate_model(

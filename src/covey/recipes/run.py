@@ -19,7 +19,7 @@ from covey.config.reader import config_from_dict, read_tables, write_config
 from covey.data import Task
 from covey.observe.curve import draw_curve
 from covey.observe.display import Display
-from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore, next_run_dir, read_metrics, write_atomically
+from covey.observe.run_store import CONFIG_FILE, RunStore, next_run_dir, read_metrics, write_atomically
 from covey.recipes.build import Evaluation, World
 from covey.runtime.device import differences, peak_memory_bytes
 from covey.train.loop import Progress, load_checkpoint, train
@@ -52,8 +52,12 @@ def run(
         ConfigError: for a mistake in what was asked for, before the model is loaded where that is possible.
         RunError: where training cannot go on.
     """
-    validate(config, own_task=task is not None)
+    validate(config, own_task=task is not None, own_rewards=bool(rewards))
     config = replace(config, run_dir=config.run_dir or str(next_run_dir(recipe_name)))
+    if isinstance(config, RunConfig):
+        from covey.llm.loading import pin_model
+
+        config = replace(config, model=pin_model(config.model))
     world = open_world(config, task, rewards)
     try:
         store = RunStore(config.run_dir)
@@ -72,7 +76,7 @@ def resume(run_dir: Path, *, task: Task | None = None, rewards: Sequence[Reward]
         ConfigError: where the folder holds no run that can be resumed.
     """
     config = replace(config_from_dict(read_tables(run_dir / CONFIG_FILE)), run_dir=str(run_dir))
-    validate(config, own_task=task is not None)
+    validate(config, own_task=task is not None, own_rewards=bool(rewards))
     world = open_world(config, task, rewards)
     try:
         store = RunStore(run_dir, resume=True)
@@ -134,7 +138,7 @@ def _carry_out(
             display.note(f"stopped after step {progress.step}. Go on with: covey train --resume {store.run_dir}")
             return None
         after = assembled.measure("after")
-    assembled.save(store.run_dir / MODEL_FOLDER)
+    assembled.save(store.run_dir)
     summary = _summarise(config, world, store, progress, origin, after) | assembled.facts()
     store.write_summary(summary)
     draw_curve(store.run_dir)

@@ -110,13 +110,30 @@ class CheckpointFolder:
         Raises:
             CheckpointError: if that checkpoint is missing or damaged.
         """
+        folder = self._undamaged(step)
+        tensors = safetensors.torch.load_file(folder / _TENSORS)
+        state: dict[str, Any] = _put_in_tensors(json.loads((folder / _STATE).read_bytes()), tensors)
+        return state
+
+    def tensors(self, step: int, below: str) -> dict[str, Tensor]:
+        """Only the tensors of a nested dict of the state, such as "optimizer/masters", by their names in it.
+
+        Raises:
+            CheckpointError: if that checkpoint is missing or damaged, or holds no such dict.
+        """
+        folder = self._undamaged(step)
+        with safetensors.safe_open(folder / _TENSORS, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(f"{below}/")]  # noqa: SIM118 -- it is no dict
+            if not names:
+                raise CheckpointError(f"checkpoint {folder} holds no {below}: name another")
+            return {name.removeprefix(f"{below}/"): file.get_tensor(name) for name in names}
+
+    def _undamaged(self, step: int) -> Path:
         folder = self.folder(step)
         damage = _damage(folder)
         if damage is not None:
             raise CheckpointError(f"checkpoint {folder} cannot be loaded ({damage}): resume from an earlier one")
-        tensors = safetensors.torch.load_file(folder / _TENSORS)
-        state: dict[str, Any] = _put_in_tensors(json.loads((folder / _STATE).read_bytes()), tensors)
-        return state
+        return folder
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of `step` is or would be."""

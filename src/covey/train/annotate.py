@@ -57,6 +57,7 @@ def annotate(
     rows = len(batch)
     to_reference = bool(kl_coefficient) and not algorithm.kl.to_behavior
     kl_in_loss = bool(kl_coefficient) and not algorithm.kl.in_reward
+    kl_left_to_policy = to_reference and algorithm.kl.by_policy
     reference_BT = torch.full_like(batch.behavior_logprobs_BT, math.nan)
     distribution_BTV = None
     if reference is not None and to_reference and not kl_in_loss:
@@ -69,21 +70,20 @@ def annotate(
     counted_BT = batch.mask_BT & batch.valid_B[:, None]
     if mask_truncated:
         counted_BT = counted_BT & ~batch.truncated_B[:, None]
-    alive = _alive_groups(batch, advantages_BT)
+    alive = alive_groups(batch, advantages_BT)
     pulled = kl_in_loss or bool(algorithm.entropy_coefficient)
     teaching_B = alive[batch.group_B] if pulled else (advantages_BT != 0).any(dim=1)
     teaches_B = counted_BT.any(dim=1) & (teaching_B | (critic is not None))
     metrics = {"groups/dead_share": 1.0 - float(alive.float().mean())}
 
-    if reference is not None and ((kl_in_loss and to_reference) or not kl_coefficient):
-        watched_B = teaches_B if kl_in_loss else batch.valid_B & (batch.group_B % WATCH_EVERY == 0)
-        reference_BT, distribution_BTV = evaluated(reference, batch, watched_B)
+    if reference is not None and not kl_left_to_policy and (kl_in_loss or not to_reference):
+        watched_B = batch.valid_B & (batch.group_B % WATCH_EVERY == 0)
+        reference_BT, distribution_BTV = evaluated(reference, batch, teaches_B if to_reference else watched_B)
     known_BT = batch.mask_BT & ~reference_BT.isnan()
     if known_BT.any():
         # k3 of the sampled decisions, whatever estimator the algorithm uses: never negative and of low variance.
         metrics["kl"] = float(k3(batch.behavior_logprobs_BT, reference_BT)[known_BT].mean())
-    if batch.values_BT is not None and returns_BT is not None:
-        metrics["value/explained_variance"] = float(explained_variance(batch.values_BT, returns_BT, counted_BT))
+    metrics |= _value_metrics(batch.values_BT, returns_BT, counted_BT)
 
     old_BT, old_BTV = evaluated(policy, batch, teaches_B) if optimizer_steps > 1 else (None, None)
     batch = replace(
@@ -152,6 +152,17 @@ def _with_values(batch: Batch, policy: Policy, critic: Critic) -> Batch:
     return replace(batch, values_BT=values_BT, next_value_B=torch.where(batch.truncated_B, next_value_B, 0.0))
 
 
+def _value_metrics(values_BT: Tensor | None, returns_BT: Tensor | None, counted_BT: Tensor) -> dict[str, float]:
+    """How well the critic foresaw the returns; nothing where there is none."""
+    if values_BT is None or returns_BT is None:
+        return {}
+    metrics = {"value/explained_variance": float(explained_variance(values_BT, returns_BT, counted_BT))}
+    if counted_BT.any():
+        metrics["value/mean"] = float(values_BT[counted_BT].mean())
+        metrics["value/returns_mean"] = float(returns_BT[counted_BT].mean())
+    return metrics
+
+
 def _charge_kl(batch: Batch, algorithm: Algorithm, reference_BT: Tensor, coefficient: float) -> Batch:
     """The batch with the KL taken off its rewards: DeepSeekMath (arXiv 2402.03300), eq. 2."""
     penalty_BT = coefficient * algorithm.kl.estimator(batch.behavior_logprobs_BT, reference_BT)
@@ -159,7 +170,7 @@ def _charge_kl(batch: Batch, algorithm: Algorithm, reference_BT: Tensor, coeffic
     return replace(batch, reward_B=batch.reward_B - penalty_BT.sum(dim=1), rewards_BT=batch.rewards_BT - penalty_BT)
 
 
-def _alive_groups(batch: Batch, advantages_BT: Tensor) -> Tensor:
+def alive_groups(batch: Batch, advantages_BT: Tensor) -> Tensor:
     """For every group: did some rollout do better than another?"""
     alive = torch.zeros(int(batch.group_B.max()) + 1, dtype=torch.bool)
     alive[batch.group_B[(advantages_BT != 0).any(dim=1)]] = True

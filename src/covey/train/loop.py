@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
 from covey.algorithms import Algorithm
 from covey.config import RunError
 from covey.core.schedules import Schedule
-from covey.data import Checkpoints, Critic, Grader, Group, Observer, Policy, Sampler, Task, collate
+from covey.data import Checkpoints, Critic, Follower, Grader, Group, Observer, Policy, Sampler, Task, collate
 from covey.runtime.device import peak_memory_bytes
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.annotate import annotate
+from covey.train.gather import Gathering, gather
 from covey.train.update import Learner, StepSizes, UpdatePlan, update
 
 # A single bad batch is skipped; a run whose steps are all bad has broken.
@@ -38,6 +40,7 @@ class Parts:
     evaluate: Callable[[int], dict[str, float]]  # held-out metrics after a step; empty where none is due
     critic: Critic | None = None  # where the algorithm has a value loss
     critic_optimizer: MasterAdamW | None = None
+    follower: Follower | None = None  # of the reference, where it follows the policy
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Settings:
     critic_learning_rate: Schedule | None = None  # None: the policy's
     mask_truncated: bool = False
     checkpoint_every: int = 20
+    follow_every: int = 0  # steps after which the reference follows the policy; 0 is never
+    gathering: Gathering = field(default_factory=Gathering)
     decision_budget: int = 0  # training also ends once so many were sampled; 0 is no limit
 
     def is_done(self, progress: Progress) -> bool:
@@ -68,7 +73,9 @@ class Progress:
     step: int = 0
     version: int = 0  # of the weights: one more with every update
     decisions: int = 0  # sampled so far
+    starts: int = 0  # drawn so far
     skipped_in_a_row: int = 0
+    kl_coefficient: float | None = None  # where a controller has set it; None: the schedule does
 
 
 def train(parts: Parts, settings: Settings, progress: Progress, *, should_stop: Callable[[], bool]) -> None:
@@ -103,57 +110,81 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
     sizes = StepSizes(
         learning_rate=settings.learning_rate(step),
         critic_learning_rate=(settings.critic_learning_rate or settings.learning_rate)(step),
-        kl_coefficient=parts.algorithm.kl.coefficient(step),
+        kl_coefficient=_kl_coefficient(parts, progress, step),
     )
     clock = _Clock()
 
-    starts = parts.task.draw(settings.seed, step, settings.starts_per_step)
-    with clock.measure("time/sample"):
-        groups = parts.sampler.sample(starts, settings.group_size, step)
-    with clock.measure("time/grade"):
-        groups = parts.grader.grade(groups)
-    metrics = describe(groups)
+    gathered = gather(parts, settings, step, progress.starts, clock.measure)
+    groups = gathered.all_groups
+    metrics = describe(groups) | describe_rewards(gathered.unselected) | gathered.metrics
     with clock.measure("time/annotate"):
         batch, found = annotate(
-            collate(groups),
+            collate(gathered.groups),
             parts.policy,
             parts.reference,
             parts.algorithm,
             critic=parts.critic,
             kl_coefficient=sizes.kl_coefficient,
-            optimizer_steps=settings.plan.optimizer_steps,
+            optimizer_steps=settings.plan.policy_epochs(step) * settings.plan.minibatches,
             mask_truncated=settings.mask_truncated,
         )
     with clock.measure("time/update"):
         learned = update(learner, parts.algorithm, batch, settings.plan, sizes, seed=settings.seed, step=step)
     with clock.measure("time/refresh"):
         parts.sampler.refresh(progress.version + 1)
+        if parts.follower is not None and step % settings.follow_every == 0:
+            parts.follower.follow()
 
     progress.step = step
     progress.version += 1
+    progress.starts += len(groups)
     progress.decisions += int(metrics["decisions/sampled"])
     bad = bool(learned["update/skipped_steps"]) and not learned["update/optimizer_steps"]
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if bad else 0
-    metrics |= found | learned | {"learning_rate": sizes.learning_rate, "kl_coefficient": sizes.kl_coefficient}
+    metrics |= (
+        gathered.shares_of_all(found)
+        | learned
+        | {"learning_rate": sizes.learning_rate, "kl_coefficient": sizes.kl_coefficient}
+    )
     metrics |= clock.read(metrics["decisions/sampled"])
+    _control_kl(parts, progress, metrics, sum(len(group.rollouts) for group in groups))
     return metrics, groups
 
 
+def _kl_coefficient(parts: Parts, progress: Progress, step: int) -> float:
+    """What the controller has set, or what the schedule says as long as it has not."""
+    return parts.algorithm.kl.coefficient(step) if progress.kl_coefficient is None else progress.kl_coefficient
+
+
+def _control_kl(parts: Parts, progress: Progress, metrics: dict[str, float], rollouts: int) -> None:
+    """Set the KL coefficient of the next step, where there is a controller and a KL was measured."""
+    kl = parts.algorithm.kl
+    measured = metrics.get("kl/behavior" if kl.to_behavior else "kl", math.nan)
+    if kl.controller is not None and not math.isnan(measured):
+        progress.kl_coefficient = kl.controller.after(progress.step, metrics["kl_coefficient"], measured, rollouts)
+
+
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of freshly graded rollouts: rewards, lengths, ends. Failed rollouts count in no mean of rewards."""
+    """Metrics of freshly graded rollouts: rewards, lengths, ends."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    scores = [rollout.score for rollout in rollouts if rollout.score is not None]
     lengths = [len(rollout.actions) for rollout in rollouts]
-    metrics = {
-        "groups/failed_rollouts": float(len(rollouts) - len(rewards)),
+    steps = [len(rollout.step_ends) for rollout in rollouts if rollout.step_ends is not None]
+    return describe_rewards(groups) | {
+        **({"length/steps": fmean(steps)} if steps else {}),
+        "groups/failed_rollouts": float(sum(rollout.reward is None for rollout in rollouts)),
         "length/mean": fmean(lengths),
         "length/max": float(max(lengths)),
         "length/truncated_share": fmean(rollout.end.is_limit for rollout in rollouts),
         "decisions/sampled": float(sum(lengths)),
     }
-    if rewards:
-        metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+
+
+def describe_rewards(groups: Sequence[Group]) -> dict[str, float]:
+    """What rollouts earned on average. Those whose grading failed count in no mean."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    scores = [rollout.score for rollout in rollouts if rollout.score is not None]
+    metrics = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}
     if scores:
         metrics["score/mean"] = fmean(scores)
     parts: dict[str, list[float]] = {}
@@ -173,6 +204,8 @@ def save_checkpoint(parts: Parts, progress: Progress) -> None:
     }
     if parts.critic_optimizer is not None:
         state["critic_optimizer"] = parts.critic_optimizer.state_dict()
+    if parts.follower is not None:
+        state["reference"] = parts.follower.state_dict()
     parts.checkpoints.save(progress.step, state)
 
 
@@ -182,6 +215,8 @@ def load_checkpoint(parts: Parts, state: dict[str, Any]) -> Progress:
     parts.optimizer.load_state_dict(state["optimizer"])
     if parts.critic_optimizer is not None:
         parts.critic_optimizer.load_state_dict(state["critic_optimizer"])
+    if parts.follower is not None:
+        parts.follower.load_state_dict(state["reference"])
     parts.sampler.load_state_dict(state["sampler"])
     parts.sampler.refresh(progress.version)
     return progress
@@ -198,7 +233,7 @@ class _Clock:
     def measure(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - began
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def read(self, decisions: float) -> dict[str, float]:
         total = time.perf_counter() - self.began

@@ -51,9 +51,15 @@ class UpdatePlan:
     single_decisions: bool = False  # minibatches are drawn from all decisions; else groups stay whole
     target_kl: float | None = None  # nats per decision away from the old policy that end the epochs of a step
     critic_epochs: int = 0  # further passes that only the critic learns from
+    critic_warmup_steps: int = 0  # first steps that only the critic learns from
+
+    def policy_epochs(self, step: int) -> int:
+        """Passes that the policy learns from; `step` counts from 1."""
+        return 0 if step <= self.critic_warmup_steps else self.epochs
 
     @property
     def optimizer_steps(self) -> int:
+        """The policy's, of a step that it learns from."""
         return self.epochs * self.minibatches
 
 
@@ -75,25 +81,33 @@ def update(
     minibatches, so that the mean of the minibatches' gradients is the gradient of the step, however it is cut.
     """
     gathered = _Gathered()
-    for epoch in range(plan.epochs):
+    policy_epochs = plan.policy_epochs(step)
+    for epoch in range(policy_epochs):
         for minibatch in _minibatches(batch, plan, seed, step, epoch):
             for part in _microbatches(learner.policy, minibatch):
                 evaluation = learner.policy.evaluate(part)
                 part = part.to(evaluation.logprobs_BT.device)
                 terms = algorithm.loss(evaluation, part, sizes.kl_coefficient)
-                terms.loss.backward()  # type: ignore[no-untyped-call]
+                loss = terms.loss
+                if evaluation.values_BT is not None:  # one trunk, one backward
+                    value_loss = algorithm.critic_loss(evaluation.values_BT, part)
+                    gathered.add_critic(value_loss)
+                    loss = loss + value_loss
+                loss.backward()  # type: ignore[no-untyped-call]
                 gathered.add(part, evaluation, terms)
-                _teach_critic(learner, algorithm, part, gathered)
+                if evaluation.values_BT is None:
+                    _teach_critic(learner, algorithm, part, gathered)
             gathered.finish(learner.optimizer.step(sizes.learning_rate))
             _step_critic(learner, sizes, gathered)
         gathered.epochs += 1
         if plan.target_kl is not None and gathered.kl_of_epoch() > plan.target_kl:
             break
-    for epoch in range(plan.epochs, plan.epochs + plan.critic_epochs):
+    for epoch in range(policy_epochs, plan.epochs + plan.critic_epochs):
         for minibatch in _minibatches(batch, plan, seed, step, epoch):
             for part in _microbatches(learner.policy, minibatch):
                 _teach_critic(learner, algorithm, part, gathered)
             _step_critic(learner, sizes, gathered)
+    gathered.critic_epochs = gathered.epochs + plan.epochs - policy_epochs + plan.critic_epochs
     return gathered.metrics(plan)
 
 
@@ -109,7 +123,9 @@ def _teach_critic(learner: Learner, algorithm: Algorithm, part: Batch, gathered:
 
 def _step_critic(learner: Learner, sizes: StepSizes, gathered: _Gathered) -> None:
     if learner.critic_optimizer is not None:
-        gathered.skipped += not learner.critic_optimizer.step(sizes.critic_learning_rate).applied
+        applied = learner.critic_optimizer.step(sizes.critic_learning_rate).applied
+        gathered.critic_applied += applied
+        gathered.skipped += not applied
 
 
 def _minibatches(batch: Batch, plan: UpdatePlan, seed: int, step: int, epoch: int) -> Iterator[Batch]:
@@ -158,11 +174,13 @@ class _Gathered:
         # Loss, clipped low, clipped high, entropy, KL, decisions:
         self.sums: Tensor | None = None
         self.sums_before_epoch: list[float] = [0.0] * 6
-        self.mismatch = self.mismatch_decisions = 0.0
+        self.mismatch = self.mismatch_kl = self.mismatch_decisions = 0.0
+        self.reference_kl: float | None = None  # where the policy measures it, before the first optimizer step
+        self.capped: Tensor | None = None
         self.log_ratio_max = torch.tensor(0.0)
         self.critic_loss: Tensor | None = None
         self.grad_norms: list[float] = []
-        self.applied = self.skipped = self.epochs = 0
+        self.applied = self.critic_applied = self.skipped = self.epochs = self.critic_epochs = 0
 
     @torch.no_grad()
     def add(self, part: Batch, evaluation: Evaluation, terms: LossTerms) -> None:
@@ -181,9 +199,15 @@ class _Gathered:
         self.sums = added if self.sums is None else self.sums + added
         self.log_ratio_max = torch.maximum(self.log_ratio_max.to(added.device), terms.log_ratio_BT.max())
         if not self.grad_norms and not self.skipped:  # before the first optimizer step: sampler against trainer
-            gap_BT = (evaluation.logprobs_BT - part.behavior_logprobs_BT).abs()
-            self.mismatch += float(gap_BT[mask_BT].sum())
+            gap_N = (evaluation.logprobs_BT - part.behavior_logprobs_BT)[mask_BT]
+            self.mismatch += float(gap_N.abs().sum())
+            self.mismatch_kl += float(k3(torch.zeros_like(gap_N), gap_N).sum())
             self.mismatch_decisions += float(mask_BT.sum())
+            if evaluation.kl_BT is not None:
+                self.reference_kl = (self.reference_kl or 0.0) + float(evaluation.kl_BT[mask_BT].sum())
+        if terms.capped_BT is not None:
+            capped = terms.capped_BT.sum()
+            self.capped = capped if self.capped is None else self.capped + capped
 
     def add_critic(self, loss: Tensor) -> None:
         self.critic_loss = loss.detach() if self.critic_loss is None else self.critic_loss + loss.detach()
@@ -216,10 +240,15 @@ class _Gathered:
         if count:
             metrics["entropy"] = entropy / decisions
             metrics["mismatch/mean"] = self.mismatch / max(self.mismatch_decisions, 1)
+            metrics["mismatch/kl"] = self.mismatch_kl / max(self.mismatch_decisions, 1)
             metrics["kl/behavior"] = kl / decisions
+        if self.reference_kl is not None:
+            metrics["kl"] = self.reference_kl / max(self.mismatch_decisions, 1)
+        if self.capped is not None:
+            metrics["mismatch/capped_share"] = float(self.capped) / decisions
         if self.critic_loss is not None:
-            passes = (self.epochs + plan.critic_epochs) * plan.minibatches
-            metrics["loss/value"] = float(self.critic_loss) / passes
+            metrics["loss/value"] = float(self.critic_loss) / (self.critic_epochs * plan.minibatches)
+            metrics["update/critic_steps"] = float(self.critic_applied)
         if self.grad_norms:
             metrics["grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
         return metrics

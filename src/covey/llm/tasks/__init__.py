@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from covey.config import ArithmeticConfig, CountdownConfig, JsonlConfig, WordProblemsConfig
+from covey.config import ArithmeticConfig, CountdownConfig, JsonlConfig, RunningTotalConfig, WordProblemsConfig
 from covey.data import Task
 from covey.llm.tasks.arithmetic import Arithmetic
 from covey.llm.tasks.countdown import Countdown
 from covey.llm.tasks.jsonl import Jsonl
+from covey.llm.tasks.running_total import RunningTotal
 from covey.llm.tasks.word_problems import WordProblems
 
-__all__ = ["Arithmetic", "Countdown", "Jsonl", "WordProblems", "build_task"]
+__all__ = ["Arithmetic", "Countdown", "Jsonl", "RunningTotal", "WordProblems", "build_task"]
 
 _TASKS: dict[type, Callable[..., Task]] = {
     ArithmeticConfig: Arithmetic,
     CountdownConfig: Countdown,
     WordProblemsConfig: WordProblems,
+    RunningTotalConfig: RunningTotal,
     JsonlConfig: Jsonl,
 }
 

@@ -29,6 +29,7 @@ class Problem:
     key: str  # the content that decides the side; equal for problems that give each other away, as 3 + 5 and 5 + 3
     question: str
     columns: dict[str, Any]
+    examples: tuple[tuple[str, str], ...] = ()  # questions and answers shown before, as earlier turns of the chat
 
 
 def stable_hash(*parts: Any) -> int:
@@ -52,11 +53,11 @@ class GeneratedTask(ABC):
     def problem(self, rng: random.Random) -> Problem:
         """A random problem of either side."""
 
-    def draw(self, seed: int, step: int, count: int) -> list[Start]:
-        """`count` training starts; each is a function of (seed, step, its index) alone."""
+    def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
+        """`count` training starts; each is a function of (seed, step, its index) alone: `before` changes nothing."""
         return [
             _start(index, self._training_problem(random.Random(stable_hash("draw", seed, step, index))))
-            for index in range(count)
+            for index in range(first, first + count)
         ]
 
     def held_out(self, count: int) -> list[Start]:
@@ -89,7 +90,10 @@ class GeneratedTask(ABC):
 
 
 def _start(index: int, problem: Problem) -> Start:
-    prompt = [{"role": "user", "content": problem.question}]
+    prompt = []
+    for question, answer in problem.examples:
+        prompt += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    prompt.append({"role": "user", "content": problem.question})
     return Start(index=index, prompt=prompt, columns=dict(problem.columns))
 
 

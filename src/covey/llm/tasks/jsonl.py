@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -62,13 +62,13 @@ class Jsonl:
         else:
             self._training, self._held_out = _split(rows, config)
 
-    def draw(self, seed: int, step: int, count: int) -> list[Start]:
-        """The `count` rows of a step, counted from 1: those at positions (step - 1) * count and on."""
+    def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
+        """The `count` rows of a step that follow on those drawn `before`; steps count from 1."""
         size = len(self._training)
-        first = (step - 1) * count
+        begin = (step - 1) * count + first if before is None else before
         return [
-            _start(index, self._training[_order(seed, (first + index) // size, size)[(first + index) % size]])
-            for index in range(count)
+            _start(first + place, self._training[order_of_pass(seed, position // size, size)[position % size]])
+            for place, position in enumerate(range(begin, begin + count))
         ]
 
     def held_out(self, count: int) -> list[Start]:
@@ -131,6 +131,11 @@ def _row(number: int, line: bytes) -> Row:
         raise ValueError("nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object is needed, this is {_kind(record)}")
+    return row_of(number, record)
+
+
+def row_of(number: int, record: Mapping[str, Any]) -> Row:
+    """A row of a data set, checked. Raises ValueError with what is wrong with it."""
     columns = dict(record)
     if "prompt" in columns:
         prompt = columns.pop("prompt")
@@ -180,7 +185,7 @@ def _prompt_hash(content: str) -> int:
 
 
 @lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, size: int) -> Sequence[int]:
+def order_of_pass(seed: int, epoch: int, size: int) -> Sequence[int]:
     """The order of pass `epoch` over `size` rows."""
     order = list(range(size))
     random.Random(stable_hash("order", seed, epoch)).shuffle(order)

@@ -1,0 +1,74 @@
+"""What cannot work of how the groups of a step come together, and of their token limit."""
+
+from __future__ import annotations
+
+from covey.config import ConfigError, RunConfig, SamplingConfig
+
+NOT_BY_GROUP = ("ppo", "reinforce_pp")  # compare with a critic or with the whole step: no group is dead for them
+
+
+def check_gathering(config: RunConfig) -> None:
+    """Refuse contradictions in the group fields of [sampling].
+
+    Raises:
+        ConfigError: one line that names the field and the fix.
+    """
+    sampling, algorithm = config.sampling, config.algorithm
+    _check_overlong(sampling)
+    _check_schedule(sampling, config.steps)
+    for name, wanted in (("adaptive", sampling.adaptive), ("redraws", config.redraws > 0)):
+        if wanted and algorithm in NOT_BY_GROUP:
+            raise ConfigError(
+                f"sampling.{name} is set, but {algorithm} does not compare within groups, so a group whose rewards are "
+                "all the same teaches it too: take it out, or choose grpo"
+            )
+    if sampling.adaptive and config.redraws:
+        raise ConfigError(
+            f"sampling.adaptive with {config.redraws} redraws: both say what follows a group whose rewards are all the "
+            "same; set redraws = 0, or take out adaptive"
+        )
+    if sampling.adaptive:
+        _check_adaptive(sampling)
+    else:
+        _refuse_adaptive_fields(sampling)
+
+
+def _check_overlong(sampling: SamplingConfig) -> None:
+    tokens, limit = sampling.overlong_tokens, sampling.max_new_tokens
+    if tokens is not None and tokens > limit:
+        raise ConfigError(
+            f"sampling.overlong_tokens ({tokens}) are the last ones of max_new_tokens ({limit}): set it to at most "
+            f"{limit} (a fifth is usual)"
+        )
+
+
+def _check_schedule(sampling: SamplingConfig, steps: int) -> None:
+    if sampling.group_size_last is not None and steps < 2:
+        raise ConfigError(
+            "sampling.group_size_last is reached at the last step, and the run has one step: set steps to 2 or more, "
+            "or take it out"
+        )
+
+
+def _check_adaptive(sampling: SamplingConfig) -> None:
+    sizes = [sampling.group_size]
+    if sampling.group_size_last is not None:
+        sizes.append(sampling.group_size_last)
+    first, most = sampling.group_size_first, sampling.group_size_most
+    if first > min(sizes):
+        raise ConfigError(
+            f"sampling.group_size_first ({first}) spends more than the budget of group_size ({min(sizes)}) rollouts a "
+            f"prompt: set it to at most {min(sizes)} (4 is usual)"
+        )
+    if most is not None and most < max(sizes):
+        raise ConfigError(
+            f"sampling.group_size_most ({most}) is below group_size ({max(sizes)}), so part of the budget could never "
+            f"be spent: set it to {max(sizes)} or more"
+        )
+
+
+def _refuse_adaptive_fields(sampling: SamplingConfig) -> None:
+    default = SamplingConfig()
+    for name in ("group_size_first", "group_size_most"):
+        if getattr(sampling, name) != getattr(default, name):
+            raise ConfigError(f"sampling.{name} is set, but only adaptive groups use it: set adaptive = true too")

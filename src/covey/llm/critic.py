@@ -1,0 +1,104 @@
+"""PPO's critic on a language model: a value head on a decoder, which says how much reward is still to come.
+
+Shapes: B rollouts, T decisions, N decisions made, W hidden width.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+
+from covey.config import ConfigError
+from covey.data import Batch
+from covey.llm.policy import LanguagePolicy
+from covey.llm.trunk import hidden_at_decisions, spread
+
+HEAD_FILE = "value_head.safetensors"
+
+
+class ValueHead(nn.Module):
+    """value_N = W h + b, in fp32 (fp64 on an fp64 decoder). It begins as zero, and so do all values."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 1, dtype=torch.promote_types(dtype, torch.float32))
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_NW: Tensor) -> Tensor:
+        """value_N."""
+        value_N: Tensor = self.linear(hidden_NW.to(self.linear.weight.dtype))[:, 0]
+        return value_N
+
+
+class LanguageCritic:
+    """Meets `covey.data.Critic`.
+
+    `module` is what its optimizer moves. With a trunk of its own (a copy of the policy's decoder as it is now, without
+    the output layer) that is the trunk and the head. On the policy's trunk it is the head alone: the policy then tells
+    the values along when it is evaluated (`Evaluation.values_BT`), so that one backward moves its trunk by both losses,
+    and where only the critic is to learn, only the head does.
+    """
+
+    def __init__(self, policy: LanguagePolicy, *, own_trunk: bool = True) -> None:
+        decoder = policy.module.base_model
+        assert isinstance(decoder, PreTrainedModel)
+        width = policy.module.config.get_text_config().hidden_size
+        self.trunk: PreTrainedModel = copy.deepcopy(decoder) if own_trunk else decoder
+        self.own_trunk = own_trunk
+        self.packed = policy.shares_prompts
+        self.head = ValueHead(width, decoder.dtype).to(policy.device)
+        self.module: nn.Module = nn.ModuleDict({"trunk": self.trunk, "head": self.head}) if own_trunk else self.head
+        if not own_trunk:
+            policy.value_head = self.head
+
+    def values(self, batch: Batch) -> Tensor:
+        """values_BT: of the state before every decision (the prompt and what was sampled so far); 0 where undecided."""
+        batch = batch.to(self.head.linear.weight.device)
+        with torch.set_grad_enabled(self.own_trunk and torch.is_grad_enabled()):
+            hidden_NW, chosen_N = hidden_at_decisions(self.trunk, batch, packed=self.packed)
+        return spread(self.head(hidden_NW), chosen_N, batch)
+
+    def next_values(self, batch: Batch) -> Tensor:
+        """next_value_B = 0, also after a completion that the token limit cut.
+
+        The limit is part of a language task: a cut completion is over, and its reward was paid for what stands there.
+        A value of the words that might have followed would count that reward a second time, the next critic would
+        learn the sum, and values would grow without bound. In control a time limit only stops the watching, and what
+        the episode would still have earned is owed.
+        """
+        return torch.zeros(len(batch))
+
+    def save(self, folder: Path) -> None:
+        """Write the head and, where it is its own, the trunk, which `transformers.AutoModel` then loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.own_trunk:
+            self.trunk.save_pretrained(folder)
+        safetensors.torch.save_file(self.head.linear.state_dict(), folder / HEAD_FILE)
+
+    def load(self, folder: Path) -> None:
+        """Take over a critic that `save` wrote.
+
+        Raises:
+            ConfigError: if it is damaged, belongs to another model, or had the other kind of trunk.
+        """
+        if (folder / "config.json").is_file() != self.own_trunk:
+            has, other = ("a", "own") if not self.own_trunk else ("no", "policy")
+            raise ConfigError(
+                f"the critic in {folder} has {has} trunk of its own: set critic.trunk = '{other}', or take the folder "
+                "away to begin with a new critic"
+            )
+        try:
+            head = safetensors.torch.load_file(folder / HEAD_FILE)
+            trunk = AutoModel.from_pretrained(folder).state_dict() if self.own_trunk else {}
+            self.head.linear.load_state_dict(head)
+            if self.own_trunk:
+                self.trunk.load_state_dict(trunk)
+        except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"the critic in {folder} does not fit ({reason}): take the folder away") from error

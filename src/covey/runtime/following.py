@@ -1,0 +1,70 @@
+"""A module whose weights follow those of another: the reference of a run, where it is refreshed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from covey.config import ConfigError
+
+
+class FollowingWeights:
+    """Copies a leader's weights into a module, or moves the module's a share of the way; meets `covey.data.Follower`.
+
+        weight += share * (leader's weight - weight)
+
+    A moving average is kept in fp32, 4 bytes a weight beside a module of lower precision: bf16 has eight bits, so a
+    small share of a small difference would round away at every step and the reference would stay where it is. A copy
+    needs nothing beside the module.
+    """
+
+    def __init__(self, module: nn.Module, leader: nn.Module, share: float) -> None:
+        """
+        Args:
+            module: what follows; its parameters take no gradient.
+            leader: a module of the same shape.
+            share: of the way, above 0 and at most 1.
+        """
+        self.share = share
+        self.parameters = dict(module.named_parameters())
+        self.leader = dict(leader.named_parameters())
+        assert self.parameters.keys() == self.leader.keys()
+        self.weights: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            exact = parameter.dtype if share == 1 else torch.promote_types(parameter.dtype, torch.float32)
+            self.weights[name] = parameter.detach().to(exact)  # the parameter itself, where it is precise enough
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Go the share of the way to where the leader is now."""
+        for name, weight in self.weights.items():
+            leader = self.leader[name].detach().to(weight.dtype)
+            weight.copy_(leader) if self.share == 1 else weight.lerp_(leader, self.share)
+        self._copy_to_module()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights by parameter name, not copied."""
+        return dict(self.weights)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over saved weights, bit for bit.
+
+        Raises:
+            ConfigError: if they are those of another module.
+        """
+        shapes = {name: tuple(weight.shape) for name, weight in self.weights.items()}
+        if shapes != {name: tuple(weight.shape) for name, weight in state.items()}:
+            raise ConfigError(
+                "the saved reference belongs to another model: resume with the model that the run began with"
+            )
+        for name, weight in self.weights.items():
+            weight.copy_(state[name])
+        self._copy_to_module()
+
+    def _copy_to_module(self) -> None:
+        for name, parameter in self.parameters.items():
+            if parameter.data_ptr() != self.weights[name].data_ptr():
+                parameter.copy_(self.weights[name])

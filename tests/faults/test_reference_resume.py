@@ -1,0 +1,114 @@
+"""A run whose reference is refreshed and whose KL coefficient follows a target ends with the same bits after a kill."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from helpers.runs import covey, files, reproducible_metrics, start, wait_for_steps
+from helpers.tiny import tiny_folder
+
+STEPS = 7
+RECIPE = """
+model = "{model}"
+steps = {steps}
+seed = 3
+threads = 1
+precision = "{precision}"
+
+[task]
+name = "arithmetic"
+digits = [1]
+
+[[rewards]]
+function = "{reward}:digits"
+
+[sampling]
+prompts_per_step = 4
+group_size = 4
+max_new_tokens = 5
+
+[loss]
+kl_coefficient = 0.1
+kl_estimator = "exact"
+kl_target = 0.01
+kl_horizon = 40
+kl_warmup_steps = 2
+importance_cap = 2.0
+
+[reference]
+refresh_every = 2
+refresh_share = {share}
+
+[update]
+learning_rate = 1e-3
+epochs = 2
+
+[evaluation]
+problems = 4
+
+[checkpoint]
+every = 3
+"""
+
+REWARD = """
+import re
+
+def digits(completions, **columns):
+    return [float(len(re.findall("[0-9]", c[0]["content"]))) for c in completions]
+"""
+
+WAYS = {"copy": (1.0, "fp32"), "average": (0.3, "fp32"), "average_bf16": (0.3, "bf16")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("reference")
+    tiny_folder(made / "model")
+    (made / "rewards.py").write_text(REWARD)
+    for name, (share, precision) in WAYS.items():
+        text = RECIPE.format(
+            model=made / "model", steps=STEPS, reward=made / "rewards.py", share=share, precision=precision
+        )
+        (made / f"{name}.toml").write_text(text)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_and_resumed_ends_with_the_same_bits(way, folder):
+    expected, killed = folder / f"{way}-whole", folder / f"{way}-killed"
+    code, output = covey("train", f"{way}.toml", "--run-dir", expected, cwd=folder)
+    assert code == 0, output
+    process = start("train", f"{way}.toml", "--run-dir", killed, cwd=folder)
+    wait_for_steps(killed, 5, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    code, output = covey("train", "--resume", killed, cwd=folder)
+    assert code == 0, output
+    assert "resuming after step 3" in output
+    assert reproducible_metrics(killed) == reproducible_metrics(expected)
+    assert files(killed / "rollouts") == files(expected / "rollouts")
+    assert files(killed / "model") == files(expected / "model")
+    last = f"checkpoints/step-{STEPS:08d}"
+    assert files(killed / last)["tensors.safetensors"] == files(expected / last)["tensors.safetensors"]
+    assert files(killed / last)["state.json"] == files(expected / last)["state.json"]
+    state = json.loads((expected / last / "state.json").read_text())
+    assert "reference" in state
+    assert state["progress"]["kl_coefficient"] != 0.1
+
+
+def test_the_metrics_show_the_refreshes_and_the_controller(folder):
+    expected = folder / "copy-whole"
+    if not expected.exists():
+        assert covey("train", "copy.toml", "--run-dir", expected, cwd=folder)[0] == 0
+    metrics = reproducible_metrics(expected)
+    coefficients = [line["kl_coefficient"] for line in metrics]
+    assert coefficients[:2] == [0.05, 0.1]
+    assert len(set(coefficients[1:])) > 3
+    after_a_refresh = [line["kl"] for line in metrics if line["step"] in (1, 3, 5, 7) and "kl" in line]
+    between = [line["kl"] for line in metrics if line["step"] in (2, 4, 6) and "kl" in line]
+    assert max(after_a_refresh) < 1e-5 < min(between)
+    assert all(line["mismatch/capped_share"] == 0 for line in metrics if "mismatch/capped_share" in line)
