@@ -190,8 +190,8 @@ class ExactPrompts:
 
         self.tokenizer, self.tokens = AutoTokenizer.from_pretrained(find_model(model)), tokens
 
-    def draw(self, seed: int, step: int, count: int) -> list[Start]:
-        return [self._start(i, random.Random(f"{seed} {step} {i}")) for i in range(count)]
+    def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
+        return [self._start(i, random.Random(f"{seed} {step} {i}")) for i in range(first, first + count)]
 
     def held_out(self, count: int) -> list[Start]:
         return [self._start(i, random.Random(f"held out {i}")) for i in range(count)]

@@ -214,7 +214,7 @@ def _of_rows(said: Evaluation, batch: Batch) -> Evaluation:
     )
 
 
-def endless_gradient(algorithm: Algorithm, policy: ListedPolicy, rewards_PO: Tensor, rollouts: int = 100_000) -> Tensor:
+def endless_gradient(algorithm: Algorithm, policy: ListedPolicy, rewards_PO: Tensor, rollouts: int = 20_000) -> Tensor:
     """The same where a step is so large that chance is gone: so many rollouts of each prompt, every completion as
     often as its probability says, rounded.
     """

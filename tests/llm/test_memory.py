@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from covey.cli import main
 from covey.config import (
     ConfigError,
     CriticConfig,
@@ -284,6 +285,17 @@ def test_a_plan_that_does_not_fit_names_the_fix(monkeypatch: pytest.MonkeyPatch)
 def test_mistakes_are_told_in_one_line(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_memory(**{"model": "smollm2-135m", **changes})  # type: ignore[arg-type]
+
+
+def test_the_command_reads_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--group-size", "4", "--prompt-tokens=10", "--max-new-tokens", "7", "--device", "cuda"]
+    assert main(["plan", "smollm2-135m", "--algorithm", "dapo,ppo", "--critic-trunk", "policy", *words]) == 0
+    out = capsys.readouterr().out
+    assert "on cuda" in out
+    assert "16 prompts x 4 completions a step, 10 + 7 tokens" in out
+    assert next(line.split() for line in out.splitlines() if "dapo" in line) == ["dapo", "ppo,", "shared"]
+    assert main(["plan", "smollm2-135m", "--temprature", "2"]) == 2
+    assert "did you mean --temperature" in capsys.readouterr().err
 
 
 def test_check_reports_the_same_prediction() -> None:

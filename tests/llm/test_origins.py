@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from covey.cli import model_of
 from covey.config import (
     CheckpointConfig,
     ConfigError,
@@ -171,6 +172,11 @@ def test_what_is_there_is_accepted(folder):
     for name in ("base", "stopped", "stopped/checkpoints/step-00000002", "finished", "finished/model"):
         check_model(str(folder / name))
     assert find_origin(str(folder / "base")) is None
+
+
+def test_commands_take_a_run_that_was_stopped(folder):
+    assert model_of(str(folder / "stopped")) == str(folder / "stopped")
+    assert model_of(str(folder / "finished")) == str(folder / "finished" / "model")
 
 
 def test_ppo_goes_on_from_a_run_of_grpo_that_was_stopped(folder):

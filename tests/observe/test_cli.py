@@ -164,7 +164,7 @@ def test_check_prints_the_config_the_memory_and_what_to_do_next(
     out = capsys.readouterr().out
     assert 'operators = ["-", "+"]' in out
     assert "estimated memory: " in out
-    assert "activations of a microbatch" in out
+    assert "  activations  " in out
     assert out.splitlines()[-1].endswith("covey train my_recipe.toml --operators -,+ --instruction 'Just say it.'")
 
 

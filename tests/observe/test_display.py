@@ -221,8 +221,8 @@ def test_the_panel_of_control_keeps_the_last_value_of_what_is_not_measured_at_ev
 
 def test_samples_of_control_name_the_seed_and_the_return() -> None:
     def episode(steps: int) -> Rollout:
-        return Rollout(None, [0] * steps, [0.0] * steps, EndReason.TERMINATED, f"{steps} steps, terminated", None,
-                       float(steps))  # fmt: skip
+        text = f"{steps} steps, terminated"
+        return Rollout(None, [0] * steps, [0.0] * steps, EndReason.TERMINATED, text, reward=float(steps))
 
     display = Display(2, 1, world="control", console=console())
     display.record(1, {}, [Group(Start(0, 4711), [episode(9), episode(53)])])

@@ -185,7 +185,11 @@ class RunConfig(RunBase):
     """One training run on a language model."""
 
     task: Any = option(None, "[task] table: name = arithmetic, countdown, word_problems, running_total or jsonl")
-    model: str = option("smollm2-135m", "smollm2-135m (embedded), a Hugging Face folder, a hub name, or a .gguf file")
+    model: str = option(
+        "smollm2-135m",
+        "smollm2-135m (embedded), a Hugging Face folder, a hub name, a .gguf file, or the folder of a run or of one of "
+        "its checkpoints",
+    )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     precision: str = option("auto", "of products: bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32"))
     rewards: tuple[RewardConfig, ...] = option((), "[[rewards]] tables; empty is the task's own reward")
