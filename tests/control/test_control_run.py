@@ -131,6 +131,12 @@ def run_short(tmp_path: Path, tables: dict[str, Any] = PPO, **sections: Any) -> 
     return read_metrics(tmp_path / "run")
 
 
+def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
+    steps = run_short(tmp_path, steps=3, update={"learning_rate": 0.003, "critic_warmup_steps": 2})
+    assert [step["update/optimizer_steps"] > 0 for step in steps] == [False, False, True]
+    assert all(step["update/critic_steps"] > 0 for step in steps)
+
+
 def test_a_kl_stands_where_it_pulls() -> None:
     """docs/mathematics.md: k1 in the loss and k3 in the reward have no gradient to speak of."""
     for name in ("grpo", "dr_grpo", "rloo", "reinforce", "ppo"):
