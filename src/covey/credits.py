@@ -80,7 +80,8 @@ def process(compare: Comparison) -> AdvantageEstimator:
 
     def estimate(batch: Batch) -> Advantages:
         steps = _steps(batch)
-        advantages_BK = steps.compared(compare, batch.group_B[:, None].expand_as(steps.counted_BK))
+        group_BK = batch.group_B[:, None].expand_as(steps.counted_BK)
+        advantages_BK = _compared(compare, steps.reward_BK, group_BK, steps.counted_BK)
         at_end_BT = torch.where(steps.end_BT, advantages_BK.gather(1, steps.number_BT), 0.0)
         return Advantages(values.discounted_sums(at_end_BT, batch.mask_BT, 1.0))
 
@@ -94,12 +95,32 @@ def process_by_step(compare: Comparison) -> AdvantageEstimator:
 
     def estimate(batch: Batch) -> Advantages:
         steps = _steps(batch)
-        width = steps.counted_BK.shape[1]
-        group_BK = batch.group_B[:, None] * width + torch.arange(width, device=batch.group_B.device)
-        advantages_BK = steps.compared(compare, group_BK)
-        return Advantages(torch.where(batch.mask_BT, advantages_BK.gather(1, steps.number_BT), 0.0))
+        return _by_step_number(compare, steps.reward_BK, steps, batch)
 
     return estimate
+
+
+def process_return(compare: Comparison) -> AdvantageEstimator:
+    """What a rollout earned from a step on is compared with what its siblings earned from their step of the same number
+    on; the decisions of a step share the result.
+
+    A_{i,k} compares s_{i,k} = sum_{j >= k} r_i^{index(j)}: returns (Williams 1992), a step at a time. A rollout that
+    stopped misses the rewards of the steps that it did not take, so stopping never looks good by itself.
+    """
+
+    def estimate(batch: Batch) -> Advantages:
+        steps = _steps(batch)
+        return _by_step_number(compare, steps.reward_BK.flip(1).cumsum(dim=1).flip(1), steps, batch)
+
+    return estimate
+
+
+def _by_step_number(compare: Comparison, value_BK: Tensor, steps: _Steps, batch: Batch) -> Advantages:
+    """Steps compared with the siblings' of the same number; the decisions of a step share its advantage."""
+    width = value_BK.shape[1]
+    group_BK = batch.group_B[:, None] * width + torch.arange(width, device=batch.group_B.device)
+    advantages_BK = _compared(compare, value_BK, group_BK, steps.counted_BK)
+    return Advantages(torch.where(batch.mask_BT, advantages_BK.gather(1, steps.number_BT), 0.0))
 
 
 class _Steps(NamedTuple):
@@ -109,10 +130,6 @@ class _Steps(NamedTuple):
     counted_BK: Tensor  # bool, True where there is such a step and its rollout was graded
     number_BT: Tensor  # the step that a decision belongs to; after the last step one that does not exist
     end_BT: Tensor
-
-    def compared(self, compare: Comparison, group_BK: Tensor) -> Tensor:
-        """advantages_BK, 0 where there is no step."""
-        return _compared(compare, self.reward_BK, group_BK, self.counted_BK)
 
 
 def _steps(batch: Batch) -> _Steps:

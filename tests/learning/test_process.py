@@ -12,7 +12,7 @@ from covey.algorithms import ALGORITHMS, KLPenalty, grpo, rloo
 from covey.config import CRITIC_FREE, ConfigError, EvaluationConfig, LossConfig, RunConfig, SamplingConfig, UpdateConfig
 from covey.core import kl, schedules
 from covey.core.advantages import group_mean_only, group_zscore, leave_one_out
-from covey.credits import process, process_by_step
+from covey.credits import process, process_by_step, process_return
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.llm.grader import WeightedReward
 from covey.llm.tasks import Arithmetic
@@ -22,7 +22,7 @@ from helpers.gradients import same
 from helpers.tiny import tiny_folder
 from helpers.toy import ToyPolicy, generator, random_groups
 
-CREDITS = {"process": process, "process_by_step": process_by_step}
+CREDITS = {"process": process, "process_by_step": process_by_step, "process_return": process_return}
 COMPARISONS = {"zscore": group_zscore, "mean": group_mean_only, "leave_one_out": leave_one_out}
 
 

@@ -55,9 +55,10 @@ class LossConfig(LossBase):
     mask_truncated: bool = option(False, "leave completions cut by the token limit out of the loss")
     credit: str = option(
         "outcome",
-        "what is compared: whole completions; or reasoning steps, each with all steps of the group (process) or with "
-        "the same step of the siblings (process_by_step); both need a reward with per_step = true",
-        choices=("outcome", "process", "process_by_step"),
+        "what is compared: whole completions; or reasoning steps: each with all steps of the group (process), with the "
+        "same step of the siblings (process_by_step), or with all that it and the later ones earned (process_return); "
+        "steps need a reward with per_step = true",
+        choices=("outcome", "process", "process_by_step", "process_return"),
     )
     gamma: float = option(1.0, "ppo: discount a token", least=0, most=1)
     importance_cap: float | None = option(

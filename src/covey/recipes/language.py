@@ -16,7 +16,7 @@ from covey.config.gathering_checks import NOT_BY_GROUP
 from covey.config.origins import find_origin
 from covey.config.process_checks import no_step_reward
 from covey.core import kl
-from covey.credits import Credit, outcome, process, process_by_step
+from covey.credits import Credit, outcome, process, process_by_step, process_return
 from covey.data import Start, Task
 from covey.llm.chat import Chat
 from covey.llm.critic import LanguageCritic
@@ -37,7 +37,12 @@ from covey.train.update import UpdatePlan
 
 Reward = Callable[..., Any] | WeightedReward
 
-CREDITS: dict[str, Credit] = {"outcome": outcome, "process": process, "process_by_step": process_by_step}
+CREDITS: dict[str, Credit] = {
+    "outcome": outcome,
+    "process": process,
+    "process_by_step": process_by_step,
+    "process_return": process_return,
+}
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,7 @@ class LanguageWorld:
         config = self.config
         by_outcome = config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP
         if by_outcome and self.problem.grader.splitter is not None:
-            display.note("step rewards are only added up; loss.credit = process or process_by_step would compare steps")
+            display.note("step rewards are only added up; loss.credit = process_return would compare steps")
 
     def close(self) -> None:
         self.problem.grader.close()
