@@ -110,7 +110,8 @@ def process_return(compare: Comparison) -> AdvantageEstimator:
 
     def estimate(batch: Batch) -> Advantages:
         steps = _steps(batch)
-        return _by_step_number(compare, steps.reward_BK.flip(1).cumsum(dim=1).flip(1), steps, batch)
+        earned_BK = torch.where(steps.counted_BK, steps.reward_BK, 0.0)
+        return _by_step_number(compare, earned_BK.flip(1).cumsum(dim=1).flip(1), steps, batch)
 
     return estimate
 

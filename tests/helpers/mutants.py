@@ -548,6 +548,13 @@ MUTANTS = [
         STEPS + "process_by_hand",
     ),
     _mutant(
+        "earlier_steps_credited_in_place_of_later_ones",
+        CREDITS,
+        "earned_BK.flip(1).cumsum(dim=1).flip(1)",
+        "earned_BK.cumsum(dim=1)",
+        STEPS + "process_return_by_hand",
+    ),
+    _mutant(
         "steps_compared_with_the_next_ones",
         CREDITS,
         "group_BK = batch.group_B[:, None] * width + torch.arange(width, device=batch.group_B.device)",

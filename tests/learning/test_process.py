@@ -75,15 +75,23 @@ def step_rewards(item: Rollout) -> list[tuple[int, float]]:
     return found
 
 
+def worth(item: Rollout, name: str) -> list[tuple[int, float]]:
+    """(last decision, what is compared) of every step."""
+    steps = step_rewards(item)
+    if name != "process_return":
+        return steps
+    return [(end, sum(reward for _, reward in steps[k:])) for k, (end, _) in enumerate(steps)]
+
+
 def by_formula(groups: list[Group], name: str) -> list[list[float]]:
-    """DeepSeekMath 4.1.3, one group, rollout and decision at a time."""
+    """DeepSeekMath 4.1.3 and its relatives, one group, rollout and decision at a time."""
     width = max(len(item.actions) for one in groups for item in one.rollouts)
     rows = []
     for one in groups:
-        graded = [step_rewards(item) for item in one.rollouts if item.reward is not None]
+        graded = [worth(item, name) for item in one.rollouts if item.reward is not None]
         for item in one.rollouts:
             row = [0.0] * width
-            for k, (end, reward) in enumerate(step_rewards(item) if item.reward is not None else []):
+            for k, (end, reward) in enumerate(worth(item, name) if item.reward is not None else []):
                 siblings = [r for steps in graded for j, (_, r) in enumerate(steps) if name == "process" or j == k]
                 normalised = (reward - fmean(siblings)) / (pstdev(siblings) + 1e-6)
                 begin = 0 if name == "process" or k == 0 else step_rewards(item)[k - 1][0] + 1
@@ -114,6 +122,23 @@ def test_process_by_step_by_hand():
     assert advantages(process_by_step(group_zscore), TWO)[0] == pytest.approx([1, 1, -1, 0, 0], abs=1e-5)
 
 
+def test_process_return_by_hand():
+    # from the first step on 4 and 1, from the second 3 and 1; the third has no sibling
+    found = advantages(process_return(group_mean_only), TWO)
+    assert found == [[1.5, 1.5, 1, 0, 0], [-1.5, -1, -1, -1, 0]]
+
+
+def test_stopping_early_looks_good_to_the_sum_and_bad_to_the_return():
+    """What happened on the embedded model (docs/process.md): every first step right, later ones half the time."""
+    stopped = [stepped(1, {0: 1.0}) for _ in range(2)]
+    went_on = [stepped(2, {0: 1.0, 1: right}) for right in (1.0, 0.0)]
+    first = {name: [row[0] for row in advantages(CREDITS[name](group_mean_only), group(*stopped, *went_on))]
+             for name in CREDITS}  # fmt: skip
+    assert first["process"][0] > fmean(first["process"][2:])
+    assert first["process_by_step"] == [0, 0, 0, 0]
+    assert first["process_return"][0] < 0 < fmean(first["process_return"][2:])
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", CREDITS)
 def test_advantages_are_those_of_the_formula(name, seed):
@@ -141,7 +166,7 @@ def test_what_follows_the_last_step_is_credited_with_nothing(credit):
     assert found == [[0.5, 0.5, 0, 0], [-0.5, -0.5, 0, 0]]
 
 
-@pytest.mark.parametrize("credit", CREDITS.values(), ids=CREDITS)
+@pytest.mark.parametrize("credit", [process, process_by_step])
 def test_steps_that_all_earn_the_same_teach_nothing(credit):
     groups = [group(stepped(4, {1: 0.1, 3: 0.1}), stepped(3, {0: 0.1, 1: 0.1, 2: 0.1}))]
     batch, metrics = ready(groups, grpo(kl=KLPenalty(), credit=credit))
