@@ -152,8 +152,7 @@ def critic(*, gamma: float = 0.99, lam: float = 0.95, whiten: bool = True) -> Ad
             batch.rewards_BT, batch.values_BT, batch.next_value_B, batch.mask_BT, gamma=gamma, lam=lam
         )
         if whiten:
-            whole_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int64)
-            advantages_BT = _compare_decisions(advantages.group_zscore, advantages_BT, whole_BT, batch)
+            advantages_BT = _compare_over_step(advantages.group_zscore, advantages_BT, batch)
         return Advantages(advantages_BT, returns_BT)
 
     return estimate
@@ -164,10 +163,14 @@ def returns_over_batch(compare: Comparison, *, gamma: float = 1.0) -> AdvantageE
 
     def estimate(batch: Batch) -> Advantages:
         returns_BT = values.discounted_sums(batch.rewards_BT, batch.mask_BT, gamma)
-        whole_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int64)
-        return Advantages(_compare_decisions(compare, returns_BT, whole_BT, batch))
+        return Advantages(_compare_over_step(compare, returns_BT, batch))
 
     return estimate
+
+
+def _compare_over_step(compare: Comparison, value_BT: Tensor, batch: Batch) -> Tensor:
+    """advantages_BT of single decisions, each compared with all of the step, whatever its group."""
+    return _compare_decisions(compare, value_BT, torch.zeros_like(batch.mask_BT, dtype=torch.int64), batch)
 
 
 def _compare_decisions(compare: Comparison, value_BT: Tensor, group_BT: Tensor, batch: Batch) -> Tensor:

@@ -436,8 +436,8 @@ MUTANTS = [
     _mutant(
         "reinforce_pp_in_groups",
         ("credits.py", ("learning/test_family.py",)),
-        "_compare_decisions(compare, returns_BT, whole_BT, batch)",
-        "_compare_decisions(compare, returns_BT, whole_BT + batch.group_B[:, None], batch)",
+        "_compare_over_step(compare, returns_BT, batch)",
+        "_compare_decisions(compare, returns_BT, batch.group_B[:, None].expand_as(batch.mask_BT), batch)",
     ),
     _mutant("overlong_pays", OVERLONG, "min(0.0, (free - len(ids))", "max(0.0, (free - len(ids))"),
     _mutant(

@@ -19,6 +19,7 @@ from covey.articles.batches import batch_of, weighed
 from covey.articles.losses import PPOLoss, check_limits, compute_gae
 from covey.articles.prompts import Prompts, read_prompts
 from covey.config import ConfigError
+from covey.config.origins import CRITIC_FOLDER
 from covey.core import kl, schedules
 from covey.core.advantages import group_zscore
 from covey.credits import critic as by_critic
@@ -30,7 +31,6 @@ from covey.train.update import Learner, StepSizes, UpdatePlan, update
 
 # `annotate` evaluates the old policy where more than one optimizer step will follow; experiences always hold it.
 SEVERAL_STEPS = 2
-CRITIC_FOLDER = "critic"
 
 Experiences = dict[str, Any]
 

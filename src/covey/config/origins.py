@@ -15,8 +15,8 @@ CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FOLDER = "model"
 CRITIC_FOLDER = "critic"
 
-_CHECKPOINT = re.compile(r"step-(\d{8,})")
-_MANIFEST = "manifest.json"  # written last: a checkpoint without one is unfinished
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+MANIFEST_FILE = "manifest.json"  # written last: a checkpoint without one is unfinished
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def find_origin(model: str) -> Origin | None:
         return Origin(path)
     if path.name == MODEL_FOLDER and (path.parent / CONFIG_FILE).is_file():
         return Origin(path.parent)
-    named = _CHECKPOINT.fullmatch(path.name)
+    named = CHECKPOINT_NAME.fullmatch(path.name)
     if named and path.parent.name == CHECKPOINTS_FOLDER and (path.parents[1] / CONFIG_FILE).is_file():
         return Origin(path.parents[1], int(named[1]))
     return None
@@ -97,8 +97,8 @@ def check_origin(origin: Origin, model: str) -> None:
     run_dir = origin.run_dir
     if origin.from_checkpoint:
         _ = origin.told  # refuses a run without a language model
-    there = sorted(file.parent.name for file in origin.checkpoints.glob(f"*/{_MANIFEST}"))
-    whole = [name for name in there if _CHECKPOINT.fullmatch(name)]
+    there = sorted(file.parent.name for file in origin.checkpoints.glob(f"*/{MANIFEST_FILE}"))
+    whole = [name for name in there if CHECKPOINT_NAME.fullmatch(name)]
     if origin.step is not None and Path(model).name not in whole:
         kept = f"it has {', '.join(whole)}" if whole else "it has none"
         raise ConfigError(f"model: the run in {run_dir} has no checkpoint {Path(model).name}: {kept}")

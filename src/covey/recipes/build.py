@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from covey.algorithms import ALGORITHMS, Algorithm, KLPenalty
-from covey.config import ConfigError, LossBase, UpdateBase
+from covey.config import ConfigError, ControlConfig, LossBase, RunConfig, UpdateBase
 from covey.core import kl, schedules
 from covey.observe.display import Display
 from covey.observe.run_store import CHECKPOINTS_FOLDER, RunStore
@@ -40,6 +40,10 @@ class World(Protocol):
     """One of covey's two worlds, as a run sees it."""
 
     name: str  # a key of covey.observe.worlds.WORLDS
+
+    @property
+    def config(self) -> RunConfig | ControlConfig:
+        """Of the run, as its folder keeps it."""
 
     def describe(self) -> str:
         """The run in half a line."""

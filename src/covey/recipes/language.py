@@ -152,7 +152,7 @@ class LanguageWorld:
         Raises:
             ConfigError: where the data, the task, a reward or the device is unusable.
         """
-        self.config = config
+        self.config = replace(config, model=pin_model(config.model))
         self.chosen = build_machine(config.device, config.precision, config.threads)
         self.problem = build_problem(config, task, rewards)
 
@@ -248,7 +248,7 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) ->
         ConfigError: where that run's critic does not fit.
     """
     critic = LanguageCritic(policy, own_trunk=config.critic.trunk == "own")
-    origin = find_origin(pin_model(config.model))
+    origin = find_origin(config.model)
     if origin is None:
         return critic
     folder = origin.run_dir / CRITIC_FOLDER

@@ -54,15 +54,11 @@ def run(
     """
     validate(config, own_task=task is not None, own_rewards=bool(rewards))
     config = replace(config, run_dir=config.run_dir or str(next_run_dir(recipe_name)))
-    if isinstance(config, RunConfig):
-        from covey.llm.loading import pin_model
-
-        config = replace(config, model=pin_model(config.model))
     world = open_world(config, task, rewards)
     try:
         store = RunStore(config.run_dir)
-        write_config(config, store.run_dir / CONFIG_FILE)
-        return _carry_out(config, world, store, recipe_name, resuming=False)
+        write_config(world.config, store.run_dir / CONFIG_FILE)
+        return _carry_out(world, store, recipe_name, resuming=False)
     finally:
         world.close()
 
@@ -81,7 +77,7 @@ def resume(run_dir: Path, *, task: Task | None = None, rewards: Sequence[Reward]
     try:
         store = RunStore(run_dir, resume=True)
         origin = json.loads((run_dir / ORIGIN_FILE).read_text())
-        return _carry_out(config, world, store, origin["recipe"], resuming=True)
+        return _carry_out(world, store, origin["recipe"], resuming=True)
     finally:
         world.close()
 
@@ -104,14 +100,8 @@ def open_world(config: RunConfig | ControlConfig, task: Task | None = None, rewa
     return ControlWorld(config)
 
 
-def _carry_out(
-    config: RunConfig | ControlConfig,
-    world: World,
-    store: RunStore,
-    recipe_name: str,
-    *,
-    resuming: bool,
-) -> Summary | None:
+def _carry_out(world: World, store: RunStore, recipe_name: str, *, resuming: bool) -> Summary | None:
+    config = world.config
     display = Display(config.steps, config.show_rollouts_every, title=f"covey: {recipe_name}", world=world.name)
     display.note(f"{world.describe()}; everything goes to {store.run_dir}")
     assembled = world.assemble(store, display)
@@ -139,7 +129,7 @@ def _carry_out(
             return None
         after = assembled.measure("after")
     assembled.save(store.run_dir)
-    summary = _summarise(config, world, store, progress, origin, after) | assembled.facts()
+    summary = _summarise(world, store, progress, origin, after) | assembled.facts()
     store.write_summary(summary)
     draw_curve(store.run_dir)
     display.show_summary(summary)
@@ -147,7 +137,6 @@ def _carry_out(
 
 
 def _summarise(
-    config: RunConfig | ControlConfig,
     world: World,
     store: RunStore,
     progress: Progress,
@@ -160,8 +149,8 @@ def _summarise(
         "world": world.name,
         "run_dir": str(store.run_dir),
         "recipe": origin["recipe"],
-        "algorithm": config.algorithm,
-        "seed": config.seed,
+        "algorithm": world.config.algorithm,
+        "seed": world.config.seed,
         "steps": progress.step,
         "seconds": sum(step["time/step"] for step in steps) + sum(result["seconds"] for result in measured),
         "decisions_sampled": progress.decisions,

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,11 +22,11 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError
+from covey.config.origins import CHECKPOINT_NAME, MANIFEST_FILE
 
 _log = logging.getLogger(__name__)
 
-_TENSORS, _STATE, _MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
-_FOLDER = re.compile(r"step-(\d{8,})")
+_TENSORS, _STATE = "tensors.safetensors", "state.json"
 _UNFINISHED = ".unfinished-"  # prefix of what a crash may leave behind
 _REFERENCE = "$tensor"  # {"$tensor": name} in state.json stands for a tensor
 _SPARE_BYTES = 1 << 20  # for the manifest and the file system's own records
@@ -82,7 +81,7 @@ class CheckpointFolder:
                 _STATE: _write(draft / _STATE, [document]),
             }
             manifest = {"format": 1, "step": step, "files": files}
-            _write(draft / _MANIFEST, [json.dumps(manifest, indent=1).encode()])
+            _write(draft / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
             _sync_folder(draft)
             self._publish(draft, self.folder(step))
         except BaseException as error:
@@ -143,7 +142,7 @@ class CheckpointFolder:
         """Steps that have a checkpoint folder, ascending, damaged ones included."""
         if not self.path.is_dir():
             return []
-        matches = (_FOLDER.fullmatch(entry.name) for entry in self.path.iterdir())
+        matches = (CHECKPOINT_NAME.fullmatch(entry.name) for entry in self.path.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
     def _check_free_space(self, needed: int) -> None:
@@ -255,9 +254,9 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
 def _damage(folder: Path, *, hashes: bool = True) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        files = json.loads((folder / _MANIFEST).read_bytes())["files"]
+        files = json.loads((folder / MANIFEST_FILE).read_bytes())["files"]
         if set(files) != {_TENSORS, _STATE}:
-            return f"{_MANIFEST} names other files"
+            return f"{MANIFEST_FILE} names other files"
         for name, expected in files.items():
             size = (folder / name).stat().st_size
             if size != expected["bytes"]:
