@@ -14,6 +14,8 @@ from covey.llm import head, policy, sampler
 from covey.llm.chat import Chat, end_ids_of
 from covey.llm.choosing import BLOCK, choose
 from covey.llm.decoding import CacheDecoder, SharedPrefixDecoder
+from covey.llm.native.decoder import NativeDecoder
+from covey.llm.native.library import kernels_for
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from helpers.tiny import PLAIN, SHARED, tiny_model, tiny_tokenizer
@@ -84,16 +86,23 @@ def test_both_decoders_sample_the_same_tokens(kind):
 def test_the_decoders_agree_after_every_departure():
     model = tiny_model("llama")
     model.set_attn_implementation("covey")
-    prompts, rows = [[5, 6, 7], [8, 9]], torch.tensor([0, 0, 0, 1, 1])
-    decoders = [kind(model, prompts, rows, 8) for kind in (SharedPrefixDecoder, CacheDecoder)]
-    first = [decoder.prefill() for decoder in decoders]
-    torch.testing.assert_close(*first, atol=1e-4, rtol=0)
-    tokens = torch.tensor([3, 4, 5, 6, 7])
-    for keep in ([0, 1, 2, 3, 4], [1, 2, 4], [1, 2], [0]):
+    kernels = kernels_for(torch.float32, torch.device("cpu"))
+    decoders = [
+        SharedPrefixDecoder(model, 6, 8),
+        CacheDecoder(model, 6),
+        NativeDecoder(model, kernels, 6, 8),
+    ]
+    shared, *others = [decoder.add([[5, 6, 7], [8, 9]], 3) for decoder in decoders]
+    for other in others:
+        torch.testing.assert_close(other, shared, atol=1e-4, rtol=0)
+    tokens = torch.tensor([3, 4, 5, 6, 7, 8])
+    for keep in ([0, 1, 2, 3, 4, 5], [1, 2, 4], [1, 2], [0]):
         for decoder in decoders:
             decoder.keep(torch.tensor(keep))
         tokens = tokens[torch.tensor(keep)]
-        torch.testing.assert_close(*[decoder.step(tokens) for decoder in decoders], atol=1e-4, rtol=0)
+        shared, *others = [decoder.step(tokens) for decoder in decoders]
+        for other in others:
+            torch.testing.assert_close(other, shared, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", SHARED)
@@ -302,9 +311,9 @@ def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16():
 def test_rows_at_once_is_chosen_by_memory(monkeypatch):
     made = make_sampler("llama")
     prompts = [tuple(range(5))] * 10
-    assert made._pieces(prompts, 4) == [range(10)]
+    assert made._rows_together(prompts) > 40
     monkeypatch.setattr(sampler, "CACHE_BYTES", 2 * 2 * 2 * 8 * 4 * 12 * 8)  # 8 rows of 12 tokens
-    assert made._pieces(prompts, 4) == [range(i, i + 2) for i in range(0, 10, 2)]
+    assert made._rows_together(prompts) == 8
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

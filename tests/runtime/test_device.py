@@ -24,7 +24,7 @@ def cpu_flags(monkeypatch):
     """Pretend that /proc/cpuinfo lists these flags."""
 
     def pretend(flags, field="flags"):
-        monkeypatch.setattr(device_module, "_cpu_info", lambda name: flags if name == field else "")
+        monkeypatch.setattr(device_module, "cpu_info", lambda name: flags if name == field else "")
 
     return pretend
 

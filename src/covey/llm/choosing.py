@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from covey.llm.native.library import kernels_for
+
 BLOCK = 256  # width of a block: two short cumulative sums instead of one over the whole vocabulary
 ROWS = 32  # rows whose probabilities exist at a time: 6 MB at a vocabulary of 50,000 stays in the cache
 
@@ -30,6 +32,9 @@ def choose(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[T
         z_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
         tokens_R = z_RV.argmax(dim=1)
         return tokens_R, z_RV.gather(1, tokens_R[:, None])[:, 0] - z_RV.logsumexp(dim=1)
+    kernels = kernels_for(logits_RV.dtype, logits_RV.device)
+    if kernels is not None:
+        return kernels.choose(logits_RV.contiguous(), uniforms_R, temperature)
     pieces = zip(logits_RV.split(ROWS), uniforms_R.split(ROWS), strict=True)
     tokens, logprobs = zip(*(_draw(logits, uniforms, temperature) for logits, uniforms in pieces), strict=True)
     return torch.cat(tokens), torch.cat(logprobs)

@@ -1,6 +1,7 @@
 """Decoders: what the sampler steps forward token by token.
 
-A decoder begins with prompts, each shared by the rows of a group, and yields the logits of every row's next token.
+A decoder is given prompts, each shared by the rows of a group, and yields the logits of every row's next token. The
+two here are torch alone and serve any device; `native/decoder.py` has a faster one for CPUs.
 
 Shapes: S prompts, P longest prompt, R rows, T tokens decoded so far, H heads, K key-value heads, D head width,
 V vocabulary.
@@ -20,8 +21,13 @@ from covey.llm.attention import NO_MASK, PackedLayout, PromptSlots
 class Decoder(Protocol):
     """The rows of some groups, decoded together."""
 
-    def prefill(self) -> Tensor:
-        """logits_SV of the token after each prompt."""
+    patience: float  # what share of its rows must have ended before `keep` is worth its cost
+
+    def room(self) -> int:
+        """How many rows may be added now."""
+
+    def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
+        """Take `group_size` new rows for each prompt, behind the others; logits_SV of the token after each prompt."""
 
     def step(self, tokens_R: Tensor) -> Tensor:
         """Feed one token to every row; logits_RV of the next."""
@@ -33,27 +39,30 @@ class Decoder(Protocol):
 class SharedPrefixDecoder:
     """Keys and values of a prompt are computed and stored once for its group.
 
-    For any transformers decoder whose attention takes a layout (see `attention`).
+    For any transformers decoder whose attention takes a layout (see `attention`). All rows stand at the same place of
+    their completions, so new ones come when the old ones are done.
     """
 
-    def __init__(
-        self, module: PreTrainedModel, prompts: list[list[int]], prompt_of_row: Tensor, max_new_tokens: int
-    ) -> None:
+    patience = 0.125  # a departure copies the keys of the rows that stay
+
+    def __init__(self, module: PreTrainedModel, rows: int, max_new_tokens: int) -> None:
         self.module = module
-        self.prompts = prompts
-        self.prompt_of_row = prompt_of_row
+        self.rows = rows
         self.max_new_tokens = max_new_tokens
         self.layout: _DecodingLayout | None = None
 
+    def room(self) -> int:
+        return self.rows if self.layout is None else 0
+
     @torch.inference_mode()
-    def prefill(self) -> Tensor:
-        lengths = [len(prompt) for prompt in self.prompts]
-        device = self.prompt_of_row.device
-        stored = _PrefillLayout(lengths, device)
-        tokens = torch.tensor([token for prompt in self.prompts for token in prompt], device=device)
+    def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
+        lengths = [len(prompt) for prompt in prompts]
+        stored = PrefillLayout(lengths, self.module.device)
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.module.device)
         hidden = self._forward(tokens, stored.positions, stored)
-        self.layout = _DecodingLayout(stored, self.prompt_of_row, self.max_new_tokens)
-        last = torch.tensor(lengths, device=device).cumsum(0) - 1
+        prompt_of_row = torch.arange(len(prompts), device=self.module.device).repeat_interleave(group_size)
+        self.layout = _DecodingLayout(stored, prompt_of_row, self.max_new_tokens)
+        last = torch.tensor(lengths, device=self.module.device).cumsum(0) - 1
         return self._logits(hidden[last])
 
     @torch.inference_mode()
@@ -65,7 +74,10 @@ class SharedPrefixDecoder:
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
         assert self.layout is not None
-        self.layout.keep(rows)
+        if len(rows):
+            self.layout.keep(rows)
+        else:
+            self.layout = None
 
     def _forward(self, tokens_N: Tensor, positions_N: Tensor, layout: object) -> Tensor:
         output = self.module.base_model(
@@ -81,7 +93,7 @@ class SharedPrefixDecoder:
         return self.module.get_output_embeddings()(hidden)
 
 
-class _PrefillLayout(PackedLayout):
+class PrefillLayout(PackedLayout):
     """Prompts alone; remembers their keys and values."""
 
     def __init__(self, prompt_lengths: list[int], device: torch.device) -> None:
@@ -98,7 +110,7 @@ class _PrefillLayout(PackedLayout):
 class _DecodingLayout:
     """One new token per row, which sees its prompt and what its row has decoded so far."""
 
-    def __init__(self, stored: _PrefillLayout, prompt_of_row: Tensor, capacity: int) -> None:
+    def __init__(self, stored: PrefillLayout, prompt_of_row: Tensor, capacity: int) -> None:
         self.keys_SKPD, self.values_SKPD = stored.keys, stored.values
         self.lengths_S = torch.tensor(stored.prompt_lengths, device=prompt_of_row.device)
         first = stored.keys[0]
@@ -148,25 +160,28 @@ class _DecodingLayout:
 class CacheDecoder:
     """For every other decoder: transformers' own cache, prompts padded on the left and repeated for every row."""
 
-    def __init__(
-        self, module: PreTrainedModel, prompts: list[list[int]], prompt_of_row: Tensor, max_new_tokens: int
-    ) -> None:
+    patience = 0.125  # a departure copies the keys of the rows that stay
+
+    def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
-        self.prompts = prompts
-        self.prompt_of_row = prompt_of_row
+        self.rows = rows
         self.cache: DynamicCache | None = None
 
+    def room(self) -> int:
+        return self.rows if self.cache is None else 0
+
     @torch.inference_mode()
-    def prefill(self) -> Tensor:
-        device = self.prompt_of_row.device
-        width = max(len(prompt) for prompt in self.prompts)
-        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in self.prompts]
-        attended = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in self.prompts]
+    def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
+        device = self.module.device
+        width = max(len(prompt) for prompt in prompts)
+        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        attended = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         self.mask = torch.tensor(attended, device=device)
         self.cache = DynamicCache(config=self.module.config)
         logits_SV = self._forward(torch.tensor(padded, device=device), (self.mask.cumsum(1) - 1).clamp(min=0))
-        self.cache.batch_select_indices(self.prompt_of_row)
-        self.mask = self.mask[self.prompt_of_row]
+        prompt_of_row = torch.arange(len(prompts), device=device).repeat_interleave(group_size)
+        self.cache.batch_select_indices(prompt_of_row)
+        self.mask = self.mask[prompt_of_row]
         return logits_SV
 
     @torch.inference_mode()
@@ -177,8 +192,11 @@ class CacheDecoder:
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
         assert self.cache is not None
-        self.cache.batch_select_indices(rows)
-        self.mask = self.mask[rows]
+        if len(rows):
+            self.cache.batch_select_indices(rows)
+            self.mask = self.mask[rows]
+        else:
+            self.cache = None
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         output = self.module(

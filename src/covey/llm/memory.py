@@ -16,6 +16,7 @@ from covey.llm.attention import SCORES_LIMIT
 from covey.llm.choosing import ROWS
 from covey.llm.dimensions import Dimensions
 from covey.llm.head import CHUNK
+from covey.llm.native.library import padded
 from covey.llm.sampler import CACHE_BYTES
 
 PROMPT_TOKENS = 64  # of a prompt, where nobody says
@@ -27,7 +28,7 @@ PROGRAM_BYTES = {"cpu": 430 << 20, "cuda": 600 << 20}
 # measured (docs/memory.md); torch's own allocator on a GPU reports live tensors alone.
 HOLES_OF_ONE_MICROBATCH, HOLES_OF_SEVERAL = 0.1, 0.47
 
-SAMPLING = ("keys and values", "logits of a decoding step")
+SAMPLING = ("packed weights", "keys and values", "logits of a decoding step")
 UPDATE = ("gradients", "critic's gradients", "activations", "logits", "holes between them")
 
 
@@ -76,7 +77,7 @@ def predict(
             "critic's weights": critic * width,
             "critic's master weights": 0 if is_own_master else critic * 4,
             "critic's moments": critic * 8,
-            **_sampling(size, config, width, prompt_tokens),
+            **_sampling(size, config, device, width, prompt_tokens),
             "gradients": size.parameters * 4,
             "critic's gradients": critic * 4,
             "activations": activations,
@@ -153,18 +154,24 @@ def _logit_bytes(size: Dimensions, config: RunConfig, width: int, decisions: int
     return needed
 
 
-def _sampling(size: Dimensions, config: RunConfig, width: int, prompt_tokens: int) -> dict[str, int]:
-    """The rows that are decoded together, cut as `LanguageSampler` cuts them."""
+def _sampling(size: Dimensions, config: RunConfig, device: str, width: int, prompt_tokens: int) -> dict[str, int]:
+    """The rows that are decoded together, chosen as `LanguageSampler` chooses them."""
     sampling, group = config.sampling, _group_size(config)
     per_token = 2 * size.layers * size.key_value * width
     fitting = sampling.rows_at_once or CACHE_BYTES // (per_token * sampling.max_new_tokens)
     prompts = min(max(fitting // group, 1), sampling.prompts_per_step)
     rows = prompts * group
-    # When rows have ended, the keys of the others (at most 7 of 8, half of the cache) are copied before the old go.
-    own = per_token * rows * sampling.max_new_tokens * 23 // 16
+    packed = size.packed_parameters if device == "cpu" else 0
+    own = per_token * rows * padded(sampling.max_new_tokens)
+    if not packed:  # when rows have ended, the keys of the others (at most 7 of 8, half of the cache) are copied
+        own = per_token * rows * sampling.max_new_tokens * 23 // 16
     # The logits of this token and of the next one, and the probabilities of a few rows.
-    logits = size.vocabulary * (2 * rows * width + 2 * 4 * min(rows, ROWS))
-    return {"keys and values": own + per_token * prompts * prompt_tokens, "logits of a decoding step": logits}
+    logits = size.vocabulary * (2 * rows * width + (0 if packed else 2 * 4 * min(rows, ROWS)))
+    return {
+        "packed weights": packed * width,
+        "keys and values": own + per_token * prompts * prompt_tokens,
+        "logits of a decoding step": logits,
+    }
 
 
 def _groups_of_a_minibatch(config: RunConfig) -> int:

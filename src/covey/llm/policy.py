@@ -19,6 +19,9 @@ from covey.llm.attention import IMPLEMENTATION
 from covey.llm.decoding import CacheDecoder, Decoder, SharedPrefixDecoder
 from covey.llm.exact_kl import exact_kl
 from covey.llm.head import token_logprobs
+from covey.llm.native.decoder import NativeDecoder
+from covey.llm.native.library import kernels_for
+from covey.llm.native.weights import can_be_packed
 from covey.llm.trunk import hidden_at_decisions, row_lengths, row_tokens, spread
 
 
@@ -74,10 +77,14 @@ class LanguagePolicy:
         if piece:
             yield torch.tensor(piece)
 
-    def decoder(self, prompts: list[list[int]], prompt_of_row: Tensor, max_new_tokens: int) -> Decoder:
-        """A decoder on this policy's own weights."""
-        kind = SharedPrefixDecoder if self.shares_prompts else CacheDecoder
-        return kind(self.module, prompts, prompt_of_row.to(self.device), max_new_tokens)
+    def decoder(self, rows: int, max_new_tokens: int) -> Decoder:
+        """A decoder on this policy's own weights, for so many rows at a time: the fastest that fits the model."""
+        if not self.shares_prompts:
+            return CacheDecoder(self.module, rows)
+        kernels = kernels_for(self.module.dtype, self.device)
+        if kernels is None or not can_be_packed(self.module):
+            return SharedPrefixDecoder(self.module, rows, max_new_tokens)
+        return NativeDecoder(self.module, kernels, rows, max_new_tokens)
 
     def save(self, folder: Path) -> None:
         """Write the weights and the config so that transformers loads them unchanged."""

@@ -43,14 +43,12 @@ class LanguageSampler:
         """Groups in the order of `starts`. The end token, where one was sampled, is the last action."""
         prompts = [self.chat.encode(start.prompt) for start in starts]
         self._refuse_too_long(max(len(prompt) for prompt in prompts))
-        groups: list[Group] = []
-        for chosen in self._pieces(prompts, group_size):
-            rollouts = range(first_rollout, first_rollout + group_size)
-            rows = self._decode([starts[i].index for i in chosen], [prompts[i] for i in chosen], rollouts, step)
-            for place, i in enumerate(chosen):
-                mine = rows[place * group_size : (place + 1) * group_size]
-                groups.append(Group(starts[i], [self._rollout(prompts[i], row) for row in mine]))
-        return groups
+        rollouts = range(first_rollout, first_rollout + group_size)
+        rows = self._decode([start.index for start in starts], prompts, rollouts, step)
+        return [
+            Group(start, [self._rollout(prompt, row) for row in rows[i * group_size : (i + 1) * group_size]])
+            for i, (start, prompt) in enumerate(zip(starts, prompts, strict=True))
+        ]
 
     def refresh(self, version: int) -> None:
         """The weights are shared with the trainer: only their version is noted."""
@@ -72,18 +70,16 @@ class LanguageSampler:
                 f"{limit} positions: shorten the prompts or lower max_new_tokens"
             )
 
-    def _pieces(self, prompts: Sequence[tuple[int, ...]], group_size: int) -> list[range]:
-        """Prompts whose groups fit into memory together."""
-        rows = self.rows_at_once
-        if not rows:
-            config = self.policy.module.config.get_text_config()
-            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            per_token = 2 * config.num_hidden_layers * heads * width * self.policy.module.dtype.itemsize
-            longest = max(len(prompt) for prompt in prompts) if not self.policy.shares_prompts else 0
-            rows = CACHE_BYTES // (per_token * (self.max_new_tokens + longest))
-        together = max(1, rows // group_size)
-        return [range(i, min(i + together, len(prompts))) for i in range(0, len(prompts), together)]
+    def _rows_together(self, prompts: Sequence[tuple[int, ...]]) -> int:
+        """How many rows fit into memory together."""
+        if self.rows_at_once:
+            return self.rows_at_once
+        config = self.policy.module.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_token = 2 * config.num_hidden_layers * heads * width * self.policy.module.dtype.itemsize
+        longest = max(len(prompt) for prompt in prompts) if not self.policy.shares_prompts else 0
+        return CACHE_BYTES // (per_token * (self.max_new_tokens + longest))
 
     def _rollout(self, prompt: tuple[int, ...], row: _Row) -> Rollout:
         ended = row.tokens[-1] in self.chat.end_ids
@@ -97,35 +93,41 @@ class LanguageSampler:
         )
 
     def _decode(self, indices: list[int], prompts: list[tuple[int, ...]], rollouts: range, step: int) -> list[_Row]:
-        """All rows of some prompts, in order, until each has ended."""
+        """All rows of all prompts, in order. Groups wait until there is room; rows that ended make some."""
         device, group_size = self.policy.device, len(rollouts)
-        row_count = len(prompts) * group_size
-        prompt_of_row = torch.arange(len(prompts)).repeat_interleave(group_size)
         groups_R = np.repeat(np.array(indices, dtype=np.int64), group_size)
         rollouts_R = np.tile(np.array(rollouts, dtype=np.int64), len(prompts))
-        rows = [_Row([], []) for _ in range(row_count)]
-        decoder = self.policy.decoder([list(p) for p in prompts], prompt_of_row, self.max_new_tokens)
-        logits_RV = decoder.prefill()[prompt_of_row.to(device)]
-        inside = np.arange(row_count)  # the rows that the decoder still carries
-        going = np.ones(row_count, dtype=bool)  # which of them have not ended
+        rows = [_Row([], []) for _ in range(len(prompts) * group_size)]
+        together = min(max(self._rows_together(prompts), group_size), len(rows))
+        decoder = self.policy.decoder(together, self.max_new_tokens)
         end_ids = np.array(sorted(self.chat.end_ids), dtype=np.int64)
-        for position in range(self.max_new_tokens):
-            where = np.full(len(inside), position, dtype=np.int64)
-            uniforms_R = torch.from_numpy(uniforms(self.seed, step, groups_R[inside], rollouts_R[inside], where))
+        waiting = 0  # the first prompt that has no rows yet
+        inside = np.empty(0, dtype=np.int64)  # the rows that the decoder carries
+        going = np.empty(0, dtype=bool)  # which of them have not ended
+        tokens_R = torch.empty(0, dtype=torch.int64, device=device)
+        while len(inside) or waiting < len(prompts):
+            logits = [decoder.step(tokens_R)] if len(inside) else []
+            admitted = min(decoder.room() // group_size, len(prompts) - waiting)
+            if admitted:
+                chosen = [list(prompt) for prompt in prompts[waiting : waiting + admitted]]
+                logits.append(decoder.add(chosen, group_size).repeat_interleave(group_size, dim=0))
+                new = np.arange(waiting * group_size, (waiting + admitted) * group_size)
+                inside, going = np.append(inside, new), np.append(going, np.ones(len(new), dtype=bool))
+                waiting += admitted
+            positions = np.array([len(rows[row].tokens) for row in inside], dtype=np.int64)
+            uniforms_R = torch.from_numpy(uniforms(self.seed, step, groups_R[inside], rollouts_R[inside], positions))
+            logits_RV = logits[0] if len(logits) == 1 else torch.cat(logits)
             tokens_R, logprobs_R = choose(logits_RV, uniforms_R.to(device), self.temperature)
             tokens, logprobs = tokens_R.cpu().numpy(), logprobs_R.float().cpu().numpy()
             for place in going.nonzero()[0]:
                 rows[inside[place]].tokens.append(int(tokens[place]))
                 rows[inside[place]].logprobs.append(float(logprobs[place]))
-            going &= ~np.isin(tokens, end_ids)
-            if position + 1 == self.max_new_tokens or not going.any():
-                break
-            # Rows that ended leave once they are an eighth: each departure copies the keys of those that stay.
-            if going.sum() <= 0.875 * len(going):
-                stay = torch.from_numpy(going.nonzero()[0])
-                decoder.keep(stay.to(device))
-                tokens_R, inside, going = tokens_R[stay.to(device)], inside[going], going[going]
-            logits_RV = decoder.step(tokens_R)
+            going &= ~np.isin(tokens, end_ids) & (positions + 1 < self.max_new_tokens)
+            ended = len(going) - going.sum()
+            if ended > decoder.patience * len(going) or ended == len(going):
+                stay = torch.from_numpy(going.nonzero()[0]).to(device)
+                decoder.keep(stay)
+                tokens_R, inside, going = tokens_R[stay], inside[going], going[going]
         return rows
 
 

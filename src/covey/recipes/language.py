@@ -22,6 +22,7 @@ from covey.llm.chat import Chat
 from covey.llm.critic import LanguageCritic
 from covey.llm.grader import RewardGrader, WeightedReward, build_grader
 from covey.llm.loading import load_model, pin_model, take_over
+from covey.llm.native.library import kernels_for
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import build_task
@@ -168,7 +169,8 @@ class LanguageWorld:
         )
 
     def machine(self) -> dict[str, Any]:
-        return environment(self.chosen.device, self.chosen.dtype)
+        native = kernels_for(self.chosen.dtype, self.chosen.device) is not None
+        return environment(self.chosen.device, self.chosen.dtype) | {"kernels": "covey's" if native else "torch's"}
 
     def assemble(self, store: RunStore, display: Display) -> Assembled:
         """Load the model, and a second copy of it as the reference."""

@@ -120,16 +120,16 @@ def total_memory_bytes(device: torch.device) -> int | None:
 def _multiplies_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    flags = _cpu_info("flags") or _cpu_info("Features")  # x86, ARM
+    flags = cpu_info("flags") or cpu_info("Features")  # x86, ARM
     return torch.backends.mkldnn.is_available() and not _BF16_FLAGS.isdisjoint(flags.split())
 
 
 def _cpu_model() -> str:
-    return _cpu_info("model name") or platform.processor() or platform.machine()
+    return cpu_info("model name") or platform.processor() or platform.machine()
 
 
 @cache
-def _cpu_info(field: str) -> str:
+def cpu_info(field: str) -> str:
     """A field of the first core in /proc/cpuinfo; empty where that does not exist."""
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else ():

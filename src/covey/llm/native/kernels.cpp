@@ -1,0 +1,403 @@
+// What a decoder does between its matrix products, for one new token per row. See decoder.py for who calls it.
+//
+// Vectors of 16 floats in the compiler's own vector type: it becomes AVX-512, two AVX or four NEON registers. Values
+// are stored as `bf16` (the upper half of a float) or `float`, and computed on in fp32. Where transformers rounds an
+// intermediate result to the storage type, so does this code, so that both write the same numbers but for the order
+// of sums.
+//
+// Shapes: R rows, W hidden width, H heads, K key-value heads, M = H / K, D head width, P prompt tokens, T own tokens,
+// V vocabulary.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float widen(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return result;
+}
+inline float widen(float x) { return x; }
+
+// To nearest, ties to even; NaN stays NaN.
+inline void narrow(float x, bf16* to) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void narrow(float x, float* to) { *to = x; }
+
+template <typename Value>
+inline float rounded(float x) {
+    Value stored;
+    narrow(x, &stored);
+    return widen(stored);
+}
+
+inline Floats load(const float* from) {
+    Floats x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+inline Floats load(const bf16* from) {
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    Words words = __builtin_convertvector(halves, Words) << 16;
+    Floats x;
+    std::memcpy(&x, &words, sizeof x);
+    return x;
+}
+
+// Rows of numbers are padded to two vectors. decoder.py knows this number too.
+constexpr int PAD = 2 * LANES;
+inline int padded(int count) { return (count + PAD - 1) / PAD * PAD; }
+
+inline Floats all(float x) { return Floats{} + x; }
+
+inline float sum(Floats x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+
+// exp(x) for x <= 0, to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients of Cephes' expf).
+inline Floats exponential(Floats x) {
+    Floats n = (greater(x, all(-87.3f)) * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+    Floats r = greater(x, all(-87.3f)) - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+    Floats scale;
+    std::memcpy(&scale, &exponent, sizeof scale);
+    return x < all(-87.3f) ? all(0.0f) : p * scale;
+}
+
+inline float inverse_root_mean_square(const float* x, int width, float epsilon) {
+    Floats squares = {};
+    int i = 0;
+    for (; i + LANES <= width; i += LANES) squares += load(x + i) * load(x + i);
+    float total = sum(squares);
+    for (; i < width; i++) total += x[i] * x[i];
+    return 1.0f / std::sqrt(total / width + epsilon);
+}
+
+// out = weight * (x / rms(x)), rounded before the weight as transformers does.
+template <typename Value>
+inline void normalise(const float* x, const Value* weight, Value* out, int width, float epsilon) {
+    float scale = inverse_root_mean_square(x, width, epsilon);
+    for (int i = 0; i < width; i++)
+        narrow(rounded<Value>(x[i] * scale) * widen(weight[i]), &out[i]);
+}
+
+template <typename Value>
+void add_and_normalise(
+    Value* hidden, const Value* added, const Value* weight, Value* out, int rows, int width, float epsilon, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int row = 0; row < rows; row++) {
+        std::vector<float> x(width);
+        Value* mine = hidden + size_t(row) * width;
+        for (int i = 0; i < width; i++) {
+            x[i] = widen(mine[i]);
+            if (added) {
+                narrow(x[i] + widen(added[size_t(row) * width + i]), &mine[i]);
+                x[i] = widen(mine[i]);
+            }
+        }
+        normalise(x.data(), weight, out + size_t(row) * width, width, epsilon);
+    }
+}
+
+// silu(gate) * up
+template <typename Value>
+void gate(const Value* gate_up, Value* out, int rows, int width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int row = 0; row < rows; row++) {
+        const Value* gates = gate_up + size_t(row) * 2 * width;
+        const Value* ups = gates + width;
+        Value* mine = out + size_t(row) * width;
+        auto store = [&](int i, float x, float e) {
+            float silu = x >= 0 ? x / (1.0f + e) : x * e / (1.0f + e);
+            narrow(rounded<Value>(silu) * widen(ups[i]), &mine[i]);
+        };
+        int i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            Floats x = load(gates + i);
+            Floats e = exponential(x > all(0.0f) ? -x : x);
+            for (int lane = 0; lane < LANES; lane++) store(i + lane, x[lane], e[lane]);
+        }
+        for (; i < width; i++) store(i, widen(gates[i]), std::exp(-std::fabs(widen(gates[i]))));
+    }
+}
+
+// x cos + rotate_half(x) sin, each product rounded as transformers does.
+template <typename Value>
+inline void rotate(float* x, const Value* cosine, const Value* sine, int width) {
+    int half = width / 2;
+    for (int i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = rounded<Value>(rounded<Value>(a * widen(cosine[i])) - rounded<Value>(b * widen(sine[i])));
+        x[i + half] =
+            rounded<Value>(rounded<Value>(b * widen(cosine[i + half])) + rounded<Value>(a * widen(sine[i + half])));
+    }
+}
+
+// scores[m][t] = query[m] . key[t] for t < tokens, from keys that lie transposed, [D][stride].
+template <typename Value, int M>
+inline void score(const float* query, int width, const Value* keys, int stride, int tokens, float* scores, int pitch) {
+    for (int t = 0; t < tokens; t += 2 * LANES) {
+        Floats low[M] = {}, high[M] = {};
+        for (int d = 0; d < width; d++) {
+            Floats a = load(keys + size_t(d) * stride + t), b = load(keys + size_t(d) * stride + t + LANES);
+            for (int m = 0; m < M; m++) {
+                low[m] += query[m * width + d] * a;
+                high[m] += query[m * width + d] * b;
+            }
+        }
+        for (int m = 0; m < M; m++) {
+            std::memcpy(scores + m * pitch + t, &low[m], sizeof low[m]);
+            std::memcpy(scores + m * pitch + t + LANES, &high[m], sizeof high[m]);
+        }
+    }
+}
+
+// out[m] += sum_t weights[m][t] value[t], values lie as [tokens][stride].
+template <typename Value, int M>
+inline void blend(const float* weights, int pitch, const Value* values, int stride, int tokens, float* out) {
+    for (int d = 0; d < stride; d += 2 * LANES) {
+        Floats low[M], high[M];
+        for (int m = 0; m < M; m++) {
+            low[m] = load(out + m * stride + d);
+            high[m] = load(out + m * stride + d + LANES);
+        }
+        for (int t = 0; t < tokens; t++) {
+            const Value* value = values + size_t(t) * stride + d;
+            Floats a = load(value), b = load(value + LANES);
+            for (int m = 0; m < M; m++) {
+                low[m] += weights[m * pitch + t] * a;
+                high[m] += weights[m * pitch + t] * b;
+            }
+        }
+        for (int m = 0; m < M; m++) {
+            std::memcpy(out + m * stride + d, &low[m], sizeof low[m]);
+            std::memcpy(out + m * stride + d + LANES, &high[m], sizeof high[m]);
+        }
+    }
+}
+
+// exp(scores - max) in place; returns its sum. What lies between the two parts and behind them becomes 0.
+inline float soften(float* scores, int first, int gap, int second, int pitch) {
+    auto forbid = [&](int from, int to) { std::fill(scores + from, scores + to, -INFINITY); };
+    forbid(first, gap);
+    forbid(gap + second, pitch);
+    Floats top = all(-INFINITY);
+    for (int t = 0; t < pitch; t += LANES) top = greater(load(scores + t), top);
+    float highest = top[0];
+    for (int i = 1; i < LANES; i++) highest = std::max(highest, top[i]);
+    Floats total = {};
+    for (int t = 0; t < pitch; t += LANES) {
+        Floats mass = exponential(load(scores + t) - highest);
+        total += mass;
+        std::memcpy(scores + t, &mass, sizeof mass);
+    }
+    return sum(total);
+}
+
+// Where everything lies for one layer's attention of one new token per row. library.py declares the same fields.
+struct Attention {
+    const void *qkv, *cosine, *sine;       // [R, (H + 2 K) D], [R, D], [R, D]
+    const void *query_norm, *key_norm;     // [D], or null
+    const int64_t *prompt_keys;            // [R] addresses of [layers, K, D, padded(P)]
+    const int64_t *prompt_values;          // [R] addresses of [layers, K, P, padded(D)]
+    const int32_t *prompt_lengths;         // [R]
+    void *own_keys, *own_values;           // of this layer: [slots, K, D, capacity], [slots, K, capacity, padded(D)]
+    const int32_t *slots, *decoded;        // [R]: where a row's own tokens lie, and how many there are
+    void *out;                             // [R, H D]
+    int32_t rows, heads, kv_heads, width, capacity, layer, threads;
+    float scaling, epsilon;
+};
+
+// Some query heads of one row that share a key-value head. Keys of the prompt lie as [D][padded(P)], values as
+// [P][padded(D)]; the row's own as [D][capacity] and [capacity][padded(D)].
+template <typename Value, int M>
+void attend_heads(const float* query, const Attention& shape, const Value* prompt_keys, const Value* prompt_values, int prompt,
+    const Value* own_keys, const Value* own_values, int own, std::vector<float>& scratch, Value* out) {
+    int gap = padded(prompt), pitch = gap + padded(own), stride = padded(shape.width);
+    scratch.resize(size_t(M) * (pitch + stride));
+    float* scores = scratch.data();
+    float* blended = scores + size_t(M) * pitch;
+    score<Value, M>(query, shape.width, prompt_keys, gap, prompt, scores, pitch);
+    score<Value, M>(query, shape.width, own_keys, shape.capacity, own, scores + gap, pitch);
+    std::fill(blended, blended + M * stride, 0.0f);
+    float total[M];
+    for (int m = 0; m < M; m++) total[m] = soften(scores + size_t(m) * pitch, prompt, gap, own, pitch);
+    blend<Value, M>(scores, pitch, prompt_values, stride, prompt, blended);
+    blend<Value, M>(scores + gap, pitch, own_values, stride, own, blended);
+    for (int m = 0; m < M; m++)
+        for (int d = 0; d < shape.width; d++) narrow(blended[m * stride + d] / total[m], &out[m * shape.width + d]);
+}
+
+template <typename Value>
+void attend(const Attention& shape) {
+    auto qkv = static_cast<const Value*>(shape.qkv);
+    auto cosine = static_cast<const Value*>(shape.cosine), sine = static_cast<const Value*>(shape.sine);
+    auto own_keys = static_cast<Value*>(shape.own_keys), own_values = static_cast<Value*>(shape.own_values);
+    int rows = shape.rows;
+    int width = shape.width, stride = padded(width), queries = shape.heads / shape.kv_heads;
+    size_t row_stride = size_t(shape.heads + 2 * shape.kv_heads) * width;
+#pragma omp parallel num_threads(shape.threads)
+    {
+        std::vector<float> query(size_t(queries) * width), key(width), scratch;
+#pragma omp for schedule(dynamic, 4)
+        for (int task = 0; task < rows * shape.kv_heads; task++) {
+            int head = task / rows, row = task % rows;  // neighbours read the same prompt
+            const Value* mine = qkv + row * row_stride;
+            const Value* cosines = cosine + size_t(row) * width;
+            const Value* sines = sine + size_t(row) * width;
+            auto prepare = [&](const Value* from, const void* norm_weight, float* to) {
+                auto norm = static_cast<const Value*>(norm_weight);
+                for (int d = 0; d < width; d++) to[d] = widen(from[d]);
+                if (norm) {
+                    float scale = inverse_root_mean_square(to, width, shape.epsilon);
+                    for (int d = 0; d < width; d++) to[d] = rounded<Value>(rounded<Value>(to[d] * scale) * widen(norm[d]));
+                }
+                rotate(to, cosines, sines, width);
+            };
+            for (int m = 0; m < queries; m++) {
+                float* to = query.data() + size_t(m) * width;
+                prepare(mine + size_t(head * queries + m) * width, shape.query_norm, to);
+                for (int d = 0; d < width; d++) to[d] *= shape.scaling;
+            }
+            prepare(mine + size_t(shape.heads + head) * width, shape.key_norm, key.data());
+
+            size_t place = size_t(shape.slots[row]) * shape.kv_heads + head;
+            Value* keys = own_keys + place * width * shape.capacity;
+            Value* values = own_values + place * stride * shape.capacity;
+            int now = shape.decoded[row], prompt = shape.prompt_lengths[row];
+            const Value* value = mine + size_t(shape.heads + shape.kv_heads + head) * width;
+            for (int d = 0; d < width; d++) narrow(key[d], &keys[size_t(d) * shape.capacity + now]);
+            std::copy(value, value + width, values + size_t(now) * stride);
+
+            size_t part = size_t(shape.layer) * shape.kv_heads + head;
+            const Value* shared_keys =
+                reinterpret_cast<const Value*>(shape.prompt_keys[row]) + part * width * padded(prompt);
+            const Value* shared_values =
+                reinterpret_cast<const Value*>(shape.prompt_values[row]) + part * prompt * stride;
+            for (int m = 0; m < queries;) {
+                Value* to = static_cast<Value*>(shape.out) + (size_t(row) * shape.heads + head * queries + m) * width;
+                const float* from = query.data() + size_t(m) * width;
+                auto some = [&](auto count) {
+                    attend_heads<Value, decltype(count)::value>(
+                        from, shape, shared_keys, shared_values, prompt, keys, values, now + 1, scratch, to);
+                    m += decltype(count)::value;
+                };
+                int left = queries - m;
+                if (left >= 4) some(std::integral_constant<int, 4>());
+                else if (left == 3) some(std::integral_constant<int, 3>());
+                else if (left == 2) some(std::integral_constant<int, 2>());
+                else some(std::integral_constant<int, 1>());
+            }
+        }
+    }
+}
+
+// The token that choosing.py draws: min {v : sum_{w <= v} p_w > u}, first among sums over blocks, then in the block.
+constexpr int BLOCK = 256;
+
+template <typename Value>
+void choose(const Value* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs, int rows,
+    int vocabulary, int threads) {
+    int blocks = (vocabulary + BLOCK - 1) / BLOCK;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<double> upto(blocks);
+        std::vector<float> inside(BLOCK);
+#pragma omp for schedule(static)
+        for (int row = 0; row < rows; row++) {
+            const Value* z = logits + size_t(row) * vocabulary;
+            Floats top = all(-INFINITY);
+            int v = 0;
+            for (; v + LANES <= vocabulary; v += LANES) top = greater(load(z + v), top);
+            float highest = top[0];
+            for (int i = 1; i < LANES; i++) highest = std::max(highest, top[i]);
+            for (; v < vocabulary; v++) highest = std::max(highest, widen(z[v]));
+            highest /= temperature;
+
+            auto masses = [&](int block, auto visit) {
+                int from = block * BLOCK, count = std::min(BLOCK, vocabulary - from);
+                for (int i = 0; i < count; i += LANES) {
+                    Floats x;
+                    if (i + LANES <= count) {
+                        x = load(z + from + i);
+                    } else {
+                        for (int lane = 0; lane < LANES; lane++)
+                            x[lane] = i + lane < count ? widen(z[from + i + lane]) : -INFINITY;
+                    }
+                    if (temperature != 1.0f) x /= temperature;
+                    visit(i, exponential(x - highest));
+                }
+            };
+            double total = 0;
+            for (int block = 0; block < blocks; block++) {
+                Floats mass = {};
+                masses(block, [&](int, Floats part) { mass += part; });
+                upto[block] = total += sum(mass);
+            }
+            double wanted = uniforms[row] * total;
+            int block = std::min<int>(std::upper_bound(upto.begin(), upto.end(), wanted) - upto.begin(), blocks - 1);
+            std::fill(inside.begin(), inside.end(), 0.0f);
+            masses(block, [&](int i, Floats part) { std::memcpy(&inside[i], &part, sizeof part); });
+            double reached = block ? upto[block - 1] : 0.0;
+            int chosen = 0;
+            for (int i = 0; i < BLOCK; i++) {
+                if (inside[i] > 0) chosen = i;  // rounding may point past the last possible token: that one is meant
+                reached += inside[i];
+                if (reached > wanted) break;
+            }
+            tokens[row] = int64_t(block) * BLOCK + chosen;
+            logprobs[row] = widen(z[tokens[row]]) / temperature - highest - float(std::log(total));
+        }
+    }
+}
+
+}  // namespace
+
+// One set of entry points per storage type, called through ctypes.
+#define ENTRY_POINTS(Value, suffix)                                                                                 \
+    extern "C" void add_and_normalise_##suffix(Value* hidden, const Value* added, const Value* weight, Value* out,  \
+        int rows, int width, float epsilon, int threads) {                                                          \
+        add_and_normalise(hidden, added, weight, out, rows, width, epsilon, threads);                               \
+    }                                                                                                               \
+    extern "C" void gate_##suffix(const Value* gate_up, Value* out, int rows, int width, int threads) {             \
+        gate(gate_up, out, rows, width, threads);                                                                   \
+    }                                                                                                               \
+    extern "C" void attend_##suffix(const Attention* attention) { attend<Value>(*attention); }                      \
+    extern "C" void choose_##suffix(const Value* logits, const double* uniforms, float temperature,                 \
+        int64_t* tokens, float* logprobs, int rows, int vocabulary, int threads) {                                  \
+        choose(logits, uniforms, temperature, tokens, logprobs, rows, vocabulary, threads);                         \
+    }
+
+ENTRY_POINTS(bf16, bf16)
+ENTRY_POINTS(float, fp32)

@@ -1,0 +1,153 @@
+"""kernels.cpp: compiled once with this machine's C++ compiler, kept in the user's cache, called through ctypes.
+
+Shapes: R rows, W hidden width, I width inside the MLP, H heads, K key-value heads, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.llm.loading import cache_folder
+from covey.runtime.device import cpu_info
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+PAD = 32  # `PAD` in kernels.cpp: keys and values lie in rows of a multiple of it
+SWITCH = "COVEY_NATIVE"  # 0 in the environment: torch alone
+
+_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-shared")
+_log = logging.getLogger("covey")
+
+
+class AttentionPlace(ctypes.Structure):
+    """`Attention` in kernels.cpp: where everything lies, as addresses."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "cosine", "sine", "query_norm", "key_norm")),
+        *((name, ctypes.c_void_p) for name in ("prompt_keys", "prompt_values", "prompt_lengths")),
+        *((name, ctypes.c_void_p) for name in ("own_keys", "own_values", "slots", "decoded", "out")),
+        *((name, ctypes.c_int32) for name in ("rows", "heads", "kv_heads", "width", "capacity", "layer", "threads")),
+        *((name, ctypes.c_float) for name in ("scaling", "epsilon")),
+    )
+
+
+class Kernels:
+    """The entry points for one storage type. Every tensor given is on the CPU, contiguous, and of that type."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+        def entry(name: str, *types: Any) -> Callable[..., None]:
+            function = getattr(library, f"{name}_{_SUFFIXES[dtype]}")
+            function.argtypes, function.restype = types, None
+            return function  # type: ignore[no-any-return]
+
+        address, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+        self._add_and_normalise = entry(
+            "add_and_normalise", address, address, address, address, number, number, real, number
+        )
+        self._gate = entry("gate", address, address, number, number, number)
+        self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
+        self._choose = entry("choose", address, address, real, address, address, number, number, number)
+
+    def add_and_normalise(
+        self, hidden_RW: Tensor, added_RW: Tensor | None, weight_W: Tensor, epsilon: float, out_RW: Tensor
+    ) -> None:
+        """hidden += added, in place; out = weight * hidden / rms(hidden)."""
+        added = None if added_RW is None else added_RW.data_ptr()
+        where = hidden_RW.data_ptr(), added, weight_W.data_ptr(), out_RW.data_ptr()
+        self._add_and_normalise(*where, *hidden_RW.shape, epsilon, torch.get_num_threads())
+
+    def gate(self, gate_up_RI: Tensor, out_RI: Tensor) -> None:
+        """out = silu(gate) * up; gate and up lie side by side."""
+        self._gate(gate_up_RI.data_ptr(), out_RI.data_ptr(), *out_RI.shape, torch.get_num_threads())
+
+    def attend(self, place: AttentionPlace) -> None:
+        """Rotate queries and keys, store keys and values of the new tokens, and attend."""
+        self._attend(ctypes.byref(place))
+
+    def choose(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """What `choosing.choose` does, for a temperature above 0."""
+        tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
+        logprobs_R = torch.empty(len(logits_RV), dtype=torch.float32)
+        where = tokens_R.data_ptr(), logprobs_R.data_ptr()
+        self._choose(
+            logits_RV.data_ptr(), uniforms_R.data_ptr(), temperature, *where, *logits_RV.shape, torch.get_num_threads()
+        )
+        return tokens_R, logprobs_R
+
+
+def padded(count: int) -> int:
+    """How many numbers the kernels set aside for so many."""
+    return -(-count // PAD) * PAD
+
+
+def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """The kernels for tensors of this kind, where there are any: bf16 and fp32 on a CPU whose compiler was found."""
+    if device.type != "cpu" or dtype not in _SUFFIXES:
+        return None
+    return _kernels(dtype)
+
+
+@cache
+def _kernels(dtype: torch.dtype) -> Kernels | None:
+    library = _library()
+    return None if library is None else Kernels(library, dtype)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """Compiled where the cache does not hold it. Says in one line why there is none."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        _log.warning("no C++ compiler was found, so sampling goes without covey's kernels: slower, the same numbers")
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        first = next((line for line in reason.splitlines() if "error" in line.lower()), reason.strip()[:200])
+        _log.warning("covey's kernels could not be compiled, so sampling goes without them, slower: %s", first)
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    """The shared library, named by all that it depends on."""
+    told = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    runtime = _openmp_of_torch()
+    # What -march=native makes of the source depends on the processor, and a home folder may be shared by several.
+    processor = [platform.machine(), *(cpu_info(field) for field in ("model name", "flags", "CPU part", "Features"))]
+    named = [SOURCE.read_text(), told, *_FLAGS, str(runtime), *processor]
+    target = cache_folder() / f"kernels-{hashlib.sha256('|'.join(named).encode()).hexdigest()[:16]}.so"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".compiling-", dir=target.parent) as folder:
+        draft = Path(folder) / target.name
+        command = [compiler, *_FLAGS, str(SOURCE), *([str(runtime)] if runtime else []), "-o", str(draft)]
+        subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        draft.rename(target)  # at once: another process finds all of it or none
+    return target
+
+
+def _openmp_of_torch() -> Path | None:
+    """The OpenMP library that torch brought along. Another one would bring a second set of threads."""
+    folder = Path(torch.__file__).parent
+    found = sorted([*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*")])
+    return found[0] if found else None
