@@ -21,10 +21,10 @@ def statuses(tmp_path_factory) -> dict[str, int]:
     folder = tmp_path_factory.mktemp("mutants")
     made = subprocess.run(
         [sys.executable, str(Path(mutants.__file__)), str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COVEY_CACHE": str(folder / "cache")},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=580,
         check=False,
     )
     assert made.returncode == 0, made.stderr

@@ -57,6 +57,8 @@ SURROGATES = ("core/surrogates.py", ("core/test_surrogates.py",))
 KL = ("core/kl.py", ("core/test_kl.py",))
 AGGREGATION = ("core/aggregation.py", ("core/test_aggregation.py",))
 VALUES = ("core/values.py", ("core/test_values.py",))
+KERNELS = ("llm/native/kernels.cpp", ("llm/test_native.py",))
+DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
 KL_CONTROL = "learning/test_kl_control.py::test_"
 ORIGINS = "llm/test_origins.py::test_"
 LOOP = ("train/loop.py", ("learning/test_kl_control.py",))
@@ -694,6 +696,34 @@ MUTANTS = [
         "pass",
         ORIGINS + "a_stopped_run_stands_for_its_newest_checkpoint",
     ),
+    _mutant("kernel_forgets_the_scale", KERNELS, "to[d] *= shape.scaling", "to[d] *= 1.0f"),
+    _mutant("kernel_sees_padding", KERNELS, "forbid(first, gap);", ""),
+    _mutant("kernel_sees_the_future", KERNELS, "forbid(gap + second, pitch);", ""),
+    _mutant("kernel_misses_the_new_token", KERNELS, "keys, values, now + 1, scratch", "keys, values, now, scratch"),
+    _mutant("kernel_turns_the_other_way", KERNELS, "(a * widen(cosine[i])) -", "(a * widen(cosine[i])) +"),
+    _mutant("kernel_swaps_gate_and_up", KERNELS, "const Value* ups = gates + width;", "const Value* ups = gates;"),
+    _mutant("kernel_forgets_the_residual", KERNELS, "narrow(x[i] + widen(added", "narrow(widen(added"),
+    _mutant(
+        "kernel_draws_one_too_far",
+        KERNELS,
+        "if (reached > wanted) break;",
+        "if (reached > wanted) { chosen++; break; }",
+    ),
+    _mutant("kernel_draws_hot", KERNELS, "if (temperature != 1.0f) x /= temperature;", ""),
+    _mutant("decoder_stands_still", DECODER, "self.lengths_R + self.decoded_R)[None]", "self.lengths_R)[None]"),
+    _mutant(
+        "decoder_keeps_the_wrong_slots",
+        DECODER,
+        "self.slots_R[rows], self.decoded_R[rows]",
+        "self.slots_R[: len(rows)], self.decoded_R[rows]",
+    ),
+    _mutant("decoder_never_frees", DECODER, "self.free += sorted(", "sorted("),
+    _mutant(
+        "sampler_waits_for_all",
+        ("llm/sampler.py", ("llm/test_native.py",)),
+        "if admitted:",
+        "if admitted and not len(inside):",
+    ),
 ]
 
 
@@ -706,7 +736,9 @@ def copy_package(folder: Path, mutant: Mutant | None) -> None:
 
 def _all_but_code(folder: str, names: list[str]) -> list[str]:
     return [
-        name for name in names if not name.endswith(".py") and (name == "__pycache__" or Path(folder, name).is_file())
+        name
+        for name in names
+        if not name.endswith((".py", ".cpp")) and (name == "__pycache__" or Path(folder, name).is_file())
     ]
 
 

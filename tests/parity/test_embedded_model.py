@@ -60,6 +60,17 @@ def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16(exact, starts):
     assert ours < 1.2 * theirs
 
 
+def test_bf16_behavior_logprobs_are_no_further_from_fp32_than_transformers_own(exact, starts):
+    low = load_model(EMBEDDED, dtype=torch.bfloat16, device=CPU)
+    policy, groups = sampled(low, starts)
+    batch = collate(groups)
+    with torch.no_grad():
+        truth = LanguagePolicy(exact.module)._evaluate_rows(batch).logprobs_BT
+        ours = (batch.behavior_logprobs_BT - truth)[batch.mask_BT].abs().mean()
+        theirs = (policy._evaluate_rows(batch).logprobs_BT - truth)[batch.mask_BT].abs().mean()
+    assert ours < 1.2 * theirs
+
+
 def test_bf16_gradients_point_where_fp32_gradients_do(exact, starts):
     policy, groups = sampled(exact, starts, new_tokens=8)
     batch = collate(groups)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from covey.llm.attention import NO_MASK
 from covey.llm.decoding import PrefillLayout
-from covey.llm.native.library import AttentionPlace, Kernels, padded
+from covey.llm.native.library import PAD, AttentionPlace, Kernels, padded
 from covey.llm.native.weights import PackedLinear, pack
 
 
@@ -26,7 +26,7 @@ from covey.llm.native.weights import PackedLinear, pack
 class _SharedPrompt:
     """Keys and values of a prompt, as the kernel reads them."""
 
-    keys: Tensor  # [layers, K, D, padded P]
+    keys: Tensor  # [layers, K, padded P / PAD, D, PAD]
     values: Tensor  # [layers, K, P, padded D]
     length: int
 
@@ -48,7 +48,7 @@ class NativeDecoder:
         self.epsilon = config.rms_norm_eps
         self.capacity = padded(max_new_tokens)
         layers, kind = len(self.layers), kernels.dtype
-        self.own_keys = torch.empty(layers, rows, self.kv_heads, self.width, self.capacity, dtype=kind)
+        self.own_keys = torch.empty(layers, rows, self.kv_heads, self.capacity * self.width, dtype=kind)
         self.own_values = torch.empty(layers, rows, self.kv_heads, self.capacity, padded(self.width), dtype=kind)
         self.free = list(range(rows))[::-1]
         self.prompts: list[_SharedPrompt] = []  # of every row
@@ -73,7 +73,8 @@ class NativeDecoder:
         for place, length in enumerate(lengths):
             keys = torch.stack([key_SKPD[place, :, :length].transpose(1, 2) for key_SKPD in layout.keys])
             values = torch.stack([value_SKPD[place, :, :length] for value_SKPD in layout.values])
-            shared = _SharedPrompt(_pad_last(keys), _pad_last(values), length)
+            blocks = _in_pieces(keys).transpose(2, 3).contiguous()
+            shared = _SharedPrompt(blocks, _in_pieces(values).contiguous(), length)
             self.prompts += [shared] * group_size
         slots = [self.free.pop() for _ in range(len(prompts) * group_size)]
         self.slots_R = torch.cat([self.slots_R, torch.tensor(slots, dtype=torch.int32)])
@@ -134,5 +135,9 @@ class NativeDecoder:
         )  # fmt: skip
 
 
-def _pad_last(tensor: Tensor) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, padded(tensor.shape[-1]) - tensor.shape[-1])).contiguous()
+def _in_pieces(tensor: Tensor) -> Tensor:
+    """[..., N] -> [..., pieces, PAD], the halves of a piece alternating where the kernels want them so."""
+    pieces = torch.nn.functional.pad(tensor, (0, padded(tensor.shape[-1]) - tensor.shape[-1])).unflatten(-1, (-1, PAD))
+    if tensor.dtype == torch.bfloat16:
+        pieces = pieces.unflatten(-1, (2, PAD // 2)).transpose(-1, -2).flatten(-2)
+    return pieces

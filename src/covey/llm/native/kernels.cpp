@@ -64,9 +64,45 @@ inline Floats load(const bf16* from) {
     return x;
 }
 
-// Rows of numbers are padded to two vectors. decoder.py knows this number too.
+// Keys and values lie in pieces of two vectors. In a piece of bf16 the halves alternate: element 2 i is number i,
+// element 2 i + 1 number 16 + i. One load then gives both vectors by a shift and a mask; widening takes six
+// instructions. decoder.py arranges what it stores in the same way.
 constexpr int PAD = 2 * LANES;
 inline int padded(int count) { return (count + PAD - 1) / PAD * PAD; }
+
+inline int place_of(int number, const bf16*) {
+    int inside = number % PAD;
+    return number - inside + 2 * (inside % LANES) + inside / LANES;
+}
+inline int place_of(int number, const float*) { return number; }
+
+inline void load_piece(const bf16* from, Floats& low, Floats& high) {
+    Words words;
+    std::memcpy(&words, from, sizeof words);
+    Words left = words << 16, right = words & 0xffff0000u;
+    std::memcpy(&low, &left, sizeof low);
+    std::memcpy(&high, &right, sizeof high);
+}
+inline void load_piece(const float* from, Floats& low, Floats& high) {
+    low = load(from);
+    high = load(from + LANES);
+}
+
+inline void store(Floats x, float* to) { std::memcpy(to, &x, sizeof x); }
+inline void store(Floats x, bf16* to) {
+    Words bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    Words nearest = bits + 0x7fff + ((bits >> 16) & 1);
+    Halves halves = __builtin_convertvector((x == x ? nearest : Words{} + 0x7fc00000u) >> 16, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+}
+
+template <typename Value>
+inline Floats rounded(Floats x) {
+    Value stored[LANES];
+    store(x, stored);
+    return load(stored);
+}
 
 inline Floats all(float x) { return Floats{} + x; }
 
@@ -108,8 +144,9 @@ inline float inverse_root_mean_square(const float* x, int width, float epsilon) 
 template <typename Value>
 inline void normalise(const float* x, const Value* weight, Value* out, int width, float epsilon) {
     float scale = inverse_root_mean_square(x, width, epsilon);
-    for (int i = 0; i < width; i++)
-        narrow(rounded<Value>(x[i] * scale) * widen(weight[i]), &out[i]);
+    int i = 0;
+    for (; i + LANES <= width; i += LANES) store(rounded<Value>(load(x + i) * scale) * load(weight + i), out + i);
+    for (; i < width; i++) narrow(rounded<Value>(x[i] * scale) * widen(weight[i]), &out[i]);
 }
 
 template <typename Value>
@@ -138,25 +175,31 @@ void gate(const Value* gate_up, Value* out, int rows, int width, int threads) {
         const Value* gates = gate_up + size_t(row) * 2 * width;
         const Value* ups = gates + width;
         Value* mine = out + size_t(row) * width;
-        auto store = [&](int i, float x, float e) {
-            float silu = x >= 0 ? x / (1.0f + e) : x * e / (1.0f + e);
-            narrow(rounded<Value>(silu) * widen(ups[i]), &mine[i]);
-        };
         int i = 0;
         for (; i + LANES <= width; i += LANES) {
-            Floats x = load(gates + i);
-            Floats e = exponential(x > all(0.0f) ? -x : x);
-            for (int lane = 0; lane < LANES; lane++) store(i + lane, x[lane], e[lane]);
+            Floats x = load(gates + i), e = exponential(x > all(0.0f) ? -x : x);
+            Floats silu = (x > all(0.0f) ? x : x * e) / (1.0f + e);
+            store(rounded<Value>(silu) * load(ups + i), mine + i);
         }
-        for (; i < width; i++) store(i, widen(gates[i]), std::exp(-std::fabs(widen(gates[i]))));
+        for (; i < width; i++) {
+            float x = widen(gates[i]);
+            narrow(rounded<Value>(x / (1.0f + std::exp(-x))) * widen(ups[i]), &mine[i]);
+        }
     }
 }
 
 // x cos + rotate_half(x) sin, each product rounded as transformers does.
 template <typename Value>
 inline void rotate(float* x, const Value* cosine, const Value* sine, int width) {
-    int half = width / 2;
-    for (int i = 0; i < half; i++) {
+    int half = width / 2, i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        Floats a = load(x + i), b = load(x + half + i);
+        Floats left = rounded<Value>(a * load(cosine + i)) - rounded<Value>(b * load(sine + i));
+        Floats right = rounded<Value>(b * load(cosine + half + i)) + rounded<Value>(a * load(sine + half + i));
+        store(rounded<Value>(left), x + i);
+        store(rounded<Value>(right), x + half + i);
+    }
+    for (; i < half; i++) {
         float a = x[i], b = x[i + half];
         x[i] = rounded<Value>(rounded<Value>(a * widen(cosine[i])) - rounded<Value>(b * widen(sine[i])));
         x[i + half] =
@@ -164,21 +207,23 @@ inline void rotate(float* x, const Value* cosine, const Value* sine, int width) 
     }
 }
 
-// scores[m][t] = query[m] . key[t] for t < tokens, from keys that lie transposed, [D][stride].
+// scores[m][t] = query[m] . key[t] for t < tokens, from keys that lie in blocks of PAD tokens, [D][PAD] each: what is
+// read together lies together.
 template <typename Value, int M>
-inline void score(const float* query, int width, const Value* keys, int stride, int tokens, float* scores, int pitch) {
-    for (int t = 0; t < tokens; t += 2 * LANES) {
+inline void score(const float* query, int width, const Value* keys, int tokens, float* scores, int pitch) {
+    for (int t = 0; t < tokens; t += PAD) {
         Floats low[M] = {}, high[M] = {};
-        for (int d = 0; d < width; d++) {
-            Floats a = load(keys + size_t(d) * stride + t), b = load(keys + size_t(d) * stride + t + LANES);
+        for (int d = 0; d < width; d++, keys += PAD) {
+            Floats a, b;
+            load_piece(keys, a, b);
             for (int m = 0; m < M; m++) {
                 low[m] += query[m * width + d] * a;
                 high[m] += query[m * width + d] * b;
             }
         }
         for (int m = 0; m < M; m++) {
-            std::memcpy(scores + m * pitch + t, &low[m], sizeof low[m]);
-            std::memcpy(scores + m * pitch + t + LANES, &high[m], sizeof high[m]);
+            store(low[m], scores + m * pitch + t);
+            store(high[m], scores + m * pitch + t + LANES);
         }
     }
 }
@@ -186,23 +231,23 @@ inline void score(const float* query, int width, const Value* keys, int stride, 
 // out[m] += sum_t weights[m][t] value[t], values lie as [tokens][stride].
 template <typename Value, int M>
 inline void blend(const float* weights, int pitch, const Value* values, int stride, int tokens, float* out) {
-    for (int d = 0; d < stride; d += 2 * LANES) {
+    for (int d = 0; d < stride; d += PAD) {
         Floats low[M], high[M];
         for (int m = 0; m < M; m++) {
             low[m] = load(out + m * stride + d);
             high[m] = load(out + m * stride + d + LANES);
         }
         for (int t = 0; t < tokens; t++) {
-            const Value* value = values + size_t(t) * stride + d;
-            Floats a = load(value), b = load(value + LANES);
+            Floats a, b;
+            load_piece(values + size_t(t) * stride + d, a, b);
             for (int m = 0; m < M; m++) {
                 low[m] += weights[m * pitch + t] * a;
                 high[m] += weights[m * pitch + t] * b;
             }
         }
         for (int m = 0; m < M; m++) {
-            std::memcpy(out + m * stride + d, &low[m], sizeof low[m]);
-            std::memcpy(out + m * stride + d + LANES, &high[m], sizeof high[m]);
+            store(low[m], out + m * stride + d);
+            store(high[m], out + m * stride + d + LANES);
         }
     }
 }
@@ -220,7 +265,7 @@ inline float soften(float* scores, int first, int gap, int second, int pitch) {
     for (int t = 0; t < pitch; t += LANES) {
         Floats mass = exponential(load(scores + t) - highest);
         total += mass;
-        std::memcpy(scores + t, &mass, sizeof mass);
+        store(mass, scores + t);
     }
     return sum(total);
 }
@@ -229,18 +274,18 @@ inline float soften(float* scores, int first, int gap, int second, int pitch) {
 struct Attention {
     const void *qkv, *cosine, *sine;       // [R, (H + 2 K) D], [R, D], [R, D]
     const void *query_norm, *key_norm;     // [D], or null
-    const int64_t *prompt_keys;            // [R] addresses of [layers, K, D, padded(P)]
+    const int64_t *prompt_keys;            // [R] addresses of [layers, K, padded(P) / PAD, D, PAD]
     const int64_t *prompt_values;          // [R] addresses of [layers, K, P, padded(D)]
     const int32_t *prompt_lengths;         // [R]
-    void *own_keys, *own_values;           // of this layer: [slots, K, D, capacity], [slots, K, capacity, padded(D)]
+    void *own_keys, *own_values;           // of this layer: [slots, K, capacity / PAD, D, PAD], [slots, K, capacity, padded(D)]
     const int32_t *slots, *decoded;        // [R]: where a row's own tokens lie, and how many there are
     void *out;                             // [R, H D]
     int32_t rows, heads, kv_heads, width, capacity, layer, threads;
     float scaling, epsilon;
 };
 
-// Some query heads of one row that share a key-value head. Keys of the prompt lie as [D][padded(P)], values as
-// [P][padded(D)]; the row's own as [D][capacity] and [capacity][padded(D)].
+// Some query heads of one row that share a key-value head. Keys lie in blocks of PAD tokens, values as
+// [tokens][padded(D)].
 template <typename Value, int M>
 void attend_heads(const float* query, const Attention& shape, const Value* prompt_keys, const Value* prompt_values, int prompt,
     const Value* own_keys, const Value* own_values, int own, std::vector<float>& scratch, Value* out) {
@@ -248,15 +293,20 @@ void attend_heads(const float* query, const Attention& shape, const Value* promp
     scratch.resize(size_t(M) * (pitch + stride));
     float* scores = scratch.data();
     float* blended = scores + size_t(M) * pitch;
-    score<Value, M>(query, shape.width, prompt_keys, gap, prompt, scores, pitch);
-    score<Value, M>(query, shape.width, own_keys, shape.capacity, own, scores + gap, pitch);
+    score<Value, M>(query, shape.width, prompt_keys, prompt, scores, pitch);
+    score<Value, M>(query, shape.width, own_keys, own, scores + gap, pitch);
     std::fill(blended, blended + M * stride, 0.0f);
     float total[M];
     for (int m = 0; m < M; m++) total[m] = soften(scores + size_t(m) * pitch, prompt, gap, own, pitch);
     blend<Value, M>(scores, pitch, prompt_values, stride, prompt, blended);
     blend<Value, M>(scores + gap, pitch, own_values, stride, own, blended);
-    for (int m = 0; m < M; m++)
-        for (int d = 0; d < shape.width; d++) narrow(blended[m * stride + d] / total[m], &out[m * shape.width + d]);
+    for (int m = 0; m < M; m++) {
+        const float* from = blended + m * stride;
+        Value* to = out + m * shape.width;
+        int d = 0;
+        for (; d + LANES <= shape.width; d += LANES) store(load(from + d) / total[m], to + d);
+        for (; d < shape.width; d++) narrow(from[d] / total[m], &to[d]);
+    }
 }
 
 template <typename Value>
@@ -297,8 +347,9 @@ void attend(const Attention& shape) {
             Value* values = own_values + place * stride * shape.capacity;
             int now = shape.decoded[row], prompt = shape.prompt_lengths[row];
             const Value* value = mine + size_t(shape.heads + shape.kv_heads + head) * width;
-            for (int d = 0; d < width; d++) narrow(key[d], &keys[size_t(d) * shape.capacity + now]);
-            std::copy(value, value + width, values + size_t(now) * stride);
+            int slot = place_of(now % PAD, value);
+            for (int d = 0; d < width; d++) narrow(key[d], &keys[size_t(now / PAD * width + d) * PAD + slot]);
+            for (int d = 0; d < width; d++) values[size_t(now) * stride + place_of(d, value)] = value[d];
 
             size_t part = size_t(shape.layer) * shape.kv_heads + head;
             const Value* shared_keys =
@@ -368,7 +419,7 @@ void choose(const Value* logits, const double* uniforms, float temperature, int6
             double wanted = uniforms[row] * total;
             int block = std::min<int>(std::upper_bound(upto.begin(), upto.end(), wanted) - upto.begin(), blocks - 1);
             std::fill(inside.begin(), inside.end(), 0.0f);
-            masses(block, [&](int i, Floats part) { std::memcpy(&inside[i], &part, sizeof part); });
+            masses(block, [&](int i, Floats part) { store(part, &inside[i]); });
             double reached = block ? upto[block - 1] : 0.0;
             int chosen = 0;
             for (int i = 0; i < BLOCK; i++) {

@@ -1,0 +1,232 @@
+"""covey's own kernels against torch's: the same numbers, rows that come and go, and what happens without a compiler."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+
+from covey.data import Start
+from covey.llm import choosing, policy
+from covey.llm.chat import Chat
+from covey.llm.decoding import SharedPrefixDecoder
+from covey.llm.native import library
+from covey.llm.native.decoder import NativeDecoder
+from covey.llm.native.weights import can_be_packed
+from covey.llm.policy import LanguagePolicy
+from covey.llm.sampler import LanguageSampler
+from helpers.tiny import PLAIN, tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
+FAST = ("llama", "qwen2", "qwen3")
+PROMPTS = ["12+34", "a quick brown fox jumps over the lazy dog, and again", "7", "(1+2)"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def torch_alone(monkeypatch):
+    """Switches the kernels off for what follows."""
+
+    def switch() -> None:
+        for module in (policy, choosing):
+            monkeypatch.setattr(module, "kernels_for", lambda *_: None)
+
+    return switch
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """The kernels have not been looked for yet, and the cache is empty."""
+    monkeypatch.setenv("COVEY_CACHE", str(tmp_path))
+    library._library.cache_clear()
+    library._kernels.cache_clear()
+    yield tmp_path
+    library._library.cache_clear()
+    library._kernels.cache_clear()
+
+
+def make_sampler(kind: str, *, new_tokens: int = 40, rows_at_once: int = 0, every: int = 9, **options):
+    language_policy = LanguagePolicy(tiny_model(kind, **options))
+    chat = Chat(tiny_tokenizer(), frozenset(range(1, 85, every)))
+    return LanguageSampler(language_policy, chat, seed=5, max_new_tokens=new_tokens, rows_at_once=rows_at_once)
+
+
+def starts() -> list[Start]:
+    return [Start(i, text) for i, text in enumerate(PROMPTS)]
+
+
+def actions(groups):
+    return [rollout.actions for group in groups for rollout in group.rollouts]
+
+
+def logprobs(groups) -> torch.Tensor:
+    return torch.tensor([p for group in groups for rollout in group.rollouts for p in rollout.behavior_logprobs])
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_the_kernels_decode_what_torch_decodes(kind, torch_alone):
+    made = make_sampler(kind, every=40)
+    assert isinstance(made.policy.decoder(4, 8), NativeDecoder)
+    native = made.sample(starts(), 5, step=1)
+    torch_alone()
+    assert isinstance(made.policy.decoder(4, 8), SharedPrefixDecoder)
+    plain = made.sample(starts(), 5, step=1)
+    assert actions(native) == actions(plain)
+    assert max(map(len, actions(native))) > 32, "longer than what the kernels set aside at once"
+    torch.testing.assert_close(logprobs(native), logprobs(plain), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1), (10, 2)])
+def test_any_number_of_query_heads_may_share_a_key_head(heads, torch_alone):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=83, hidden_size=24 * heads[0], num_hidden_layers=2, num_attention_heads=heads[0],
+        num_key_value_heads=heads[1], intermediate_size=50, max_position_embeddings=128,
+    )  # fmt: skip
+    made = LanguageSampler(
+        LanguagePolicy(AutoModelForCausalLM.from_config(config).eval()),
+        Chat(tiny_tokenizer(), frozenset({1})), seed=1, max_new_tokens=12,
+    )  # fmt: skip
+    native = made.sample(starts(), 3, step=1)
+    torch_alone()
+    plain = made.sample(starts(), 3, step=1)
+    assert actions(native) == actions(plain)
+    torch.testing.assert_close(logprobs(native), logprobs(plain), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_in_bf16_the_kernels_are_no_further_from_fp32_than_transformers(kind):
+    low = make_sampler(kind, dtype=torch.bfloat16)
+    groups = low.sample(starts(), 32, step=1)
+    exact = tiny_model(kind, dtype=torch.bfloat16).float()  # the same rounded weights
+    ours, theirs = [], []
+    for group in groups:
+        for rollout in group.rollouts:
+            tokens = torch.tensor([*rollout.context, *rollout.actions])
+            told = []
+            for model in (exact, low.policy.module):
+                with torch.no_grad():
+                    logits = model(input_ids=tokens[None]).logits[0, len(rollout.context) - 1 : -1].float()
+                told.append(logits.log_softmax(1).gather(1, tokens[len(rollout.context) :, None])[:, 0])
+            ours.append((torch.tensor(rollout.behavior_logprobs) - told[0]).abs())
+            theirs.append((told[1] - told[0]).abs())
+    assert torch.cat(ours).mean() < 1.1 * torch.cat(theirs).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("vocabulary", [5, 256, 257, 1500])
+def test_the_kernel_draws_the_tokens_that_torch_draws(dtype, temperature, vocabulary, torch_alone):
+    torch.manual_seed(vocabulary)
+    logits = (3 * torch.randn(300, vocabulary)).to(dtype)
+    logits[::3, vocabulary // 2 :] = -torch.inf
+    uniforms = torch.rand(300, dtype=torch.float64)
+    uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
+    ours = choosing.choose(logits, uniforms, temperature)
+    torch_alone()
+    theirs = choosing.choose(logits, uniforms, temperature)
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1], atol=2e-6, rtol=1e-6)
+
+
+def test_rows_that_end_make_room_at_once():
+    together = make_sampler("llama", every=30)
+    all_at_once = together.sample(starts() * 4, 2, step=1)
+    lengths = [len(row) for row in actions(all_at_once)]
+    few = make_sampler("llama", every=30, rows_at_once=8)
+    steps = 0
+    plain_step = NativeDecoder.step
+
+    def counted(decoder, tokens_R):
+        nonlocal steps
+        steps += 1
+        assert len(tokens_R) <= 8
+        return plain_step(decoder, tokens_R)
+
+    NativeDecoder.step = counted
+    try:
+        continuous = few.sample(starts() * 4, 2, step=1)
+    finally:
+        NativeDecoder.step = plain_step
+    assert actions(continuous) == actions(all_at_once)
+    one_after_another = sum(max(lengths[i : i + 8]) - 1 for i in range(0, len(lengths), 8))
+    assert steps < 0.8 * one_after_another, f"{steps} steps, waiting for the slowest of eight takes {one_after_another}"
+
+
+def test_the_decoder_sees_weights_that_have_changed(torch_alone):
+    made = make_sampler("llama")
+    before = made.sample(starts(), 3, step=1)
+    with torch.no_grad():
+        for parameter in made.policy.module.parameters():
+            parameter.mul_(1.3)
+    native = made.sample(starts(), 3, step=1)
+    torch_alone()
+    assert actions(native) == actions(made.sample(starts(), 3, step=1)) != actions(before)
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, "gpt2"])
+def test_other_architectures_are_left_to_torch(kind):
+    assert not can_be_packed(tiny_model(kind))
+
+
+def test_a_layer_that_is_no_plain_product_is_left_to_torch():
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = tiny_model("llama")
+    assert can_be_packed(model)
+    model.model.layers[0].mlp.down_proj = Adapted(64, 32, bias=False)
+    assert not can_be_packed(model)
+
+
+def test_the_kernels_are_compiled_once(fresh, monkeypatch):
+    assert library.kernels_for(torch.float32, CPU) is not None
+    (compiled,) = fresh.glob("kernels-*.so")
+    made_at = compiled.stat().st_mtime_ns
+    library._library.cache_clear()
+    library._kernels.cache_clear()
+    assert library.kernels_for(torch.bfloat16, CPU) is not None
+    assert compiled.stat().st_mtime_ns == made_at
+    assert [path.name for path in fresh.iterdir()] == [compiled.name], "nothing else is left behind"
+
+
+def test_without_a_compiler_torch_decodes_and_one_line_says_so(fresh, monkeypatch, caplog):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(fresh))
+    made = make_sampler("llama", new_tokens=4)
+    with caplog.at_level(logging.WARNING, logger="covey"):
+        made.sample(starts(), 2, step=1)
+        made.sample(starts(), 2, step=2)
+    assert [record.message for record in caplog.records] == [
+        "no C++ compiler was found, so sampling goes without covey's kernels: slower, the same numbers"
+    ]
+
+
+def test_a_compiler_that_fails_is_told_in_one_line(fresh, monkeypatch, caplog):
+    compiler = fresh / "compiler"
+    compiler.write_text(
+        f"#!{sys.executable}\nimport sys\nif '--version' not in sys.argv: sys.exit('fatal error: no disk')\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with caplog.at_level(logging.WARNING, logger="covey"):
+        assert library.kernels_for(torch.float32, CPU) is None
+        assert library.kernels_for(torch.bfloat16, CPU) is None
+    (line,) = (record.message for record in caplog.records)
+    assert line.endswith("fatal error: no disk")
+
+
+def test_they_can_be_switched_off(fresh, monkeypatch, caplog):
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert library.kernels_for(torch.float32, CPU) is None
+    assert not caplog.records
+    assert not list(fresh.iterdir())
