@@ -710,6 +710,28 @@ MUTANTS = [
         "if (reached > wanted) { chosen++; break; }",
     ),
     _mutant("kernel_draws_hot", KERNELS, "if (temperature != 1.0f) x /= temperature;", ""),
+    _mutant("kernel_norm_gradient_without_mean", KERNELS, "- load(&n[i]) * mean) * scale, to", ") * scale, to"),
+    _mutant(
+        "kernel_norm_misses_rows",
+        KERNELS,
+        "int row = int(int64_t(rows) * part / threads);",
+        "int row = 1 + int(int64_t(rows) * part / threads);",
+    ),
+    _mutant("kernel_gate_slope", KERNELS, "y * (1.0f + x * (1.0f - y))", "y * (1.0f + x)"),
+    _mutant("kernel_entropy_sign", KERNELS, "log_mass - float(product / total)", "log_mass + float(product / total)"),
+    _mutant("kernel_forgets_the_chosen_token", KERNELS, "if (here) narrow(of_token", "if (false) narrow(of_token"),
+    _mutant(
+        "kernel_gradient_ignores_temperature",
+        KERNELS,
+        "Floats gradient = slope(x) / temperature;",
+        "Floats gradient = slope(x);",
+    ),
+    _mutant(
+        "head_forgets_where_a_part_begins",
+        ("llm/head.py", ("llm/test_native.py",)),
+        "ctx.temperature, part.start",
+        "ctx.temperature, 0",
+    ),
     _mutant("decoder_stands_still", DECODER, "self.lengths_R + self.decoded_R)[None]", "self.lengths_R)[None]"),
     _mutant(
         "decoder_keeps_the_wrong_slots",

@@ -24,6 +24,7 @@ from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm import attention, memory
 from covey.llm.dimensions import SMOLLM2_135M, Dimensions, find_model_config, read_dimensions
 from covey.llm.memory import MemoryPlan, activation_bytes, largest_microbatch, predict
+from covey.llm.native import fused
 from covey.llm.policy import LanguagePolicy
 from covey.recipes.plan import check_memory, plan_memory
 
@@ -103,17 +104,23 @@ def bytes_kept(policy: LanguagePolicy, batch: Batch) -> int:
 
 @pytest.mark.parametrize("limit", [attention.SCORES_LIMIT, 0], ids=["products", "fused"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("kind", sorted(FIELDS))
 def test_activations_are_what_autograd_keeps(
-    kind: str, dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, kernels: bool, dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not kernels:
+        monkeypatch.setattr(fused, "kernels_for", lambda *_: None)
     monkeypatch.setattr(attention, "SCORES_LIMIT", limit)
     monkeypatch.setattr(memory, "SCORES_LIMIT", limit)
     policy = LanguagePolicy(real_model(kind, dtype))
     assert policy.shares_prompts
     size = read_dimensions(model_config(kind))
     for prompts, group_size, prompt_tokens, new_tokens in ((2, 4, 10, 7), (2, 3, 30, 5), (2, 8, 10, 30)):
-        counted = activation_bytes(size, dtype.itemsize, prompts, prompts * group_size, prompt_tokens, new_tokens - 1)
+        counted = activation_bytes(
+            size, dtype.itemsize, prompts, prompts * group_size, prompt_tokens, new_tokens - 1,
+            fused=kernels and size.packed_parameters > 0,
+        )  # fmt: skip
         kept = bytes_kept(policy, batch_of(prompts, group_size, prompt_tokens, new_tokens))
         assert counted == pytest.approx(kept, rel=0.015)
 
@@ -200,20 +207,24 @@ def test_a_copy_of_the_weights_is_packed_where_the_kernels_decode(smollm2: Dimen
         assert counted == sum(part.weight.numel() for part in packed if isinstance(part, PackedLinear))
 
 
-def test_logits_are_made_in_chunks(smollm2: Dimensions) -> None:
-    def logits(width: int, **fields: object) -> int:
-        return predict(smollm2, replace(CONFIG, **fields), device="cpu", width=width).parts["logits"]
+def test_logits_are_made_in_parts(smollm2: Dimensions) -> None:
+    def logits(width: int, device: str = "cuda", **fields: object) -> int:
+        return predict(smollm2, replace(CONFIG, **fields), device=device, width=width).parts["logits"]
 
     product, exact = 512 * 49152 * 2, 512 * 49152 * 4
     head = 576 * 49152
-    assert logits(2) == product + max(2 * exact, exact + head * 6)
-    assert logits(4) == max(2 * exact, exact + head * 8)
-    assert logits(2, loss=LossConfig(entropy_coefficient=0.1)) == product + 3 * exact + head * 6
     decisions = largest_microbatch(CONFIG, memory.PROMPT_TOKENS)[1] * CONFIG.sampling.max_new_tokens
-    both = 2 * (product + exact) + head * 6
-    assert logits(2, loss=LossConfig(kl_estimator="exact")) == both + decisions * 576 * 2
+    back = decisions * 576 * 4
+    assert logits(2, "cpu") == product + 2 * head + back
+    assert logits(4, "cpu") == exact + 4 * head + back
+    assert logits(2) == product + exact + max(exact, 2 * head + back)
+    assert logits(4) == exact + max(exact, 4 * head + back)
+    assert logits(2, loss=LossConfig(entropy_coefficient=0.1)) == product + 3 * exact + 2 * head + back
+    both = 2 * (product + exact) + 2 * head + back
+    for device in ("cpu", "cuda"):
+        assert logits(2, device, loss=LossConfig(kl_estimator="exact")) == both + decisions * 576 * 2
     few = {"update": UpdateConfig(microbatch_tokens=64 + 2 * 64), "sampling": SamplingConfig(max_new_tokens=64)}
-    assert logits(2, **few) == 128 * 49152 * (2 + 4) + head * 6
+    assert logits(2, **few) == 128 * 49152 * (2 + 4) + 2 * head + 128 * 576 * 4
 
 
 def test_the_peak_is_the_larger_of_sampling_and_update(smollm2: Dimensions) -> None:

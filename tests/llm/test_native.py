@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 
 from covey.data import Start
-from covey.llm import choosing, policy
+from covey.llm import choosing, head, policy
 from covey.llm.chat import Chat
 from covey.llm.decoding import SharedPrefixDecoder
-from covey.llm.native import library
+from covey.llm.native import fused, library
 from covey.llm.native.decoder import NativeDecoder
 from covey.llm.native.weights import can_be_packed
 from covey.llm.policy import LanguagePolicy
@@ -34,7 +35,7 @@ def torch_alone(monkeypatch):
     """Switches the kernels off for what follows."""
 
     def switch() -> None:
-        for module in (policy, choosing):
+        for module in (policy, choosing, head, fused):
             monkeypatch.setattr(module, "kernels_for", lambda *_: None)
 
     return switch
@@ -135,6 +136,96 @@ def test_the_kernel_draws_the_tokens_that_torch_draws(dtype, temperature, vocabu
     theirs = choosing.choose(logits, uniforms, temperature)
     assert torch.equal(ours[0], theirs[0])
     torch.testing.assert_close(ours[1], theirs[1], atol=2e-6, rtol=1e-6)
+
+
+def gradients_of(model, tokens) -> dict[str, torch.Tensor]:
+    logits = model(input_ids=tokens).logits.float()
+    weights = torch.linspace(-1, 1, logits[..., 0].numel()).view(logits.shape[:2])
+    (logits.log_softmax(-1)[..., 7] * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", FAST)
+def test_fused_norms_and_mlps_have_the_gradients_of_their_own(kind, threads):
+    torch.set_num_threads(threads)
+    own, fused_one = tiny_model(kind), tiny_model(kind)
+    fused.fuse(fused_one)
+    tokens = torch.randint(3, 80, (3, 21))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        fused_one(input_ids=tokens)
+    in_kernels = sum(kept)
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        own(input_ids=tokens)
+    assert in_kernels < 0.9 * sum(kept), "the kernels should have kept less"
+    expected, got = gradients_of(own, tokens), gradients_of(fused_one, tokens)
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_fused_bf16_gradients_are_no_further_from_fp32_and_always_the_same():
+    tokens = torch.randint(3, 80, (4, 30))
+    exact = gradients_of(tiny_model("llama", dtype=torch.bfloat16).float(), tokens)
+    own = gradients_of(tiny_model("llama", dtype=torch.bfloat16), tokens)
+    results = []
+    for _ in range(2):
+        model = tiny_model("llama", dtype=torch.bfloat16)
+        fused.fuse(model)
+        results.append(gradients_of(model, tokens))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in exact)
+
+    def gap(gradients) -> float:
+        return sum(float((gradients[name].float() - exact[name]).square().sum()) for name in exact) ** 0.5
+
+    assert gap(results[0]) < 1.1 * gap(own)
+
+
+def test_a_copy_of_a_fused_model_reads_its_own_weights():
+    model = tiny_model("llama")
+    fused.fuse(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for part in (other.model.norm, other.model.layers[0].mlp.up_proj):
+            part.weight.mul_(2)
+    tokens = torch.randint(3, 80, (1, 5))
+    before = model(input_ids=tokens).logits
+    assert not torch.allclose(other(input_ids=tokens).logits, before)
+    torch.testing.assert_close(tiny_model("llama")(input_ids=tokens).logits, before, atol=1e-5, rtol=0)
+
+
+def test_a_fused_layer_leaves_other_types_to_its_own_forward():
+    model = tiny_model("llama")
+    fused.fuse(model)
+    double = copy.deepcopy(model).double()
+    tokens = torch.randint(3, 80, (1, 5))
+    plain = tiny_model("llama").double()(input_ids=tokens).logits
+    torch.testing.assert_close(double(input_ids=tokens).logits, plain, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("vocabulary", [5, 300])
+@pytest.mark.parametrize("asked", ["logprobs", "entropy", "both"])
+def test_the_kernels_read_logits_and_their_gradients_as_torch_does(
+    vocabulary, temperature, asked, torch_alone, monkeypatch
+):
+    monkeypatch.setattr(head, "CHUNK", 7)
+    torch.manual_seed(vocabulary)
+    tokens = torch.randint(vocabulary, (23,))
+    start = torch.randn(23, 6) * 2, torch.randn(vocabulary, 6), torch.randn(vocabulary)
+    results = []
+    for alone in (False, True):
+        if alone:
+            torch_alone()
+        given = [tensor.clone().requires_grad_() for tensor in start]
+        logprobs, entropy = head.token_logprobs(*given, tokens, temperature)
+        weights = torch.linspace(-1, 2, 23)
+        terms = {"logprobs": logprobs @ weights, "entropy": entropy @ weights.flip(0)}
+        (sum(terms.values()) if asked == "both" else terms[asked]).backward()
+        results.append([logprobs.detach(), entropy.detach(), *(tensor.grad for tensor in given)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
 def test_rows_that_end_make_room_at_once():

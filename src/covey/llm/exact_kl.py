@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.llm.head import LogitChunks, LogitGradients
+from covey.llm.head import EVERY, LogitGradients, Logits
 
 
 def exact_kl(
@@ -18,8 +18,8 @@ def exact_kl(
 ) -> Tensor:
     """KL of the policy to the reference at each decision: sum_v pi(v) (log pi(v) - log reference(v)), in nats.
 
-    Both are softmaxes of logits divided by the temperature, in fp32 from the logits on. Logits are made in chunks of
-    decisions, and made again for the gradient instead of being kept: with z the policy's divided logits,
+    Both are softmaxes of logits divided by the temperature, in fp32 from the logits on. Logits are made in parts, and
+    made again for the gradient instead of being kept: with z the policy's divided logits,
     dKL / dz_v = pi(v) (log pi(v) - log reference(v) - KL).
 
     Args:
@@ -51,12 +51,12 @@ class _ExactKL(torch.autograd.Function):
         reference_bias: Tensor | None,
         temperature: float,
     ) -> Tensor:
-        chunks = LogitChunks(hidden, weight, bias, temperature)
-        others = LogitChunks(reference_hidden, reference_weight, reference_bias, temperature)
-        kl = torch.empty(len(hidden), dtype=chunks.exact, device=hidden.device)
+        logits = Logits(hidden, weight, bias, temperature)
+        others = Logits(reference_hidden, reference_weight, reference_bias, temperature)
+        kl = torch.empty(len(hidden), dtype=logits.exact, device=hidden.device)
         log_total, other_log_total = torch.empty_like(kl), torch.empty_like(kl)
-        for part in chunks:
-            z, other = chunks.logits(part), others.logits(part)
+        for part in logits.by_decision():
+            z, other = logits.divided(part, EVERY), others.divided(part, EVERY)
             log_total[part], other_log_total[part] = z.logsumexp(dim=1), other.logsumexp(dim=1)
             gap = other.neg_().add_(z).add_((other_log_total - log_total)[part, None])
             kl[part] = torch.linalg.vecdot(z.sub_(log_total[part, None]).exp_(), gap)
@@ -69,12 +69,13 @@ class _ExactKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, other_hidden, other_weight, other_bias, log_total, other_log_total, kl = ctx.saved_tensors
-        chunks = LogitChunks(hidden, weight, bias, ctx.temperature)
-        others = LogitChunks(other_hidden, other_weight, other_bias, ctx.temperature)
-        gradients = LogitGradients(chunks)
-        for part in chunks:
-            z, other = chunks.logits(part), others.logits(part)
-            slope = other.neg_().add_(z).add_((other_log_total - log_total - kl)[part, None])
-            slope *= z.sub_(log_total[part, None]).exp_()
-            gradients.add(part, slope.mul_(grad_kl[part, None]))
-        return *gradients.summed(), None, None, None, None
+        logits = Logits(hidden, weight, bias, ctx.temperature)
+        others = Logits(other_hidden, other_weight, other_bias, ctx.temperature)
+        gradients = LogitGradients(logits)
+        for part in logits.by_token():
+            z, other = logits.divided(EVERY, part), others.divided(EVERY, part)
+            slope = other.neg_().add_(z).add_((other_log_total - log_total - kl)[:, None])
+            slope *= z.sub_(log_total[:, None]).exp_()
+            slope.mul_(grad_kl[:, None] / ctx.temperature)
+            gradients.add(part, logits.rounded(slope))
+        return *gradients.all(), None, None, None, None

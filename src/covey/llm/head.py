@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 512  # decisions whose logits exist at a time: 100 MB in fp32 at a vocabulary of 50,000
+from covey.llm.native.library import kernels_for
+
+CHUNK = 512  # decisions whose logits exist at a time: 50 MB in bf16 at a vocabulary of 50,000
 
 
 def token_logprobs(
@@ -20,7 +22,7 @@ def token_logprobs(
     """Log-probability of each token, and entropy of the distribution that it was drawn from, in nats.
 
     log p = z_token - log sum_v exp(z_v) with z = (W h + b) / temperature, in fp32 from the logits on. Logits are made
-    in chunks, and made again for the gradient instead of being kept.
+    in parts, and made again for the gradient instead of being kept.
 
     Args:
         hidden_NW: last hidden states at the positions that predict the tokens.
@@ -39,14 +41,18 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        chunks = LogitChunks(hidden, weight, bias, temperature)
-        logprobs = torch.empty(len(hidden), dtype=chunks.exact, device=hidden.device)
+        logits = Logits(hidden, weight, bias, temperature)
+        kernels = kernels_for(hidden.dtype, hidden.device)
+        logprobs = torch.empty(len(hidden), dtype=logits.exact, device=hidden.device)
         entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        mass = torch.empty_like(chunks.z)
-        for part in chunks:
-            z = chunks.logits(part)
+        for part in logits.by_decision():
+            if kernels is not None:
+                out = logprobs[part], entropy[part], log_total[part]
+                kernels.measure_logits(logits.products(part, EVERY), tokens[part], temperature, out)
+                continue
+            z = logits.divided(part, EVERY)
             top = z.amax(dim=1, keepdim=True)
-            p = torch.sub(z, top, out=mass[: len(z)]).exp_()
+            p = torch.sub(z, top).exp_()
             total = p.sum(dim=1)
             log_total[part] = top[:, 0] + total.log()
             logprobs[part] = z.gather(1, tokens[part, None])[:, 0] - log_total[part]
@@ -61,76 +67,102 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
-        chunks = LogitChunks(hidden, weight, bias, ctx.temperature)
-        gradients = LogitGradients(chunks)
-        for part in chunks:
-            logp = chunks.logits(part).sub_(log_total[part, None])
+        logits = Logits(hidden, weight, bias, ctx.temperature)
+        gradients = LogitGradients(logits)
+        kernels = kernels_for(hidden.dtype, hidden.device)
+        grad_logprobs, grad_entropy = (None if g is None else g.contiguous() for g in (grad_logprobs, grad_entropy))
+        for part in logits.by_token():
+            if kernels is not None:
+                products = logits.products(EVERY, part)
+                kernels.logit_gradients(
+                    products, tokens, log_total, entropy, grad_logprobs, grad_entropy, ctx.temperature, part.start
+                )
+                gradients.add(part, products)
+                continue
+            logp = logits.divided(EVERY, part).sub_(log_total[:, None])
             # d log p_token / dz = [token] - p;  dH / dz = -p (log p + H)
-            if grad_entropy is None:
-                grad_z = logp.exp_()
-                scale = 0.0 if grad_logprobs is None else -grad_logprobs[part, None]
-            else:
-                scale = -grad_entropy[part, None] * (logp + entropy[part, None])
-                scale = scale if grad_logprobs is None else scale - grad_logprobs[part, None]
-                grad_z = logp.exp_()
-            grad_z.mul_(scale)
+            scale = torch.zeros_like(log_total[:, None]) if grad_logprobs is None else -grad_logprobs[:, None]
+            if grad_entropy is not None:
+                scale = scale - grad_entropy[:, None] * (logp + entropy[:, None])
+            grad_z = logp.exp_().mul_(scale)
             if grad_logprobs is not None:
-                grad_z.scatter_add_(1, tokens[part, None], grad_logprobs[part, None])
-            gradients.add(part, grad_z)
-        return *gradients.summed(), None, None
+                here = (tokens >= part.start) & (tokens < part.stop)
+                grad_z[here, tokens[here] - part.start] += grad_logprobs[here]
+            gradients.add(part, logits.rounded(grad_z.div_(ctx.temperature)))
+        return *gradients.all(), None, None
 
 
-class LogitChunks:
-    """The logits of a few decisions at a time, always in the same memory: fresh pages cost more than the arithmetic."""
+class Logits:
+    """A part of the logits at a time, always in the same memory: fresh pages cost more than the arithmetic.
+
+    Forward a part is some decisions with the whole vocabulary, over which they are normalised. On the way back it is
+    all decisions with a part of the vocabulary: those tokens' rows of the output layer then get their gradient at once,
+    instead of as a sum over parts.
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
         self.hidden, self.weight, self.bias, self.temperature = hidden, weight, bias, temperature
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
-        shape = (min(CHUNK, len(hidden)), len(weight))
-        self.product = hidden.new_empty(shape)
-        self.z = self.product if self.exact == hidden.dtype else self.product.new_empty(shape, dtype=self.exact)
+        self.size = min(CHUNK, len(hidden)) * len(weight)  # numbers of a part
+        self._products: Tensor | None = None
+        self._exact: Tensor | None = None
 
-    def __iter__(self) -> Iterator[slice]:
+    def by_decision(self) -> Iterator[slice]:
         return (slice(i, min(i + CHUNK, len(self.hidden))) for i in range(0, len(self.hidden), CHUNK))
 
-    def logits(self, part: slice) -> Tensor:
-        """z of the decisions in `part`; valid until the next call."""
-        product = self.product[: part.stop - part.start]
+    def by_token(self) -> Iterator[slice]:
+        if not len(self.hidden):
+            return iter([slice(0, len(self.weight))])
+        width = max(self.size // len(self.hidden), 1)
+        return (slice(v, min(v + width, len(self.weight))) for v in range(0, len(self.weight), width))
+
+    def products(self, decisions: slice, tokens: slice) -> Tensor:
+        """W h + b; valid until the next call."""
+        hidden, weight = self.hidden[decisions], self.weight[tokens]
+        if self._products is None:
+            self._products = self.hidden.new_empty(self.size)
+        out = self._products[: len(hidden) * len(weight)].view(len(hidden), len(weight))
         if self.bias is None:
-            torch.mm(self.hidden[part], self.weight.T, out=product)
+            return torch.mm(hidden, weight.T, out=out)
+        return torch.addmm(self.bias[tokens], hidden, weight.T, out=out)
+
+    def divided(self, decisions: slice, tokens: slice) -> Tensor:
+        """z = (W h + b) / temperature in fp32; valid until the next call."""
+        products = self.products(decisions, tokens)
+        if products.dtype == self.exact:
+            z = products
         else:
-            torch.addmm(self.bias, self.hidden[part], self.weight.T, out=product)
-        z = self.as_exact(product)
+            if self._exact is None:
+                self._exact = self.hidden.new_empty(self.size, dtype=self.exact)
+            z = self._exact[: products.numel()].view(products.shape).copy_(products)
         return z if self.temperature == 1.0 else z.div_(self.temperature)
 
-    def as_exact(self, product: Tensor) -> Tensor:
-        return product if self.z is self.product else self.z[: len(product)].copy_(product)
+    def rounded(self, z: Tensor) -> Tensor:
+        """`z`, made from what `divided` returned last, in the precision of the products, in their memory."""
+        if self._products is None or z.dtype == self._products.dtype:
+            return z
+        return self._products[: z.numel()].view(z.shape).copy_(z)
 
-    def as_input(self, z: Tensor) -> Tensor:
-        return z if self.z is self.product else self.product[: len(z)].copy_(z)
+
+EVERY = slice(None)
 
 
 class LogitGradients:
-    """From the gradients of the logits, a chunk at a time, to those of the hidden states and of the output layer."""
+    """From the gradients of the logits, a part of the vocabulary at a time, to those of all they were made from."""
 
-    def __init__(self, chunks: LogitChunks) -> None:
-        self.chunks = chunks
-        self.hidden = torch.empty_like(chunks.hidden)
-        self.weight = torch.zeros(chunks.weight.shape, dtype=chunks.exact, device=chunks.weight.device)
-        self.bias = None if chunks.bias is None else torch.zeros_like(chunks.bias, dtype=chunks.exact)
+    def __init__(self, logits: Logits) -> None:
+        self.logits = logits
+        self.hidden = torch.zeros_like(logits.hidden, dtype=logits.exact)
+        self.weight = torch.empty_like(logits.weight)
+        self.bias = None if logits.bias is None else torch.empty_like(logits.bias)
 
-    def add(self, part: slice, grad_z: Tensor) -> None:
-        """`grad_z` is that of the logits divided by the temperature; it is overwritten."""
-        chunks = self.chunks
-        if chunks.temperature != 1.0:
-            grad_z /= chunks.temperature
-        product = chunks.as_input(grad_z)
-        self.hidden[part] = product @ chunks.weight
-        self.weight += product.T @ chunks.hidden[part]
+    def add(self, tokens: slice, gradient: Tensor) -> None:
+        """`gradient` is that of W h + b, for all decisions, in the precision of W."""
+        self.hidden += gradient @ self.logits.weight[tokens]
+        torch.mm(gradient.T, self.logits.hidden, out=self.weight[tokens])
         if self.bias is not None:
-            self.bias += grad_z.sum(dim=0)
+            self.bias[tokens] = gradient.sum(dim=0)
 
-    def summed(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the hidden states, the weight and the bias, in the precision of each."""
-        dtype = self.chunks.weight.dtype
-        return self.hidden, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+    def all(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of the hidden states, the weight and the bias."""
+        return self.hidden.to(self.logits.hidden.dtype), self.weight, self.bias

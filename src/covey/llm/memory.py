@@ -62,7 +62,9 @@ def predict(
     is_own_master = width == 4
     prompts, rows = largest_microbatch(config, prompt_tokens)
     decisions = rows * config.sampling.max_new_tokens
-    activations = activation_bytes(size, width, prompts, rows, prompt_tokens, config.sampling.max_new_tokens - 1)
+    fed = config.sampling.max_new_tokens - 1
+    fused = device == "cpu" and size.packed_parameters > 0
+    activations = activation_bytes(size, width, prompts, rows, prompt_tokens, fed, fused=fused)
     if has_critic and config.critic.trunk == "policy" and not is_own_master:
         activations += decisions * size.hidden * 4  # what the value head reads, in fp32
     is_whole = rows == _group_size(config) * _groups_of_a_minibatch(config)
@@ -81,7 +83,7 @@ def predict(
             "gradients": size.parameters * 4,
             "critic's gradients": critic * 4,
             "activations": activations,
-            "logits": _logit_bytes(size, config, width, decisions),
+            "logits": _logit_bytes(size, config, device, width, decisions),
             "holes between them": int(holes * (activations + 4 * (size.parameters + critic))),
         }
     )
@@ -100,20 +102,26 @@ def largest_microbatch(config: RunConfig, prompt_tokens: int) -> tuple[int, int]
     return whole + bool(rest or not whole), rows
 
 
-def activation_bytes(size: Dimensions, width: int, prompts: int, rows: int, prompt_tokens: int, fed: int) -> int:
+def activation_bytes(
+    size: Dimensions, width: int, prompts: int, rows: int, prompt_tokens: int, fed: int, *, fused: bool
+) -> int:
     """What autograd keeps of a microbatch between the forward pass and its gradient.
 
     Args:
         width: bytes of an activation.
         prompts, rows: S and R.
         prompt_tokens, fed: P and C; the last token of a completion is predicted, never fed.
+        fused: whether covey's kernels compute norms and gated MLPs.
     """
     tokens = prompts * prompt_tokens + rows * fed
-    # The norm's input (in fp32 for an RMSNorm), what was normalised, and the result, which the next product reads.
-    norm = size.hidden * ((4 + width) if size.has_rms_norm else width)
-    head_norms = (size.query + size.key_value) * (4 + width) if size.has_head_norms else 0
-    feed_forward = size.feed_forward_kept * size.intermediate * width
-    each_token = 2 * (norm + size.hidden * width) + head_norms + 2 * size.query * width + feed_forward
+    # The norm's input (in fp32 for an RMSNorm of torch's), what was normalised, and the result, which the next product
+    # reads. The kernel keeps its input and a number of each row.
+    normalised = (4 + width) if size.has_rms_norm and not fused else width
+    norm = size.hidden * normalised + (4 if fused else 0)
+    head_norms = (size.query + size.key_value) * normalised + (4 * (size.heads + size.kv_heads) if fused else 0)
+    feed_forward = (size.feed_forward_kept - fused) * size.intermediate * width
+    each_token = 2 * (norm + size.hidden * width) + 2 * size.query * width + feed_forward
+    each_token += head_norms if size.has_head_norms else 0
     layer = tokens * each_token + _attention_bytes(size, width, prompts, rows, prompt_tokens, fed)
     after = tokens * (norm + 2 * size.head_dim * width) + rows * (fed + 1) * size.hidden * width
     return size.layers * layer + after
@@ -137,20 +145,25 @@ def _attention_bytes(size: Dimensions, width: int, prompts: int, rows: int, prom
     return prompt_part + keys_and_values + mask + fed_tokens * (size.heads * 4 + size.query * width)
 
 
-def _logit_bytes(size: Dimensions, config: RunConfig, width: int, decisions: int) -> int:
-    """The buffers of `token_logprobs`: forward a product, logits and probabilities; backward a product, logits and the
-    gradient of the output layer twice, as a sum in fp32 and as what is added to it.
+def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, decisions: int) -> int:
+    """What `token_logprobs` and `exact_kl` hold: a part of the products, and on the way back the gradients of the
+    output layer and of the hidden states. Where torch computes, the part as logits in fp32 and as probabilities too.
 
-    `exact_kl` has a product and logits of the reference as well, and its gradient of the output layer waits for the
-    other one.
+    `exact_kl` always has products and logits of policy and reference, and its gradient of the output layer waits for
+    the other one.
     """
-    exact = size.vocabulary * min(CHUNK, decisions) * 4
-    both = exact + (0 if width == 4 else exact // 2)
-    head = size.hidden * size.vocabulary
-    bonus = 2 * exact if config.loss.entropy_coefficient else 0
-    needed = both + max(exact, bonus + head * (4 + width))
+    product = size.vocabulary * min(CHUNK, decisions) * width
+    logits = 0 if width == 4 else product * 4 // width
+    probabilities = product * 4 // width
+    gradients = size.hidden * size.vocabulary * width + decisions * size.hidden * 4
+    if device == "cpu":
+        needed = product + gradients
+    else:
+        bonus = 2 * probabilities if config.loss.entropy_coefficient else 0
+        needed = product + logits + max(probabilities, bonus + gradients)
     if config.loss.kl_estimator == "exact":
-        needed = max(needed + head * width, 2 * both + head * (4 + width)) + decisions * size.hidden * width
+        waiting = size.hidden * size.vocabulary * width + decisions * size.hidden * width
+        needed = max(needed + waiting, 2 * (product + logits) + gradients + decisions * size.hidden * width)
     return needed
 
 

@@ -20,6 +20,7 @@ from covey.llm.decoding import CacheDecoder, Decoder, SharedPrefixDecoder
 from covey.llm.exact_kl import exact_kl
 from covey.llm.head import token_logprobs
 from covey.llm.native.decoder import NativeDecoder
+from covey.llm.native.fused import fuse
 from covey.llm.native.library import kernels_for
 from covey.llm.native.weights import can_be_packed
 from covey.llm.trunk import hidden_at_decisions, row_lengths, row_tokens, spread
@@ -42,6 +43,8 @@ class LanguagePolicy:
         # the price of the anchor's forward pass.
         self.anchor: LanguagePolicy | None = None
         self.shares_prompts = self._can_share_prompts()
+        if self.shares_prompts and can_be_packed(module):
+            fuse(module)
 
     @property
     def device(self) -> torch.device:

@@ -111,8 +111,9 @@ class NativeDecoder:
             kernels.attend(place)
             kernels.add_and_normalise(hidden_RW, layer.output(attended), layer.inner_norm, self.epsilon, normed_RW)
             gate_up = layer.gate_up(normed_RW)
-            gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-            kernels.gate(gate_up, gated)
+            gate, up = gate_up.chunk(2, dim=1)
+            gated = gate.new_empty(gate.shape)
+            kernels.gate(gate, up, gated)
             added_RW = layer.down(gated)
         kernels.add_and_normalise(hidden_RW, added_RW, base.norm.weight, self.epsilon, normed_RW)
         self.decoded_R += 1

@@ -104,6 +104,8 @@ inline Floats rounded(Floats x) {
     return load(stored);
 }
 
+constexpr float IMPOSSIBLE = -3e38f;  // a logit that has no mass
+
 inline Floats all(float x) { return Floats{} + x; }
 
 inline float sum(Floats x) {
@@ -140,13 +142,65 @@ inline float inverse_root_mean_square(const float* x, int width, float epsilon) 
     return 1.0f / std::sqrt(total / width + epsilon);
 }
 
-// out = weight * (x / rms(x)), rounded before the weight as transformers does.
+// out = weight * (x / rms(x)), rounded before the weight as transformers does. Returns 1 / rms(x).
 template <typename Value>
-inline void normalise(const float* x, const Value* weight, Value* out, int width, float epsilon) {
+inline float normalise(const float* x, const Value* weight, Value* out, int width, float epsilon) {
     float scale = inverse_root_mean_square(x, width, epsilon);
     int i = 0;
     for (; i + LANES <= width; i += LANES) store(rounded<Value>(load(x + i) * scale) * load(weight + i), out + i);
     for (; i < width; i++) narrow(rounded<Value>(x[i] * scale) * widen(weight[i]), &out[i]);
+    return scale;
+}
+
+// The same for the forward pass of training, which keeps 1 / rms of every row.
+template <typename Value>
+void normalise_rows(
+    const Value* x, const Value* weight, Value* out, float* scales, int rows, int width, float epsilon, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> wide(width);
+#pragma omp for schedule(static)
+        for (int row = 0; row < rows; row++) {
+            for (int i = 0; i < width; i++) wide[i] = widen(x[size_t(row) * width + i]);
+            scales[row] = normalise(wide.data(), weight, out + size_t(row) * width, width, epsilon);
+        }
+    }
+}
+
+// With n = x * scale: dx = scale * (w dy - n mean(w dy n)); of dw = sum over rows of dy n every thread leaves its part
+// in `dweights` [threads, W]. Which rows a thread has depends on their number alone, so the sum is always the same.
+template <typename Value>
+void normalise_backward(const Value* x, const Value* weight, const float* scales, const Value* dy, Value* dx,
+    float* dweights, int rows, int width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int part = 0; part < threads; part++) {
+        float* dweight = dweights + size_t(part) * width;
+        std::fill(dweight, dweight + width, 0.0f);
+        std::vector<float> n(width), dn(width);
+        for (int row = int(int64_t(rows) * part / threads); row < int(int64_t(rows) * (part + 1) / threads); row++) {
+            const Value *from = x + size_t(row) * width, *above = dy + size_t(row) * width;
+            Value* to = dx + size_t(row) * width;
+            float scale = scales[row], product = 0;
+            Floats products = {};
+            int i = 0;
+            for (; i + LANES <= width; i += LANES) {
+                Floats normal = load(from + i) * scale, up = load(above + i), down = up * load(weight + i);
+                store(load(dweight + i) + up * rounded<Value>(normal), dweight + i);
+                products += down * normal;
+                store(normal, &n[i]);
+                store(down, &dn[i]);
+            }
+            for (; i < width; i++) {
+                n[i] = widen(from[i]) * scale;
+                dn[i] = widen(above[i]) * widen(weight[i]);
+                dweight[i] += widen(above[i]) * rounded<Value>(n[i]);
+                product += dn[i] * n[i];
+            }
+            float mean = (product + sum(products)) / width;
+            for (i = 0; i + LANES <= width; i += LANES) store((load(&dn[i]) - load(&n[i]) * mean) * scale, to + i);
+            for (; i < width; i++) narrow((dn[i] - n[i] * mean) * scale, &to[i]);
+        }
+    }
 }
 
 template <typename Value>
@@ -167,24 +221,47 @@ void add_and_normalise(
     }
 }
 
-// silu(gate) * up
+// silu(x) = x / (1 + exp(-x)), and its slope.
+inline Floats sigmoid(Floats x) {
+    Floats e = exponential(x > all(0.0f) ? -x : x);
+    return (x > all(0.0f) ? all(1.0f) : e) / (1.0f + e);
+}
+inline Floats silu(Floats x) { return x * sigmoid(x); }
+inline Floats silu_slope(Floats x) {
+    Floats y = sigmoid(x);
+    return y * (1.0f + x * (1.0f - y));
+}
+
+// out = silu(gate) * up; the rows of both lie `stride` apart.
 template <typename Value>
-void gate(const Value* gate_up, Value* out, int rows, int width, int threads) {
+void gate(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int row = 0; row < rows; row++) {
-        const Value* gates = gate_up + size_t(row) * 2 * width;
-        const Value* ups = gates + width;
+        const Value* gate = gates + size_t(row) * stride;
+        const Value* up = ups + size_t(row) * stride;
         Value* mine = out + size_t(row) * width;
         int i = 0;
-        for (; i + LANES <= width; i += LANES) {
-            Floats x = load(gates + i), e = exponential(x > all(0.0f) ? -x : x);
-            Floats silu = (x > all(0.0f) ? x : x * e) / (1.0f + e);
-            store(rounded<Value>(silu) * load(ups + i), mine + i);
-        }
-        for (; i < width; i++) {
-            float x = widen(gates[i]);
-            narrow(rounded<Value>(x / (1.0f + std::exp(-x))) * widen(ups[i]), &mine[i]);
-        }
+        for (; i + LANES <= width; i += LANES) store(rounded<Value>(silu(load(gate + i))) * load(up + i), mine + i);
+        for (; i < width; i++) narrow(rounded<Value>(silu(all(widen(gate[i])))[0]) * widen(up[i]), &mine[i]);
+    }
+}
+
+// dgate = d up silu'(gate), dup = d silu(gate).
+template <typename Value>
+void gate_backward(const Value* gates, const Value* ups, const Value* d, Value* dgates, Value* dups, int64_t count,
+    int threads) {
+    int64_t whole = count / LANES * LANES;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < whole; i += LANES) {
+        Floats gate = load(gates + i), above = load(d + i);
+        store(above * rounded<Value>(silu(gate)), dups + i);
+        store(above * load(ups + i) * silu_slope(gate), dgates + i);
+    }
+    for (int64_t i = whole; i < count; i++) {
+        Floats gate = all(widen(gates[i]));
+        float above = widen(d[i]);
+        narrow(above * rounded<Value>(silu(gate)[0]), &dups[i]);
+        narrow(above * widen(ups[i]) * silu_slope(gate)[0], &dgates[i]);
     }
 }
 
@@ -374,9 +451,32 @@ void attend(const Attention& shape) {
     }
 }
 
-// The token that choosing.py draws: min {v : sum_{w <= v} p_w > u}, first among sums over blocks, then in the block.
+// Logits divided by the temperature, `count` of them in vectors from `z` on; what follows the last one never has mass.
+template <typename Value, typename Visit>
+inline void each_logit(const Value* z, int count, float temperature, Visit visit) {
+    for (int i = 0; i < count; i += LANES) {
+        Floats x = all(IMPOSSIBLE);
+        if (i + LANES <= count) x = load(z + i);
+        else
+            for (int lane = 0; i + lane < count; lane++) x[lane] = widen(z[i + lane]);
+        if (temperature != 1.0f) x /= temperature;
+        visit(i, greater(x, all(IMPOSSIBLE)));  // -infinity times a mass of 0 would be no number
+    }
+}
+
+template <typename Value>
+inline float highest_logit(const Value* z, int vocabulary, float temperature) {
+    Floats top = all(IMPOSSIBLE);
+    each_logit(z, vocabulary, temperature, [&](int, Floats x) { top = greater(x, top); });
+    float highest = top[0];
+    for (int i = 1; i < LANES; i++) highest = std::max(highest, top[i]);
+    return highest;
+}
+
+// Sums over blocks, then over the sums: precise, and what choosing.py draws from.
 constexpr int BLOCK = 256;
 
+// The token that choosing.py draws: min {v : sum_{w <= v} p_w > u}, first among sums over blocks, then in the block.
 template <typename Value>
 void choose(const Value* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs, int rows,
     int vocabulary, int threads) {
@@ -388,27 +488,11 @@ void choose(const Value* logits, const double* uniforms, float temperature, int6
 #pragma omp for schedule(static)
         for (int row = 0; row < rows; row++) {
             const Value* z = logits + size_t(row) * vocabulary;
-            Floats top = all(-INFINITY);
-            int v = 0;
-            for (; v + LANES <= vocabulary; v += LANES) top = greater(load(z + v), top);
-            float highest = top[0];
-            for (int i = 1; i < LANES; i++) highest = std::max(highest, top[i]);
-            for (; v < vocabulary; v++) highest = std::max(highest, widen(z[v]));
-            highest /= temperature;
-
+            float highest = highest_logit(z, vocabulary, temperature);
             auto masses = [&](int block, auto visit) {
-                int from = block * BLOCK, count = std::min(BLOCK, vocabulary - from);
-                for (int i = 0; i < count; i += LANES) {
-                    Floats x;
-                    if (i + LANES <= count) {
-                        x = load(z + from + i);
-                    } else {
-                        for (int lane = 0; lane < LANES; lane++)
-                            x[lane] = i + lane < count ? widen(z[from + i + lane]) : -INFINITY;
-                    }
-                    if (temperature != 1.0f) x /= temperature;
-                    visit(i, exponential(x - highest));
-                }
+                int from = block * BLOCK;
+                each_logit(z + from, std::min(BLOCK, vocabulary - from), temperature,
+                    [&](int i, Floats x) { visit(i, exponential(x - highest)); });
             };
             double total = 0;
             for (int block = 0; block < blocks; block++) {
@@ -433,6 +517,61 @@ void choose(const Value* logits, const double* uniforms, float temperature, int6
     }
 }
 
+// Of every row: log p of its token, entropy, and log sum exp of the logits.
+template <typename Value>
+void measure_logits(const Value* logits, const int64_t* tokens, float temperature, float* logprobs, float* entropies,
+    float* log_totals, int rows, int vocabulary, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int row = 0; row < rows; row++) {
+        const Value* z = logits + size_t(row) * vocabulary;
+        float highest = highest_logit(z, vocabulary, temperature);
+        double total = 0, product = 0;
+        for (int from = 0; from < vocabulary; from += BLOCK) {
+            Floats mass = {}, masses_times_logits = {};
+            each_logit(z + from, std::min(BLOCK, vocabulary - from), temperature, [&](int, Floats x) {
+                Floats below = x - highest, part = exponential(below);
+                mass += part;
+                masses_times_logits += part * below;
+            });
+            total += sum(mass);
+            product += sum(masses_times_logits);
+        }
+        float log_mass = float(std::log(total));
+        log_totals[row] = highest + log_mass;
+        entropies[row] = log_mass - float(product / total);
+        logprobs[row] = widen(z[tokens[row]]) / temperature - highest - log_mass;
+    }
+}
+
+// From the logits of `width` tokens, the first of which is `first`, to their gradients, in place:
+// d log p_token / dz = [token] - p and dH / dz = -p (log p + H), divided by the temperature.
+template <typename Value>
+void logit_gradients(Value* logits, const int64_t* tokens, const float* log_totals, const float* entropies,
+    const float* dlogprobs, const float* dentropies, float temperature, int64_t first, int rows, int width,
+    int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int row = 0; row < rows; row++) {
+        Value* z = logits + size_t(row) * width;
+        float dlogprob = dlogprobs ? dlogprobs[row] : 0.0f, dentropy = dentropies ? dentropies[row] : 0.0f;
+        float entropy = entropies[row], log_total = log_totals[row];
+        auto slope = [&](Floats x) {
+            Floats logp = x - log_total;
+            return exponential(logp) * (-dlogprob - dentropy * (logp + entropy));
+        };
+        int64_t token = tokens[row] - first;
+        float of_token = 0;
+        bool here = token >= 0 && token < width;
+        if (here) of_token = slope(all(widen(z[token]) / temperature))[0] + dlogprob;
+        each_logit(z, width, temperature, [&](int i, Floats x) {
+            Floats gradient = slope(x) / temperature;
+            if (i + LANES <= width) store(gradient, z + i);
+            else
+                for (int lane = 0; i + lane < width; lane++) narrow(gradient[lane], &z[i + lane]);
+        });
+        if (here) narrow(of_token / temperature, &z[token]);
+    }
+}
+
 }  // namespace
 
 // One set of entry points per storage type, called through ctypes.
@@ -441,13 +580,36 @@ void choose(const Value* logits, const double* uniforms, float temperature, int6
         int rows, int width, float epsilon, int threads) {                                                          \
         add_and_normalise(hidden, added, weight, out, rows, width, epsilon, threads);                               \
     }                                                                                                               \
-    extern "C" void gate_##suffix(const Value* gate_up, Value* out, int rows, int width, int threads) {             \
-        gate(gate_up, out, rows, width, threads);                                                                   \
+    extern "C" void gate_##suffix(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width,  \
+        int threads) {                                                                                              \
+        gate(gates, ups, stride, out, rows, width, threads);                                                        \
+    }                                                                                                               \
+    extern "C" void gate_backward_##suffix(const Value* gates, const Value* ups, const Value* d, Value* dgates,     \
+        Value* dups, int64_t count, int threads) {                                                                  \
+        gate_backward(gates, ups, d, dgates, dups, count, threads);                                                 \
+    }                                                                                                               \
+    extern "C" void normalise_rows_##suffix(const Value* x, const Value* weight, Value* out, float* scales,         \
+        int rows, int width, float epsilon, int threads) {                                                          \
+        normalise_rows(x, weight, out, scales, rows, width, epsilon, threads);                                      \
+    }                                                                                                               \
+    extern "C" void normalise_backward_##suffix(const Value* x, const Value* weight, const float* scales,           \
+        const Value* dy, Value* dx, float* dweights, int rows, int width, int threads) {                            \
+        normalise_backward(x, weight, scales, dy, dx, dweights, rows, width, threads);                              \
     }                                                                                                               \
     extern "C" void attend_##suffix(const Attention* attention) { attend<Value>(*attention); }                      \
     extern "C" void choose_##suffix(const Value* logits, const double* uniforms, float temperature,                 \
         int64_t* tokens, float* logprobs, int rows, int vocabulary, int threads) {                                  \
         choose(logits, uniforms, temperature, tokens, logprobs, rows, vocabulary, threads);                         \
+    }                                                                                                               \
+    extern "C" void measure_logits_##suffix(const Value* logits, const int64_t* tokens, float temperature,          \
+        float* logprobs, float* entropies, float* log_totals, int rows, int vocabulary, int threads) {              \
+        measure_logits(logits, tokens, temperature, logprobs, entropies, log_totals, rows, vocabulary, threads);    \
+    }                                                                                                               \
+    extern "C" void logit_gradients_##suffix(Value* logits, const int64_t* tokens, const float* log_totals,         \
+        const float* entropies, const float* dlogprobs, const float* dentropies, float temperature, int64_t first,  \
+        int rows, int width, int threads) {                                                                         \
+        logit_gradients(logits, tokens, log_totals, entropies, dlogprobs, dentropies, temperature, first, rows,     \
+            width, threads);                                                                                        \
     }
 
 ENTRY_POINTS(bf16, bf16)

@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,14 @@ class Kernels:
         self._add_and_normalise = entry(
             "add_and_normalise", address, address, address, address, number, number, real, number
         )
-        self._gate = entry("gate", address, address, number, number, number)
+        self._gate = entry("gate", address, address, number, address, number, number, number)
+        self._gate_backward = entry("gate_backward", *[address] * 5, ctypes.c_int64, number)
+        self._normalise_rows = entry("normalise_rows", *[address] * 4, number, number, real, number)
+        self._normalise_backward = entry("normalise_backward", *[address] * 6, number, number, number)
         self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
         self._choose = entry("choose", address, address, real, address, address, number, number, number)
+        self._measure = entry("measure_logits", address, address, real, *[address] * 3, number, number, number)
+        self._slope = entry("logit_gradients", *[address] * 6, real, ctypes.c_int64, number, number, number)
 
     def add_and_normalise(
         self, hidden_RW: Tensor, added_RW: Tensor | None, weight_W: Tensor, epsilon: float, out_RW: Tensor
@@ -72,9 +77,33 @@ class Kernels:
         where = hidden_RW.data_ptr(), added, weight_W.data_ptr(), out_RW.data_ptr()
         self._add_and_normalise(*where, *hidden_RW.shape, epsilon, torch.get_num_threads())
 
-    def gate(self, gate_up_RI: Tensor, out_RI: Tensor) -> None:
-        """out = silu(gate) * up; gate and up lie side by side."""
-        self._gate(gate_up_RI.data_ptr(), out_RI.data_ptr(), *out_RI.shape, torch.get_num_threads())
+    def normalise(self, x: Tensor, weight_W: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """weight * x / rms(x) over the last dimension, and 1 / rms of every row."""
+        out, scales = torch.empty_like(x), torch.empty(x.numel() // len(weight_W))
+        where = x.data_ptr(), weight_W.data_ptr(), out.data_ptr(), scales.data_ptr()
+        self._normalise_rows(*where, len(scales), len(weight_W), epsilon, torch.get_num_threads())
+        return out, scales
+
+    def normalise_backward(self, x: Tensor, weight_W: Tensor, scales: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of `normalise` for x and for the weight (fp32)."""
+        threads = torch.get_num_threads()
+        dx, parts = torch.empty_like(x), torch.empty(threads, len(weight_W))
+        given = (tensor.data_ptr() for tensor in (x, weight_W, scales, d, dx, parts))
+        self._normalise_backward(*given, len(scales), len(weight_W), threads)
+        return dx, parts.sum(dim=0)
+
+    def gate(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        """out = silu(gate) * up. `gate` and `up` may be the two halves of one tensor."""
+        rows, width = out.shape
+        where = gate.data_ptr(), up.data_ptr(), gate.stride(0), out.data_ptr()
+        self._gate(*where, rows, width, torch.get_num_threads())
+
+    def gate_backward(self, gate: Tensor, up: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of `gate` for both."""
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        given = (tensor.data_ptr() for tensor in (gate, up, d, dgate, dup))
+        self._gate_backward(*given, d.numel(), torch.get_num_threads())
+        return dgate, dup
 
     def attend(self, place: AttentionPlace) -> None:
         """Rotate queries and keys, store keys and values of the new tokens, and attend."""
@@ -89,6 +118,27 @@ class Kernels:
             logits_RV.data_ptr(), uniforms_R.data_ptr(), temperature, *where, *logits_RV.shape, torch.get_num_threads()
         )
         return tokens_R, logprobs_R
+
+    def measure_logits(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, out: Sequence[Tensor]) -> None:
+        """Log-probability of each token, entropy and log sum exp of softmax(logits / temperature), into `out`."""
+        given = logits_NV.data_ptr(), tokens_N.data_ptr(), temperature, *(tensor.data_ptr() for tensor in out)
+        self._measure(*given, *logits_NV.shape, torch.get_num_threads())
+
+    def logit_gradients(
+        self,
+        logits_NV: Tensor,
+        tokens_N: Tensor,
+        log_total_N: Tensor,
+        entropy_N: Tensor,
+        dlogprob_N: Tensor | None,
+        dentropy_N: Tensor | None,
+        temperature: float,
+        first: int,
+    ) -> None:
+        """Turns the logits of some tokens of the vocabulary, from `first` on, into their gradients, in place."""
+        of_row = (logits_NV, tokens_N, log_total_N, entropy_N, dlogprob_N, dentropy_N)
+        given = (None if tensor is None else tensor.data_ptr() for tensor in of_row)
+        self._slope(*given, temperature, first, *logits_NV.shape, torch.get_num_threads())
 
 
 def padded(count: int) -> int:
