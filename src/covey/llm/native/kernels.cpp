@@ -1,137 +1,20 @@
-// What a decoder does between its matrix products, for one new token per row. See decoder.py for who calls it.
+// What a language model does between its matrix products: for one new token per row while sampling (decoder.py), and
+// forward and backward in training (fused.py, ../head.py).
 //
-// Vectors of 16 floats in the compiler's own vector type: it becomes AVX-512, two AVX or four NEON registers. Values
-// are stored as `bf16` (the upper half of a float) or `float`, and computed on in fp32. Where transformers rounds an
-// intermediate result to the storage type, so does this code, so that both write the same numbers but for the order
-// of sums.
+// Tensors are stored in bf16 or fp32 and computed on in fp32. Where transformers rounds an intermediate result to the
+// storage type, so does this code, so that both write the same numbers but for the order of sums.
 //
 // Shapes: R rows, W hidden width, H heads, K key-value heads, M = H / K, D head width, P prompt tokens, T own tokens,
 // V vocabulary.
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
-
-constexpr int LANES = 16;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float widen(bf16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float result;
-    std::memcpy(&result, &bits, 4);
-    return result;
-}
-inline float widen(float x) { return x; }
-
-// To nearest, ties to even; NaN stays NaN.
-inline void narrow(float x, bf16* to) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-inline void narrow(float x, float* to) { *to = x; }
-
-template <typename Value>
-inline float rounded(float x) {
-    Value stored;
-    narrow(x, &stored);
-    return widen(stored);
-}
-
-inline Floats load(const float* from) {
-    Floats x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
-inline Floats load(const bf16* from) {
-    Halves halves;
-    std::memcpy(&halves, from, sizeof halves);
-    Words words = __builtin_convertvector(halves, Words) << 16;
-    Floats x;
-    std::memcpy(&x, &words, sizeof x);
-    return x;
-}
-
-// Keys and values lie in pieces of two vectors. In a piece of bf16 the halves alternate: element 2 i is number i,
-// element 2 i + 1 number 16 + i. One load then gives both vectors by a shift and a mask; widening takes six
-// instructions. decoder.py arranges what it stores in the same way.
-constexpr int PAD = 2 * LANES;
-inline int padded(int count) { return (count + PAD - 1) / PAD * PAD; }
-
-inline int place_of(int number, const bf16*) {
-    int inside = number % PAD;
-    return number - inside + 2 * (inside % LANES) + inside / LANES;
-}
-inline int place_of(int number, const float*) { return number; }
-
-inline void load_piece(const bf16* from, Floats& low, Floats& high) {
-    Words words;
-    std::memcpy(&words, from, sizeof words);
-    Words left = words << 16, right = words & 0xffff0000u;
-    std::memcpy(&low, &left, sizeof low);
-    std::memcpy(&high, &right, sizeof high);
-}
-inline void load_piece(const float* from, Floats& low, Floats& high) {
-    low = load(from);
-    high = load(from + LANES);
-}
-
-inline void store(Floats x, float* to) { std::memcpy(to, &x, sizeof x); }
-inline void store(Floats x, bf16* to) {
-    Words bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    Words nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    Halves halves = __builtin_convertvector((x == x ? nearest : Words{} + 0x7fc00000u) >> 16, Halves);
-    std::memcpy(to, &halves, sizeof halves);
-}
-
-template <typename Value>
-inline Floats rounded(Floats x) {
-    Value stored[LANES];
-    store(x, stored);
-    return load(stored);
-}
-
-constexpr float IMPOSSIBLE = -3e38f;  // a logit that has no mass
-
-inline Floats all(float x) { return Floats{} + x; }
-
-inline float sum(Floats x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
-}
-
-inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
-
-// exp(x) for x <= 0, to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients of Cephes' expf).
-inline Floats exponential(Floats x) {
-    Floats n = (greater(x, all(-87.3f)) * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
-    Floats r = greater(x, all(-87.3f)) - n * 0.693359375f + n * 2.12194440e-4f;
-    Floats p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
-    Floats scale;
-    std::memcpy(&scale, &exponent, sizeof scale);
-    return x < all(-87.3f) ? all(0.0f) : p * scale;
-}
 
 inline float inverse_root_mean_square(const float* x, int width, float epsilon) {
     Floats squares = {};

@@ -24,8 +24,8 @@ from torch import Tensor
 from covey.llm.loading import cache_folder
 from covey.runtime.device import cpu_info
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-PAD = 32  # `PAD` in kernels.cpp: keys and values lie in rows of a multiple of it
+SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("kernels.cpp", "vectors.h"))
+PAD = 32  # `PAD` in vectors.h: keys and values lie in rows of a multiple of it
 SWITCH = "COVEY_NATIVE"  # 0 in the environment: torch alone
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -183,7 +183,7 @@ def _compiled(compiler: str) -> Path:
     runtime = _openmp_of_torch()
     # What -march=native makes of the source depends on the processor, and a home folder may be shared by several.
     processor = [platform.machine(), *(cpu_info(field) for field in ("model name", "flags", "CPU part", "Features"))]
-    named = [SOURCE.read_text(), told, *_FLAGS, str(runtime), *processor]
+    named = [SOURCE.read_text(), HEADER.read_text(), told, *_FLAGS, str(runtime), *processor]
     target = cache_folder() / f"kernels-{hashlib.sha256('|'.join(named).encode()).hexdigest()[:16]}.so"
     if target.is_file():
         return target
