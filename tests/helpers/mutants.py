@@ -57,7 +57,9 @@ SURROGATES = ("core/surrogates.py", ("core/test_surrogates.py",))
 KL = ("core/kl.py", ("core/test_kl.py",))
 AGGREGATION = ("core/aggregation.py", ("core/test_aggregation.py",))
 VALUES = ("core/values.py", ("core/test_values.py",))
-KERNELS = ("llm/native/kernels.cpp", ("llm/test_native.py",))
+LAYERS, ATTENTION, LOGITS = (
+    (f"llm/native/{name}.h", ("llm/test_native.py",)) for name in ("layers", "attention", "logits")
+)
 DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
 KL_CONTROL = "learning/test_kl_control.py::test_"
 ORIGINS = "llm/test_origins.py::test_"
@@ -687,8 +689,8 @@ MUTANTS = [
         "gap = other.sub_(z).sub_((other_log_total - log_total)[part, None])",
     ),
     _mutant("exact_kl_of_unnormalised_logits", EXACT_KL, ".add_((other_log_total - log_total)[part, None])", ""),
-    _mutant("exact_kl_temperature_forgotten", HEAD, "grad_z /= chunks.temperature", "pass"),
-    _mutant("weight_gradient_of_the_last_chunk", HEAD, "self.weight += product.T", "self.weight = product.T"),
+    _mutant("exact_kl_temperature_forgotten", EXACT_KL, "grad_kl[:, None] / ctx.temperature", "grad_kl[:, None]"),
+    _mutant("hidden_gradient_of_the_last_part", HEAD, "self.hidden += gradient @", "self.hidden = gradient @"),
     _mutant(
         "checkpoint_weights_not_taken_over",
         LOADING,
@@ -696,33 +698,38 @@ MUTANTS = [
         "pass",
         ORIGINS + "a_stopped_run_stands_for_its_newest_checkpoint",
     ),
-    _mutant("kernel_forgets_the_scale", KERNELS, "to[d] *= shape.scaling", "to[d] *= 1.0f"),
-    _mutant("kernel_sees_padding", KERNELS, "forbid(first, gap);", ""),
-    _mutant("kernel_sees_the_future", KERNELS, "forbid(gap + second, pitch);", ""),
-    _mutant("kernel_misses_the_new_token", KERNELS, "keys, values, now + 1, scratch", "keys, values, now, scratch"),
-    _mutant("kernel_turns_the_other_way", KERNELS, "(a * widen(cosine[i])) -", "(a * widen(cosine[i])) +"),
-    _mutant("kernel_swaps_gate_and_up", KERNELS, "const Value* ups = gates + width;", "const Value* ups = gates;"),
-    _mutant("kernel_forgets_the_residual", KERNELS, "narrow(x[i] + widen(added", "narrow(widen(added"),
+    _mutant("kernel_forgets_the_scale", ATTENTION, "to[d] *= shape.scaling", "to[d] *= 1.0f"),
+    _mutant("kernel_sees_padding", ATTENTION, "forbid(first, gap);", ""),
+    _mutant("kernel_sees_the_future", ATTENTION, "forbid(gap + second, pitch);", ""),
+    _mutant("kernel_misses_the_new_token", ATTENTION, "keys, values, now + 1, scratch", "keys, values, now, scratch"),
+    _mutant("kernel_turns_the_other_way", ATTENTION, "(a * widen(cosine[i])) -", "(a * widen(cosine[i])) +"),
+    _mutant(
+        "kernel_swaps_gate_and_up",
+        LAYERS,
+        "silu(load(gate + i))) * load(up + i)",
+        "silu(load(up + i))) * load(gate + i)",
+    ),
+    _mutant("kernel_forgets_the_residual", LAYERS, "narrow(x[i] + widen(added", "narrow(widen(added"),
     _mutant(
         "kernel_draws_one_too_far",
-        KERNELS,
+        LOGITS,
         "if (reached > wanted) break;",
         "if (reached > wanted) { chosen++; break; }",
     ),
-    _mutant("kernel_draws_hot", KERNELS, "if (temperature != 1.0f) x /= temperature;", ""),
-    _mutant("kernel_norm_gradient_without_mean", KERNELS, "- load(&n[i]) * mean) * scale, to", ") * scale, to"),
+    _mutant("kernel_draws_hot", LOGITS, "if (temperature != 1.0f) x /= temperature;", ""),
+    _mutant("kernel_norm_gradient_without_mean", LAYERS, "- load(&n[i]) * mean) * scale, to", ") * scale, to"),
     _mutant(
         "kernel_norm_misses_rows",
-        KERNELS,
+        LAYERS,
         "int row = int(int64_t(rows) * part / threads);",
         "int row = 1 + int(int64_t(rows) * part / threads);",
     ),
-    _mutant("kernel_gate_slope", KERNELS, "y * (1.0f + x * (1.0f - y))", "y * (1.0f + x)"),
-    _mutant("kernel_entropy_sign", KERNELS, "log_mass - float(product / total)", "log_mass + float(product / total)"),
-    _mutant("kernel_forgets_the_chosen_token", KERNELS, "if (here) narrow(of_token", "if (false) narrow(of_token"),
+    _mutant("kernel_gate_slope", LAYERS, "y * (1.0f + x * (1.0f - y))", "y * (1.0f + x)"),
+    _mutant("kernel_entropy_sign", LOGITS, "log_mass - float(product / total)", "log_mass + float(product / total)"),
+    _mutant("kernel_forgets_the_chosen_token", LOGITS, "if (here) narrow(of_token", "if (false) narrow(of_token"),
     _mutant(
         "kernel_gradient_ignores_temperature",
-        KERNELS,
+        LOGITS,
         "Floats gradient = slope(x) / temperature;",
         "Floats gradient = slope(x);",
     ),

@@ -1,4 +1,4 @@
-"""kernels.cpp: compiled once with this machine's C++ compiler, kept in the user's cache, called through ctypes.
+"""The kernels, kernels.cpp and its headers: compiled once by this machine, kept in a cache, called through ctypes.
 
 Shapes: R rows, W hidden width, I width inside the MLP, H heads, K key-value heads, D head width, V vocabulary.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from covey.llm.loading import cache_folder
 from covey.runtime.device import cpu_info
 
-SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("kernels.cpp", "vectors.h"))
+SOURCE = Path(__file__).with_name("kernels.cpp")
 PAD = 32  # `PAD` in vectors.h: keys and values lie in rows of a multiple of it
 SWITCH = "COVEY_NATIVE"  # 0 in the environment: torch alone
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("covey")
 
 
 class AttentionPlace(ctypes.Structure):
-    """`Attention` in kernels.cpp: where everything lies, as addresses."""
+    """`Attention` in attention.h: where everything lies, as addresses."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "cosine", "sine", "query_norm", "key_norm")),
@@ -183,7 +183,8 @@ def _compiled(compiler: str) -> Path:
     runtime = _openmp_of_torch()
     # What -march=native makes of the source depends on the processor, and a home folder may be shared by several.
     processor = [platform.machine(), *(cpu_info(field) for field in ("model name", "flags", "CPU part", "Features"))]
-    named = [SOURCE.read_text(), HEADER.read_text(), told, *_FLAGS, str(runtime), *processor]
+    sources = sorted([SOURCE, *SOURCE.parent.glob("*.h")])
+    named = [*(source.read_text() for source in sources), told, *_FLAGS, str(runtime), *processor]
     target = cache_folder() / f"kernels-{hashlib.sha256('|'.join(named).encode()).hexdigest()[:16]}.so"
     if target.is_file():
         return target

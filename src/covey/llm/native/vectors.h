@@ -1,5 +1,5 @@
-// Vectors of 16 floats in the compiler's own vector type, which becomes AVX-512, two AVX or four NEON registers, and the
-// two types that tensors are stored in: `bf16`, the upper half of a float, and `float`.
+// Vectors of 16 floats in the compiler's own vector type, which becomes AVX-512, two AVX or four NEON registers, and
+// the two types that tensors are stored in: `bf16`, the upper half of a float, and `float`.
 
 #pragma once
 

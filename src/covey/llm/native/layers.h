@@ -1,0 +1,148 @@
+// RMSNorm and the gated MLP: forward for a decoder, forward and backward for training.
+//
+// Shapes: W hidden width.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+inline float inverse_root_mean_square(const float* x, int width, float epsilon) {
+    Floats squares = {};
+    int i = 0;
+    for (; i + LANES <= width; i += LANES) squares += load(x + i) * load(x + i);
+    float total = sum(squares);
+    for (; i < width; i++) total += x[i] * x[i];
+    return 1.0f / std::sqrt(total / width + epsilon);
+}
+
+// out = weight * (x / rms(x)), rounded before the weight as transformers does. Returns 1 / rms(x).
+template <typename Value>
+inline float normalise(const float* x, const Value* weight, Value* out, int width, float epsilon) {
+    float scale = inverse_root_mean_square(x, width, epsilon);
+    int i = 0;
+    for (; i + LANES <= width; i += LANES) store(rounded<Value>(load(x + i) * scale) * load(weight + i), out + i);
+    for (; i < width; i++) narrow(rounded<Value>(x[i] * scale) * widen(weight[i]), &out[i]);
+    return scale;
+}
+
+// The same for the forward pass of training, which keeps 1 / rms of every row.
+template <typename Value>
+void normalise_rows(
+    const Value* x, const Value* weight, Value* out, float* scales, int rows, int width, float epsilon, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> wide(width);
+#pragma omp for schedule(static)
+        for (int row = 0; row < rows; row++) {
+            for (int i = 0; i < width; i++) wide[i] = widen(x[size_t(row) * width + i]);
+            scales[row] = normalise(wide.data(), weight, out + size_t(row) * width, width, epsilon);
+        }
+    }
+}
+
+// With n = x * scale: dx = scale * (w dy - n mean(w dy n)); of dw = sum over rows of dy n every thread leaves its part
+// in `dweights` [threads, W]. Which rows a thread has depends on their number alone, so the sum is always the same.
+template <typename Value>
+void normalise_backward(const Value* x, const Value* weight, const float* scales, const Value* dy, Value* dx,
+    float* dweights, int rows, int width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int part = 0; part < threads; part++) {
+        float* dweight = dweights + size_t(part) * width;
+        std::fill(dweight, dweight + width, 0.0f);
+        std::vector<float> n(width), dn(width);
+        for (int row = int(int64_t(rows) * part / threads); row < int(int64_t(rows) * (part + 1) / threads); row++) {
+            const Value *from = x + size_t(row) * width, *above = dy + size_t(row) * width;
+            Value* to = dx + size_t(row) * width;
+            float scale = scales[row], product = 0;
+            Floats products = {};
+            int i = 0;
+            for (; i + LANES <= width; i += LANES) {
+                Floats normal = load(from + i) * scale, up = load(above + i), down = up * load(weight + i);
+                store(load(dweight + i) + up * rounded<Value>(normal), dweight + i);
+                products += down * normal;
+                store(normal, &n[i]);
+                store(down, &dn[i]);
+            }
+            for (; i < width; i++) {
+                n[i] = widen(from[i]) * scale;
+                dn[i] = widen(above[i]) * widen(weight[i]);
+                dweight[i] += widen(above[i]) * rounded<Value>(n[i]);
+                product += dn[i] * n[i];
+            }
+            float mean = (product + sum(products)) / width;
+            for (i = 0; i + LANES <= width; i += LANES) store((load(&dn[i]) - load(&n[i]) * mean) * scale, to + i);
+            for (; i < width; i++) narrow((dn[i] - n[i] * mean) * scale, &to[i]);
+        }
+    }
+}
+
+template <typename Value>
+void add_and_normalise(
+    Value* hidden, const Value* added, const Value* weight, Value* out, int rows, int width, float epsilon,
+    int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int row = 0; row < rows; row++) {
+        std::vector<float> x(width);
+        Value* mine = hidden + size_t(row) * width;
+        for (int i = 0; i < width; i++) {
+            x[i] = widen(mine[i]);
+            if (added) {
+                narrow(x[i] + widen(added[size_t(row) * width + i]), &mine[i]);
+                x[i] = widen(mine[i]);
+            }
+        }
+        normalise(x.data(), weight, out + size_t(row) * width, width, epsilon);
+    }
+}
+
+// silu(x) = x / (1 + exp(-x)), and its slope.
+inline Floats sigmoid(Floats x) {
+    Floats e = exponential(x > all(0.0f) ? -x : x);
+    return (x > all(0.0f) ? all(1.0f) : e) / (1.0f + e);
+}
+inline Floats silu(Floats x) { return x * sigmoid(x); }
+inline Floats silu_slope(Floats x) {
+    Floats y = sigmoid(x);
+    return y * (1.0f + x * (1.0f - y));
+}
+
+// out = silu(gate) * up; the rows of both lie `stride` apart.
+template <typename Value>
+void gate(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int row = 0; row < rows; row++) {
+        const Value* gate = gates + size_t(row) * stride;
+        const Value* up = ups + size_t(row) * stride;
+        Value* mine = out + size_t(row) * width;
+        int i = 0;
+        for (; i + LANES <= width; i += LANES) store(rounded<Value>(silu(load(gate + i))) * load(up + i), mine + i);
+        for (; i < width; i++) narrow(rounded<Value>(silu(all(widen(gate[i])))[0]) * widen(up[i]), &mine[i]);
+    }
+}
+
+// dgate = d up silu'(gate), dup = d silu(gate).
+template <typename Value>
+void gate_backward(const Value* gates, const Value* ups, const Value* d, Value* dgates, Value* dups, int64_t count,
+    int threads) {
+    int64_t whole = count / LANES * LANES;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < whole; i += LANES) {
+        Floats gate = load(gates + i), above = load(d + i);
+        store(above * rounded<Value>(silu(gate)), dups + i);
+        store(above * load(ups + i) * silu_slope(gate), dgates + i);
+    }
+    for (int64_t i = whole; i < count; i++) {
+        Floats gate = all(widen(gates[i]));
+        float above = widen(d[i]);
+        narrow(above * rounded<Value>(silu(gate)[0]), &dups[i]);
+        narrow(above * widen(ups[i]) * silu_slope(gate)[0], &dgates[i]);
+    }
+}
+
+}  // namespace
