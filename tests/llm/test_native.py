@@ -228,6 +228,27 @@ def test_the_kernels_read_logits_and_their_gradients_as_torch_does(
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+def test_what_is_not_a_number_stays_none():
+    logits = torch.randn(3, 40)
+    logits[1, 17] = torch.nan
+    uniforms, tokens = torch.full((3,), 0.5, dtype=torch.float64), torch.tensor([3, 4, 5])
+    assert choosing.choose(logits, uniforms, 1.0)[1].isnan().tolist() == [False, True, False]
+    kernels = library.kernels_for(torch.float32, CPU)
+    told = [torch.empty(3) for _ in range(3)]
+    kernels.measure_logits(logits, tokens, 1.0, told)
+    assert [values.isnan().tolist() for values in told] == [[False, True, False]] * 3
+    x = torch.randn(3, 20)
+    x[1, 2] = torch.nan
+    assert kernels.normalise(x, torch.ones(20), 1e-6)[0].isnan().all(dim=1).tolist() == [False, True, False]
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan
+    made = LanguageSampler(LanguagePolicy(model), Chat(tiny_tokenizer(), frozenset({1})), seed=5, max_new_tokens=3)
+    decoder = NativeDecoder(made.policy.module, kernels, 2, 3)
+    decoder.add([[5, 6]], 2)
+    assert decoder.step(torch.tensor([7, 8])).isnan().all()
+
+
 def test_rows_that_end_make_room_at_once():
     together = make_sampler("llama", every=30)
     all_at_once = together.sample(starts() * 4, 2, step=1)

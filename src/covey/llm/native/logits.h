@@ -19,7 +19,7 @@ inline void each_logit(const Value* z, int count, float temperature, Visit visit
         else
             for (int lane = 0; i + lane < count; lane++) x[lane] = widen(z[i + lane]);
         if (temperature != 1.0f) x /= temperature;
-        visit(i, greater(x, all(IMPOSSIBLE)));  // -infinity times a mass of 0 would be no number
+        visit(i, x < all(IMPOSSIBLE) ? all(IMPOSSIBLE) : x);  // -infinity times a mass of 0 would be NaN; NaN stays
     }
 }
 
