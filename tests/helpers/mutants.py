@@ -709,7 +709,7 @@ MUTANTS = [
         "silu(load(gate + i))) * load(up + i)",
         "silu(load(up + i))) * load(gate + i)",
     ),
-    _mutant("kernel_forgets_the_residual", LAYERS, "narrow(x[i] + widen(added", "narrow(widen(added"),
+    _mutant("kernel_forgets_the_residual", LAYERS, "narrow(widen(mine[i]) + widen(added", "narrow(widen(added"),
     _mutant(
         "kernel_draws_one_too_far",
         LOGITS,

@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 IMPLEMENTATION = "covey"
 
 # A mask of four dimensions is passed on by transformers as it is, which spares building one that nobody reads.
-NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+_NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
 # Up to this many attention scores a layer, plain products beat fused attention, and keeping them is cheap (32 MB).
 SCORES_LIMIT = 8 << 20
@@ -65,6 +65,19 @@ def _attention(
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def forward(base: nn.Module, tokens_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
+    """hidden_NW of one row of tokens that attend as the layout tells; `base` is a decoder without its output layer."""
+    output = base(
+        input_ids=tokens_N[None],
+        position_ids=positions_N[None],
+        attention_mask=_NO_MASK.to(tokens_N.device),
+        use_cache=False,
+        layout=layout,
+    )
+    hidden_NW: Tensor = output.last_hidden_state[0]
+    return hidden_NW
 
 
 class PackedLayout:

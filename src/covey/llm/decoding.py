@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from covey.llm.attention import NO_MASK, PackedLayout, PromptSlots
+from covey.llm.attention import PackedLayout, PromptSlots, forward
 
 
 class Decoder(Protocol):
@@ -56,20 +56,16 @@ class SharedPrefixDecoder:
 
     @torch.inference_mode()
     def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
-        lengths = [len(prompt) for prompt in prompts]
-        stored = PrefillLayout(lengths, self.module.device)
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.module.device)
-        hidden = self._forward(tokens, stored.positions, stored)
+        hidden_SW, stored = prefill(self.module, prompts)
         prompt_of_row = torch.arange(len(prompts), device=self.module.device).repeat_interleave(group_size)
         self.layout = _DecodingLayout(stored, prompt_of_row, self.max_new_tokens)
-        last = torch.tensor(lengths, device=self.module.device).cumsum(0) - 1
-        return self._logits(hidden[last])
+        return self._logits(hidden_SW)
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
         assert self.layout is not None
         positions = self.layout.next_positions()
-        return self._logits(self._forward(tokens_R, positions, self.layout))
+        return self._logits(forward(self.module.base_model, tokens_R, positions, self.layout))
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
@@ -79,18 +75,17 @@ class SharedPrefixDecoder:
         else:
             self.layout = None
 
-    def _forward(self, tokens_N: Tensor, positions_N: Tensor, layout: object) -> Tensor:
-        output = self.module.base_model(
-            input_ids=tokens_N[None],
-            position_ids=positions_N[None],
-            attention_mask=NO_MASK.to(tokens_N.device),
-            use_cache=False,
-            layout=layout,
-        )
-        return output.last_hidden_state[0]
-
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.module.get_output_embeddings()(hidden)
+
+
+def prefill(module: PreTrainedModel, prompts: list[list[int]]) -> tuple[Tensor, PrefillLayout]:
+    """hidden_SW of the last token of each prompt, and the layout that remembers keys and values of all of them."""
+    lengths = [len(prompt) for prompt in prompts]
+    layout = PrefillLayout(lengths, module.device)
+    tokens = torch.tensor([token for prompt in prompts for token in prompt], device=module.device)
+    hidden_NW = forward(module.base_model, tokens, layout.positions, layout)
+    return hidden_NW[torch.tensor(lengths, device=module.device).cumsum(0) - 1], layout
 
 
 class PrefillLayout(PackedLayout):

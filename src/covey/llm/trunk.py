@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from covey.data import Batch
-from covey.llm.attention import NO_MASK, PackedLayout
+from covey.llm.attention import PackedLayout, forward
 
 
 def hidden_at_decisions(model: nn.Module, batch: Batch, *, packed: bool) -> tuple[Tensor, Tensor]:
@@ -71,13 +71,7 @@ def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     layout = PackedLayout([len(p) for p in prompts], [n - 1 for n in lengths], prompt_of_row, device)
     fed = [torch.tensor(p, device=device) for p in prompts]
     fed += [batch.actions_BT[row, : n - 1] for row, n in enumerate(lengths)]
-    hidden_LW = model(
-        input_ids=torch.cat(fed)[None],
-        position_ids=layout.positions[None],
-        attention_mask=NO_MASK.to(device),
-        use_cache=False,
-        layout=layout,
-    ).last_hidden_state[0]
+    hidden_LW = forward(model, torch.cat(fed), layout.positions, layout)
 
     prompt_ends = torch.tensor(layout.prompt_lengths).cumsum(0) - 1
     begins = torch.tensor([0, *[n - 1 for n in lengths[:-1]]]).cumsum(0) + layout.prompts.tokens

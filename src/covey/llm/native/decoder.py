@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from covey.llm.attention import NO_MASK
-from covey.llm.decoding import PrefillLayout
+from covey.llm.decoding import prefill
 from covey.llm.native.library import PAD, AttentionPlace, Kernels, padded
 from covey.llm.native.weights import PackedLinear, pack
 
@@ -37,6 +36,7 @@ class NativeDecoder:
     patience = 0.0  # a departure costs nothing
 
     def __init__(self, module: PreTrainedModel, kernels: Kernels, rows: int, max_new_tokens: int) -> None:
+        self.module = module
         self.base = cast(Any, module.base_model)  # with `embed_tokens`, `rotary_emb`, `layers` and `norm`
         self.kernels = kernels
         self.layers = [pack(layer) for layer in self.base.layers]
@@ -61,16 +61,8 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
-        lengths = [len(prompt) for prompt in prompts]
-        layout = PrefillLayout(lengths, torch.device("cpu"))
-        hidden_NW = self.base(
-            input_ids=torch.tensor([token for prompt in prompts for token in prompt])[None],
-            position_ids=layout.positions[None],
-            attention_mask=NO_MASK,
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state[0]
-        for place, length in enumerate(lengths):
+        hidden_SW, layout = prefill(self.module, prompts)
+        for place, length in enumerate(layout.prompt_lengths):
             keys = torch.stack([key_SKPD[place, :, :length].transpose(1, 2) for key_SKPD in layout.keys])
             values = torch.stack([value_SKPD[place, :, :length] for value_SKPD in layout.values])
             blocks = _in_pieces(keys).transpose(2, 3).contiguous()
@@ -80,7 +72,7 @@ class NativeDecoder:
         self.slots_R = torch.cat([self.slots_R, torch.tensor(slots, dtype=torch.int32)])
         self.decoded_R = torch.cat([self.decoded_R, torch.zeros(len(slots), dtype=torch.int32)])
         self._read_prompts()
-        return self.head(hidden_NW[torch.tensor(lengths).cumsum(0) - 1])
+        return self.head(hidden_SW)
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:

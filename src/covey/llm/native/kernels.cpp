@@ -12,8 +12,8 @@
 // One set for each storage type.
 #define ENTRY_POINTS(Value, suffix)                                                                                 \
     extern "C" void add_and_normalise_##suffix(Value* hidden, const Value* added, const Value* weight, Value* out,  \
-        int rows, int width, float epsilon, int threads) {                                                          \
-        add_and_normalise(hidden, added, weight, out, rows, width, epsilon, threads);                               \
+        float* scales, int rows, int width, float epsilon, int threads) {                                           \
+        add_and_normalise(hidden, added, weight, out, scales, rows, width, epsilon, threads);                       \
     }                                                                                                               \
     extern "C" void gate_##suffix(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width,  \
         int threads) {                                                                                              \
@@ -22,10 +22,6 @@
     extern "C" void gate_backward_##suffix(const Value* gates, const Value* ups, const Value* d, Value* dgates,     \
         Value* dups, int64_t count, int threads) {                                                                  \
         gate_backward(gates, ups, d, dgates, dups, count, threads);                                                 \
-    }                                                                                                               \
-    extern "C" void normalise_rows_##suffix(const Value* x, const Value* weight, Value* out, float* scales,         \
-        int rows, int width, float epsilon, int threads) {                                                          \
-        normalise_rows(x, weight, out, scales, rows, width, epsilon, threads);                                      \
     }                                                                                                               \
     extern "C" void normalise_backward_##suffix(const Value* x, const Value* weight, const float* scales,           \
         const Value* dy, Value* dx, float* dweights, int rows, int width, int threads) {                            \

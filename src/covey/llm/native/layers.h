@@ -31,17 +31,23 @@ inline float normalise(const float* x, const Value* weight, Value* out, int widt
     return scale;
 }
 
-// The same for the forward pass of training, which keeps 1 / rms of every row.
+// hidden += added, where anything is added; out = weight * hidden / rms(hidden). Training keeps 1 / rms of every row
+// in `scales`.
 template <typename Value>
-void normalise_rows(
-    const Value* x, const Value* weight, Value* out, float* scales, int rows, int width, float epsilon, int threads) {
+void add_and_normalise(Value* hidden, const Value* added, const Value* weight, Value* out, float* scales, int rows,
+    int width, float epsilon, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> wide(width);
+        std::vector<float> x(width);
 #pragma omp for schedule(static)
         for (int row = 0; row < rows; row++) {
-            for (int i = 0; i < width; i++) wide[i] = widen(x[size_t(row) * width + i]);
-            scales[row] = normalise(wide.data(), weight, out + size_t(row) * width, width, epsilon);
+            Value* mine = hidden + size_t(row) * width;
+            for (int i = 0; i < width; i++) {
+                if (added) narrow(widen(mine[i]) + widen(added[size_t(row) * width + i]), &mine[i]);
+                x[i] = widen(mine[i]);
+            }
+            float scale = normalise(x.data(), weight, out + size_t(row) * width, width, epsilon);
+            if (scales) scales[row] = scale;
         }
     }
 }
@@ -79,25 +85,6 @@ void normalise_backward(const Value* x, const Value* weight, const float* scales
             for (i = 0; i + LANES <= width; i += LANES) store((load(&dn[i]) - load(&n[i]) * mean) * scale, to + i);
             for (; i < width; i++) narrow((dn[i] - n[i] * mean) * scale, &to[i]);
         }
-    }
-}
-
-template <typename Value>
-void add_and_normalise(
-    Value* hidden, const Value* added, const Value* weight, Value* out, int rows, int width, float epsilon,
-    int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int row = 0; row < rows; row++) {
-        std::vector<float> x(width);
-        Value* mine = hidden + size_t(row) * width;
-        for (int i = 0; i < width; i++) {
-            x[i] = widen(mine[i]);
-            if (added) {
-                narrow(x[i] + widen(added[size_t(row) * width + i]), &mine[i]);
-                x[i] = widen(mine[i]);
-            }
-        }
-        normalise(x.data(), weight, out + size_t(row) * width, width, epsilon);
     }
 }
 

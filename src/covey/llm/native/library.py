@@ -57,12 +57,9 @@ class Kernels:
             return function  # type: ignore[no-any-return]
 
         address, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-        self._add_and_normalise = entry(
-            "add_and_normalise", address, address, address, address, number, number, real, number
-        )
+        self._add_and_normalise = entry("add_and_normalise", *[address] * 5, number, number, real, number)
         self._gate = entry("gate", address, address, number, address, number, number, number)
         self._gate_backward = entry("gate_backward", *[address] * 5, ctypes.c_int64, number)
-        self._normalise_rows = entry("normalise_rows", *[address] * 4, number, number, real, number)
         self._normalise_backward = entry("normalise_backward", *[address] * 6, number, number, number)
         self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
         self._choose = entry("choose", address, address, real, address, address, number, number, number)
@@ -75,13 +72,13 @@ class Kernels:
         """hidden += added, in place; out = weight * hidden / rms(hidden)."""
         added = None if added_RW is None else added_RW.data_ptr()
         where = hidden_RW.data_ptr(), added, weight_W.data_ptr(), out_RW.data_ptr()
-        self._add_and_normalise(*where, *hidden_RW.shape, epsilon, torch.get_num_threads())
+        self._add_and_normalise(*where, None, *hidden_RW.shape, epsilon, torch.get_num_threads())
 
     def normalise(self, x: Tensor, weight_W: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """weight * x / rms(x) over the last dimension, and 1 / rms of every row."""
         out, scales = torch.empty_like(x), torch.empty(x.numel() // len(weight_W))
-        where = x.data_ptr(), weight_W.data_ptr(), out.data_ptr(), scales.data_ptr()
-        self._normalise_rows(*where, len(scales), len(weight_W), epsilon, torch.get_num_threads())
+        where = x.data_ptr(), None, weight_W.data_ptr(), out.data_ptr(), scales.data_ptr()
+        self._add_and_normalise(*where, len(scales), len(weight_W), epsilon, torch.get_num_threads())
         return out, scales
 
     def normalise_backward(self, x: Tensor, weight_W: Tensor, scales: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:

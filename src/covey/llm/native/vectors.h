@@ -107,7 +107,8 @@ inline float sum(Floats x) {
 
 inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
 
-// exp(x) for x <= 0, to about 1 ulp, NaN for NaN: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients of Cephes' expf).
+// exp(x) for x <= 0, to about 1 ulp, NaN for NaN: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients of
+// Cephes' expf).
 inline Floats exponential(Floats x) {
     Floats n = (greater(x, all(-87.3f)) * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
     Floats r = greater(x, all(-87.3f)) - n * 0.693359375f + n * 2.12194440e-4f;
