@@ -300,6 +300,13 @@ def test_a_layer_that_is_no_plain_product_is_left_to_torch():
     assert not can_be_packed(model)
 
 
+def test_weights_of_two_types_are_left_to_torch():
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    assert can_be_packed(model)
+    model.model.norm.float()
+    assert not can_be_packed(model)
+
+
 def test_the_kernels_are_compiled_once(fresh, monkeypatch):
     assert library.kernels_for(torch.float32, CPU) is not None
     (compiled,) = fresh.glob("kernels-*.so")

@@ -58,6 +58,7 @@ def can_be_packed(module: PreTrainedModel) -> bool:
         config.model_type in FAMILIES
         and config.hidden_act == "silu"
         and kinds == {"full_attention"}
+        and len({parameter.dtype for parameter in module.parameters()}) == 1  # the kernels are told one type
         and all(type(layer) is nn.Linear for layer in module.modules() if hasattr(layer, "in_features"))
     )
 
