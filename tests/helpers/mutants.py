@@ -60,6 +60,10 @@ VALUES = ("core/values.py", ("core/test_values.py",))
 LAYERS, ATTENTION, LOGITS = (
     (f"llm/native/{name}.h", ("llm/test_native.py",)) for name in ("layers", "attention", "logits")
 )
+BLOCK_ATTENTION = ("llm/test_block_attention.py",)
+TRAINING = ("llm/native/training.h", BLOCK_ATTENTION)
+BLOCKS = ("llm/blocks.py", BLOCK_ATTENTION)
+BACKWARD = ("llm/native/attention.py", BLOCK_ATTENTION)
 DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
 KL_CONTROL = "learning/test_kl_control.py::test_"
 ORIGINS = "llm/test_origins.py::test_"
@@ -738,6 +742,37 @@ MUTANTS = [
         ("llm/head.py", ("llm/test_native.py",)),
         "ctx.temperature, part.start",
         "ctx.temperature, 0",
+    ),
+    _mutant("training_sees_the_future", TRAINING, "% queries) + 1; }", "% queries) + 2; }"),
+    _mutant(
+        "training_forgets_the_scale", TRAINING, "store(load(&scratch[t]) * shape.scaling,", "store(load(&scratch[t]),"
+    ),
+    _mutant("training_gradient_without_mean", TRAINING, "(load(&slopes[t]) - mean)", "load(&slopes[t])"),
+    _mutant("training_gradients_stay_turned", TRAINING, "if (back) rotate_back(", "if (back) rotate("),
+    _mutant("training_misses_the_last_numbers", TRAINING, "if (count % LANES && count > LANES)", "if (false)"),
+    _mutant(
+        "training_heads_in_wrong_places", TRAINING, "begins[n] + k * pitches[n]) * chunk", "begins[n] + k) * chunk"
+    ),
+    _mutant(
+        "training_leaves_scores_behind",
+        TRAINING,
+        "seen, own);\n            std::fill(own + seen, own + shape.own, Value{});\n        }\n    }\n}\n\n// From",
+        "seen, own);\n        }\n    }\n}\n\n// From",
+    ),
+    _mutant("blocks_overlap", BLOCKS, "begin = block.base * kv_heads + row", "begin = block.base + row"),
+    _mutant("blocks_forget_their_prompt", BLOCKS, "prompt = Prompt(*prompts[number],", "prompt = Prompt(*prompts[0],"),
+    _mutant("pieces_begin_anew", BACKWARD, "first=self.first,", "first=0,"),
+    _mutant(
+        "prompts_learn_nothing_from_their_values",
+        BACKWARD,
+        "part.prompt_keys(dvalue).baddbmm_(prompt_weights.mT, part.across(d))",
+        "pass",
+    ),
+    _mutant(
+        "only_the_last_block_teaches_a_prompt",
+        BACKWARD,
+        "part.prompt_keys(dkey).baddbmm_(prompt_slopes.mT, part.across(query))",
+        "part.prompt_keys(dkey).copy_(prompt_slopes.mT @ part.across(query))",
     ),
     _mutant("decoder_stands_still", DECODER, "self.lengths_R + self.decoded_R)[None]", "self.lengths_R)[None]"),
     _mutant(

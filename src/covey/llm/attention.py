@@ -22,6 +22,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from covey.llm.blocks import Blocks
+
 IMPLEMENTATION = "covey"
 
 # A mask of four dimensions is passed on by transformers as it is, which spares building one that nobody reads.
@@ -93,7 +95,7 @@ class PackedLayout:
         prompt_of_row: list[int],
         device: torch.device | None = None,
     ) -> None:
-        self.prompt_lengths = prompt_lengths
+        self.prompt_lengths, self.completion_lengths = prompt_lengths, completion_lengths
         self.prompts = _Padding(prompt_lengths, device)
         self.completions = _Padding(completion_lengths, device)
         self.prompt_of_row = torch.tensor(prompt_of_row, dtype=torch.int64, device=device)
@@ -103,6 +105,14 @@ class PackedLayout:
         self.positions = torch.cat(positions).to(device)
         self.slots = PromptSlots(torch.tensor(prompt_lengths, device=device), self.prompt_of_row)
         self.mask: Tensor | None = None  # of the fused path, made when first needed
+        self._blocks: Blocks | None = None
+
+    def blocks(self, heads: int, kv_heads: int) -> Blocks:
+        """The same tokens cut into rectangles, for kernels that go through them one by one."""
+        if self._blocks is None:
+            prompts = self.prompt_of_row.tolist()
+            self._blocks = Blocks(self.prompt_lengths, self.completion_lengths, prompts, heads, kv_heads)
+        return self._blocks
 
     def keep_prompt(self, layer: int, key_SKPD: Tensor, value_SKPD: Tensor) -> None:
         """Called with every layer's keys and values of the prompts; the sampler's prefill stores them."""

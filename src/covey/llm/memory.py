@@ -29,7 +29,7 @@ PROGRAM_BYTES = {"cpu": 430 << 20, "cuda": 600 << 20}
 HOLES_OF_ONE_MICROBATCH, HOLES_OF_SEVERAL = 0.1, 0.47
 
 SAMPLING = ("packed weights", "keys and values", "logits of a decoding step")
-UPDATE = ("gradients", "critic's gradients", "activations", "logits", "holes between them")
+UPDATE = ("activations", "logits", "holes between them")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def activation_bytes(
         width: bytes of an activation.
         prompts, rows: S and R.
         prompt_tokens, fed: P and C; the last token of a completion is predicted, never fed.
-        fused: whether covey's kernels compute norms and gated MLPs.
+        fused: whether covey's kernels compute norms, gated MLPs and attention.
     """
     tokens = prompts * prompt_tokens + rows * fed
     # The norm's input (in fp32 for an RMSNorm of torch's), what was normalised, and the result, which the next product
@@ -124,7 +124,11 @@ def activation_bytes(
     feed_forward = (size.feed_forward_kept - fused) * size.intermediate * width
     each_token = 2 * (norm + size.hidden * width) + 2 * size.query * width + feed_forward
     each_token += head_norms if size.has_head_norms else 0
-    layer = tokens * each_token + _attention_bytes(size, width, prompts, rows, prompt_tokens, fed)
+    if fused:
+        attention = tokens * 2 * size.key_value * width
+    else:
+        attention = _attention_bytes(size, width, prompts, rows, prompt_tokens, fed)
+    layer = tokens * each_token + attention
     after = tokens * (norm + 2 * size.head_dim * width) + rows * (fed + 1) * size.hidden * width
     return size.layers * layer + after
 

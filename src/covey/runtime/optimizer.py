@@ -137,12 +137,18 @@ class MasterAdamW:
 
 
 def _move_gradient_to(master: Tensor) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's new gradient to its master's and frees it."""
+    """A hook that adds a parameter's new gradient to its master's and frees it.
+
+    The master's lies in the same memory at every step: to be given fresh pages costs more than to fill them.
+    """
+    memory: Tensor | None = None
 
     def hook(parameter: Tensor) -> None:
+        nonlocal memory
         assert parameter.grad is not None
         if master.grad is None:
-            master.grad = parameter.grad.float()
+            memory = torch.empty_like(master) if memory is None else memory
+            master.grad = memory.copy_(parameter.grad)
         else:
             master.grad.add_(parameter.grad)
         parameter.grad = None

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from covey.llm.attention import PackedLayout
+from covey.llm.native.attention import BlockAttention
 from covey.llm.native.library import Kernels, kernels_for
 
 
@@ -27,6 +29,8 @@ def fuse(module: nn.Module) -> None:
             part.forward = MethodType(_norm_forward, part)  # type: ignore[method-assign]
         elif all(hasattr(part, name) for name in ("gate_proj", "up_proj", "down_proj")):
             part.forward = MethodType(_mlp_forward, part)  # type: ignore[method-assign]
+        elif all(hasattr(part, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
+            part.forward = MethodType(_attention_forward, part)  # type: ignore[method-assign]
 
 
 def _norm_forward(norm: Any, x: Tensor) -> Tensor:
@@ -41,6 +45,24 @@ def _mlp_forward(mlp: Any, x: Tensor) -> Tensor:
     if kernels is None or mlp.gate_proj.weight.dtype != x.dtype:
         return type(mlp).forward(mlp, x)
     return mlp.down_proj(_Gate.apply(mlp.gate_proj(x), mlp.up_proj(x), kernels))
+
+
+def _attention_forward(
+    attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    layout = kwargs.get("layout")
+    kernels = kernels_for(hidden_states.dtype, hidden_states.device)
+    if kernels is None or type(layout) is not PackedLayout or attention.q_proj.weight.dtype != hidden_states.dtype:
+        return type(attention).forward(attention, hidden_states, position_embeddings, *args, **kwargs)
+    x_NW = hidden_states[0]
+    query, key, value = attention.q_proj(x_NW), attention.k_proj(x_NW), attention.v_proj(x_NW)
+    if hasattr(attention, "q_norm"):
+        query = attention.q_norm(query.unflatten(1, (-1, attention.head_dim))).flatten(1)
+        key = attention.k_norm(key.unflatten(1, (-1, attention.head_dim))).flatten(1)
+    cosine_ND, sine_ND = (part[0].contiguous() for part in position_embeddings)
+    blocks = layout.blocks(query.shape[1] // attention.head_dim, key.shape[1] // attention.head_dim)
+    out = BlockAttention.apply(query, key, value, cosine_ND, sine_ND, blocks, attention.scaling, kernels)
+    return attention.o_proj(out)[None], None
 
 
 class _Norm(torch.autograd.Function):

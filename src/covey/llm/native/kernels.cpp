@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "layers.h"
 #include "logits.h"
+#include "training.h"
 
 // One set for each storage type.
 #define ENTRY_POINTS(Value, suffix)                                                                                 \
@@ -26,6 +27,18 @@
     extern "C" void normalise_backward_##suffix(const Value* x, const Value* weight, const float* scales,           \
         const Value* dy, Value* dx, float* dweights, int rows, int width, int threads) {                            \
         normalise_backward(x, weight, scales, dy, dx, dweights, rows, width, threads);                              \
+    }                                                                                                               \
+    extern "C" void arrange_##suffix(Value* tokens, Value* places, const Value* cosine, const Value* sine,              \
+        const int64_t* begins, const int64_t* pitches, int count, int kv_heads, int heads, int width, bool back,        \
+        int threads) {                                                                                              \
+        arrange(tokens, places, cosine, sine, begins, pitches, count, kv_heads, heads, width, back, threads);       \
+    }                                                                                                               \
+    extern "C" void soften_scores_##suffix(const Scores* shape, Value* prompt_scores, Value* own_scores) {          \
+        soften_scores(*shape, prompt_scores, own_scores);                                                           \
+    }                                                                                                               \
+    extern "C" void soften_backward_##suffix(const Scores* shape, const Value* prompt_weights,                      \
+        const Value* own_weights, Value* dprompt, Value* down) {                                                    \
+        soften_backward(*shape, prompt_weights, own_weights, dprompt, down);                                        \
     }                                                                                                               \
     extern "C" void attend_##suffix(const Attention* attention) { attend<Value>(*attention); }                      \
     extern "C" void choose_##suffix(const Value* logits, const double* uniforms, float temperature,                 \

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.llm.blocks import Blocks
 from covey.llm.loading import cache_folder
 from covey.runtime.device import cpu_info
 
@@ -45,6 +46,16 @@ class AttentionPlace(ctypes.Structure):
     )
 
 
+class Scores(ctypes.Structure):
+    """`Scores` in training.h: the rows of a block's scores, and which of its own tokens each may see."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("prompt", "own", "heads", "first", "queries", "threads")),
+        ("scaling", ctypes.c_float),
+    )
+
+
 class Kernels:
     """The entry points for one storage type. Every tensor given is on the CPU, contiguous, and of that type."""
 
@@ -61,6 +72,9 @@ class Kernels:
         self._gate = entry("gate", address, address, number, address, number, number, number)
         self._gate_backward = entry("gate_backward", *[address] * 5, ctypes.c_int64, number)
         self._normalise_backward = entry("normalise_backward", *[address] * 6, number, number, number)
+        self._arrange = entry("arrange", *[address] * 6, *[number] * 4, ctypes.c_bool, number)
+        self._soften = entry("soften_scores", ctypes.POINTER(Scores), address, address)
+        self._soften_backward = entry("soften_backward", ctypes.POINTER(Scores), *[address] * 4)
         self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
         self._choose = entry("choose", address, address, real, address, address, number, number, number)
         self._measure = entry("measure_logits", address, address, real, *[address] * 3, number, number, number)
@@ -102,6 +116,43 @@ class Kernels:
         self._gate_backward(*given, d.numel(), torch.get_num_threads())
         return dgate, dup
 
+    def arrange(
+        self,
+        tokens: Tensor,
+        places: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        blocks: Blocks,
+        width: int,
+        *,
+        back: bool = False,
+    ) -> None:
+        """Heads [N, K M D] of tokens to their `places` in the blocks, rotated by `angles` (cosine and sine, [N, D]);
+        or back from there, rotated back.
+        """
+        cosine, sine = (None, None) if angles is None else (part.data_ptr() for part in angles)
+        where = (
+            tokens.data_ptr(),
+            places.data_ptr(),
+            cosine,
+            sine,
+            blocks.begins_N.data_ptr(),
+            blocks.pitches_N.data_ptr(),
+        )
+        count = len(blocks.begins_N)
+        heads = tokens.numel() // (count * blocks.kv_heads * width)
+        self._arrange(*where, count, blocks.kv_heads, heads, width, back, torch.get_num_threads())
+
+    def soften(self, shape: Scores, prompt_scores: Tensor | None, own_scores: Tensor) -> None:
+        """softmax(scaling * scores) over both parts together, in place."""
+        self._soften(ctypes.byref(shape), _address(prompt_scores), own_scores.data_ptr())
+
+    def soften_backward(
+        self, shape: Scores, weights: tuple[Tensor | None, Tensor], slopes: tuple[Tensor | None, Tensor]
+    ) -> None:
+        """Turns `slopes`, gradients of the weights (prompt and own), into those of the scores, in place."""
+        where = (_address(tensor) for tensor in (*weights, *slopes))
+        self._soften_backward(ctypes.byref(shape), *where)
+
     def attend(self, place: AttentionPlace) -> None:
         """Rotate queries and keys, store keys and values of the new tokens, and attend."""
         self._attend(ctypes.byref(place))
@@ -136,6 +187,10 @@ class Kernels:
         of_row = (logits_NV, tokens_N, log_total_N, entropy_N, dlogprob_N, dentropy_N)
         given = (None if tensor is None else tensor.data_ptr() for tensor in of_row)
         self._slope(*given, temperature, first, *logits_NV.shape, torch.get_num_threads())
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def padded(count: int) -> int:

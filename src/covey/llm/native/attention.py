@@ -1,0 +1,184 @@
+"""Attention of training over shared prompts: torch's matrix products, the kernels between them.
+
+A block of completions (blocks.py) attends to its prompt's keys in one product for all of its rows, and to its own
+tokens' in another; one softmax runs over both. Scores exist for a block at a time, always in the same memory, and are
+made again for the gradient: what is kept of a layer is its queries, keys and values.
+
+Shapes: N tokens, H heads, K key-value heads, M = H / K, D head width; of a block: R rows, L tokens of each, P of the
+prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.llm.blocks import Block, Blocks
+from covey.llm.native.library import Kernels, Scores
+
+
+class BlockAttention(torch.autograd.Function):
+    """softmax(q k' scaling) v with rotary positions (arXiv 2104.09864), causal, over the blocks of a layout.
+
+    q_NX, k_NY, v_NY hold a token's heads side by side, as the linear layers give them; so does the result.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_NX: Tensor,
+        k_NY: Tensor,
+        v_NY: Tensor,
+        cosine_ND: Tensor,
+        sine_ND: Tensor,
+        blocks: Blocks,
+        scaling: float,
+        kernels: Kernels,
+    ) -> Tensor:
+        work = _Work(kernels, blocks, scaling, (cosine_ND, sine_ND))
+        query, key, value = work.placed(q_NX, rotate=True), work.placed(k_NY, rotate=True), work.placed(v_NY)
+        out = torch.empty_like(query)
+        for part in work.parts():
+            prompt_weights, own_weights = part.weights(query, key)
+            _add_products(part, prompt_weights, own_weights, value, out)
+        ctx.save_for_backward(query, key, value)
+        ctx.work = work
+        return work.collected(out)
+
+    @staticmethod
+    def backward(ctx: Any, d_NX: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value = ctx.saved_tensors
+        work: _Work = ctx.work
+        d = work.placed(d_NX.contiguous())
+        dquery, dkey, dvalue = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for part in work.parts():
+            prompt_weights, own_weights = weights = part.weights(query, key)
+            prompt_slopes, own_slopes = slopes = part.products(d, value, scratch=1)
+            part.own_keys(dvalue).baddbmm_(own_weights.mT, part.queries(d))
+            if prompt_weights is not None:
+                part.prompt_keys(dvalue).baddbmm_(prompt_weights.mT, part.across(d))
+            work.kernels.soften_backward(part.shape, weights, slopes)
+            _add_products(part, prompt_slopes, own_slopes, key, dquery)
+            part.own_keys(dkey).baddbmm_(own_slopes.mT, part.queries(query))
+            if prompt_slopes is not None:
+                part.prompt_keys(dkey).baddbmm_(prompt_slopes.mT, part.across(query))
+        gradients = work.collected(dquery, rotated=True), work.collected(dkey, rotated=True), work.collected(dvalue)
+        return *gradients, None, None, None, None, None
+
+
+def _add_products(part: _Part, of_prompt: Tensor | None, of_own: Tensor, values: Tensor, out: Tensor) -> None:
+    """out = of_prompt @ the prompt's values + of_own @ own values, where `part` has its queries."""
+    if of_prompt is None:
+        torch.bmm(of_own, part.own_keys(values), out=part.queries(out))
+        return
+    torch.bmm(of_prompt, part.prompt_keys(values), out=part.across(out))
+    part.queries(out).baddbmm_(of_own, part.own_keys(values))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What every block's work needs to know."""
+
+    kernels: Kernels
+    blocks: Blocks
+    scaling: float
+    angles: tuple[Tensor, Tensor]
+
+    def placed(self, heads_NX: Tensor, *, rotate: bool = False) -> Tensor:
+        """[size K, M D]: the heads of all tokens where the blocks have them, 0 at padding."""
+        width = self.angles[0].shape[-1]
+        wide = heads_NX.shape[1] // self.blocks.kv_heads
+        make = heads_NX.new_zeros if self.blocks.padded else heads_NX.new_empty
+        places = make(self.blocks.size * self.blocks.kv_heads, wide)
+        self.kernels.arrange(heads_NX, places, self.angles if rotate else None, self.blocks, width)
+        return places
+
+    def collected(self, places: Tensor, *, rotated: bool = False) -> Tensor:
+        """The inverse of `placed`; of what was rotated on the way there, this is the gradient's way back."""
+        width = self.angles[0].shape[-1]
+        heads_NX = places.new_empty(len(self.blocks.begins_N), self.blocks.kv_heads * places.shape[1])
+        self.kernels.arrange(heads_NX, places, self.angles if rotated else None, self.blocks, width, back=True)
+        return heads_NX
+
+    def parts(self) -> Iterator[_Part]:
+        for block in self.blocks.all:
+            for first, end in block.pieces(self.blocks.heads):
+                yield _Part(self, block, first, end)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The queries `first` to `end` of every row of a block. Its views are batches of matrices, without copies."""
+
+    work: _Work
+    block: Block
+    first: int
+    end: int
+
+    def _block(self, places: Tensor, block: Block) -> Tensor:
+        """[K R, L (M) D] of a block."""
+        kv_heads = self.work.blocks.kv_heads
+        rows = places[block.base * kv_heads : block.end * kv_heads]
+        return rows.view(kv_heads * block.rows, block.length, -1)
+
+    def queries(self, places: Tensor) -> Tensor:
+        """[K R, queries M, D]."""
+        return self._block(places, self.block)[:, self.first : self.end].unflatten(2, (-1, self.width)).flatten(1, 2)
+
+    @property
+    def width(self) -> int:
+        return self.work.angles[0].shape[-1]
+
+    def across(self, places: Tensor) -> Tensor:
+        """[K, R queries M, D]: the queries of all rows side by side. Where there are several rows, all are taken."""
+        queries = self.queries(places)
+        return queries if self.block.rows == 1 else queries.view(self.work.blocks.kv_heads, -1, self.width)
+
+    def own_keys(self, places: Tensor) -> Tensor:
+        """[K R, end, D]: what the last of the queries sees of its own sequence."""
+        return self._block(places, self.block)[:, : self.end]
+
+    def prompt_keys(self, places: Tensor) -> Tensor:
+        """[K, P, D]."""
+        prompt = self.block.prompt
+        assert prompt is not None
+        rows = self._block(places, prompt.block).unflatten(0, (-1, prompt.block.rows))
+        return rows[:, prompt.row, : prompt.length]
+
+    @property
+    def shape(self) -> Scores:
+        blocks, steps = self.work.blocks, self.end - self.first
+        return Scores(
+            rows=self.block.rows * steps * blocks.heads,
+            prompt=self.block.prompt.length if self.block.prompt else 0,
+            own=self.end,
+            heads=blocks.heads // blocks.kv_heads,
+            first=self.first,
+            queries=steps,
+            threads=torch.get_num_threads(),
+            scaling=self.work.scaling,
+        )
+
+    def products(self, left: Tensor, right: Tensor, scratch: int) -> tuple[Tensor | None, Tensor]:
+        """`left` at the queries times `right` at the keys: [K, R queries M, P] of the prompt, [K R, queries M, end]."""
+        memory = self.work.blocks.scratch(left.dtype, scratch)
+        queries = self.queries(left)
+        own = memory[: queries.shape[0] * queries.shape[1] * self.end].view(*queries.shape[:2], self.end)
+        torch.bmm(queries, self.own_keys(right).mT, out=own)
+        if self.block.prompt is None:
+            return None, own
+        across = self.across(left)
+        behind = memory[own.numel() :][: across.shape[0] * across.shape[1] * self.block.prompt.length]
+        of_prompt = behind.view(*across.shape[:2], -1)
+        torch.bmm(across, self.prompt_keys(right).mT, out=of_prompt)
+        return of_prompt, own
+
+    def weights(self, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Softmax over prompt and own tokens."""
+        scores = self.products(query, key, scratch=0)
+        self.work.kernels.soften(self.shape, *scores)
+        return scores

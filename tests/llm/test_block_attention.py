@@ -1,0 +1,132 @@
+"""Attention of training in blocks: where tokens lie, and the same numbers and gradients as row by row."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.data import EndReason, Group, Rollout, Start, collate
+from covey.llm import blocks as blocks_module
+from covey.llm.blocks import Blocks
+from covey.llm.native import fused
+from covey.llm.native.attention import BlockAttention
+from covey.llm.native.library import kernels_for
+from covey.llm.policy import LanguagePolicy
+from helpers.tiny import tiny_model
+
+CPU = torch.device("cpu")
+FAST = ("llama", "qwen2", "qwen3")
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), max_size=5)), min_size=1, max_size=5),
+    st.sampled_from([(4, 2), (3, 1), (2, 2)]),
+    st.sampled_from([1, 200, 1 << 21]),
+)
+def test_every_head_of_every_token_has_a_place_of_its_own(groups, heads, limit):
+    prompts = [prompt for prompt, _ in groups]
+    lengths = [length for _, completions in groups for length in completions]
+    prompt_of_row = [i for i, (_, completions) in enumerate(groups) for _ in completions]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks_module, "SCORES", limit)
+        made = Blocks(prompts, lengths, prompt_of_row, *heads)
+    places = made.begins_N[:, None] + torch.arange(heads[1]) * made.pitches_N[:, None]
+    assert len(places) == sum(prompts) + sum(lengths)
+    assert len(places.unique()) == places.numel(), "two heads lie in one place"
+    assert int(places.min()) >= 0
+    assert int(places.max()) < made.size * heads[1]
+    assert made.padded == (made.size > len(places))
+    sequences = places.split([*prompts, *lengths])
+    for sequence in sequences:
+        assert (sequence.diff(dim=0) == 1).all(), "the tokens of a sequence lie side by side"
+    for block in made.all:
+        assert block.rows == 1 or block.rows * heads[0] * block.length * block.keys <= limit
+    for row, prompt in enumerate(prompt_of_row):
+        if lengths[row]:
+            begin = int(sequences[len(prompts) + row][0, 0])
+            block = next(b for b in made.all if b.base * heads[1] <= begin < b.end * heads[1])
+            shared = block.prompt
+            at = shared.block.base * heads[1] + shared.row * shared.block.length
+            assert (at, shared.length) == (int(sequences[prompt][0, 0]), prompts[prompt])
+
+
+def rollouts(lengths: dict[int, list[int]]):
+    """Groups by the length of their prompt, with completions of these lengths."""
+    random = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, 80, (count,), generator=random).tolist())
+
+    groups = []
+    for number, (prompt, completions) in enumerate(lengths.items()):
+        context, rows = tokens(prompt), []
+        for length in completions:
+            actions = tokens(length)
+            rows.append(Rollout(context, actions, (0.0,) * length, EndReason.STOP, reward=0.0))
+        groups.append(Group(Start(number, ""), rows))
+    return collate(groups)
+
+
+def gradients_of(policy: LanguagePolicy, batch, *, packed: bool) -> dict[str, torch.Tensor]:
+    told = policy._evaluate_packed(batch) if packed else policy._evaluate_rows(batch)
+    weights_BT = torch.sin(torch.arange(batch.mask_BT.numel())).view_as(batch.mask_BT) * batch.mask_BT
+    policy.module.zero_grad()
+    (told.logprobs_BT.float() * weights_BT).sum().backward()
+    return {name: p.grad.clone().float() for name, p in policy.module.named_parameters()}
+
+
+def gap(some, others) -> float:
+    return sum(float((some[name] - others[name]).square().sum()) for name in some) ** 0.5
+
+
+UNEVEN = {5: [1, 9, 40, 3], 23: [12, 1, 70], 2: [2]}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("scores", "queries"), [(1 << 21, 64), (2000, 7), (1, 1)], ids=["whole", "cut", "one by one"])
+@pytest.mark.parametrize("kind", FAST)
+def test_the_gradients_are_those_of_plain_attention(kind, scores, queries, threads, monkeypatch):
+    torch.set_num_threads(threads)
+    monkeypatch.setattr(blocks_module, "SCORES", scores)
+    monkeypatch.setattr(blocks_module, "QUERIES", queries)
+    used = []
+    plain_forward = BlockAttention.forward
+    monkeypatch.setattr(
+        BlockAttention, "forward", staticmethod(lambda ctx, *given: used.append(1) or plain_forward(ctx, *given))
+    )
+    policy, batch = LanguagePolicy(tiny_model(kind)), rollouts(UNEVEN)
+    used.clear()
+    got = gradients_of(policy, batch, packed=True)
+    assert len(used) == 2, "one for each layer"
+    monkeypatch.setattr(fused, "kernels_for", lambda *_: None)
+    expected = gradients_of(LanguagePolicy(tiny_model(kind)), batch, packed=False)
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_in_bf16_they_are_as_near_to_fp32_as_those_of_transformers_and_always_the_same():
+    batch, gaps = rollouts(UNEVEN), {"ours": 0.0, "theirs": 0.0}
+    for seed in range(3):
+        low = LanguagePolicy(tiny_model("llama", seed=seed, dtype=torch.bfloat16))
+        exact = gradients_of(LanguagePolicy(copy.deepcopy(low.module).float()), batch, packed=False)
+        ours, again = (gradients_of(low, batch, packed=True) for _ in range(2))
+        assert all(torch.equal(ours[name], again[name]) for name in ours)
+        gaps["ours"] += gap(ours, exact)
+        gaps["theirs"] += gap(gradients_of(low, batch, packed=False), exact)
+    assert gaps["ours"] < 1.2 * gaps["theirs"]
+
+
+def test_of_a_layer_only_queries_keys_and_values_are_kept():
+    kernels = kernels_for(torch.float32, CPU)
+    blocks = Blocks([30], [200] * 8, [0] * 8, 4, 2)
+    tokens = 30 + 8 * 200
+    given = [torch.randn(tokens, heads * 8, requires_grad=True) for heads in (4, 2, 2)]
+    angles = torch.randn(tokens, 8), torch.randn(tokens, 8)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        BlockAttention.apply(*given, *angles, blocks, 0.3, kernels)
+    assert sum(kept) == sum(tensor.numel() for tensor in given)
