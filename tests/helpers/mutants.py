@@ -743,7 +743,7 @@ MUTANTS = [
         "ctx.temperature, part.start",
         "ctx.temperature, 0",
     ),
-    _mutant("training_sees_the_future", TRAINING, "% queries) + 1; }", "% queries) + 2; }"),
+    _mutant("training_sees_the_future", TRAINING, "first + row / heads % queries) + 1;", "first + queries);"),
     _mutant(
         "training_forgets_the_scale", TRAINING, "store(load(&scratch[t]) * shape.scaling,", "store(load(&scratch[t]),"
     ),
@@ -759,8 +759,19 @@ MUTANTS = [
         "seen, own);\n            std::fill(own + seen, own + shape.own, Value{});\n        }\n    }\n}\n\n// From",
         "seen, own);\n        }\n    }\n}\n\n// From",
     ),
-    _mutant("blocks_overlap", BLOCKS, "begin = block.base * kv_heads + row", "begin = block.base + row"),
-    _mutant("blocks_forget_their_prompt", BLOCKS, "prompt = Prompt(*prompts[number],", "prompt = Prompt(*prompts[0],"),
+    _mutant("blocks_overlap", BLOCKS, "begin = block.base * self.kv_heads + row", "begin = block.base + row"),
+    _mutant(
+        "blocks_mix_up_their_prompts",
+        BLOCKS,
+        "for i, prompt in enumerate(prompts)}",
+        "for i, prompt in enumerate(prompts[::-1])}",
+    ),
+    _mutant(
+        "training_sees_the_padding_of_prompts",
+        TRAINING,
+        "? prompts[row / (int64_t(heads) * queries * rows) % groups] :",
+        "? prompt :",
+    ),
     _mutant("pieces_begin_anew", BACKWARD, "first=self.first,", "first=0,"),
     _mutant(
         "prompts_learn_nothing_from_their_values",

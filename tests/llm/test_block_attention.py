@@ -40,18 +40,21 @@ def test_every_head_of_every_token_has_a_place_of_its_own(groups, heads, limit):
     assert int(places.min()) >= 0
     assert int(places.max()) < made.size * heads[1]
     assert made.padded == (made.size > len(places))
-    sequences = places.split([*prompts, *lengths])
+    sequences = places.split([length for length in [*prompts, *lengths] if length])
     for sequence in sequences:
         assert (sequence.diff(dim=0) == 1).all(), "the tokens of a sequence lie side by side"
     for block in made.all:
-        assert block.rows == 1 or block.rows * heads[0] * block.length * block.keys <= limit
+        several = block.groups * block.rows > 1
+        assert (
+            not several or block.groups * block.rows * heads[0] * block.length * (block.shared + block.length) <= limit
+        )
     for row, prompt in enumerate(prompt_of_row):
         if lengths[row]:
-            begin = int(sequences[len(prompts) + row][0, 0])
+            begin = int(sequences[len(prompts) + [r for r in range(row + 1) if lengths[r]].index(row)][0, 0])
             block = next(b for b in made.all if b.base * heads[1] <= begin < b.end * heads[1])
-            shared = block.prompt
-            at = shared.block.base * heads[1] + shared.row * shared.block.length
-            assert (at, shared.length) == (int(sequences[prompt][0, 0]), prompts[prompt])
+            group = (begin - block.base * heads[1]) // (block.rows * block.length)
+            at = block.prompts.base * heads[1] + group * block.prompts.length
+            assert (at, block.prompt_lengths_G[group]) == (int(sequences[prompt][0, 0]), prompts[prompt])
 
 
 def rollouts(lengths: dict[int, list[int]]):
@@ -83,7 +86,7 @@ def gap(some, others) -> float:
     return sum(float((some[name] - others[name]).square().sum()) for name in some) ** 0.5
 
 
-UNEVEN = {5: [1, 9, 40, 3], 23: [12, 1, 70], 2: [2]}
+UNEVEN = {5: [1, 9, 40, 3], 23: [12, 1, 70, 30], 2: [2], 7: [3, 9, 9, 4, 8], 8: [1, 1]}
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -1,15 +1,17 @@
 """How the tokens of a packed forward are cut into rectangles for the products of attention.
 
-A block is some sequences side by side: prompts, or completions of one prompt. Inside it attention is batched matrix
-products, over so few scores that they stay in the processor's cache from one product to the next.
+A block is some sequences side by side: prompts, or the completions of some prompts that are a block too. Inside it
+attention is batched matrix products, over so few scores that they stay in the processor's cache from one product to
+the next. Small groups share a block, a large one has several.
 
-Shapes: N tokens, H heads, K key-value heads, M = H / K.
+Shapes: N tokens, H heads, K key-value heads; of a block: G prompts continued (groups), R sequences for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -18,43 +20,37 @@ SCORES = 1 << 21  # of a block, at most: 4 MB in bf16
 QUERIES = 64  # that are taken at a time even where they have more scores
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
-    """`rows` sequences, of at most `length` tokens, behind `base` other tokens (padding counts)."""
+    """`groups` times `rows` sequences, of at most `length` tokens, behind `base` other tokens (padding counts)."""
 
     base: int
+    groups: int
     rows: int
     length: int
-    prompt: Prompt | None = None  # that all of them continue
+    prompts: Block | None = None  # of completions: what each group continues
+    prompt_lengths_G: Tensor | None = None  # int32
 
     @property
     def end(self) -> int:
-        return self.base + self.rows * self.length
+        return self.base + self.groups * self.rows * self.length
 
     @property
-    def keys(self) -> int:
-        """How many tokens the last token of a sequence attends to."""
-        return self.length + (self.prompt.length if self.prompt else 0)
+    def shared(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.prompts.length if self.prompts else 0
 
     def pieces(self, heads: int) -> Iterator[tuple[int, int]]:
         """(first, end) of the queries to take at a time: all, unless a block of one sequence is too much at once."""
-        step = max(SCORES // (heads * self.keys), QUERIES) if self.rows == 1 else self.length
+        alone = self.groups * self.rows == 1
+        step = max(SCORES // (heads * (self.shared + self.length)), QUERIES) if alone else self.length
         return ((first, min(first + step, self.length)) for first in range(0, self.length, step))
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt of `length` tokens, row `row` of its block."""
-
-    block: Block
-    row: int
-    length: int
-
-
 class Blocks:
-    """The blocks of prompts, then those of completions; and the place of every token in them.
+    """The blocks of a layout, prompts before what continues them; and the place of every token in them.
 
-    Token n's heads of key-value head k lie behind `begins_N[n] + k * pitches_N[n]` others: [K, rows, length] per block.
+    Token n's heads of key-value head k lie behind `begins_N[n] + k * pitches_N[n]` others: [K, G, R, length] per block.
     """
 
     def __init__(
@@ -67,28 +63,17 @@ class Blocks:
     ) -> None:
         self.heads, self.kv_heads = heads, kv_heads
         self.all: list[Block] = []
+        self.prompt_lengths, self.completion_lengths = prompt_lengths, completion_lengths
         self._scratch: dict[int, Tensor] = {}
-        prompts = self._cut(range(len(prompt_lengths)), prompt_lengths, None)
         continued: list[list[int]] = [[] for _ in prompt_lengths]
-        for row, prompt in enumerate(prompt_of_row):
-            continued[prompt].append(row)
-        completions = {}
-        for number, rows in enumerate(continued):
-            prompt = Prompt(*prompts[number], prompt_lengths[number])
-            completions |= self._cut(rows, completion_lengths, prompt)
-        lengths = [*prompt_lengths, *completion_lengths]
-        placed = [prompts[i] for i in range(len(prompts))] + [
-            completions.get(i) for i in range(len(completion_lengths))
-        ]
-        begins, pitches = [], []
-        for length, place in zip(lengths, placed, strict=True):
-            if place is None:  # fed nothing
-                continue
-            block, row = place
-            begin = block.base * kv_heads + row * block.length
-            begins.append(torch.arange(begin, begin + length))
-            pitches.append(torch.full((length,), block.rows * block.length))
-        self.begins_N, self.pitches_N = torch.cat(begins), torch.cat(pitches)
+        for row in sorted(range(len(prompt_of_row)), key=lambda row: -completion_lengths[row]):
+            if completion_lengths[row]:
+                continued[prompt_of_row[row]].append(row)
+        self._of_prompt: dict[int, tuple[Block, int]] = {}  # block of every sequence, and which of its rows it is
+        self._of_row: dict[int, tuple[Block, int]] = {}
+        for prompts in self._sets(continued):
+            self._cut(prompts, [continued[prompt] for prompt in prompts])
+        self.begins_N, self.pitches_N = self._places()
         self.size = self.all[-1].end
         self.padded = self.size > len(self.begins_N)
 
@@ -96,25 +81,60 @@ class Blocks:
         """Memory for the scores of any piece of a block; the same at every call with this number."""
         if number not in self._scratch:
             sizes = (
-                block.rows * (end - first) * self.heads * (end + block.keys - block.length)
+                block.groups * block.rows * (end - first) * self.heads * (block.shared + end)
                 for block in self.all
                 for first, end in block.pieces(self.heads)
             )
             self._scratch[number] = torch.empty(max(sizes), dtype=dtype)
         return self._scratch[number]
 
-    def _cut(
-        self, sequences: Sequence[int], lengths: Sequence[int], prompt: Prompt | None
-    ) -> dict[int, tuple[Block, int]]:
-        """Blocks of sequences of similar length; returns block and row of each sequence that is not empty."""
-        left = sorted((i for i in sequences if lengths[i]), key=lambda i: (-lengths[i], i))
-        placed = {}
-        while left:
-            base, longest = self.all[-1].end if self.all else 0, lengths[left[0]]
-            keys = longest + (prompt.length if prompt else 0)
-            rows = min(max(SCORES // (self.heads * longest * keys), 1), len(left))
-            block = Block(base, rows, longest, prompt)
-            self.all.append(block)
-            placed |= {sequence: (block, row) for row, sequence in enumerate(left[:rows])}
-            left = left[rows:]
-        return placed
+    def _sets(self, continued: list[list[int]]) -> Iterator[list[int]]:
+        """Prompts that share a block: of as many completions each, alike in length, few enough for SCORES."""
+
+        def shape(prompt: int) -> tuple[int, int, int]:
+            """How many completions, the longest (the first), and the prompt itself."""
+            rows = continued[prompt]
+            return len(rows), self.completion_lengths[rows[0]] if rows else 0, self.prompt_lengths[prompt]
+
+        for _, alike in groupby(sorted(range(len(continued)), key=shape), key=lambda prompt: len(continued[prompt])):
+            some: list[int] = []
+            shared = 0
+            for prompt in alike:
+                rows, longest, length = shape(prompt)  # in ascending order of `longest`
+                shared = max(shared, length)
+                scores = self.heads * (len(some) + 1) * max(rows * longest * (shared + longest), shared**2)
+                if some and scores > SCORES:
+                    yield some
+                    some, shared = [], length
+                some.append(prompt)
+            yield some
+
+    def _cut(self, prompts: list[int], completions: list[list[int]]) -> None:
+        """The block of some prompts, and what their completions (longest first) need."""
+        lengths = [self.prompt_lengths[prompt] for prompt in prompts]
+        shared = self._add(1, len(prompts), max(lengths))
+        self._of_prompt |= {prompt: (shared, i) for i, prompt in enumerate(prompts)}
+        left, lengths_G = completions, torch.tensor(lengths, dtype=torch.int32)
+        while left[0]:
+            longest = max(self.completion_lengths[rows[0]] for rows in left)
+            fitting = max(SCORES // (self.heads * longest * (shared.length + longest) * len(left)), 1)
+            rows = min(fitting, len(left[0])) if len(left) == 1 else len(left[0])
+            block = self._add(len(left), rows, longest, prompts=shared, lengths_G=lengths_G)
+            taken = [row for group in left for row in group[:rows]]
+            self._of_row |= {row: (block, i) for i, row in enumerate(taken)}
+            left = [group[rows:] for group in left]
+
+    def _add(self, *shape: int, prompts: Block | None = None, lengths_G: Tensor | None = None) -> Block:
+        self.all.append(Block(self.all[-1].end if self.all else 0, *shape, prompts, lengths_G))
+        return self.all[-1]
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """begins_N and pitches_N, in the order of the layout."""
+        sequences = [(length, *self._of_prompt[i]) for i, length in enumerate(self.prompt_lengths)]
+        sequences += [(length, *self._of_row[i]) for i, length in enumerate(self.completion_lengths) if length]
+        begins, pitches = [], []
+        for length, block, row in sequences:
+            begin = block.base * self.kv_heads + row * block.length
+            begins.append(torch.arange(begin, begin + length))
+            pitches.append(torch.full((length,), block.groups * block.rows * block.length))
+        return torch.cat(begins), torch.cat(pitches)

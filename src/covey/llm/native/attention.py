@@ -1,11 +1,11 @@
 """Attention of training over shared prompts: torch's matrix products, the kernels between them.
 
-A block of completions (blocks.py) attends to its prompt's keys in one product for all of its rows, and to its own
-tokens' in another; one softmax runs over both. Scores exist for a block at a time, always in the same memory, and are
-made again for the gradient: what is kept of a layer is its queries, keys and values.
+A block of completions (blocks.py) attends to its prompts' keys in one product, in which the rows of a group stand side
+by side, and to its own tokens' in another; one softmax runs over both. Scores exist for a block at a time, always in
+the same memory, and are made again for the gradient: what is kept of a layer is its queries, keys and values.
 
-Shapes: N tokens, H heads, K key-value heads, M = H / K, D head width; of a block: R rows, L tokens of each, P of the
-prompt.
+Shapes: N tokens, H heads, K key-value heads, M = H / K, D head width; of a block: G groups of R rows, L tokens of
+each, P of the longest prompt.
 """
 
 from __future__ import annotations
@@ -119,61 +119,36 @@ class _Part:
     first: int
     end: int
 
-    def _block(self, places: Tensor, block: Block) -> Tensor:
-        """[K R, L (M) D] of a block."""
-        kv_heads = self.work.blocks.kv_heads
-        rows = places[block.base * kv_heads : block.end * kv_heads]
-        return rows.view(kv_heads * block.rows, block.length, -1)
-
     def queries(self, places: Tensor) -> Tensor:
-        """[K R, queries M, D]."""
-        return self._block(places, self.block)[:, self.first : self.end].unflatten(2, (-1, self.width)).flatten(1, 2)
-
-    @property
-    def width(self) -> int:
-        return self.work.angles[0].shape[-1]
+        """[K G R, queries M, D]."""
+        return self._rows(places, self.block)[:, self.first : self.end].unflatten(2, (-1, self.width)).flatten(1, 2)
 
     def across(self, places: Tensor) -> Tensor:
-        """[K, R queries M, D]: the queries of all rows side by side. Where there are several rows, all are taken."""
+        """[K G, R queries M, D]: the queries of a group's rows side by side. Where there are several, all are taken."""
         queries = self.queries(places)
-        return queries if self.block.rows == 1 else queries.view(self.work.blocks.kv_heads, -1, self.width)
+        shared = self.work.blocks.kv_heads * self.block.groups
+        return queries if self.block.rows == 1 else queries.view(shared, -1, self.width)
 
     def own_keys(self, places: Tensor) -> Tensor:
-        """[K R, end, D]: what the last of the queries sees of its own sequence."""
-        return self._block(places, self.block)[:, : self.end]
+        """[K G R, end, D]: what the last of the queries sees of its own sequence."""
+        return self._rows(places, self.block)[:, : self.end]
 
     def prompt_keys(self, places: Tensor) -> Tensor:
-        """[K, P, D]."""
-        prompt = self.block.prompt
-        assert prompt is not None
-        rows = self._block(places, prompt.block).unflatten(0, (-1, prompt.block.rows))
-        return rows[:, prompt.row, : prompt.length]
-
-    @property
-    def shape(self) -> Scores:
-        blocks, steps = self.work.blocks, self.end - self.first
-        return Scores(
-            rows=self.block.rows * steps * blocks.heads,
-            prompt=self.block.prompt.length if self.block.prompt else 0,
-            own=self.end,
-            heads=blocks.heads // blocks.kv_heads,
-            first=self.first,
-            queries=steps,
-            threads=torch.get_num_threads(),
-            scaling=self.work.scaling,
-        )
+        """[K G, P, D]."""
+        assert self.block.prompts is not None
+        return self._rows(places, self.block.prompts)
 
     def products(self, left: Tensor, right: Tensor, scratch: int) -> tuple[Tensor | None, Tensor]:
-        """`left` at the queries times `right` at the keys: [K, R queries M, P] of the prompt, [K R, queries M, end]."""
+        """Queries of `left` times keys of `right`: [K G, R queries M, P] of the prompts, own [K G R, queries M, end]."""
         memory = self.work.blocks.scratch(left.dtype, scratch)
         queries = self.queries(left)
         own = memory[: queries.shape[0] * queries.shape[1] * self.end].view(*queries.shape[:2], self.end)
         torch.bmm(queries, self.own_keys(right).mT, out=own)
-        if self.block.prompt is None:
+        if self.block.prompts is None:
             return None, own
         across = self.across(left)
-        behind = memory[own.numel() :][: across.shape[0] * across.shape[1] * self.block.prompt.length]
-        of_prompt = behind.view(*across.shape[:2], -1)
+        behind = memory[own.numel() :][: across.shape[0] * across.shape[1] * self.block.shared]
+        of_prompt = behind.view(*across.shape[:2], self.block.shared)
         torch.bmm(across, self.prompt_keys(right).mT, out=of_prompt)
         return of_prompt, own
 
@@ -182,3 +157,23 @@ class _Part:
         scores = self.products(query, key, scratch=0)
         self.work.kernels.soften(self.shape, *scores)
         return scores
+
+    @property
+    def shape(self) -> Scores:
+        blocks, block = self.work.blocks, self.block
+        return Scores(
+            prompts=None if block.prompt_lengths_G is None else block.prompt_lengths_G.data_ptr(),
+            kv_heads=blocks.kv_heads, groups=block.groups, rows=block.rows,
+            first=self.first, queries=self.end - self.first, heads=blocks.heads // blocks.kv_heads,
+            prompt=block.shared, own=self.end, threads=torch.get_num_threads(), scaling=self.work.scaling,
+        )  # fmt: skip
+
+    @property
+    def width(self) -> int:
+        return self.work.angles[0].shape[-1]
+
+    def _rows(self, places: Tensor, block: Block) -> Tensor:
+        """[K G R, L, (M) D] of a block."""
+        kv_heads = self.work.blocks.kv_heads
+        rows = places[block.base * kv_heads : block.end * kv_heads]
+        return rows.view(kv_heads * block.groups * block.rows, block.length, -1)

@@ -47,11 +47,12 @@ class AttentionPlace(ctypes.Structure):
 
 
 class Scores(ctypes.Structure):
-    """`Scores` in training.h: the rows of a block's scores, and which of its own tokens each may see."""
+    """`Scores` in training.h: the scores of a block, and which of them are there to be seen."""
 
     _fields_ = (
-        ("rows", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("prompt", "own", "heads", "first", "queries", "threads")),
+        ("prompts", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("kv_heads", "groups", "rows", "first", "queries", "heads")),
+        *((name, ctypes.c_int32) for name in ("prompt", "own", "threads")),
         ("scaling", ctypes.c_float),
     )
 

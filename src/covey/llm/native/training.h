@@ -73,13 +73,15 @@ void arrange(Value* tokens, Value* places, const Value* cosine, const Value* sin
     }
 }
 
-// A block's scores: row i is one query's, over its prompt's tokens and over those of its own sequence, of which it may
-// see the first `first + i / heads % queries + 1`.
+// A block's scores, [K, G, R, queries, M] rows of them: each over the tokens of its group's prompt and over those of its
+// own sequence, of which it may see the first `first + query + 1`.
 struct Scores {
-    int64_t rows;
-    int32_t prompt, own, heads, first, queries, threads;
+    const int32_t* prompts;  // [G] tokens of each prompt, or null where there is none
+    int32_t kv_heads, groups, rows, first, queries, heads, prompt, own, threads;
     float scaling;
+    int64_t count() const { return int64_t(kv_heads) * groups * rows * queries * heads; }
     int seen(int64_t row) const { return int(first + row / heads % queries) + 1; }
+    int shared(int64_t row) const { return prompts ? prompts[row / (int64_t(heads) * queries * rows) % groups] : 0; }
 };
 
 // softmax(scaling * scores) in place, one over both parts.
@@ -90,15 +92,15 @@ void soften_scores(const Scores& shape, Value* prompt_scores, Value* own_scores)
     {
         std::vector<float> scratch(gap + padded(shape.own));
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < shape.rows; row++) {
-            Value *shared = prompt_scores + row * shape.prompt, *own = own_scores + row * shape.own;
-            int seen = shape.seen(row), pitch = gap + padded(seen);
-            widen_row(shared, shape.prompt, scratch.data());
+        for (int64_t row = 0; row < shape.count(); row++) {
+            Value *prompt = prompt_scores + row * shape.prompt, *own = own_scores + row * shape.own;
+            int shared = shape.shared(row), seen = shape.seen(row), pitch = gap + padded(seen);
+            widen_row(prompt, shared, scratch.data());
             widen_row(own, seen, scratch.data() + gap);
             for (int t = 0; t < pitch; t += LANES) store(load(&scratch[t]) * shape.scaling, &scratch[t]);
-            float share = 1.0f / soften(scratch.data(), shape.prompt, gap, seen, pitch);
+            float share = 1.0f / soften(scratch.data(), shared, gap, seen, pitch);
             for (int t = 0; t < pitch; t += LANES) store(load(&scratch[t]) * share, &scratch[t]);
-            narrow_row(scratch.data(), shape.prompt, shared);
+            narrow_row(scratch.data(), shape.prompt, prompt);
             narrow_row(scratch.data() + gap, seen, own);
             std::fill(own + seen, own + shape.own, Value{});
         }
@@ -114,7 +116,7 @@ void soften_backward(const Scores& shape, const Value* prompt_weights, const Val
     {
         std::vector<float> weights(room), slopes(room);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < shape.rows; row++) {
+        for (int64_t row = 0; row < shape.count(); row++) {
             int seen = shape.seen(row), pitch = gap + padded(seen);
             auto collect = [&](const Value* shared, const Value* own, std::vector<float>& to) {
                 std::fill(to.begin() + shape.prompt, to.begin() + gap, 0.0f);
