@@ -1,10 +1,11 @@
 """Times GRPO on a language model beside its peers, in turn, on the same prompts and token counts, and prints ratios.
 
     .venv/bin/python benchmarks/bench.py language      the whole comparison, about 20 minutes on two cores
-    .venv/bin/python benchmarks/bench.py language --peers generate --new-tokens 32 --rounds 1     a short one
+    .venv/bin/python benchmarks/bench.py language --peers generate plain --new-tokens 32 --rounds 1     a short one
 
-A lone time says little on a shared machine, so every figure is a ratio within one round: covey, `model.generate` and
-TRL run one after another, each in a process of its own, and the rounds are repeated. Results go to benchmarks/results/.
+A lone time says little on a shared machine, so every figure is a ratio within one round: covey, covey without its
+kernels (`torch`), `model.generate`, a plain update on top of transformers, and TRL run one after another, each in a
+process of its own, and the rounds are repeated. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ from covey.runtime.device import choose_precision, environment, set_threads
 
 Numbers = dict[str, float]
 
+PEERS = ("torch", "generate", "plain", "trl")
+
 
 def main(options: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="bench.py language", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", nargs="*", choices=("generate", "trl"), default=["generate", "trl"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=100)
@@ -56,7 +59,7 @@ def main(options: Sequence[str]) -> None:
         arguments.new_tokens,
         threads,
     )
-    contestants = {"covey": sys.executable, "generate": sys.executable}
+    contestants = dict.fromkeys(["covey", *PEERS], sys.executable)
     if "trl" in arguments.peers:
         contestants["trl"] = peers_python()
     rounds: list[dict[str, Numbers]] = []
@@ -64,7 +67,10 @@ def main(options: Sequence[str]) -> None:
         results: dict[str, Numbers] = {"machine": {"matmul_flops": matmul_rate()}}
         for name in ["covey", *arguments.peers]:
             print(f"round {number} of {arguments.rounds}: {name} ...", flush=True)
-            results[name] = run_contestant(name, contestants[name], asdict(shape))
+            if name == "torch":
+                results[name] = run_contestant("covey", sys.executable, asdict(shape), COVEY_NATIVE="0")
+            else:
+                results[name] = run_contestant(name, contestants[name], asdict(shape))
         rounds.append(results)
     summary = summarise(rounds, shape)
     show(rounds, summary, shape)
@@ -114,8 +120,8 @@ def summarise(rounds: list[dict[str, Numbers]], shape: Shape) -> dict[str, Any]:
     def spread(values: list[float]) -> Numbers:
         return {"median": median(values), "low": min(values), "high": max(values)}
 
-    def ratios(peer: str, key: str) -> Numbers:
-        return spread([r[peer][key] / r["covey"][key] for r in rounds])
+    def ratios(peer: str, key: str, ours: str = "covey") -> Numbers:
+        return spread([r[peer][key] / r[ours][key] for r in rounds])
 
     summary: dict[str, Any] = {
         "share_of_matmul_rate": spread(
@@ -124,6 +130,12 @@ def summarise(rounds: list[dict[str, Numbers]], shape: Shape) -> dict[str, Any]:
     }
     if "generate" in rounds[0]:
         summary["sampling_ratio_vs_generate"] = ratios("generate", "sampling_seconds")
+        if "torch" in rounds[0]:
+            summary["sampling_ratio_vs_generate_without_kernels"] = ratios("generate", "sampling_seconds", "torch")
+    if "torch" in rounds[0]:
+        summary["step_ratio_vs_no_kernels"] = ratios("torch", "step_seconds")
+    if "plain" in rounds[0]:
+        summary["update_ratio_vs_plain"] = ratios("plain", "update_seconds")
     if "trl" in rounds[0]:
         summary["step_ratio_vs_trl"] = ratios("trl", "step_seconds")
         summary["sampling_ratio_vs_trl"] = ratios("trl", "sampling_seconds")
@@ -145,9 +157,10 @@ def show(rounds: list[dict[str, Numbers]], summary: dict[str, Any], shape: Shape
     for name in (name for name in rounds[0] if name != "machine"):
         middle = {key: median(r[name][key] for r in rounds) for key in rounds[0][name]}
         seconds = [f"{middle[key]:.1f} s" if key in middle else "" for key in ("update_seconds", "step_seconds")]
-        rate = shape.sampled_tokens / middle["sampling_seconds"]
+        sampling = middle.get("sampling_seconds")
+        sampled = ["", ""] if sampling is None else [f"{sampling:.1f} s", f"{shape.sampled_tokens / sampling:,.0f}"]
         peak = f"{middle['peak_memory_bytes'] / 2**30:.1f} GiB"
-        table.add_row(name, f"{middle['sampling_seconds']:.1f} s", f"{rate:,.0f}", *seconds, peak)
+        table.add_row(name, *sampled, *seconds, peak)
     console.print(table)
     ratios = Table(title="how many times covey is better (lowest to highest round)")
     ratios.add_column("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,10 +34,10 @@ def peer_version(name: str) -> str:
     return next(line.partition("==")[2] for line in LOCK.read_text().splitlines() if line.startswith(f"{name}=="))
 
 
-def run_contestant(script: str, python: str, work: dict[str, Any]) -> dict[str, Any]:
+def run_contestant(script: str, python: str, work: dict[str, Any], **environment: str) -> dict[str, Any]:
     """Run `run_<script>.py` with its work as JSON; returns what it reports, which is its last line."""
     command = [python, str(HERE / f"run_{script}.py"), json.dumps(work)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=os.environ | environment)
     if done.returncode:
         sys.exit(f"{script} failed:\n{done.stderr[-3000:]}")
     numbers: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

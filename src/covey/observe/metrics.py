@@ -297,6 +297,16 @@ METRICS: dict[str, Metric] = _glossary(
         reproducible=False,
     ),
     Metric("time/update", "s", "forward, backward and optimizer", "steady", reproducible=False),
+    Metric(
+        "time/forward",
+        "s",
+        "of time/update: log-probabilities of the policy, and the loss",
+        "half of time/backward or less",
+        reproducible=False,
+    ),
+    Metric("time/backward", "s", "of time/update: the gradients", "the largest part of it", reproducible=False),
+    Metric("time/critic", "s", "of time/update: a critic's forward and backward", "steady", reproducible=False),
+    Metric("time/optimizer", "s", "of time/update: clipping and AdamW", "small", reproducible=False),
     Metric("time/refresh", "s", "handing the new weights to the sampler", "small", reproducible=False),
     Metric("time/step", "s", "the whole step, without evaluation and checkpoints", "steady", reproducible=False),
     Metric(

@@ -8,13 +8,13 @@ redraws    groups whose rewards are all the same are replaced by further starts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from covey.data import Group, Start, collate
+from covey.runtime.clock import Measure
 from covey.train.annotate import alive_groups
 
 if TYPE_CHECKING:  # the loop imports this module
@@ -69,7 +69,7 @@ def gather(
     settings: Settings,
     step: int,
     drawn: int,
-    measure: Callable[[str], AbstractContextManager[None]],
+    measure: Measure,
 ) -> Gathered:
     """Draw starts, sample and grade their groups, in the way that `settings.gathering` names.
 
@@ -150,7 +150,7 @@ class _Source:
         settings: Settings,
         step: int,
         drawn: int,
-        measure: Callable[[str], AbstractContextManager[None]],
+        measure: Measure,
     ) -> None:
         self.parts, self.seed, self.step, self.measure = parts, settings.seed, step, measure
         self.before = drawn

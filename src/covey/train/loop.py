@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
@@ -14,6 +12,7 @@ from covey.algorithms import Algorithm
 from covey.config import RunError
 from covey.core.schedules import Schedule
 from covey.data import Checkpoints, Critic, Follower, Grader, Group, Observer, Policy, Sampler, Task, collate
+from covey.runtime.clock import Clock
 from covey.runtime.device import peak_memory_bytes
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.annotate import annotate
@@ -112,7 +111,7 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
         critic_learning_rate=(settings.critic_learning_rate or settings.learning_rate)(step),
         kl_coefficient=_kl_coefficient(parts, progress, step),
     )
-    clock = _Clock()
+    clock = Clock()
 
     gathered = gather(parts, settings, step, progress.starts, clock.measure)
     groups = gathered.all_groups
@@ -129,7 +128,9 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
             mask_truncated=settings.mask_truncated,
         )
     with clock.measure("time/update"):
-        learned = update(learner, parts.algorithm, batch, settings.plan, sizes, seed=settings.seed, step=step)
+        learned = update(
+            learner, parts.algorithm, batch, settings.plan, sizes, seed=settings.seed, step=step, measure=clock.measure
+        )
     with clock.measure("time/refresh"):
         parts.sampler.refresh(progress.version + 1)
         if parts.follower is not None and step % settings.follow_every == 0:
@@ -146,7 +147,11 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
         | learned
         | {"learning_rate": sizes.learning_rate, "kl_coefficient": sizes.kl_coefficient}
     )
-    metrics |= clock.read(metrics["decisions/sampled"])
+    metrics |= clock.seconds | {
+        "time/step": clock.total(),
+        "decisions_per_second": metrics["decisions/sampled"] / clock.total(),
+        "memory/peak_bytes": float(peak_memory_bytes()),
+    }
     _control_kl(parts, progress, metrics, sum(len(group.rollouts) for group in groups))
     return metrics, groups
 
@@ -220,25 +225,3 @@ def load_checkpoint(parts: Parts, state: dict[str, Any]) -> Progress:
     parts.sampler.load_state_dict(state["sampler"])
     parts.sampler.refresh(progress.version)
     return progress
-
-
-class _Clock:
-    """Seconds that the phases of a step took."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
-
-    def read(self, decisions: float) -> dict[str, float]:
-        total = time.perf_counter() - self.began
-        return self.seconds | {
-            "time/step": total,
-            "decisions_per_second": decisions / total,
-            "memory/peak_bytes": float(peak_memory_bytes()),
-        }

@@ -17,6 +17,7 @@ from torch import Tensor
 from covey.algorithms import Algorithm, LossTerms
 from covey.core.kl import k3
 from covey.data import Batch, Critic, Evaluation, Policy
+from covey.runtime.clock import Measure, untimed
 from covey.runtime.seeding import permutation
 
 
@@ -73,9 +74,17 @@ class StepSizes:
 
 
 def update(
-    learner: Learner, algorithm: Algorithm, batch: Batch, plan: UpdatePlan, sizes: StepSizes, *, seed: int, step: int
+    learner: Learner,
+    algorithm: Algorithm,
+    batch: Batch,
+    plan: UpdatePlan,
+    sizes: StepSizes,
+    *,
+    seed: int,
+    step: int,
+    measure: Measure = untimed,
 ) -> dict[str, float]:
-    """Make the optimizer steps of one training step; returns its metrics.
+    """Make the optimizer steps of one training step; returns its metrics. `measure` times their phases.
 
     The weights of the losses were fixed for the whole step (`annotate`). A minibatch multiplies them by the number of
     minibatches, so that the mean of the minibatches' gradients is the gradient of the step, however it is cut.
@@ -85,45 +94,50 @@ def update(
     for epoch in range(policy_epochs):
         for minibatch in _minibatches(batch, plan, seed, step, epoch):
             for part in _microbatches(learner.policy, minibatch):
-                evaluation = learner.policy.evaluate(part)
-                part = part.to(evaluation.logprobs_BT.device)
-                terms = algorithm.loss(evaluation, part, sizes.kl_coefficient)
+                with measure("time/forward"):
+                    evaluation = learner.policy.evaluate(part)
+                    part = part.to(evaluation.logprobs_BT.device)
+                    terms = algorithm.loss(evaluation, part, sizes.kl_coefficient)
                 loss = terms.loss
                 if evaluation.values_BT is not None:  # one trunk, one backward
                     value_loss = algorithm.critic_loss(evaluation.values_BT, part)
                     gathered.add_critic(value_loss)
                     loss = loss + value_loss
-                loss.backward()  # type: ignore[no-untyped-call]
+                with measure("time/backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
                 gathered.add(part, evaluation, terms)
                 if evaluation.values_BT is None:
-                    _teach_critic(learner, algorithm, part, gathered)
-            gathered.finish(learner.optimizer.step(sizes.learning_rate))
-            _step_critic(learner, sizes, gathered)
+                    _teach_critic(learner, algorithm, part, gathered, measure)
+            with measure("time/optimizer"):
+                gathered.finish(learner.optimizer.step(sizes.learning_rate))
+            _step_critic(learner, sizes, gathered, measure)
         gathered.epochs += 1
         if plan.target_kl is not None and gathered.kl_of_epoch() > plan.target_kl:
             break
     for epoch in range(policy_epochs, plan.epochs + plan.critic_epochs):
         for minibatch in _minibatches(batch, plan, seed, step, epoch):
             for part in _microbatches(learner.policy, minibatch):
-                _teach_critic(learner, algorithm, part, gathered)
-            _step_critic(learner, sizes, gathered)
+                _teach_critic(learner, algorithm, part, gathered, measure)
+            _step_critic(learner, sizes, gathered, measure)
     gathered.critic_epochs = gathered.epochs + plan.epochs - policy_epochs + plan.critic_epochs
     return gathered.metrics(plan)
 
 
-def _teach_critic(learner: Learner, algorithm: Algorithm, part: Batch, gathered: _Gathered) -> None:
+def _teach_critic(learner: Learner, algorithm: Algorithm, part: Batch, gathered: _Gathered, measure: Measure) -> None:
     """Add the gradient of the value loss; nothing where there is no critic."""
     if learner.critic is None:
         return
-    values_BT = learner.critic.values(part)
-    loss = algorithm.critic_loss(values_BT, part.to(values_BT.device))
-    loss.backward()  # type: ignore[no-untyped-call]
+    with measure("time/critic"):
+        values_BT = learner.critic.values(part)
+        loss = algorithm.critic_loss(values_BT, part.to(values_BT.device))
+        loss.backward()  # type: ignore[no-untyped-call]
     gathered.add_critic(loss)
 
 
-def _step_critic(learner: Learner, sizes: StepSizes, gathered: _Gathered) -> None:
+def _step_critic(learner: Learner, sizes: StepSizes, gathered: _Gathered, measure: Measure) -> None:
     if learner.critic_optimizer is not None:
-        applied = learner.critic_optimizer.step(sizes.critic_learning_rate).applied
+        with measure("time/optimizer"):
+            applied = learner.critic_optimizer.step(sizes.critic_learning_rate).applied
         gathered.critic_applied += applied
         gathered.skipped += not applied
 

@@ -139,7 +139,7 @@ class _Part:
         return self._rows(places, self.block.prompts)
 
     def products(self, left: Tensor, right: Tensor, scratch: int) -> tuple[Tensor | None, Tensor]:
-        """Queries of `left` times keys of `right`: [K G, R queries M, P] of the prompts, own [K G R, queries M, end]."""
+        """Queries of `left` times keys of `right`: [K G, R queries M, P] of prompts, own [K G R, queries M, end]."""
         memory = self.work.blocks.scratch(left.dtype, scratch)
         queries = self.queries(left)
         own = memory[: queries.shape[0] * queries.shape[1] * self.end].view(*queries.shape[:2], self.end)
