@@ -60,6 +60,7 @@ VALUES = ("core/values.py", ("core/test_values.py",))
 LAYERS, ATTENTION, LOGITS = (
     (f"llm/native/{name}.h", ("llm/test_native.py",)) for name in ("layers", "attention", "logits")
 )
+FUSED = ("llm/native/fused.py", ("llm/test_native.py",))
 BLOCK_ATTENTION = ("llm/test_block_attention.py",)
 TRAINING = ("llm/native/training.h", BLOCK_ATTENTION)
 BLOCKS = ("llm/blocks.py", BLOCK_ATTENTION)
@@ -713,7 +714,12 @@ MUTANTS = [
         "silu(load(gate + i))) * load(up + i)",
         "silu(load(up + i))) * load(gate + i)",
     ),
-    _mutant("kernel_forgets_the_residual", LAYERS, "narrow(widen(mine[i]) + widen(added", "narrow(widen(added"),
+    _mutant(
+        "kernel_forgets_the_residual",
+        LAYERS,
+        "store(sum += load(added + begin + i), total",
+        "store(sum = load(added + begin + i), total",
+    ),
     _mutant(
         "kernel_draws_one_too_far",
         LOGITS,
@@ -721,7 +727,12 @@ MUTANTS = [
         "if (reached > wanted) { chosen++; break; }",
     ),
     _mutant("kernel_draws_hot", LOGITS, "if (temperature != 1.0f) x /= temperature;", ""),
-    _mutant("kernel_norm_gradient_without_mean", LAYERS, "- load(&n[i]) * mean) * scale, to", ") * scale, to"),
+    _mutant(
+        "kernel_norm_gradient_without_mean",
+        LAYERS,
+        "(load(&dn[i]) - load(&n[i]) * mean) * scale;",
+        "load(&dn[i]) * scale;",
+    ),
     _mutant(
         "kernel_norm_misses_rows",
         LAYERS,
@@ -743,10 +754,13 @@ MUTANTS = [
         "ctx.temperature, part.start",
         "ctx.temperature, 0",
     ),
+    _mutant("residual_loses_its_gradient", FUSED, "d.contiguous(), past)", "d.contiguous(), None)"),
+    _mutant("residual_in_bf16", FUSED, "is None else own.float()", "is None else own"),
     _mutant("training_sees_the_future", TRAINING, "first + row / heads % queries) + 1;", "first + queries);"),
     _mutant(
         "training_forgets_the_scale", TRAINING, "store(load(&scratch[t]) * shape.scaling,", "store(load(&scratch[t]),"
     ),
+    _mutant("training_scores_stay_rounded", TRAINING, "if (own_rest) {", "if (false) {"),
     _mutant("training_gradient_without_mean", TRAINING, "(load(&slopes[t]) - mean)", "load(&slopes[t])"),
     _mutant("training_gradients_stay_turned", TRAINING, "if (back) rotate_back(", "if (back) rotate("),
     _mutant("training_misses_the_last_numbers", TRAINING, "if (count % LANES && count > LANES)", "if (false)"),

@@ -133,3 +133,24 @@ def test_of_a_layer_only_queries_keys_and_values_are_kept():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
         BlockAttention.apply(*given, *angles, blocks, 0.3, kernels)
     assert sum(kept) == sum(tensor.numel() for tensor in given)
+
+
+def test_large_scores_are_not_rounded_to_bf16():
+    torch.manual_seed(0)
+    prompt, length, rows, width = 20, 30, 2, 16
+    tokens = prompt + rows * length
+    given = [torch.randn(tokens, heads * width) * size for heads, size in ((2, 4.0), (1, 4.0), (1, 1.0))]
+    query, key, value = (tensor.bfloat16() for tensor in given)
+    angles = torch.ones(tokens, width).bfloat16(), torch.zeros(tokens, width).bfloat16()
+    kernels = kernels_for(torch.bfloat16, CPU)
+    out = BlockAttention.apply(
+        query, key, value, *angles, Blocks([prompt], [length] * rows, [0, 0], 2, 1), 1.0, kernels
+    )
+    for row in range(rows):
+        seen = [*range(prompt), *range(prompt + row * length, prompt + (row + 1) * length)]
+        scores = torch.einsum("nhd,md->hnm", query[seen].double().unflatten(1, (2, width)), key[seen].double())
+        causal = torch.ones(len(seen), len(seen), dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(causal, -torch.inf).softmax(2)
+        expected = torch.einsum("hnm,md->nhd", weights, value[seen].double()).flatten(1)
+        worst = (out[seen].double() - expected).abs().max()
+        assert worst < 0.03, "what remains is the rounding of weights and results"

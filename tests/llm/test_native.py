@@ -182,6 +182,17 @@ def test_fused_bf16_gradients_are_no_further_from_fp32_and_always_the_same():
     assert gap(results[0]) < 1.1 * gap(own)
 
 
+def test_the_sum_through_all_layers_is_kept_in_fp32():
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    fused.fuse(model)
+    kinds = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda layer, given, out: kinds.append(out.dtype))
+    model.model.norm.register_forward_hook(lambda norm, given, out: kinds.append(out.dtype))
+    model(input_ids=torch.randint(3, 80, (1, 5)))
+    assert kinds == [torch.float32, torch.float32, torch.bfloat16]
+
+
 def test_a_copy_of_a_fused_model_reads_its_own_weights():
     model = tiny_model("llama")
     fused.fuse(model)

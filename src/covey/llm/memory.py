@@ -117,9 +117,9 @@ def activation_bytes(
     """
     tokens = prompts * prompt_tokens + rows * fed
     # The norm's input (in fp32 for an RMSNorm of torch's), what was normalised, and the result, which the next product
-    # reads. The kernel keeps its input and a number of each row.
+    # reads. The kernel keeps its input, which between layers is fp32, and a number of each row.
     normalised = (4 + width) if size.has_rms_norm and not fused else width
-    norm = size.hidden * normalised + (4 if fused else 0)
+    norm = size.hidden * 4 + 4 if fused else size.hidden * normalised
     head_norms = (size.query + size.key_value) * normalised + (4 * (size.heads + size.kv_heads) if fused else 0)
     feed_forward = (size.feed_forward_kept - fused) * size.intermediate * width
     each_token = 2 * (norm + size.hidden * width) + 2 * size.query * width + feed_forward

@@ -138,24 +138,37 @@ class _Part:
         assert self.block.prompts is not None
         return self._rows(places, self.block.prompts)
 
-    def products(self, left: Tensor, right: Tensor, scratch: int) -> tuple[Tensor | None, Tensor]:
-        """Queries of `left` times keys of `right`: [K G, R queries M, P] of prompts, own [K G R, queries M, end]."""
+    def products(
+        self, left: Tensor, right: Tensor, scratch: int, less: tuple[Tensor | None, Tensor] | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Queries of `left` times keys of `right`: [K G, R queries M, P] of prompts, own [K G R, queries M, end].
+
+        With `less`, products that were rounded, what rounding took from them.
+        """
         memory = self.work.blocks.scratch(left.dtype, scratch)
-        queries = self.queries(left)
-        own = memory[: queries.shape[0] * queries.shape[1] * self.end].view(*queries.shape[:2], self.end)
-        torch.bmm(queries, self.own_keys(right).mT, out=own)
+
+        def multiply(queries: Tensor, keys: Tensor, begin: int, rounded: Tensor | None) -> Tensor:
+            out = memory[begin:][: queries.shape[0] * queries.shape[1] * keys.shape[1]].view(*queries.shape[:2], -1)
+            if rounded is None:
+                return torch.bmm(queries, keys.mT, out=out)
+            return torch.baddbmm(rounded, queries, keys.mT, beta=-1, out=out)
+
+        of_prompt, of_own = less or (None, None)
+        own = multiply(self.queries(left), self.own_keys(right), 0, of_own)
         if self.block.prompts is None:
             return None, own
-        across = self.across(left)
-        behind = memory[own.numel() :][: across.shape[0] * across.shape[1] * self.block.shared]
-        of_prompt = behind.view(*across.shape[:2], self.block.shared)
-        torch.bmm(across, self.prompt_keys(right).mT, out=of_prompt)
-        return of_prompt, own
+        return multiply(self.across(left), self.prompt_keys(right), own.numel(), of_prompt), own
 
     def weights(self, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Softmax over prompt and own tokens."""
+        """Softmax over prompt and own tokens.
+
+        A score of 10 in bf16 is off by up to 0.03, and its weight by as much. So what rounding takes from the scores is
+        made by a second product and added where they are read.
+        """
         scores = self.products(query, key, scratch=0)
-        self.work.kernels.soften(self.shape, *scores)
+        exact = query.dtype == torch.float32
+        rests = (None, None) if exact else self.products(query, key, scratch=1, less=scores)
+        self.work.kernels.soften(self.shape, scores, rests)
         return scores
 
     @property

@@ -86,28 +86,29 @@ class NativeDecoder:
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
         base, kernels = self.base, self.kernels
-        hidden_RW = base.embed_tokens(tokens_R)
+        hidden_RW = base.embed_tokens(tokens_R).float()
         angles = base.rotary_emb(hidden_RW, (self.lengths_R + self.decoded_R)[None].long())
-        cosine, sine = (part.contiguous() for part in angles)
-        normed_RW = torch.empty_like(hidden_RW)
-        attended = hidden_RW.new_empty(len(tokens_R), self.heads * self.width)
+        cosine, sine = (part.to(kernels.dtype).contiguous() for part in angles)
+        normed_RW = torch.empty_like(hidden_RW, dtype=kernels.dtype)
+        attended = normed_RW.new_empty(len(tokens_R), self.heads * self.width)
         place = self._place(cosine, sine, attended)
         added_RW: Tensor | None = None
         for number, layer in enumerate(self.layers):
-            kernels.add_and_normalise(hidden_RW, added_RW, layer.input_norm, self.epsilon, normed_RW)
+            kernels.add_and_normalise(hidden_RW, added_RW, layer.input_norm, self.epsilon, hidden_RW, normed_RW)
             qkv = layer.qkv(normed_RW)
             place.layer, place.qkv = number, qkv.data_ptr()
             place.query_norm = None if layer.query_norm is None else layer.query_norm.data_ptr()
             place.key_norm = None if layer.key_norm is None else layer.key_norm.data_ptr()
             place.own_keys, place.own_values = self.own_keys[number].data_ptr(), self.own_values[number].data_ptr()
             kernels.attend(place)
-            kernels.add_and_normalise(hidden_RW, layer.output(attended), layer.inner_norm, self.epsilon, normed_RW)
+            attended_RW = layer.output(attended)
+            kernels.add_and_normalise(hidden_RW, attended_RW, layer.inner_norm, self.epsilon, hidden_RW, normed_RW)
             gate_up = layer.gate_up(normed_RW)
             gate, up = gate_up.chunk(2, dim=1)
             gated = gate.new_empty(gate.shape)
             kernels.gate(gate, up, gated)
             added_RW = layer.down(gated)
-        kernels.add_and_normalise(hidden_RW, added_RW, base.norm.weight, self.epsilon, normed_RW)
+        kernels.add_and_normalise(hidden_RW, added_RW, base.norm.weight, self.epsilon, hidden_RW, normed_RW)
         self.decoded_R += 1
         return self.head(normed_RW)
 

@@ -1,8 +1,12 @@
-"""Normalisation and the gated MLP of training in one pass over memory each, forward and backward.
+"""The layers of a Llama-like decoder in training: what lies between the matrix products in one pass over memory each,
+forward and backward.
 
 transformers writes an RMSNorm as seven operations, each of which reads and writes the whole tensor, and keeps for the
 gradient what can be computed again from its input. The kernels give the same numbers from the input and one number a
 row; so an update is faster and holds less.
+
+The sum that runs through all layers is kept in fp32. In bf16 every layer would round it to eight bits: a gradient of
+SmolLM2-135M then has a cosine of 0.9987 with the exact one, with the sum in fp32 0.9993.
 """
 
 from __future__ import annotations
@@ -19,25 +23,67 @@ from covey.llm.native.library import Kernels, kernels_for
 
 
 def fuse(module: nn.Module) -> None:
-    """Give every RMSNorm and gated MLP below `module` a forward that uses the kernels; weights and names stay.
+    """Give the layers of `module` forwards that use the kernels; weights and names stay.
 
-    For models that `can_be_packed` knows. Where an input is of another type, or on another device, the module's own
-    forward serves.
+    For models that `can_be_packed` knows. Where an input is of another type, or on another device, the modules' own
+    forwards serve.
     """
     for part in module.modules():
-        if type(part).__name__.endswith("RMSNorm"):
-            part.forward = MethodType(_norm_forward, part)  # type: ignore[method-assign]
-        elif all(hasattr(part, name) for name in ("gate_proj", "up_proj", "down_proj")):
-            part.forward = MethodType(_mlp_forward, part)  # type: ignore[method-assign]
-        elif all(hasattr(part, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
-            part.forward = MethodType(_attention_forward, part)  # type: ignore[method-assign]
+        if forward := _forward_of(part):
+            part.forward = MethodType(forward, part)  # type: ignore[method-assign]
+
+
+def _forward_of(part: nn.Module) -> Any:
+    if isinstance(part, nn.Embedding):
+        return _embedding_forward
+    if type(part).__name__.endswith("RMSNorm"):
+        return _norm_forward
+    for names, forward in (
+        (("gate_proj", "up_proj", "down_proj"), _mlp_forward),
+        (("q_proj", "k_proj", "v_proj", "o_proj"), _attention_forward),
+        (("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"), _layer_forward),
+    ):
+        if all(hasattr(part, name) for name in names):
+            return forward
+    return None
+
+
+def _embedding_forward(embedding: Any, tokens: Tensor) -> Tensor:
+    """In fp32, where the sum through all layers begins."""
+    own: Tensor = type(embedding).forward(embedding, tokens)
+    return own if kernels_for(own.dtype, own.device) is None else own.float()
+
+
+def _layer_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    kernels = _kernels_of(layer.input_layernorm, hidden_states)
+    if kernels is None:
+        own: Tensor = type(layer).forward(layer, hidden_states, *args, **kwargs)
+        return own
+    total, normed = _add_and_normalise(hidden_states, None, layer.input_layernorm, kernels)
+    attended, _ = layer.self_attn(normed, *args, **kwargs)
+    total, normed = _add_and_normalise(total, attended, layer.post_attention_layernorm, kernels)
+    return total + layer.mlp(normed)
 
 
 def _norm_forward(norm: Any, x: Tensor) -> Tensor:
-    kernels = kernels_for(x.dtype, x.device)
-    if kernels is None or norm.weight.dtype != x.dtype:
+    kernels = _kernels_of(norm, x)
+    if kernels is None:
         return type(norm).forward(norm, x)
-    return _Norm.apply(x.contiguous(), norm.weight, norm.variance_epsilon, kernels)
+    if x.dtype == kernels.dtype:
+        return _Norm.apply(x.contiguous(), norm.weight, norm.variance_epsilon, kernels)
+    return _add_and_normalise(x, None, norm, kernels)[1]
+
+
+def _kernels_of(norm: Any, x: Tensor) -> Kernels | None:
+    """Where `x` is of the weights' type, or the sum that runs through all layers."""
+    fits = x.dtype in (norm.weight.dtype, torch.float32)
+    return kernels_for(norm.weight.dtype, x.device) if fits else None
+
+
+def _add_and_normalise(total: Tensor, added: Tensor | None, norm: Any, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """The sum with what is added, in fp32, and its norm in the weights' type."""
+    added = None if added is None else added.contiguous()
+    return _AddNorm.apply(total.float().contiguous(), added, norm.weight, norm.variance_epsilon, kernels)
 
 
 def _mlp_forward(mlp: Any, x: Tensor) -> Tensor:
@@ -50,19 +96,45 @@ def _mlp_forward(mlp: Any, x: Tensor) -> Tensor:
 def _attention_forward(
     attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
+    angles = tuple(part.to(hidden_states.dtype) for part in position_embeddings)
     layout = kwargs.get("layout")
     kernels = kernels_for(hidden_states.dtype, hidden_states.device)
     if kernels is None or type(layout) is not PackedLayout or attention.q_proj.weight.dtype != hidden_states.dtype:
-        return type(attention).forward(attention, hidden_states, position_embeddings, *args, **kwargs)
+        return type(attention).forward(attention, hidden_states, angles, *args, **kwargs)
     x_NW = hidden_states[0]
     query, key, value = attention.q_proj(x_NW), attention.k_proj(x_NW), attention.v_proj(x_NW)
     if hasattr(attention, "q_norm"):
         query = attention.q_norm(query.unflatten(1, (-1, attention.head_dim))).flatten(1)
         key = attention.k_norm(key.unflatten(1, (-1, attention.head_dim))).flatten(1)
-    cosine_ND, sine_ND = (part[0].contiguous() for part in position_embeddings)
+    cosine_ND, sine_ND = (part[0].contiguous() for part in angles)
     blocks = layout.blocks(query.shape[1] // attention.head_dim, key.shape[1] // attention.head_dim)
     out = BlockAttention.apply(query, key, value, cosine_ND, sine_ND, blocks, attention.scaling, kernels)
     return attention.o_proj(out)[None], None
+
+
+class _AddNorm(torch.autograd.Function):
+    """total = hidden + added, in fp32, and weight * total / rms(total). Nothing added: the total is hidden itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, added: Tensor | None, weight: Tensor, epsilon: float, kernels: Kernels
+    ) -> tuple[Tensor, Tensor]:
+        total = hidden.view_as(hidden) if added is None else torch.empty_like(hidden)
+        out, scales = torch.empty_like(hidden, dtype=weight.dtype), torch.empty(hidden.shape[:-1])
+        kernels.add_and_normalise(hidden, added, weight, epsilon, total, out, scales)
+        ctx.save_for_backward(total, weight, scales)
+        ctx.kernels, ctx.adds = kernels, added is not None
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, past: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        total, weight, scales = ctx.saved_tensors
+        if d is None:
+            d = torch.zeros_like(total, dtype=weight.dtype)
+        past = None if past is None else past.contiguous()
+        dtotal, dweight = ctx.kernels.add_and_normalise_backward(total, weight, scales, d.contiguous(), past)
+        return dtotal, dtotal.to(weight.dtype) if ctx.adds else None, dweight.to(weight.dtype), None, None
 
 
 class _Norm(torch.autograd.Function):

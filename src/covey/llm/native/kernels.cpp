@@ -12,11 +12,23 @@
 
 // One set for each storage type.
 #define ENTRY_POINTS(Value, suffix)                                                                                 \
-    extern "C" void add_and_normalise_##suffix(Value* hidden, const Value* added, const Value* weight, Value* out,  \
-        float* scales, int rows, int width, float epsilon, int threads) {                                           \
-        add_and_normalise(hidden, added, weight, out, scales, rows, width, epsilon, threads);                       \
+    extern "C" void add_and_normalise_##suffix(const float* hidden, const Value* added, float* total,               \
+        const Value* weight, Value* out, float* scales, int rows, int width, float epsilon, int threads) {          \
+        add_and_normalise(hidden, added, total, weight, out, scales, rows, width, epsilon, threads);                \
     }                                                                                                               \
-    extern "C" void gate_##suffix(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width,  \
+    extern "C" void normalise_##suffix(const Value* x, const Value* weight, Value* out, float* scales, int rows,    \
+        int width, float epsilon, int threads) {                                                                    \
+        add_and_normalise<Value, Value>(x, nullptr, nullptr, weight, out, scales, rows, width, epsilon, threads);   \
+    }                                                                                                               \
+    extern "C" void add_and_normalise_backward_##suffix(const float* x, const Value* weight, const float* scales,   \
+        const Value* dy, const float* past, float* dx, float* dweights, int rows, int width, int threads) {         \
+        normalise_backward(x, weight, scales, dy, past, dx, dweights, rows, width, threads);                        \
+    }                                                                                                               \
+    extern "C" void normalise_backward_##suffix(const Value* x, const Value* weight, const float* scales,           \
+        const Value* dy, Value* dx, float* dweights, int rows, int width, int threads) {                            \
+        normalise_backward<Value, Value>(x, weight, scales, dy, nullptr, dx, dweights, rows, width, threads);       \
+    }                                                                                                               \
+    extern "C" void gate_##suffix(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width,\
         int threads) {                                                                                              \
         gate(gates, ups, stride, out, rows, width, threads);                                                        \
     }                                                                                                               \
@@ -24,17 +36,14 @@
         Value* dups, int64_t count, int threads) {                                                                  \
         gate_backward(gates, ups, d, dgates, dups, count, threads);                                                 \
     }                                                                                                               \
-    extern "C" void normalise_backward_##suffix(const Value* x, const Value* weight, const float* scales,           \
-        const Value* dy, Value* dx, float* dweights, int rows, int width, int threads) {                            \
-        normalise_backward(x, weight, scales, dy, dx, dweights, rows, width, threads);                              \
-    }                                                                                                               \
-    extern "C" void arrange_##suffix(Value* tokens, Value* places, const Value* cosine, const Value* sine,              \
-        const int64_t* begins, const int64_t* pitches, int count, int kv_heads, int heads, int width, bool back,        \
+    extern "C" void arrange_##suffix(Value* tokens, Value* places, const Value* cosine, const Value* sine,          \
+        const int64_t* begins, const int64_t* pitches, int count, int kv_heads, int heads, int width, bool back,    \
         int threads) {                                                                                              \
         arrange(tokens, places, cosine, sine, begins, pitches, count, kv_heads, heads, width, back, threads);       \
     }                                                                                                               \
-    extern "C" void soften_scores_##suffix(const Scores* shape, Value* prompt_scores, Value* own_scores) {          \
-        soften_scores(*shape, prompt_scores, own_scores);                                                           \
+    extern "C" void soften_scores_##suffix(const Scores* shape, Value* prompt_scores, Value* own_scores,            \
+        const Value* prompt_rest, const Value* own_rest) {                                                          \
+        soften_scores(*shape, prompt_scores, own_scores, prompt_rest, own_rest);                                    \
     }                                                                                                               \
     extern "C" void soften_backward_##suffix(const Scores* shape, const Value* prompt_weights,                      \
         const Value* own_weights, Value* dprompt, Value* down) {                                                    \

@@ -31,40 +31,48 @@ inline float normalise(const float* x, const Value* weight, Value* out, int widt
     return scale;
 }
 
-// hidden += added, where anything is added; out = weight * hidden / rms(hidden). Training keeps 1 / rms of every row
-// in `scales`.
-template <typename Value>
-void add_and_normalise(Value* hidden, const Value* added, const Value* weight, Value* out, float* scales, int rows,
-    int width, float epsilon, int threads) {
+// total = hidden + added, where anything is added; out = weight * total / rms(total). Training keeps 1 / rms of every row
+// in `scales`. `Hidden` is fp32 for the sum that runs through all layers, whose small steps bf16 would round away.
+template <typename Hidden, typename Value>
+void add_and_normalise(const Hidden* hidden, const Value* added, Hidden* total, const Value* weight, Value* out,
+    float* scales, int rows, int width, float epsilon, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> x(width);
 #pragma omp for schedule(static)
         for (int row = 0; row < rows; row++) {
-            Value* mine = hidden + size_t(row) * width;
-            for (int i = 0; i < width; i++) {
-                if (added) narrow(widen(mine[i]) + widen(added[size_t(row) * width + i]), &mine[i]);
-                x[i] = widen(mine[i]);
+            size_t begin = size_t(row) * width;
+            int i = 0;
+            for (; i + LANES <= width; i += LANES) {
+                Floats sum = load(hidden + begin + i);
+                if (added) store(sum += load(added + begin + i), total + begin + i);
+                store(sum, &x[i]);
             }
-            float scale = normalise(x.data(), weight, out + size_t(row) * width, width, epsilon);
+            for (; i < width; i++) {
+                x[i] = widen(hidden[begin + i]);
+                if (added) narrow(x[i] += widen(added[begin + i]), &total[begin + i]);
+            }
+            float scale = normalise(x.data(), weight, out + begin, width, epsilon);
             if (scales) scales[row] = scale;
         }
     }
 }
 
-// With n = x * scale: dx = scale * (w dy - n mean(w dy n)); of dw = sum over rows of dy n every thread leaves its part
-// in `dweights` [threads, W]. Which rows a thread has depends on their number alone, so the sum is always the same.
-template <typename Value>
-void normalise_backward(const Value* x, const Value* weight, const float* scales, const Value* dy, Value* dx,
-    float* dweights, int rows, int width, int threads) {
+// With n = x * scale: dx = scale * (w dy - n mean(w dy n)), and what reached x past the norm; of dw = sum over rows of
+// dy n every thread leaves its part in `dweights` [threads, W]. Which rows a thread has depends on their number alone, so
+// the sum is always the same.
+template <typename Hidden, typename Value>
+void normalise_backward(const Hidden* x, const Value* weight, const float* scales, const Value* dy, const Hidden* past,
+    Hidden* dx, float* dweights, int rows, int width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int part = 0; part < threads; part++) {
         float* dweight = dweights + size_t(part) * width;
         std::fill(dweight, dweight + width, 0.0f);
         std::vector<float> n(width), dn(width);
         for (int row = int(int64_t(rows) * part / threads); row < int(int64_t(rows) * (part + 1) / threads); row++) {
-            const Value *from = x + size_t(row) * width, *above = dy + size_t(row) * width;
-            Value* to = dx + size_t(row) * width;
+            size_t begin = size_t(row) * width;
+            const Hidden* from = x + begin;
+            const Value* above = dy + begin;
             float scale = scales[row], product = 0;
             Floats products = {};
             int i = 0;
@@ -82,8 +90,14 @@ void normalise_backward(const Value* x, const Value* weight, const float* scales
                 product += dn[i] * n[i];
             }
             float mean = (product + sum(products)) / width;
-            for (i = 0; i + LANES <= width; i += LANES) store((load(&dn[i]) - load(&n[i]) * mean) * scale, to + i);
-            for (; i < width; i++) narrow((dn[i] - n[i] * mean) * scale, &to[i]);
+            for (i = 0; i + LANES <= width; i += LANES) {
+                Floats down = (load(&dn[i]) - load(&n[i]) * mean) * scale;
+                store(past ? down + load(past + begin + i) : down, dx + begin + i);
+            }
+            for (; i < width; i++) {
+                float down = (dn[i] - n[i] * mean) * scale;
+                narrow(past ? down + widen(past[begin + i]) : down, &dx[begin + i]);
+            }
         }
     }
 }

@@ -34,6 +34,9 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-shared")
 _log = logging.getLogger("covey")
 
 
+Parts = tuple[Tensor | None, Tensor | None]  # of scores: over the prompts' tokens, and over a sequence's own
+
+
 class AttentionPlace(ctypes.Structure):
     """`Attention` in attention.h: where everything lies, as addresses."""
 
@@ -69,12 +72,15 @@ class Kernels:
             return function  # type: ignore[no-any-return]
 
         address, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-        self._add_and_normalise = entry("add_and_normalise", *[address] * 5, number, number, real, number)
+        shape = number, number, real, number
+        self._add_and_normalise = entry("add_and_normalise", *[address] * 6, *shape)
+        self._add_and_normalise_backward = entry("add_and_normalise_backward", *[address] * 7, number, number, number)
+        self._normalise = entry("normalise", *[address] * 4, *shape)
         self._gate = entry("gate", address, address, number, address, number, number, number)
         self._gate_backward = entry("gate_backward", *[address] * 5, ctypes.c_int64, number)
         self._normalise_backward = entry("normalise_backward", *[address] * 6, number, number, number)
         self._arrange = entry("arrange", *[address] * 6, *[number] * 4, ctypes.c_bool, number)
-        self._soften = entry("soften_scores", ctypes.POINTER(Scores), address, address)
+        self._soften = entry("soften_scores", ctypes.POINTER(Scores), *[address] * 4)
         self._soften_backward = entry("soften_backward", ctypes.POINTER(Scores), *[address] * 4)
         self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
         self._choose = entry("choose", address, address, real, address, address, number, number, number)
@@ -82,18 +88,38 @@ class Kernels:
         self._slope = entry("logit_gradients", *[address] * 6, real, ctypes.c_int64, number, number, number)
 
     def add_and_normalise(
-        self, hidden_RW: Tensor, added_RW: Tensor | None, weight_W: Tensor, epsilon: float, out_RW: Tensor
+        self,
+        hidden: Tensor,
+        added: Tensor | None,
+        weight_W: Tensor,
+        epsilon: float,
+        total: Tensor,
+        out: Tensor,
+        scales: Tensor | None = None,
     ) -> None:
-        """hidden += added, in place; out = weight * hidden / rms(hidden)."""
-        added = None if added_RW is None else added_RW.data_ptr()
-        where = hidden_RW.data_ptr(), added, weight_W.data_ptr(), out_RW.data_ptr()
-        self._add_and_normalise(*where, None, *hidden_RW.shape, epsilon, torch.get_num_threads())
+        """total = hidden + added; out = weight * total / rms(total), and 1 / rms of every row into `scales`.
+
+        `hidden` and `total` (which may be the same) are fp32. Where nothing is added, `total` is left alone.
+        """
+        rows, width = hidden.numel() // len(weight_W), len(weight_W)
+        where = (_address(tensor) for tensor in (hidden, added, total, weight_W, out, scales))
+        self._add_and_normalise(*where, rows, width, epsilon, torch.get_num_threads())
+
+    def add_and_normalise_backward(
+        self, total: Tensor, weight_W: Tensor, scales: Tensor, d: Tensor, past: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of hidden and added (one for both) and the weight, in fp32, from those of `out` and of `total`."""
+        threads = torch.get_num_threads()
+        dtotal, parts = torch.empty_like(total), torch.empty(threads, len(weight_W))
+        where = (_address(tensor) for tensor in (total, weight_W, scales, d, past, dtotal, parts))
+        self._add_and_normalise_backward(*where, scales.numel(), len(weight_W), threads)
+        return dtotal, parts.sum(dim=0)
 
     def normalise(self, x: Tensor, weight_W: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """weight * x / rms(x) over the last dimension, and 1 / rms of every row."""
         out, scales = torch.empty_like(x), torch.empty(x.numel() // len(weight_W))
-        where = x.data_ptr(), None, weight_W.data_ptr(), out.data_ptr(), scales.data_ptr()
-        self._add_and_normalise(*where, len(scales), len(weight_W), epsilon, torch.get_num_threads())
+        where = (tensor.data_ptr() for tensor in (x, weight_W, out, scales))
+        self._normalise(*where, len(scales), len(weight_W), epsilon, torch.get_num_threads())
         return out, scales
 
     def normalise_backward(self, x: Tensor, weight_W: Tensor, scales: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,14 +169,12 @@ class Kernels:
         heads = tokens.numel() // (count * blocks.kv_heads * width)
         self._arrange(*where, count, blocks.kv_heads, heads, width, back, torch.get_num_threads())
 
-    def soften(self, shape: Scores, prompt_scores: Tensor | None, own_scores: Tensor) -> None:
-        """softmax(scaling * scores) over both parts together, in place."""
-        self._soften(ctypes.byref(shape), _address(prompt_scores), own_scores.data_ptr())
+    def soften(self, shape: Scores, scores: Parts, rests: Parts) -> None:
+        """softmax(scaling * (scores + rests)) over prompt and own tokens together, in place of the scores."""
+        self._soften(ctypes.byref(shape), *(_address(tensor) for tensor in (*scores, *rests)))
 
-    def soften_backward(
-        self, shape: Scores, weights: tuple[Tensor | None, Tensor], slopes: tuple[Tensor | None, Tensor]
-    ) -> None:
-        """Turns `slopes`, gradients of the weights (prompt and own), into those of the scores, in place."""
+    def soften_backward(self, shape: Scores, weights: Parts, slopes: Parts) -> None:
+        """Turns `slopes`, gradients of the weights, into those of the scores, in place."""
         where = (_address(tensor) for tensor in (*weights, *slopes))
         self._soften_backward(ctypes.byref(shape), *where)
 

@@ -84,19 +84,25 @@ struct Scores {
     int shared(int64_t row) const { return prompts ? prompts[row / (int64_t(heads) * queries * rows) % groups] : 0; }
 };
 
-// softmax(scaling * scores) in place, one over both parts.
+// softmax(scaling * scores) in place, one over both parts. `rest`, where given, is what rounding took from the scores.
 template <typename Value>
-void soften_scores(const Scores& shape, Value* prompt_scores, Value* own_scores) {
+void soften_scores(const Scores& shape, Value* prompt_scores, Value* own_scores, const Value* prompt_rest,
+    const Value* own_rest) {
     int gap = padded(shape.prompt);
 #pragma omp parallel num_threads(shape.threads)
     {
-        std::vector<float> scratch(gap + padded(shape.own));
+        std::vector<float> scratch(gap + padded(shape.own)), rest(scratch.size());
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < shape.count(); row++) {
             Value *prompt = prompt_scores + row * shape.prompt, *own = own_scores + row * shape.own;
             int shared = shape.shared(row), seen = shape.seen(row), pitch = gap + padded(seen);
             widen_row(prompt, shared, scratch.data());
             widen_row(own, seen, scratch.data() + gap);
+            if (own_rest) {
+                if (shared) widen_row(prompt_rest + row * shape.prompt, shared, rest.data());
+                widen_row(own_rest + row * shape.own, seen, rest.data() + gap);
+                for (int t = 0; t < pitch; t += LANES) store(load(&scratch[t]) + load(&rest[t]), &scratch[t]);
+            }
             for (int t = 0; t < pitch; t += LANES) store(load(&scratch[t]) * shape.scaling, &scratch[t]);
             float share = 1.0f / soften(scratch.data(), shared, gap, seen, pitch);
             for (int t = 0; t < pitch; t += LANES) store(load(&scratch[t]) * share, &scratch[t]);
@@ -107,7 +113,7 @@ void soften_scores(const Scores& shape, Value* prompt_scores, Value* own_scores)
     }
 }
 
-// From gradients of the weights to those of the scores, in place: scaling * w (dw - sum of w dw).
+// From gradients of the weights to those of the scores, in place: scaling * w (dw - mean dw), the mean weighted by w.
 template <typename Value>
 void soften_backward(const Scores& shape, const Value* prompt_weights, const Value* own_weights, Value* dprompt,
     Value* down) {
@@ -126,9 +132,12 @@ void soften_backward(const Scores& shape, const Value* prompt_weights, const Val
             };
             collect(prompt_weights, own_weights, weights);
             collect(dprompt, down, slopes);
-            Floats products = {};
-            for (int t = 0; t < pitch; t += LANES) products += load(&weights[t]) * load(&slopes[t]);
-            float mean = sum(products);
+            Floats products = {}, total = {};
+            for (int t = 0; t < pitch; t += LANES) {
+                products += load(&weights[t]) * load(&slopes[t]);
+                total += load(&weights[t]);
+            }
+            float mean = sum(products) / sum(total);  // stored weights do not quite add up to 1
             for (int t = 0; t < pitch; t += LANES)
                 store(load(&weights[t]) * (load(&slopes[t]) - mean) * shape.scaling, &slopes[t]);
             Value* own = down + row * shape.own;
