@@ -28,6 +28,7 @@ class HeldOut:
         # The training's own limit comes first: it is the one that the curve and the advice are about.
         self.limits = list(dict.fromkeys([sampler.max_new_tokens, *config.token_limits]))
         self.task, self.grader, self.sampler, self.display = task, grader, sampler, display
+        self._latest: dict[tuple[int, int], Evaluation] = {}  # by token limit and version of the weights
 
     def measure(self, label: str) -> list[Evaluation]:
         """One result per token limit: accuracy, its 95 % interval, mean length, seconds."""
@@ -41,6 +42,12 @@ class HeldOut:
         return {"eval/score": result["score"]}
 
     def _at(self, limit: int, label: str) -> Evaluation:
+        asked = limit, self.sampler.version
+        if asked not in self._latest:  # a run may end where an evaluation was due
+            self._latest = {asked: self._measure(limit, label)}
+        return self._latest[asked]
+
+    def _measure(self, limit: int, label: str) -> Evaluation:
         began = time.perf_counter()
         starts = self.task.held_out(self.problems)
         with self.display.progress(label, len(starts)) as advance:
