@@ -1,6 +1,6 @@
 """Times covey beside its peers.
 
-make bench                                       both parts, about half an hour on two cores
+make bench                                       both parts, about three quarters of an hour on two cores
 .venv/bin/python benchmarks/bench.py control     one part: `language` or `control`
 .venv/bin/python benchmarks/bench.py control --seeds 1 --rounds 1    a short one; --help names each part's options
 """

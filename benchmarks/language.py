@@ -1,11 +1,12 @@
 """Times GRPO on a language model beside its peers, in turn, on the same prompts and token counts, and prints ratios.
 
-    .venv/bin/python benchmarks/bench.py language      the whole comparison, about 20 minutes on two cores
+    .venv/bin/python benchmarks/bench.py language      the whole comparison, half an hour on two cores
     .venv/bin/python benchmarks/bench.py language --peers generate plain --new-tokens 32 --rounds 1     a short one
 
 A lone time says little on a shared machine, so every figure is a ratio within one round: covey, covey without its
 kernels (`torch`), `model.generate`, a plain update on top of transformers, and TRL run one after another, each in a
-process of its own, and the rounds are repeated. Results go to benchmarks/results/.
+process of its own, and the rounds are repeated. What is timed is the second step of the full size, as in a long run.
+Results go to benchmarks/results/.
 """
 
 from __future__ import annotations

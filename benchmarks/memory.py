@@ -85,7 +85,7 @@ CASES = (
     Case("135m, small microbatches", "smollm2-135m", 8, 8, 50, 32, 256),
     Case("135m, long completions", "smollm2-135m", 4, 8, 64, 128, 2048),
     Case("135m, large groups", "smollm2-135m", 2, 32, 64, 48, 1024),
-    Case("135m, large microbatch, fused attention", "smollm2-135m", 4, 8, 100, 128, 4096),
+    Case("135m, large microbatch", "smollm2-135m", 4, 8, 100, 128, 4096),
     Case("135m, two optimizer steps", "smollm2-135m", 8, 8, 50, 24, 1024, minibatches=2),
     Case("135m in fp32", "smollm2-135m", 8, 8, 50, 16, 512, precision="fp32"),
     Case("llama-small", "llama-small", 8, 8, 50, 32, 1024),
