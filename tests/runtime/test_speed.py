@@ -18,8 +18,8 @@ SMALL = ["--prompts", "4", "--group-size", "8", "--prompt-tokens", "60", "--new-
 # A third to a half below what was measured at this shape (docs/speed.md): noise passes, a lost fast path does not.
 FLOORS = {
     "sampling_ratio_vs_generate": 2.0,
-    "sampling_ratio_vs_generate_without_kernels": 1.5,
-    "update_ratio_vs_plain": 1.5,
+    "sampling_ratio_vs_generate_without_kernels": 1.2,
+    "update_ratio_vs_plain": 1.3,
     "step_ratio_vs_no_kernels": 1.1,
 }
 

@@ -124,8 +124,11 @@ class Blocks:
             self._of_row |= {row: (block, i) for i, row in enumerate(taken)}
             left = [group[rows:] for group in left]
 
-    def _add(self, *shape: int, prompts: Block | None = None, lengths_G: Tensor | None = None) -> Block:
-        self.all.append(Block(self.all[-1].end if self.all else 0, *shape, prompts, lengths_G))
+    def _add(
+        self, groups: int, rows: int, length: int, *, prompts: Block | None = None, lengths_G: Tensor | None = None
+    ) -> Block:
+        base = self.all[-1].end if self.all else 0
+        self.all.append(Block(base, groups, rows, length, prompts, lengths_G))
         return self.all[-1]
 
     def _places(self) -> tuple[Tensor, Tensor]:
