@@ -63,9 +63,9 @@ def main() -> None:
         shapes["parameters"] = [
             (size / 1e6, changed(center, "model", path)) for size, path in make_models(Path(folder), center.model)
         ]
-        runs = [point for points in shapes.values() for point in points] * arguments.rounds
+        different = dict.fromkeys(shape for points in shapes.values() for _, shape in points)
         told: dict[Shape, list[dict[str, float]]] = {}
-        for _, shape in track(runs, description="points"):
+        for shape in track([*different] * arguments.rounds, description="points"):
             told.setdefault(shape, []).append(run_contestant("covey", sys.executable, asdict(shape)))
         curves = {
             axis: [

@@ -755,7 +755,12 @@ MUTANTS = [
         "ctx.temperature, 0",
     ),
     _mutant("residual_loses_its_gradient", FUSED, "d.contiguous(), past)", "d.contiguous(), None)"),
-    _mutant("residual_in_bf16", FUSED, "is None else own.float()", "is None else own"),
+    _mutant(
+        "residual_in_bf16",
+        FUSED,
+        "return total + layer.mlp(normed)",
+        "return (total + layer.mlp(normed)).to(normed.dtype)",
+    ),
     _mutant("training_sees_the_future", TRAINING, "first + row / heads % queries) + 1;", "first + queries);"),
     _mutant(
         "training_forgets_the_scale", TRAINING, "store(load(&scratch[t]) * shape.scaling,", "store(load(&scratch[t]),"

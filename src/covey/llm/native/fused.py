@@ -34,8 +34,6 @@ def fuse(module: nn.Module) -> None:
 
 
 def _forward_of(part: nn.Module) -> Any:
-    if isinstance(part, nn.Embedding):
-        return _embedding_forward
     if type(part).__name__.endswith("RMSNorm"):
         return _norm_forward
     for names, forward in (
@@ -48,19 +46,13 @@ def _forward_of(part: nn.Module) -> Any:
     return None
 
 
-def _embedding_forward(embedding: Any, tokens: Tensor) -> Tensor:
-    """In fp32, where the sum through all layers begins."""
-    own: Tensor = type(embedding).forward(embedding, tokens)
-    return own if kernels_for(own.dtype, own.device) is None else own.float()
-
-
-def _layer_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _layer_forward(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     kernels = _kernels_of(layer.input_layernorm, hidden_states)
     if kernels is None:
-        own: Tensor = type(layer).forward(layer, hidden_states, *args, **kwargs)
+        own: Tensor = type(layer).forward(layer, hidden_states, **kwargs)
         return own
     total, normed = _add_and_normalise(hidden_states, None, layer.input_layernorm, kernels)
-    attended, _ = layer.self_attn(normed, *args, **kwargs)
+    attended, _ = layer.self_attn(hidden_states=normed, **kwargs)
     total, normed = _add_and_normalise(total, attended, layer.post_attention_layernorm, kernels)
     return total + layer.mlp(normed)
 
@@ -81,7 +73,7 @@ def _kernels_of(norm: Any, x: Tensor) -> Kernels | None:
 
 
 def _add_and_normalise(total: Tensor, added: Tensor | None, norm: Any, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """The sum with what is added, in fp32, and its norm in the weights' type."""
+    """The sum with what is added, in fp32 from the first layer on, and its norm in the weights' type."""
     added = None if added is None else added.contiguous()
     return _AddNorm.apply(total.float().contiguous(), added, norm.weight, norm.variance_epsilon, kernels)
 
@@ -94,13 +86,13 @@ def _mlp_forward(mlp: Any, x: Tensor) -> Tensor:
 
 
 def _attention_forward(
-    attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
+    attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     angles = tuple(part.to(hidden_states.dtype) for part in position_embeddings)
     layout = kwargs.get("layout")
     kernels = kernels_for(hidden_states.dtype, hidden_states.device)
     if kernels is None or type(layout) is not PackedLayout or attention.q_proj.weight.dtype != hidden_states.dtype:
-        return type(attention).forward(attention, hidden_states, angles, *args, **kwargs)
+        return type(attention).forward(attention, hidden_states, angles, **kwargs)
     x_NW = hidden_states[0]
     query, key, value = attention.q_proj(x_NW), attention.k_proj(x_NW), attention.v_proj(x_NW)
     if hasattr(attention, "q_norm"):
