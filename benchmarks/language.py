@@ -60,18 +60,15 @@ def main(options: Sequence[str]) -> None:
         arguments.new_tokens,
         threads,
     )
-    contestants = dict.fromkeys(["covey", *PEERS], sys.executable)
-    if "trl" in arguments.peers:
-        contestants["trl"] = peers_python()
+    interpreters = {"trl": peers_python()} if "trl" in arguments.peers else {}
     rounds: list[dict[str, Numbers]] = []
     for number in range(1, arguments.rounds + 1):
         results: dict[str, Numbers] = {"machine": {"matmul_flops": matmul_rate()}}
         for name in ["covey", *arguments.peers]:
             print(f"round {number} of {arguments.rounds}: {name} ...", flush=True)
-            if name == "torch":
-                results[name] = run_contestant("covey", sys.executable, asdict(shape), COVEY_NATIVE="0")
-            else:
-                results[name] = run_contestant(name, contestants[name], asdict(shape))
+            script, switches = ("covey", {"COVEY_NATIVE": "0"}) if name == "torch" else (name, {})
+            python = interpreters.get(name, sys.executable)
+            results[name] = run_contestant(script, python, asdict(shape), **switches)
         rounds.append(results)
     summary = summarise(rounds, shape)
     show(rounds, summary, shape)
