@@ -88,7 +88,7 @@ def test_the_decoders_agree_after_every_departure():
     model.set_attn_implementation("covey")
     kernels = kernels_for(torch.float32, torch.device("cpu"))
     decoders = [
-        SharedPrefixDecoder(model, 6, 8),
+        SharedPrefixDecoder(model, 6),
         CacheDecoder(model, 6),
         NativeDecoder(model, kernels, 6, 8),
     ]

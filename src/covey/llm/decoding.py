@@ -12,10 +12,14 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from covey.llm.attention import PackedLayout, PromptSlots, forward
+from covey.llm.packed import PackedLinears
+
+GROWTH = 32  # tokens for which rows are given room together
 
 
 class Decoder(Protocol):
@@ -45,10 +49,10 @@ class SharedPrefixDecoder:
 
     patience = 0.125  # a departure copies the keys of the rows that stay
 
-    def __init__(self, module: PreTrainedModel, rows: int, max_new_tokens: int) -> None:
+    def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
         self.rows = rows
-        self.max_new_tokens = max_new_tokens
+        self.packed = PackedLinears(module)
         self.layout: _DecodingLayout | None = None
 
     def room(self) -> int:
@@ -58,14 +62,15 @@ class SharedPrefixDecoder:
     def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
         hidden_SW, stored = prefill(self.module, prompts)
         prompt_of_row = torch.arange(len(prompts), device=self.module.device).repeat_interleave(group_size)
-        self.layout = _DecodingLayout(stored, prompt_of_row, self.max_new_tokens)
+        self.layout = _DecodingLayout(stored, prompt_of_row)
         return self._logits(hidden_SW)
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
         assert self.layout is not None
         positions = self.layout.next_positions()
-        return self._logits(forward(self.module.base_model, tokens_R, positions, self.layout))
+        with self.packed:
+            return self._logits(forward(self.module.base_model, tokens_R, positions, self.layout))
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
@@ -103,22 +108,32 @@ class PrefillLayout(PackedLayout):
 
 
 class _DecodingLayout:
-    """One new token per row, which sees its prompt and what its row has decoded so far."""
+    """One new token per row, which sees its prompt and what its row has decoded so far.
 
-    def __init__(self, stored: PrefillLayout, prompt_of_row: Tensor, capacity: int) -> None:
+    Keys and values of the rows' own tokens have room for up to GROWTH more, which a mask hides: products want whole
+    tensors, and would copy a part of a larger one at every token.
+    """
+
+    def __init__(self, stored: PrefillLayout, prompt_of_row: Tensor) -> None:
         self.keys_SKPD, self.values_SKPD = stored.keys, stored.values
         self.lengths_S = torch.tensor(stored.prompt_lengths, device=prompt_of_row.device)
         first = stored.keys[0]
-        shape = (len(prompt_of_row), first.shape[1], capacity, first.shape[3])
-        self.own_keys = [first.new_empty(shape) for _ in stored.keys]
-        self.own_values = [first.new_empty(shape) for _ in stored.keys]
+        nothing = first.new_empty(len(prompt_of_row), first.shape[1], 0, first.shape[3])
+        self.own_keys = [nothing for _ in stored.keys]
+        self.own_values = [nothing for _ in stored.keys]
         self.decoded = 0
         self.prompt_of_row = prompt_of_row
         self.slots = PromptSlots(self.lengths_S, prompt_of_row)
 
     def next_positions(self) -> Tensor:
-        """Positions of the tokens about to be fed."""
+        """Positions of the tokens about to be fed, for which there is room from now on."""
+        if self.decoded == self.own_keys[0].shape[2]:
+            for tensors in (self.own_keys, self.own_values):
+                for layer, tensor in enumerate(tensors):  # one by one: never all of them twice
+                    tensors[layer] = F.pad(tensor, (0, 0, 0, GROWTH))
         self.decoded += 1
+        room = torch.arange(self.own_keys[0].shape[2], device=self.prompt_of_row.device)
+        self.unwritten_1T = (room >= self.decoded)[None]
         return self.lengths_S[self.prompt_of_row] + (self.decoded - 1)
 
     def keep(self, rows: Tensor) -> None:
@@ -136,18 +151,19 @@ class _DecodingLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         heads, rows, width = query.shape
-        kv_heads, now = key.shape[0], self.decoded
+        kv_heads = key.shape[0]
         own_keys, own_values = self.own_keys[layer], self.own_values[layer]
-        own_keys[:, :, now - 1] = key.transpose(0, 1)
-        own_values[:, :, now - 1] = value.transpose(0, 1)
+        own_keys[:, :, self.decoded - 1] = key.transpose(0, 1)
+        own_values[:, :, self.decoded - 1] = value.transpose(0, 1)
 
         query_RKMD = (query.transpose(0, 1) * scaling).unflatten(1, (kv_heads, heads // kv_heads))
         out = self.slots.attend(
             query_RKMD,
             self.keys_SKPD[layer],
             self.values_SKPD[layer],
-            own_keys[:, :, :now],
-            own_values[:, :, :now],
+            own_keys,
+            own_values,
+            self.unwritten_1T,
         )
         return out.reshape(rows, heads, width)
 
@@ -160,6 +176,7 @@ class CacheDecoder:
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
         self.rows = rows
+        self.packed = PackedLinears(module)
         self.cache: DynamicCache | None = None
 
     def room(self) -> int:
@@ -182,7 +199,8 @@ class CacheDecoder:
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens_R), 1)], dim=1)
-        return self._forward(tokens_R[:, None], self.mask.sum(dim=1, keepdim=True) - 1)
+        with self.packed:
+            return self._forward(tokens_R[:, None], self.mask.sum(dim=1, keepdim=True) - 1)
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey.config import EMBEDDED_MODELS, ConfigError
 from covey.config.origins import architecture_of
@@ -50,7 +50,8 @@ class Dimensions:
     is_tied: bool  # the output layer is the embedding table
     has_rms_norm: bool  # computed in fp32, which keeps more than torch's own LayerNorm
     has_head_norms: bool  # queries and keys are normalised as well
-    packed_parameters: int  # that decoding on a CPU copies into another order; 0 where it does not
+    packed_parameters: int  # that decoding on a CPU copies into another order
+    has_kernels: bool  # covey's own, on a CPU
 
     @property
     def query(self) -> int:
@@ -103,18 +104,13 @@ def read_dimensions(model_config: dict[str, Any]) -> Dimensions:
         is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
         has_rms_norm=any("RMSNorm" in type(part).__name__ for part in model.modules()),
         has_head_norms="q_norm" in names,
-        packed_parameters=_packed(model),
+        packed_parameters=sum(part.weight.numel() for part in model.modules() if type(part) is nn.Linear),
+        has_kernels=can_be_packed(model),
     )
 
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _packed(model: PreTrainedModel) -> int:
-    if not can_be_packed(model):
-        return 0
-    return sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
 
 
 def _feed_forward_kept(text: Any, *, is_gated: bool) -> int:

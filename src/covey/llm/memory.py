@@ -63,7 +63,7 @@ def predict(
     prompts, rows = largest_microbatch(config, prompt_tokens)
     decisions = rows * config.sampling.max_new_tokens
     fed = config.sampling.max_new_tokens - 1
-    fused = device == "cpu" and size.packed_parameters > 0
+    fused = device == "cpu" and size.has_kernels
     activations = activation_bytes(size, width, prompts, rows, prompt_tokens, fed, fused=fused)
     if has_critic and config.critic.trunk == "policy" and not is_own_master:
         activations += decisions * size.hidden * 4  # what the value head reads, in fp32
@@ -180,14 +180,14 @@ def _sampling(size: Dimensions, config: RunConfig, device: str, width: int, prom
     fitting = sampling.rows_at_once or CACHE_BYTES // (per_token * sampling.max_new_tokens)
     prompts = min(max(fitting // group, 1), sampling.prompts_per_step)
     rows = prompts * group
-    packed = size.packed_parameters if device == "cpu" else 0
+    has_kernels = device == "cpu" and size.has_kernels
     own = per_token * rows * padded(sampling.max_new_tokens)
-    if not packed:  # when rows have ended, the keys of the others (at most 7 of 8, half of the cache) are copied
-        own = per_token * rows * sampling.max_new_tokens * 23 // 16
+    if not has_kernels:  # when rows have ended, the keys of the others (at most 7 of 8, half of the cache) are copied
+        own = own * 23 // 16
     # The logits of this token and of the next one, and the probabilities of a few rows.
-    logits = size.vocabulary * (2 * rows * width + (0 if packed else 2 * 4 * min(rows, ROWS)))
+    logits = size.vocabulary * (2 * rows * width + (0 if has_kernels else 2 * 4 * min(rows, ROWS)))
     return {
-        "packed weights": packed * width,
+        "packed weights": size.packed_parameters * width if device == "cpu" else 0,
         "keys and values": own + per_token * prompts * prompt_tokens,
         "logits of a decoding step": logits,
     }

@@ -86,7 +86,7 @@ class LanguagePolicy:
             return CacheDecoder(self.module, rows)
         kernels = kernels_for(self.module.dtype, self.device)
         if kernels is None or not can_be_packed(self.module):
-            return SharedPrefixDecoder(self.module, rows, max_new_tokens)
+            return SharedPrefixDecoder(self.module, rows)
         return NativeDecoder(self.module, kernels, rows, max_new_tokens)
 
     def save(self, folder: Path) -> None:

@@ -174,6 +174,8 @@ void attend(const Attention& shape) {
             Value* keys = own_keys + place * width * shape.capacity;
             Value* values = own_values + place * stride * shape.capacity;
             int now = shape.decoded[row], prompt = shape.prompt_lengths[row];
+            prefetch(keys, size_t(padded(now + 1)) * width * sizeof(Value));  // arrives while the prompt is read
+            prefetch(values, size_t(now) * stride * sizeof(Value));
             const Value* value = mine + size_t(shape.heads + shape.kv_heads + head) * width;
             int slot = place_of(now % PAD, value);
             for (int d = 0; d < width; d++) narrow(key[d], &keys[size_t(now / PAD * width + d) * PAD + slot]);

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from covey.llm.decoding import prefill
 from covey.llm.native.library import PAD, AttentionPlace, Kernels, padded
-from covey.llm.native.weights import PackedLinear, pack
+from covey.llm.native.weights import pack
+from covey.llm.packed import PackedLinear
 
 
 @dataclass(frozen=True)

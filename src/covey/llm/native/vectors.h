@@ -95,6 +95,10 @@ inline Floats rounded(Floats x) {
     return load(stored);
 }
 
+inline void prefetch(const void* from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
+}
+
 constexpr float IMPOSSIBLE = -3e38f;  // a logit that has no mass
 
 inline Floats all(float x) { return Floats{} + x; }

@@ -1,39 +1,17 @@
-"""The weights of a Llama-like decoder as the matrix products of decoding want them.
-
-Decoding multiplies few rows by every weight, so that reading the weights is much of the work. oneDNN reads them faster
-in an order of its own. The copy takes as much memory as the weights and a tenth of a second; it is made anew for every
-decoder, lives as long as one, and so is never out of date.
-"""
+"""The weights of a Llama-like decoder, as NativeDecoder wants them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from covey.llm.packed import PackedLinear
+
 # Their layers: norm, attention with rotary positions, norm, gated SiLU. Nothing is scaled or capped.
 FAMILIES = ("llama", "qwen2", "qwen3")
-ROWS = 64  # that the order is chosen for; it serves any number
-
-
-class PackedLinear:
-    """x -> x W' + b of one or several linear layers with the same input, side by side."""
-
-    def __init__(self, *layers: nn.Linear) -> None:
-        weights: list[Tensor] = [layer.weight for layer in layers]
-        weight = torch.cat(weights).detach()
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases).detach() if biases else None
-        self.packs = torch.backends.mkldnn.is_available()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self.packs else weight
-
-    def __call__(self, x_RW: Tensor) -> Tensor:
-        if self.packs:
-            return torch.ops.mkldnn._linear_pointwise(x_RW, self.weight, self.bias, "none", [], "")
-        return nn.functional.linear(x_RW, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
