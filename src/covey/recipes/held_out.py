@@ -14,7 +14,7 @@ from covey.observe.display import Display
 from covey.observe.statistics import mean_score
 from covey.recipes.build import Evaluation
 
-PIECE = 64  # problems answered between two moves of the progress bar
+PIECE = 128  # problems answered between two moves of the progress bar
 
 
 class HeldOut:
