@@ -66,6 +66,8 @@ TRAINING = ("llm/native/training.h", BLOCK_ATTENTION)
 BLOCKS = ("llm/blocks.py", BLOCK_ATTENTION)
 BACKWARD = ("llm/native/attention.py", BLOCK_ATTENTION)
 DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
+TORCH_DECODER = ("llm/decoding.py", ("llm/test_native.py", "parity/test_language_model.py"))
+PACKED = ("llm/packed.py", ("llm/test_packed.py",))
 KL_CONTROL = "learning/test_kl_control.py::test_"
 ORIGINS = "llm/test_origins.py::test_"
 LOOP = ("train/loop.py", ("learning/test_kl_control.py",))
@@ -804,6 +806,10 @@ MUTANTS = [
         "part.prompt_keys(dkey).baddbmm_(prompt_slopes.mT, part.across(query))",
         "part.prompt_keys(dkey).copy_(prompt_slopes.mT @ part.across(query))",
     ),
+    _mutant("an_empty_place_is_seen", TORCH_DECODER, "(room >= self.decoded)", "(room > self.decoded)"),
+    _mutant("room_is_made_in_front", TORCH_DECODER, "(0, 0, 0, GROWTH)", "(0, 0, GROWTH, 0)"),
+    _mutant("packed_in_another_order", PACKED, "torch.cat(weights)", "torch.cat(weights[::-1])"),
+    _mutant("packing_does_not_end", PACKED, "del layer.forward", "pass"),
     _mutant("decoder_stands_still", DECODER, "self.lengths_R + self.decoded_R)[None]", "self.lengths_R)[None]"),
     _mutant(
         "decoder_keeps_the_wrong_slots",
