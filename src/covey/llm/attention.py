@@ -13,6 +13,7 @@ D head width.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -96,14 +97,12 @@ class PackedLayout:
         device: torch.device | None = None,
     ) -> None:
         self.prompt_lengths, self.completion_lengths = prompt_lengths, completion_lengths
-        self.prompts = _Padding(prompt_lengths, device)
-        self.completions = _Padding(completion_lengths, device)
+        self.device = device
         self.prompt_of_row = torch.tensor(prompt_of_row, dtype=torch.int64, device=device)
         begins = [prompt_lengths[prompt] for prompt in prompt_of_row]
         positions = [torch.arange(n) for n in prompt_lengths]
         positions += [torch.arange(begin, begin + n) for n, begin in zip(completion_lengths, begins, strict=True)]
         self.positions = torch.cat(positions).to(device)
-        self.slots = PromptSlots(torch.tensor(prompt_lengths, device=device), self.prompt_of_row)
         self.mask: Tensor | None = None  # of the fused path, made when first needed
         self._blocks: Blocks | None = None
 
@@ -113,6 +112,18 @@ class PackedLayout:
             prompts = self.prompt_of_row.tolist()
             self._blocks = Blocks(self.prompt_lengths, self.completion_lengths, prompts, heads, kv_heads)
         return self._blocks
+
+    @cached_property
+    def prompts(self) -> _Padding:
+        return _Padding(self.prompt_lengths, self.device)
+
+    @cached_property
+    def completions(self) -> _Padding:
+        return _Padding(self.completion_lengths, self.device)
+
+    @cached_property
+    def slots(self) -> PromptSlots:
+        return PromptSlots(torch.tensor(self.prompt_lengths, device=self.device), self.prompt_of_row)
 
     def keep_prompt(self, layer: int, key_SKPD: Tensor, value_SKPD: Tensor) -> None:
         """Called with every layer's keys and values of the prompts; the sampler's prefill stores them."""

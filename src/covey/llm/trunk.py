@@ -74,7 +74,7 @@ def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     hidden_LW = forward(model, torch.cat(fed), layout.positions, layout)
 
     prompt_ends = torch.tensor(layout.prompt_lengths).cumsum(0) - 1
-    begins = torch.tensor([0, *[n - 1 for n in lengths[:-1]]]).cumsum(0) + layout.prompts.tokens
+    begins = torch.tensor([0, *[n - 1 for n in lengths[:-1]]]).cumsum(0) + sum(layout.prompt_lengths)
     source_BT = begins[:, None] + torch.arange(batch.mask_BT.shape[1]) - 1
     source_BT[:, 0] = prompt_ends[layout.prompt_of_row.cpu()]
     return hidden_LW, source_BT
