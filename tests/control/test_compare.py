@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,22 @@ def test_an_interrupted_comparison_leaves_no_run_behind(tmp_path: Path, number: 
     process.communicate(timeout=20)
     assert process.returncode != 0
     wait_until(lambda: all((tmp_path / name / "stopped").is_file() for name in "01"))
+
+
+def test_a_run_that_has_just_started_when_ctrl_c_comes_is_stopped_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = BaseProcess.start
+
+    def interrupted(process: BaseProcess) -> None:
+        start(process)
+        wait_until(lambda: (tmp_path / "0" / "began").is_file())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BaseProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(fake_runs.wait_for_signal, 2).carry_out(make_jobs(tmp_path, 2))
+    assert (tmp_path / "0" / "stopped").is_file()
 
 
 def wait_until(true: Callable[[], bool]) -> None:

@@ -23,6 +23,15 @@ def test_layers_side_by_side_multiply_as_each_alone(dtype):
 
 
 @torch.inference_mode()
+def test_weights_that_cannot_be_packed_multiply_as_they_are():
+    layer = nn.Linear(48, 7, dtype=torch.float64)
+    x = torch.randn(5, 48, dtype=torch.float64)
+    assert torch.equal(PackedLinear(layer)(x), layer(x))
+    model = tiny_model("llama", dtype=torch.float64)
+    assert not PackedLinears(model).packed
+
+
+@torch.inference_mode()
 def test_a_module_multiplies_by_packed_weights_inside_with_alone():
     model = tiny_model("cohere")
     tokens = torch.tensor([[3, 4, 5]])

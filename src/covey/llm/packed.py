@@ -15,6 +15,15 @@ from torch import Tensor, nn
 ROWS = 64  # that the order is chosen for; it serves any number
 
 
+def packs(weight: Tensor) -> bool:
+    """Whether oneDNN has an order of its own for this weight, on this processor."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
 class PackedLinear:
     """x -> x W' + b of one or several linear layers with the same input, side by side."""
 
@@ -23,7 +32,7 @@ class PackedLinear:
         weight = torch.cat(weights).detach()
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases).detach() if biases else None
-        self.packs = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.packs = packs(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self.packs else weight
 
     def __call__(self, x_RW: Tensor) -> Tensor:
@@ -33,10 +42,10 @@ class PackedLinear:
 
 
 class PackedLinears:
-    """Inside `with`, the linear layers of a module on a CPU multiply by packed weights."""
+    """Inside `with`, the linear layers of a module multiply by packed weights, where that is possible."""
 
     def __init__(self, module: nn.Module) -> None:
-        linear = [layer for layer in module.modules() if type(layer) is nn.Linear and layer.weight.device.type == "cpu"]
+        linear = [layer for layer in module.modules() if type(layer) is nn.Linear and packs(layer.weight)]
         self.packed = {layer: PackedLinear(layer) for layer in linear}
 
     def __enter__(self) -> None:

@@ -84,7 +84,7 @@ class SideBySide:
             try:
                 while waiting or running:
                     while waiting and len(running) < self.at_once:
-                        running.append(self._start(waiting.pop(0), progress))
+                        self._start(waiting.pop(0), progress, running)
                     wait([one.process.sentinel for one in running], timeout=LOOK_SECONDS)
                     self._look(running, progress, total)
                     for one in [one for one in running if one.process.exitcode is not None]:
@@ -99,7 +99,7 @@ class SideBySide:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         return Progress(*columns, console=self.console, disable=not self.console.is_terminal)
 
-    def _start(self, job: SeedJob, progress: Progress) -> _Running:
+    def _start(self, job: SeedJob, progress: Progress, running: list[_Running]) -> None:
         forks = sys.platform == "linux"  # elsewhere a fork of a process that has loaded torch may hang
         context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
@@ -107,9 +107,10 @@ class SideBySide:
         job.run_dir.mkdir(parents=True, exist_ok=True)
         here, there = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(self.work, job, there), name=job.name)
+        # Before it starts: Ctrl-C may come as soon as it has, and what is not in the list would not be asked to stop.
+        running.append(_Running(job, process, here, progress.add_task(f"  {job.name}", total=job.config.steps)))
         process.start()
         there.close()
-        return _Running(job, process, here, progress.add_task(f"  {job.name}", total=job.config.steps))
 
     def _look(self, running: Sequence[_Running], progress: Progress, total: TaskID) -> None:
         for one in running:
@@ -136,10 +137,11 @@ class SideBySide:
 
     def _stop(self, running: Sequence[_Running]) -> None:
         """Ask politely, so that every run writes a checkpoint after its step; end what does not listen."""
-        for one in running:
+        started = [one for one in running if one.process.pid is not None]
+        for one in started:
             one.process.terminate()
         deadline = time.monotonic() + STOP_SECONDS
-        for one in running:
+        for one in started:
             one.process.join(max(0.0, deadline - time.monotonic()))
             if one.process.exitcode is None:
                 one.process.kill()
