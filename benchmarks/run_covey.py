@@ -14,7 +14,7 @@ from covey.data import Start, collate
 from covey.llm.loading import load_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
-from covey.runtime.device import choose_device, choose_precision, set_threads
+from covey.runtime.device import choose_device, choose_precision, keep_freed_memory, set_threads
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.annotate import annotate
 from covey.train.update import Learner, StepSizes, UpdatePlan, update
@@ -23,6 +23,7 @@ from covey.train.update import Learner, StepSizes, UpdatePlan, update
 def main() -> None:
     shape = read_shape()
     set_threads(shape.threads)
+    keep_freed_memory()
     device = choose_device("cpu")
     loaded = load_model(shape.model, dtype=choose_precision("auto", device), device=device)
     loaded.chat.end_ids = frozenset()  # every completion has the full length

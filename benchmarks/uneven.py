@@ -16,7 +16,7 @@ from shape import Shape, make_prompts
 from covey.llm.choosing import choose
 from covey.llm.loading import EMBEDDED, load_model
 from covey.llm.policy import LanguagePolicy
-from covey.runtime.device import choose_precision, set_threads
+from covey.runtime.device import choose_precision, keep_freed_memory, set_threads
 
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS = 8, 8, 100
 SHORTEST, LONGEST = 8, 512
@@ -25,6 +25,7 @@ ROUNDS = 3
 
 def main() -> None:
     threads = set_threads(0)
+    keep_freed_memory()
     device = torch.device("cpu")
     loaded = load_model(EMBEDDED, dtype=choose_precision("auto", device), device=device)
     shape = Shape(loaded.source, PROMPTS, GROUP_SIZE, PROMPT_TOKENS, LONGEST, threads)

@@ -189,7 +189,7 @@ def test_keys_and_values_grow_with_the_rows_up_to_the_sampler_s_bound(smollm2: D
 
 
 def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) -> None:
-    from covey.llm.native.weights import can_be_packed, pack
+    from covey.llm.native.weights import is_llama_like, pack
     from covey.llm.packed import PackedLinear, PackedLinears
 
     config = CONFIG
@@ -202,7 +202,7 @@ def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) ->
         counted = read_dimensions(model_config(kind)).packed_parameters
         alone = PackedLinears(model).packed.values()
         assert counted == sum(part.weight.numel() for part in alone)
-        assert can_be_packed(model) is (kind != "gpt2")
+        assert is_llama_like(model) is (kind != "gpt2")
         if kind == "gpt2":
             continue
         packed = [part for layer in map(pack, model.base_model.layers) for part in vars(layer).values()]

@@ -15,7 +15,7 @@ from covey.llm.chat import Chat
 from covey.llm.decoding import SharedPrefixDecoder
 from covey.llm.native import fused, library
 from covey.llm.native.decoder import NativeDecoder
-from covey.llm.native.weights import can_be_packed
+from covey.llm.native.weights import is_llama_like
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from helpers.tiny import PLAIN, tiny_model, tiny_tokenizer
@@ -297,7 +297,7 @@ def test_the_decoder_sees_weights_that_have_changed(torch_alone):
 
 @pytest.mark.parametrize("kind", [*PLAIN, "gpt2"])
 def test_other_architectures_are_left_to_torch(kind):
-    assert not can_be_packed(tiny_model(kind))
+    assert not is_llama_like(tiny_model(kind))
 
 
 def test_a_layer_that_is_no_plain_product_is_left_to_torch():
@@ -306,16 +306,16 @@ def test_a_layer_that_is_no_plain_product_is_left_to_torch():
             return 2 * super().forward(x)
 
     model = tiny_model("llama")
-    assert can_be_packed(model)
+    assert is_llama_like(model)
     model.model.layers[0].mlp.down_proj = Adapted(64, 32, bias=False)
-    assert not can_be_packed(model)
+    assert not is_llama_like(model)
 
 
 def test_weights_of_two_types_are_left_to_torch():
     model = tiny_model("llama", dtype=torch.bfloat16)
-    assert can_be_packed(model)
+    assert is_llama_like(model)
     model.model.norm.float()
-    assert not can_be_packed(model)
+    assert not is_llama_like(model)
 
 
 def test_the_kernels_are_compiled_once(fresh, monkeypatch):

@@ -1,6 +1,10 @@
 """What the machine offers, and what is said when it offers less than was asked."""
 
 import logging
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -126,3 +130,22 @@ def test_peak_memory_is_in_bytes_and_never_falls():
     assert peak_memory_bytes() >= max(before, block.nbytes)
     del block
     assert peak_memory_bytes(CPU) >= 400_000_000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives freed memory back")
+def test_freed_memory_is_given_again_without_new_pages():
+    script = """
+import resource, torch
+from covey.runtime.device import keep_freed_memory
+keep_freed_memory()
+def touch():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.zeros(20 << 18) for _ in range(10)]  # 20 MB each
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(touch(), touch())
+"""
+    environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "0"}
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    first, again = map(int, printed.stdout.split())
+    assert first > 10 * 20 * 256 * 0.9  # pages of 4 KB
+    assert again < first / 20

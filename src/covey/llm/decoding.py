@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from covey.llm.attention import PackedLayout, PromptSlots, forward
+from covey.llm.native.library import PAD
 from covey.llm.packed import PackedLinears
 
-GROWTH = 32  # tokens for which rows are given room together
+GROWTH = PAD  # tokens for which rows are given room together, as in the kernels (memory.py counts on it)
 
 
 class Decoder(Protocol):

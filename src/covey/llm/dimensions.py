@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey.config import EMBEDDED_MODELS, ConfigError
 from covey.config.origins import architecture_of
-from covey.llm.native.weights import can_be_packed
+from covey.llm.native.weights import is_llama_like
 
 SMOLLM2_135M = {
     "model_type": "llama",
@@ -105,7 +105,7 @@ def read_dimensions(model_config: dict[str, Any]) -> Dimensions:
         has_rms_norm=any("RMSNorm" in type(part).__name__ for part in model.modules()),
         has_head_norms="q_norm" in names,
         packed_parameters=sum(part.weight.numel() for part in model.modules() if type(part) is nn.Linear),
-        has_kernels=can_be_packed(model),
+        has_kernels=is_llama_like(model),
     )
 
 

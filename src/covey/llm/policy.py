@@ -22,7 +22,7 @@ from covey.llm.head import token_logprobs
 from covey.llm.native.decoder import NativeDecoder
 from covey.llm.native.fused import fuse
 from covey.llm.native.library import kernels_for
-from covey.llm.native.weights import can_be_packed
+from covey.llm.native.weights import is_llama_like
 from covey.llm.trunk import hidden_at_decisions, row_lengths, row_tokens, spread
 
 
@@ -43,7 +43,7 @@ class LanguagePolicy:
         # the price of the anchor's forward pass.
         self.anchor: LanguagePolicy | None = None
         self.shares_prompts = self._can_share_prompts()
-        if self.shares_prompts and can_be_packed(module):
+        if self.shares_prompts and is_llama_like(module):
             fuse(module)
 
     @property
@@ -85,7 +85,7 @@ class LanguagePolicy:
         if not self.shares_prompts:
             return CacheDecoder(self.module, rows)
         kernels = kernels_for(self.module.dtype, self.device)
-        if kernels is None or not can_be_packed(self.module):
+        if kernels is None or not is_llama_like(self.module):
             return SharedPrefixDecoder(self.module, rows)
         return NativeDecoder(self.module, kernels, rows, max_new_tokens)
 

@@ -30,7 +30,7 @@ from covey.observe.display import Display
 from covey.observe.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
 from covey.recipes.build import Assembled, build_algorithm, build_checkpoints, build_optimizer, learning_rate
 from covey.recipes.held_out import HeldOut, answer
-from covey.runtime.device import choose_device, choose_precision, environment, set_threads
+from covey.runtime.device import choose_device, choose_precision, environment, keep_freed_memory, set_threads
 from covey.runtime.following import FollowingWeights
 from covey.train.gather import Gathering
 from covey.train.loop import Parts, Settings
@@ -107,6 +107,7 @@ def build_machine(device: str, precision: str, threads: int) -> Machine:
         ConfigError: for a device that is not there.
     """
     set_threads(threads)
+    keep_freed_memory()
     chosen = choose_device(device)
     return Machine(chosen, choose_precision(precision, chosen))
 

@@ -25,7 +25,7 @@ from covey.llm.native.library import Kernels, kernels_for
 def fuse(module: nn.Module) -> None:
     """Give the layers of `module` forwards that use the kernels; weights and names stay.
 
-    For models that `can_be_packed` knows. Where an input is of another type, or on another device, the modules' own
+    For models that `is_llama_like` knows. Where an input is of another type, or on another device, the modules' own
     forwards serve.
     """
     for part in module.modules():

@@ -28,7 +28,7 @@ class PackedLayer:
     down: PackedLinear
 
 
-def can_be_packed(module: PreTrainedModel) -> bool:
+def is_llama_like(module: PreTrainedModel) -> bool:
     """Whether the model is built as `pack` and `NativeDecoder` take it to be."""
     config = module.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
