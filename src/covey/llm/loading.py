@@ -209,7 +209,8 @@ def _convert(file: Path, folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     # The loaded model counts as quantised and refuses to be saved, so its weights move to a fresh one.
     fields = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    plain = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=torch.float32)
-    plain.load_state_dict(loaded.state_dict())
-    plain.to(torch.bfloat16).save_pretrained(folder)
+    with torch.device("meta"):  # without memory, and without the time that random weights would take
+        plain = AutoModelForCausalLM.from_config(type(loaded.config)(**fields))
+    plain.load_state_dict(loaded.bfloat16().state_dict(), assign=True)
+    plain.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)

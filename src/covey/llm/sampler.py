@@ -50,6 +50,17 @@ class LanguageSampler:
             for i, (start, prompt) in enumerate(zip(starts, prompts, strict=True))
         ]
 
+    def shortened(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
+        """What this sampler, with a lower limit, would have written in place of what it wrote; not graded."""
+
+        def begin(rollout: Rollout) -> _Row:
+            return _Row(rollout.actions[:max_new_tokens], rollout.behavior_logprobs[:max_new_tokens])
+
+        return [
+            Group(group.start, [self._rollout(rollout.context, begin(rollout)) for rollout in group.rollouts])
+            for group in groups
+        ]
+
     def refresh(self, version: int) -> None:
         """The weights are shared with the trainer: only their version is noted."""
         self.version = version

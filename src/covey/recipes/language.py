@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from covey.config.origins import find_origin
 from covey.config.process_checks import no_step_reward
 from covey.core import kl
 from covey.credits import Credit, outcome, process, process_by_step, process_return
-from covey.data import Start, Task
+from covey.data import Group, Start, Task
 from covey.llm.chat import Chat
 from covey.llm.critic import LanguageCritic
 from covey.llm.grader import RewardGrader, WeightedReward, build_grader
@@ -29,7 +30,7 @@ from covey.llm.tasks import build_task
 from covey.observe.display import Display
 from covey.observe.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
 from covey.recipes.build import Assembled, build_algorithm, build_checkpoints, build_optimizer, learning_rate
-from covey.recipes.held_out import HeldOut, answer
+from covey.recipes.held_out import HeldOut, answers
 from covey.runtime.device import choose_device, choose_precision, environment, keep_freed_memory, set_threads
 from covey.runtime.following import FollowingWeights
 from covey.train.gather import Gathering
@@ -132,7 +133,9 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
     Raises:
         ConfigError: where it cannot be found or loaded.
     """
-    loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
+    with ThreadPoolExecutor(1) as meanwhile:
+        meanwhile.submit(kernels_for, machine.dtype, machine.device)  # compiled at first use, which takes seconds
+        loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
     sampling = config.sampling
     policy = LanguagePolicy(
         loaded.module, temperature=sampling.temperature, microbatch_tokens=config.update.microbatch_tokens
@@ -342,8 +345,11 @@ def evaluate_model(
         loaded = load_policy(config, build_machine(device, precision, threads))
         sampler = replace(loaded.sampler, temperature=temperature)
         starts = problem.task.held_out(problems)
+        groups: list[Group] = []
         with Display() as display, display.progress("answering", len(starts)) as advance:
-            groups = answer(sampler, problem.grader, starts, samples, advance)
+            for piece in answers(sampler, starts, samples):
+                groups += problem.grader.grade(piece)
+                advance(len(piece))
     finally:
         problem.grader.close()
     return {

@@ -85,7 +85,7 @@ def keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes; a fixed trim threshold wants it fixed too
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # what glibc would choose itself, were the other not set
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
