@@ -152,6 +152,7 @@ class LogitGradients:
 
     def __init__(self, logits: Logits) -> None:
         self.logits = logits
+        self.kernels = kernels_for(logits.hidden.dtype, logits.hidden.device)
         self.hidden = torch.zeros_like(logits.hidden, dtype=logits.exact)
         self.weight = torch.empty_like(logits.weight)
         self.bias = None if logits.bias is None else torch.empty_like(logits.bias)
@@ -159,7 +160,10 @@ class LogitGradients:
     def add(self, tokens: slice, gradient: Tensor) -> None:
         """`gradient` is that of W h + b, for all decisions, in the precision of W."""
         self.hidden += gradient @ self.logits.weight[tokens]
-        torch.mm(gradient.T, self.logits.hidden, out=self.weight[tokens])
+        if self.kernels is None:
+            torch.mm(gradient.T, self.logits.hidden, out=self.weight[tokens])
+        else:
+            self.kernels.weight_gradients(self.logits.hidden.contiguous(), [gradient], [self.weight[tokens]])
         if self.bias is not None:
             self.bias[tokens] = gradient.sum(dim=0)
 

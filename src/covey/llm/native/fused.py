@@ -82,7 +82,9 @@ def _mlp_forward(mlp: Any, x: Tensor) -> Tensor:
     kernels = kernels_for(x.dtype, x.device)
     if kernels is None or mlp.gate_proj.weight.dtype != x.dtype:
         return type(mlp).forward(mlp, x)
-    return mlp.down_proj(_Gate.apply(mlp.gate_proj(x), mlp.up_proj(x), kernels))
+    gated = _Gate.apply(*_products(x.flatten(0, -2), kernels, mlp.gate_proj, mlp.up_proj), kernels)
+    (out,) = _products(gated, kernels, mlp.down_proj)
+    return out.view_as(x)
 
 
 def _attention_forward(
@@ -94,14 +96,45 @@ def _attention_forward(
     if kernels is None or type(layout) is not PackedLayout or attention.q_proj.weight.dtype != hidden_states.dtype:
         return type(attention).forward(attention, hidden_states, angles, **kwargs)
     x_NW = hidden_states[0]
-    query, key, value = attention.q_proj(x_NW), attention.k_proj(x_NW), attention.v_proj(x_NW)
+    query, key, value = _products(x_NW, kernels, attention.q_proj, attention.k_proj, attention.v_proj)
     if hasattr(attention, "q_norm"):
         query = attention.q_norm(query.unflatten(1, (-1, attention.head_dim))).flatten(1)
         key = attention.k_norm(key.unflatten(1, (-1, attention.head_dim))).flatten(1)
     cosine_ND, sine_ND = (part[0].contiguous() for part in angles)
     blocks = layout.blocks(query.shape[1] // attention.head_dim, key.shape[1] // attention.head_dim)
     out = BlockAttention.apply(query, key, value, cosine_ND, sine_ND, blocks, attention.scaling, kernels)
-    return attention.o_proj(out)[None], None
+    return _products(out, kernels, attention.o_proj)[0][None], None
+
+
+def _products(x_NW: Tensor, kernels: Kernels, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """What linear layers make of one input."""
+    if any(layer.bias is not None for layer in layers):
+        return tuple(layer(x_NW) for layer in layers)
+    return _Products.apply(x_NW.contiguous(), kernels, *(layer.weight for layer in layers))
+
+
+class _Products(torch.autograd.Function):
+    """x W' for some weights, whose gradients are made together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernels: Kernels, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.kernels = kernels
+        return tuple(x @ weight.T for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *ds: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        ds = tuple(d.contiguous() for d in ds)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = ds[0] @ weights[0]
+            for d, weight in zip(ds[1:], weights[1:], strict=True):
+                dx.addmm_(d, weight)
+        wanted = [i for i in range(len(ds)) if ctx.needs_input_grad[2 + i]]
+        made = {i: torch.empty_like(weights[i]) for i in wanted}
+        ctx.kernels.weight_gradients(x, [ds[i] for i in wanted], list(made.values()))
+        return dx, None, *(made.get(i) for i in range(len(ds)))
 
 
 class _AddNorm(torch.autograd.Function):

@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "layers.h"
 #include "logits.h"
+#include "products.h"
 #include "training.h"
 
 // One set for each storage type.
@@ -67,3 +68,6 @@
 
 ENTRY_POINTS(bf16, bf16)
 ENTRY_POINTS(float, fp32)
+
+extern "C" bool has_weight_gradients() { return may_use_tiles(); }
+extern "C" void weight_gradients_bf16(const WeightGradients* shape) { weight_gradients(*shape); }

@@ -60,6 +60,15 @@ class Scores(ctypes.Structure):
     )
 
 
+class WeightGradients(ctypes.Structure):
+    """`WeightGradients` in products.h: linear layers with one input, and where everything lies."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "d", "out", "outputs")),
+        *((name, ctypes.c_int32) for name in ("layers", "tokens", "inputs", "threads")),
+    )
+
+
 class Kernels:
     """The entry points for one storage type. Every tensor given is on the CPU, contiguous, and of that type."""
 
@@ -85,6 +94,10 @@ class Kernels:
         self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
         self._choose = entry("choose", address, address, real, address, address, number, number, number)
         self._measure = entry("measure_logits", address, address, real, *[address] * 3, number, number, number)
+        self._weight_gradients: Callable[..., None] | None = None  # on processors with AMX
+        library.has_weight_gradients.restype = ctypes.c_bool
+        if dtype == torch.bfloat16 and library.has_weight_gradients():
+            self._weight_gradients = entry("weight_gradients", ctypes.POINTER(WeightGradients))
         self._slope = entry("logit_gradients", *[address] * 6, real, ctypes.c_int64, number, number, number)
 
     def add_and_normalise(
@@ -142,6 +155,19 @@ class Kernels:
         given = (tensor.data_ptr() for tensor in (gate, up, d, dgate, dup))
         self._gate_backward(*given, d.numel(), torch.get_num_threads())
         return dgate, dup
+
+    def weight_gradients(self, x_TN: Tensor, ds_TM: Sequence[Tensor], out_MN: Sequence[Tensor]) -> None:
+        """out = d' x for each of some linear layers with the same input."""
+        if self._weight_gradients is None:
+            for d_TM, out in zip(ds_TM, out_MN, strict=True):
+                torch.mm(d_TM.T, x_TN, out=out)
+            return
+        count, (tokens, inputs) = len(ds_TM), x_TN.shape
+        d, out = ((ctypes.c_void_p * count)(*(t.data_ptr() for t in tensors)) for tensors in (ds_TM, out_MN))
+        outputs = (ctypes.c_int32 * count)(*(d_TM.shape[1] for d_TM in ds_TM))
+        d, out, outputs = (ctypes.cast(array, ctypes.c_void_p) for array in (d, out, outputs))
+        shape = WeightGradients(x_TN.data_ptr(), d, out, outputs, count, tokens, inputs, torch.get_num_threads())
+        self._weight_gradients(ctypes.byref(shape))
 
     def arrange(
         self,
