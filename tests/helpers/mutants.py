@@ -23,6 +23,9 @@ TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "src" / "covey"
 UNCHANGED = "unchanged"
 
+CPU_INFO = Path("/proc/cpuinfo")
+HAS_AMX = CPU_INFO.exists() and "amx_bf16" in CPU_INFO.read_text()
+
 # Makes pytest, hypothesis and torch import what they import on first use.
 WARM_UP = """
 import pytest, torch
@@ -57,8 +60,8 @@ SURROGATES = ("core/surrogates.py", ("core/test_surrogates.py",))
 KL = ("core/kl.py", ("core/test_kl.py",))
 AGGREGATION = ("core/aggregation.py", ("core/test_aggregation.py",))
 VALUES = ("core/values.py", ("core/test_values.py",))
-LAYERS, ATTENTION, LOGITS = (
-    (f"llm/native/{name}.h", ("llm/test_native.py",)) for name in ("layers", "attention", "logits")
+LAYERS, ATTENTION, LOGITS, PRODUCTS = (
+    (f"llm/native/{name}.h", ("llm/test_native.py",)) for name in ("layers", "attention", "logits", "products")
 )
 FUSED = ("llm/native/fused.py", ("llm/test_native.py",))
 BLOCK_ATTENTION = ("llm/test_block_attention.py",)
@@ -741,6 +744,15 @@ MUTANTS = [
         "int row = int(int64_t(rows) * part / threads);",
         "int row = 1 + int(int64_t(rows) * part / threads);",
     ),
+    *(
+        [
+            _mutant("amx_forgets_earlier_tokens", PRODUCTS, "t < tokens; t += DEPTH) {", "t < DEPTH; t += DEPTH) {"),
+            _mutant("amx_forgets_odd_tokens", PRODUCTS, "token + 1 < tokens ? at + pitch", "false ? at + pitch"),
+            _mutant("amx_swaps_squares", PRODUCTS, "_tile_stored(1, sums + 256", "_tile_stored(2, sums + 256"),
+        ]
+        if HAS_AMX
+        else []
+    ),
     _mutant("kernel_gate_slope", LAYERS, "y * (1.0f + x * (1.0f - y))", "y * (1.0f + x)"),
     _mutant("kernel_entropy_sign", LOGITS, "log_mass - float(product / total)", "log_mass + float(product / total)"),
     _mutant("kernel_forgets_the_chosen_token", LOGITS, "if (here) narrow(of_token", "if (false) narrow(of_token"),
@@ -756,6 +768,7 @@ MUTANTS = [
         "ctx.temperature, part.start",
         "ctx.temperature, 0",
     ),
+    _mutant("products_share_one_gradient", FUSED, "dx.addmm_(d, weight)", "pass"),
     _mutant("residual_loses_its_gradient", FUSED, "d.contiguous(), past)", "d.contiguous(), None)"),
     _mutant(
         "residual_in_bf16",

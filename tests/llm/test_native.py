@@ -18,6 +18,7 @@ from covey.llm.native.decoder import NativeDecoder
 from covey.llm.native.weights import is_llama_like
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
+from covey.runtime.device import cpu_info
 from helpers.tiny import PLAIN, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -142,7 +143,7 @@ def gradients_of(model, tokens) -> dict[str, torch.Tensor]:
     logits = model(input_ids=tokens).logits.float()
     weights = torch.linspace(-1, 1, logits[..., 0].numel()).view(logits.shape[:2])
     (logits.log_softmax(-1)[..., 7] * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -213,6 +214,44 @@ def test_a_fused_layer_leaves_other_types_to_its_own_forward():
     tokens = torch.randint(3, 80, (1, 5))
     plain = tiny_model("llama").double()(input_ids=tokens).logits
     torch.testing.assert_close(double(input_ids=tokens).logits, plain, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs"),
+    [(1, 5, (3,)), (33, 47, (50, 1, 64)), (600, 48, (900, 30)), (257, 1300, (100,)), (512, 32, (32, 32))],
+)
+def test_weight_gradients_are_the_sums_over_tokens(tokens, inputs, outputs, threads):
+    torch.manual_seed(tokens)
+    torch.set_num_threads(threads)
+    kernels = library.kernels_for(torch.bfloat16, CPU)
+    x = torch.randn(tokens, inputs).bfloat16()
+    ds = [torch.randn(tokens, count).bfloat16() for count in outputs]
+    made = [[torch.full((count, inputs), torch.nan).bfloat16() for count in outputs] for _ in range(2)]
+    for out in made:
+        kernels.weight_gradients(x, ds, out)
+    for d, first, again in zip(ds, *made, strict=True):
+        exact = d.double().T @ x.double()
+        torch.testing.assert_close(first.double(), exact, rtol=2**-8, atol=1e-4 * tokens**0.5)
+        assert torch.equal(first, again)
+
+
+@pytest.mark.skipif("amx_bf16" not in cpu_info("flags").split(), reason="this processor has no AMX")
+def test_amx_makes_them_where_it_is_there():
+    assert library.kernels_for(torch.bfloat16, CPU)._weight_gradients is not None
+
+
+def test_a_weight_that_is_not_trained_gets_no_gradient():
+    model, tokens = tiny_model("llama"), torch.randint(3, 80, (1, 20))
+    fused.fuse(model)
+    whole = gradients_of(model, tokens)
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("gate_proj" not in name and "q_proj" not in name)
+    some = gradients_of(model, tokens)
+    assert whole.keys() - some.keys() == {name for name in whole if "gate_proj" in name or "q_proj" in name}
+    for name, gradient in some.items():
+        torch.testing.assert_close(gradient, whole[name])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -1,6 +1,7 @@
 """The kernels, kernels.cpp and its headers: compiled once by this machine, kept in a cache, called through ctypes.
 
-Shapes: R rows, W hidden width, I width inside the MLP, H heads, K key-value heads, D head width, V vocabulary.
+Shapes: R rows, W hidden width, I width inside the MLP, H heads, K key-value heads, D head width, V vocabulary; of a
+linear layer: T tokens, M outputs, N inputs.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class WeightGradients(ctypes.Structure):
     """`WeightGradients` in products.h: linear layers with one input, and where everything lies."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "d", "out", "outputs")),
+        ("x", ctypes.c_void_p),
+        ("d", ctypes.POINTER(ctypes.c_void_p)),
+        ("out", ctypes.POINTER(ctypes.c_void_p)),
+        ("outputs", ctypes.POINTER(ctypes.c_int32)),
         *((name, ctypes.c_int32) for name in ("layers", "tokens", "inputs", "threads")),
     )
 
@@ -156,17 +160,20 @@ class Kernels:
         self._gate_backward(*given, d.numel(), torch.get_num_threads())
         return dgate, dup
 
-    def weight_gradients(self, x_TN: Tensor, ds_TM: Sequence[Tensor], out_MN: Sequence[Tensor]) -> None:
+    def weight_gradients(self, x_TN: Tensor, d_TM: Sequence[Tensor], out_MN: Sequence[Tensor]) -> None:
         """out = d' x for each of some linear layers with the same input."""
         if self._weight_gradients is None:
-            for d_TM, out in zip(ds_TM, out_MN, strict=True):
-                torch.mm(d_TM.T, x_TN, out=out)
+            for d, out in zip(d_TM, out_MN, strict=True):
+                torch.mm(d.T, x_TN, out=out)
             return
-        count, (tokens, inputs) = len(ds_TM), x_TN.shape
-        d, out = ((ctypes.c_void_p * count)(*(t.data_ptr() for t in tensors)) for tensors in (ds_TM, out_MN))
-        outputs = (ctypes.c_int32 * count)(*(d_TM.shape[1] for d_TM in ds_TM))
-        d, out, outputs = (ctypes.cast(array, ctypes.c_void_p) for array in (d, out, outputs))
-        shape = WeightGradients(x_TN.data_ptr(), d, out, outputs, count, tokens, inputs, torch.get_num_threads())
+        addresses, numbers = ctypes.c_void_p * len(d_TM), ctypes.c_int32 * len(d_TM)
+        shape = WeightGradients(
+            x=x_TN.data_ptr(),
+            d=addresses(*(d.data_ptr() for d in d_TM)),
+            out=addresses(*(out.data_ptr() for out in out_MN)),
+            outputs=numbers(*(d.shape[1] for d in d_TM)),
+            layers=len(d_TM), tokens=len(x_TN), inputs=x_TN.shape[1], threads=torch.get_num_threads(),
+        )  # fmt: skip
         self._weight_gradients(ctypes.byref(shape))
 
     def arrange(
