@@ -7,6 +7,10 @@ ORACLE := .oracle-venv
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 
+# Packages are compiled when they are first imported, not in advance: that halves the time of setting up. So Python must be
+# allowed to keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help train test test-slow lint bench oracle clean
 
 help:
@@ -19,7 +23,6 @@ help:
 	@echo "make clean      remove .venv and caches; runs/ and $(ORACLE) stay"
 	@echo "PYTHON=python3.12 make train    chooses the interpreter (3.11 to 3.13)"
 
-# Packages are not compiled in advance, only when they are imported: that halves the time.
 $(STAMP): requirements.lock model.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "covey needs Python 3.11 to 3.13; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }

@@ -80,7 +80,7 @@ def keep_freed_memory() -> None:
     """Let glibc keep up to 2 GB of freed memory for the next allocation; elsewhere this does nothing.
 
     By default it gives the end of the heap back to the system whenever 64 MB of it are free, in training at every
-    layer, and is given it again page by page: on a virtual machine that took a third of an update. Blocks of more than
+    layer, and is given it again page by page: up to a third of an update on a virtual machine. Blocks of more than
     32 MB are still mapped and given back one by one, so that they leave no holes.
     """
     if platform.libc_ver()[0] == "glibc":
