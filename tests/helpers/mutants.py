@@ -1,8 +1,9 @@
 """Small wrongs done to the mathematics on purpose; a test suite worth having notices every one.
 
 A mutant is one change of text in a copy of the package. `python mutants.py FOLDER [NAME ...]` makes the copies in
-FOLDER, runs each mutant's test files on it and prints a JSON object of pytest's exit statuses (1: a test failed); the
-last is that of an unchanged copy. Imports take longer than the tests: they happen once, and every mutant gets a fork.
+FOLDER, runs each mutant's test files on it and prints a JSON object of pytest's exit statuses (1: a test failed), also
+that of an unchanged copy. Imports take longer than the tests: they happen once, and every mutant gets a fork. As many
+run at a time as there are processors.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ BLOCKS = ("llm/blocks.py", BLOCK_ATTENTION)
 BACKWARD = ("llm/native/attention.py", BLOCK_ATTENTION)
 DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
 TORCH_DECODER = ("llm/decoding.py", ("llm/test_native.py", "parity/test_language_model.py"))
+LAYOUT = ("llm/attention.py", ("parity/test_language_model.py",))
 PACKED = ("llm/packed.py", ("llm/test_packed.py",))
 KL_CONTROL = "learning/test_kl_control.py::test_"
 ORIGINS = "llm/test_origins.py::test_"
@@ -819,6 +821,14 @@ MUTANTS = [
         "part.prompt_keys(dkey).baddbmm_(prompt_slopes.mT, part.across(query))",
         "part.prompt_keys(dkey).copy_(prompt_slopes.mT @ part.across(query))",
     ),
+    _mutant("prompts_repeat_no_values", BACKWARD, "work.repeat(value)", "value"),
+    _mutant("what_is_common_learns_from_one_prompt", BACKWARD, "copies.sum(dim=1, keepdim=True)", "copies[:, :1]"),
+    _mutant("rests_begin_where_prompts_begin", BLOCKS, "range(self.repeated,", "range(0,"),
+    _mutant("rests_do_not_see_their_last_tokens", LAYOUT, ".tril(common)", ".tril(common - 1)"),
+    _mutant(
+        "rests_have_the_positions_of_the_beginning", LAYOUT, "*[self.common for _ in prompts]", "*[0 for _ in prompts]"
+    ),
+    _mutant("all_of_a_prompt_is_common", LAYOUT, "prompt[:-1] for prompt in prompts", "prompt for prompt in prompts"),
     _mutant("an_empty_place_is_seen", TORCH_DECODER, "(room >= self.decoded)", "(room > self.decoded)"),
     _mutant("room_is_made_in_front", TORCH_DECODER, "(0, 0, 0, GROWTH)", "(0, 0, GROWTH, 0)"),
     _mutant("packed_in_another_order", PACKED, "torch.cat(weights)", "torch.cat(weights[::-1])"),
@@ -855,11 +865,11 @@ def _all_but_code(folder: str, names: list[str]) -> list[str]:
     ]
 
 
-def exit_status(folder: Path, tests: list[str]) -> int:
-    """pytest's exit status in a fork of this process that imports covey from `folder`."""
+def start(folder: Path, tests: list[str]) -> int:
+    """The id of a fork of this process that imports covey from `folder`, runs the tests and exits as pytest does."""
     child = os.fork()
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return child
     status = 99
     try:
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
@@ -881,14 +891,24 @@ def main(root: Path, names: list[str]) -> None:
     with redirect_stdout(sys.stderr):
         pytest.main([str(warm_up)])
     gc.freeze()  # pytest collects garbage at its end: without looking through all of torch again
-    statuses = {}
     mutants = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    for mutant in mutants:
-        folder = root / mutant.name
-        copy_package(folder, mutant)
-        statuses[mutant.name] = exit_status(folder, list(mutant.tests))
-    copy_package(root / UNCHANGED, None)
-    statuses[UNCHANGED] = exit_status(root / UNCHANGED, sorted({name for mutant in mutants for name in mutant.tests}))
+    tests = {mutant.name: list(mutant.tests) for mutant in mutants}
+    tests[UNCHANGED] = sorted({name for some in tests.values() for name in some})
+    statuses: dict[str, int] = {}
+    running: dict[int, str] = {}
+
+    def wait_for_one() -> None:
+        child, status = os.wait()
+        statuses[running.pop(child)] = os.waitstatus_to_exitcode(status)
+
+    for mutant in (*mutants, None):
+        name = mutant.name if mutant else UNCHANGED
+        copy_package(root / name, mutant)
+        if len(running) == (os.cpu_count() or 1):
+            wait_for_one()
+        running[start(root / name, tests[name])] = name
+    while running:
+        wait_for_one()
     print(json.dumps(statuses))
 
 

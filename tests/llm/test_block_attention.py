@@ -26,22 +26,26 @@ FAST = ("llama", "qwen2", "qwen3")
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), max_size=5)), min_size=1, max_size=5),
     st.sampled_from([(4, 2), (3, 1), (2, 2)]),
     st.sampled_from([1, 200, 1 << 21]),
+    st.integers(0, 8),
 )
-def test_every_head_of_every_token_has_a_place_of_its_own(groups, heads, limit):
+def test_every_head_of_every_token_has_a_place_of_its_own(groups, heads, limit, common):
     prompts = [prompt for prompt, _ in groups]
+    common = min(common, min(prompts) - 1)
     lengths = [length for _, completions in groups for length in completions]
     prompt_of_row = [i for i, (_, completions) in enumerate(groups) for _ in completions]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks_module, "SCORES", limit)
-        made = Blocks(prompts, lengths, prompt_of_row, *heads)
+        made = Blocks(prompts, lengths, prompt_of_row, *heads, common)
     places = made.begins_N[:, None] + torch.arange(heads[1]) * made.pitches_N[:, None]
-    assert len(places) == sum(prompts) + sum(lengths)
+    rests = [prompt - common for prompt in prompts]
+    assert len(places) == common + sum(rests) + sum(lengths)
     assert len(places.unique()) == places.numel(), "two heads lie in one place"
     assert int(places.min()) >= 0
     assert int(places.max()) < made.size * heads[1]
-    assert made.padded == (made.size > len(places))
-    sequences = places.split([length for length in [*prompts, *lengths] if length])
-    for sequence in sequences:
+    assert made.padded == (made.size > len(places) + common * len(prompts))
+    *beginning, sequences = places.split([common, len(places) - common] if common else [len(places)])
+    sequences = sequences.split([length for length in [*rests, *lengths] if length])
+    for sequence in [*beginning, *sequences]:
         assert (sequence.diff(dim=0) == 1).all(), "the tokens of a sequence lie side by side"
     for block in made.all:
         several = block.groups * block.rows > 1
@@ -54,19 +58,19 @@ def test_every_head_of_every_token_has_a_place_of_its_own(groups, heads, limit):
             block = next(b for b in made.all if b.base * heads[1] <= begin < b.end * heads[1])
             group = (begin - block.base * heads[1]) // (block.rows * block.length)
             at = block.prompts.base * heads[1] + group * block.prompts.length
-            assert (at, block.prompt_lengths_G[group]) == (int(sequences[prompt][0, 0]), prompts[prompt])
+            assert (at + common, block.prompt_lengths_G[group]) == (int(sequences[prompt][0, 0]), prompts[prompt])
 
 
-def rollouts(lengths: dict[int, list[int]]):
-    """Groups by the length of their prompt, with completions of these lengths."""
+def rollouts(lengths: dict[int, list[int]], beginning: int = 0):
+    """Groups by the length of their prompt, behind what all begin with, with completions of these lengths."""
     random = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, 80, (count,), generator=random).tolist())
 
-    groups = []
+    groups, first = [], tokens(beginning)
     for number, (prompt, completions) in enumerate(lengths.items()):
-        context, rows = tokens(prompt), []
+        context, rows = first + tokens(prompt), []
         for length in completions:
             actions = tokens(length)
             rows.append(Rollout(context, actions, (0.0,) * length, EndReason.STOP, reward=0.0))
@@ -92,7 +96,8 @@ UNEVEN = {5: [1, 9, 40, 3], 23: [12, 1, 70, 30], 2: [2], 7: [3, 9, 9, 4, 8], 8: 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("scores", "queries"), [(1 << 21, 64), (2000, 7), (1, 1)], ids=["whole", "cut", "one by one"])
 @pytest.mark.parametrize("kind", FAST)
-def test_the_gradients_are_those_of_plain_attention(kind, scores, queries, threads, monkeypatch):
+@pytest.mark.parametrize("beginning", [0, 11])
+def test_the_gradients_are_those_of_plain_attention(kind, scores, queries, threads, beginning, monkeypatch):
     torch.set_num_threads(threads)
     monkeypatch.setattr(blocks_module, "SCORES", scores)
     monkeypatch.setattr(blocks_module, "QUERIES", queries)
@@ -101,7 +106,7 @@ def test_the_gradients_are_those_of_plain_attention(kind, scores, queries, threa
     monkeypatch.setattr(
         BlockAttention, "forward", staticmethod(lambda ctx, *given: used.append(1) or plain_forward(ctx, *given))
     )
-    policy, batch = LanguagePolicy(tiny_model(kind)), rollouts(UNEVEN)
+    policy, batch = LanguagePolicy(tiny_model(kind)), rollouts(UNEVEN, beginning)
     used.clear()
     got = gradients_of(policy, batch, packed=True)
     assert len(used) == 2, "one for each layer"
@@ -111,8 +116,9 @@ def test_the_gradients_are_those_of_plain_attention(kind, scores, queries, threa
         assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-def test_in_bf16_they_are_as_near_to_fp32_as_those_of_transformers_and_always_the_same():
-    batch, gaps = rollouts(UNEVEN), {"ours": 0.0, "theirs": 0.0}
+@pytest.mark.parametrize("beginning", [0, 11])
+def test_in_bf16_they_are_as_near_to_fp32_as_those_of_transformers_and_always_the_same(beginning):
+    batch, gaps = rollouts(UNEVEN, beginning), {"ours": 0.0, "theirs": 0.0}
     for seed in range(3):
         low = LanguagePolicy(tiny_model("llama", seed=seed, dtype=torch.bfloat16))
         exact = gradients_of(LanguagePolicy(copy.deepcopy(low.module).float()), batch, packed=False)

@@ -11,6 +11,7 @@ import torch
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate
 from covey.llm import head, policy, sampler
+from covey.llm.attention import common_beginning
 from covey.llm.chat import Chat, end_ids_of
 from covey.llm.choosing import BLOCK, choose
 from covey.llm.decoding import CacheDecoder, SharedPrefixDecoder
@@ -21,6 +22,7 @@ from covey.llm.sampler import LanguageSampler
 from helpers.tiny import PLAIN, SHARED, tiny_model, tiny_tokenizer
 
 PROMPTS = ["12+34", "a quick brown fox", "7", "(1+2)"]
+ALIKE = [f"what is {prompt}?" for prompt in PROMPTS]  # what they begin with is fed once
 
 
 def make_sampler(kind: str, *, new_tokens: int = 12, end_ids: frozenset[int] = frozenset({1}), **policy_options):
@@ -59,11 +61,12 @@ def test_what_shared_prompts_are_not_written_for_goes_the_plain_way(kind):
 
 @pytest.mark.parametrize("kind", SHARED + PLAIN)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_behavior_logprobs_are_those_of_a_full_forward(kind, temperature):
+@pytest.mark.parametrize("prompts", [PROMPTS, ALIKE], ids=["unlike", "alike"])
+def test_behavior_logprobs_are_those_of_a_full_forward(kind, temperature, prompts):
     # Every 5th token ends a completion, so that rows leave at different times and prompts lose all their rows.
     ends = frozenset(range(1, 85, 5))
     made = make_sampler(kind, temperature=temperature, end_ids=ends)
-    groups = made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 6, step=3)
+    groups = made.sample([Start(i, text) for i, text in enumerate(prompts)], 6, step=3)
     lengths = set()
     for group in groups:
         for rollout in group.rollouts:
@@ -107,11 +110,12 @@ def test_the_decoders_agree_after_every_departure():
 
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("fused", [False, True])
-def test_packed_and_plain_evaluation_agree_with_their_gradients(kind, fused, monkeypatch):
+@pytest.mark.parametrize("prompts", [PROMPTS, ALIKE], ids=["unlike", "alike"])
+def test_packed_and_plain_evaluation_agree_with_their_gradients(kind, fused, prompts, monkeypatch):
     if fused:
         monkeypatch.setattr("covey.llm.attention.SCORES_LIMIT", 0)
     made = make_sampler(kind, end_ids=frozenset(range(1, 85, 6)), temperature=0.8)
-    batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 4, step=1)))
+    batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(prompts)], 4, step=1)))
     batch = batch.select(torch.tensor([0, 1, 2, 3, 4, 6, 9, 15]))  # groups of unequal size
     module = made.policy.module
     results = []
@@ -127,6 +131,36 @@ def test_packed_and_plain_evaluation_agree_with_their_gradients(kind, fused, mon
     torch.testing.assert_close(packed.entropy_BT, plain.entropy_BT, atol=1e-5, rtol=0)
     for name, expected in plain_gradients.items():
         assert (packed_gradients[name] - expected).norm() <= 1e-5 * expected.norm().clamp(min=1e-3), name
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_what_all_prompts_begin_with_is_fed_once(kind, monkeypatch):
+    made = make_sampler(kind)
+    fed = []
+    made.policy.module.base_model.register_forward_pre_hook(
+        lambda _, given, named: fed.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    groups = made.sample([Start(i, text) for i, text in enumerate(ALIKE)], 2, step=1)
+    beginning, lengths = len(made.chat.encode("what is ")), [len(group.rollouts[0].context) for group in groups]
+    prompts = beginning + sum(length - beginning for length in lengths)
+    assert fed[0] == prompts < sum(lengths)
+    fed.clear()
+    made.policy.evaluate(collate(graded(groups)))
+    assert fed == [prompts + sum(len(rollout.actions) - 1 for group in groups for rollout in group.rollouts)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "length"),
+    [
+        ([[4, 5, 6], [4, 5, 7, 8]], 2),
+        ([[4, 5, 6], [4, 5, 6]], 2),  # each keeps a token of its own, from which it goes on
+        ([[4], [4, 5]], 0),
+        ([[4, 5], [6, 5]], 0),
+        ([[4, 5, 6]], 0),  # nobody to share with
+    ],
+)
+def test_the_common_beginning_ends_before_every_prompts_last_token(prompts, length):
+    assert common_beginning(prompts) == length
 
 
 @pytest.mark.parametrize("kind", ["llama", "cohere"])

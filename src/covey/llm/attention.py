@@ -13,7 +13,9 @@ D head width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -86,23 +88,29 @@ def forward(base: nn.Module, tokens_N: Tensor, positions_N: Tensor, layout: Layo
 class PackedLayout:
     """Prompts, each followed by the completions of its group: one row of tokens, without padding.
 
-    The order of the tokens is: every prompt, one after another, then every completion, one after another.
+    What all prompts begin with alike (a system prompt, a template, examples) is fed once for all of them. The order of
+    the tokens is: that common beginning, the rest of every prompt, one after another, then every completion.
     """
 
     def __init__(
         self,
-        prompt_lengths: list[int],
-        completion_lengths: list[int],
-        prompt_of_row: list[int],
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Tensor] = (),
+        prompt_of_row: Sequence[int] = (),
         device: torch.device | None = None,
     ) -> None:
-        self.prompt_lengths, self.completion_lengths = prompt_lengths, completion_lengths
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.completion_lengths = [len(completion) for completion in completions]
         self.device = device
         self.prompt_of_row = torch.tensor(prompt_of_row, dtype=torch.int64, device=device)
-        begins = [prompt_lengths[prompt] for prompt in prompt_of_row]
-        positions = [torch.arange(n) for n in prompt_lengths]
-        positions += [torch.arange(begin, begin + n) for n, begin in zip(completion_lengths, begins, strict=True)]
-        self.positions = torch.cat(positions).to(device)
+        self.common = common_beginning(prompts)
+        rests = [torch.tensor(prompt[self.common :]) for prompt in prompts]
+        parts = [torch.tensor(prompts[0][: self.common], dtype=torch.int64), *rests]
+        self.tokens = torch.cat([part.to(device) for part in (*parts, *completions)])
+        begins = [0, *[self.common for _ in prompts], *[self.prompt_lengths[prompt] for prompt in prompt_of_row]]
+        spans = zip(begins, (*parts, *completions), strict=True)
+        self.positions = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in spans]).to(device)
+        self.prompt_ends = torch.tensor([len(part) for part in parts]).cumsum(0)[1:] - 1  # the last token of each
         self.mask: Tensor | None = None  # of the fused path, made when first needed
         self._blocks: Blocks | None = None
 
@@ -110,12 +118,14 @@ class PackedLayout:
         """The same tokens cut into rectangles, for kernels that go through them one by one."""
         if self._blocks is None:
             prompts = self.prompt_of_row.tolist()
-            self._blocks = Blocks(self.prompt_lengths, self.completion_lengths, prompts, heads, kv_heads)
+            lengths = self.prompt_lengths, self.completion_lengths
+            self._blocks = Blocks(*lengths, prompts, heads, kv_heads, self.common)
         return self._blocks
 
     @cached_property
-    def prompts(self) -> _Padding:
-        return _Padding(self.prompt_lengths, self.device)
+    def rests(self) -> _Padding:
+        """Of the prompts, behind their common beginning."""
+        return _Padding([length - self.common for length in self.prompt_lengths], self.device)
 
     @cached_property
     def completions(self) -> _Padding:
@@ -129,22 +139,42 @@ class PackedLayout:
         """Called with every layer's keys and values of the prompts; the sampler's prefill stores them."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        split = self.prompts.tokens
+        split = self.common + self.rests.tokens
         heads = query.shape[0]
-        key_SKPD, value_SKPD = self.prompts.pad(key[:, :split]), self.prompts.pad(value[:, :split])
+        key_SKPD, value_SKPD = self._whole_prompts(key[:, :split]), self._whole_prompts(value[:, :split])
         self.keep_prompt(layer, key_SKPD, value_SKPD)
-        query_SHPD = self.prompts.pad(query[:, :split])
-        out_SHPD = F.scaled_dot_product_attention(
-            query_SHPD, _repeat(key_SKPD, heads), _repeat(value_SKPD, heads), is_causal=True, scale=scaling
-        )
-        out = self.prompts.unpad(out_SHPD)
+        out = self._attend_to_prompts(query[:, :split], key_SKPD, value_SKPD, scaling)
         if not self.completions.width:
-            return out
+            return torch.cat(out)
         query_RHLD = self.completions.pad(query[:, split:])
         own_RKLD = self.completions.pad(key[:, split:]), self.completions.pad(value[:, split:])
         scores = query_RHLD.shape[0] * heads * query_RHLD.shape[2] * (key_SKPD.shape[2] + query_RHLD.shape[2])
         attend = self._attend_by_products if scores <= SCORES_LIMIT else self._attend_fused
-        return torch.cat([out, self.completions.unpad(attend(query_RHLD, key_SKPD, value_SKPD, *own_RKLD, scaling))])
+        out.append(self.completions.unpad(attend(query_RHLD, key_SKPD, value_SKPD, *own_RKLD, scaling)))
+        return torch.cat(out)
+
+    def _whole_prompts(self, flat: Tensor) -> Tensor:
+        """[K, common beginning and rests, D] -> [S, K, P, D], 0 at padding."""
+        rests = self.rests.pad(flat[:, self.common :])
+        if not self.common:
+            return rests
+        return torch.cat([flat[None, :, : self.common].expand(len(rests), -1, -1, -1), rests], dim=2)
+
+    def _attend_to_prompts(self, query: Tensor, key_SKPD: Tensor, value_SKPD: Tensor, scaling: float) -> list[Tensor]:
+        """The tokens of the prompts: of the common beginning, [common, H, D], and of the rests."""
+        heads, common = query.shape[0], self.common
+        key, value = _repeat(key_SKPD, heads), _repeat(value_SKPD, heads)
+        if not common:
+            out = F.scaled_dot_product_attention(self.rests.pad(query), key, value, is_causal=True, scale=scaling)
+            return [self.rests.unpad(out)]
+        beginning = F.scaled_dot_product_attention(
+            query[None, :, :common], key[:1, :, :common], value[:1, :, :common], is_causal=True, scale=scaling
+        )
+        seen = torch.ones(self.rests.width, key.shape[2], dtype=torch.bool, device=key.device).tril(common)
+        rests = F.scaled_dot_product_attention(
+            self.rests.pad(query[:, common:]), key, value, attn_mask=seen, scale=scaling
+        )
+        return [beginning[0].transpose(0, 1), self.rests.unpad(rests)]
 
     def _attend_by_products(
         self, query_RHLD: Tensor, key_SKPD: Tensor, value_SKPD: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -173,6 +203,14 @@ class PackedLayout:
         return F.scaled_dot_product_attention(
             query_RHLD, _repeat(key, heads), _repeat(value, heads), attn_mask=self.mask, scale=scaling
         )
+
+
+def common_beginning(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with alike, the last token of each not counted; 0 for one prompt alone."""
+    if len(prompts) == 1:
+        return 0
+    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
 
 
 class PromptSlots:

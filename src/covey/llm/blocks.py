@@ -2,7 +2,8 @@
 
 A block is some sequences side by side: prompts, or the completions of some prompts that are a block too. Inside it
 attention is batched matrix products, over so few scores that they stay in the processor's cache from one product to
-the next. Small groups share a block, a large one has several.
+the next. Small groups share a block, a large one has several. What all prompts begin with is a block of its own, whose
+keys and values every prompt repeats.
 
 Shapes: N tokens, H heads, K key-value heads; of a block: G prompts continued (groups), R sequences for each.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ class Block:
     length: int
     prompts: Block | None = None  # of completions: what each group continues
     prompt_lengths_G: Tensor | None = None  # int32
+    repeated: int = 0  # of prompts: tokens of their common beginning, which have their queries in a block of their own
 
     @property
     def end(self) -> int:
@@ -44,7 +47,7 @@ class Block:
         """(first, end) of the queries to take at a time: all, unless a block of one sequence is too much at once."""
         alone = self.groups * self.rows == 1
         step = max(SCORES // (heads * (self.shared + self.length)), QUERIES) if alone else self.length
-        return ((first, min(first + step, self.length)) for first in range(0, self.length, step))
+        return ((first, min(first + step, self.length)) for first in range(self.repeated, self.length, step))
 
 
 class Blocks:
@@ -60,9 +63,12 @@ class Blocks:
         prompt_of_row: Sequence[int],
         heads: int,
         kv_heads: int,
+        common: int = 0,
     ) -> None:
-        self.heads, self.kv_heads = heads, kv_heads
+        self.heads, self.kv_heads, self.common = heads, kv_heads, common
         self.all: list[Block] = []
+        self.beginning = self._add(1, 1, common) if common else None
+        self.of_prompts: list[Block] = []
         self.prompt_lengths, self.completion_lengths = prompt_lengths, completion_lengths
         self._scratch: dict[int, Tensor] = {}
         continued: list[list[int]] = [[] for _ in prompt_lengths]
@@ -75,7 +81,8 @@ class Blocks:
             self._cut(prompts, [continued[prompt] for prompt in prompts])
         self.begins_N, self.pitches_N = self._places()
         self.size = self.all[-1].end
-        self.padded = self.size > len(self.begins_N)
+        repeated = common * sum(block.rows for block in self.of_prompts)
+        self.padded = self.size > len(self.begins_N) + repeated
 
     def scratch(self, dtype: torch.dtype, number: int) -> Tensor:
         """Memory for the scores of any piece of a block; the same at every call with this number."""
@@ -112,32 +119,33 @@ class Blocks:
     def _cut(self, prompts: list[int], completions: list[list[int]]) -> None:
         """The block of some prompts, and what their completions (longest first) need."""
         lengths = [self.prompt_lengths[prompt] for prompt in prompts]
-        shared = self._add(1, len(prompts), max(lengths))
+        shared = self._add(1, len(prompts), max(lengths), repeated=self.common)
+        self.of_prompts.append(shared)
         self._of_prompt |= {prompt: (shared, i) for i, prompt in enumerate(prompts)}
         left, lengths_G = completions, torch.tensor(lengths, dtype=torch.int32)
         while left[0]:
             longest = max(self.completion_lengths[rows[0]] for rows in left)
             fitting = max(SCORES // (self.heads * longest * (shared.length + longest) * len(left)), 1)
             rows = min(fitting, len(left[0])) if len(left) == 1 else len(left[0])
-            block = self._add(len(left), rows, longest, prompts=shared, lengths_G=lengths_G)
+            block = self._add(len(left), rows, longest, prompts=shared, prompt_lengths_G=lengths_G)
             taken = [row for group in left for row in group[:rows]]
             self._of_row |= {row: (block, i) for i, row in enumerate(taken)}
             left = [group[rows:] for group in left]
 
-    def _add(
-        self, groups: int, rows: int, length: int, *, prompts: Block | None = None, lengths_G: Tensor | None = None
-    ) -> Block:
+    def _add(self, groups: int, rows: int, length: int, **more: Any) -> Block:
         base = self.all[-1].end if self.all else 0
-        self.all.append(Block(base, groups, rows, length, prompts, lengths_G))
+        self.all.append(Block(base, groups, rows, length, **more))
         return self.all[-1]
 
     def _places(self) -> tuple[Tensor, Tensor]:
         """begins_N and pitches_N, in the order of the layout."""
-        sequences = [(length, *self._of_prompt[i]) for i, length in enumerate(self.prompt_lengths)]
-        sequences += [(length, *self._of_row[i]) for i, length in enumerate(self.completion_lengths) if length]
+        common = self.common
+        sequences = [(0, common, self.beginning, 0)] if self.beginning else []
+        sequences += [(common, length, *self._of_prompt[i]) for i, length in enumerate(self.prompt_lengths)]
+        sequences += [(0, length, *self._of_row[i]) for i, length in enumerate(self.completion_lengths) if length]
         begins, pitches = [], []
-        for length, block, row in sequences:
+        for first, end, block, row in sequences:
             begin = block.base * self.kv_heads + row * block.length
-            begins.append(torch.arange(begin, begin + length))
-            pitches.append(torch.full((length,), block.groups * block.rows * block.length))
+            begins.append(torch.arange(begin + first, begin + end))
+            pitches.append(torch.full((end - first,), block.groups * block.rows * block.length))
         return torch.cat(begins), torch.cat(pitches)

@@ -87,18 +87,16 @@ class SharedPrefixDecoder:
 
 def prefill(module: PreTrainedModel, prompts: list[list[int]]) -> tuple[Tensor, PrefillLayout]:
     """hidden_SW of the last token of each prompt, and the layout that remembers keys and values of all of them."""
-    lengths = [len(prompt) for prompt in prompts]
-    layout = PrefillLayout(lengths, module.device)
-    tokens = torch.tensor([token for prompt in prompts for token in prompt], device=module.device)
-    hidden_NW = forward(module.base_model, tokens, layout.positions, layout)
-    return hidden_NW[torch.tensor(lengths, device=module.device).cumsum(0) - 1], layout
+    layout = PrefillLayout(prompts, device=module.device)
+    hidden_NW = forward(module.base_model, layout.tokens, layout.positions, layout)
+    return hidden_NW[layout.prompt_ends.to(module.device)], layout
 
 
 class PrefillLayout(PackedLayout):
     """Prompts alone; remembers their keys and values."""
 
-    def __init__(self, prompt_lengths: list[int], device: torch.device) -> None:
-        super().__init__(prompt_lengths, [], [], device)
+    def __init__(self, prompts: list[list[int]], device: torch.device) -> None:
+        super().__init__(prompts, device=device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 

@@ -164,9 +164,9 @@ class LanguagePolicy:
 
 
 def _probe_batch(vocabulary: int) -> Batch:
-    """Two groups of two short rollouts over a few spread-out token ids."""
+    """Two groups of two short rollouts over a few spread-out token ids. Their prompts begin alike."""
     ids = [(7 * i * i + 11 * i + 5) % vocabulary for i in range(24)]
-    contexts = (tuple(ids[:7]), tuple(ids[:7]), tuple(ids[3:8]), tuple(ids[3:8]))
+    contexts = (tuple(ids[:7]), tuple(ids[:7]), tuple(ids[:2] + ids[5:8]), tuple(ids[:2] + ids[5:8]))
     actions_BT = torch.tensor(ids[8:24]).view(4, 4)
     mask_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
     zeros_B = torch.zeros(4)

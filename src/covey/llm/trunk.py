@@ -68,15 +68,13 @@ def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
             prompts.append(batch.context[row])
             previous = group
         prompt_of_row.append(len(prompts) - 1)
-    layout = PackedLayout([len(p) for p in prompts], [n - 1 for n in lengths], prompt_of_row, device)
-    fed = [torch.tensor(p, device=device) for p in prompts]
-    fed += [batch.actions_BT[row, : n - 1] for row, n in enumerate(lengths)]
-    hidden_LW = forward(model, torch.cat(fed), layout.positions, layout)
+    completions = [batch.actions_BT[row, : n - 1] for row, n in enumerate(lengths)]
+    layout = PackedLayout(prompts, completions, prompt_of_row, device)
+    hidden_LW = forward(model, layout.tokens, layout.positions, layout)
 
-    prompt_ends = torch.tensor(layout.prompt_lengths).cumsum(0) - 1
-    begins = torch.tensor([0, *[n - 1 for n in lengths[:-1]]]).cumsum(0) + sum(layout.prompt_lengths)
+    begins = torch.tensor([0, *layout.completion_lengths[:-1]]).cumsum(0) + layout.prompt_ends[-1] + 1
     source_BT = begins[:, None] + torch.arange(batch.mask_BT.shape[1]) - 1
-    source_BT[:, 0] = prompt_ends[layout.prompt_of_row.cpu()]
+    source_BT[:, 0] = layout.prompt_ends[layout.prompt_of_row.cpu()]
     return hidden_LW, source_BT
 
 

@@ -41,6 +41,8 @@ class BlockAttention(torch.autograd.Function):
     ) -> Tensor:
         work = _Work(kernels, blocks, scaling, (cosine_ND, sine_ND))
         query, key, value = work.placed(q_NX, rotate=True), work.placed(k_NY, rotate=True), work.placed(v_NY)
+        work.repeat(key)
+        work.repeat(value)
         out = torch.empty_like(query)
         for part in work.parts():
             prompt_weights, own_weights = part.weights(query, key)
@@ -66,6 +68,8 @@ class BlockAttention(torch.autograd.Function):
             part.own_keys(dkey).baddbmm_(own_slopes.mT, part.queries(query))
             if prompt_slopes is not None:
                 part.prompt_keys(dkey).baddbmm_(prompt_slopes.mT, part.across(query))
+        work.add_up(dkey)
+        work.add_up(dvalue)
         gradients = work.collected(dquery, rotated=True), work.collected(dkey, rotated=True), work.collected(dvalue)
         return *gradients, None, None, None, None, None
 
@@ -104,6 +108,32 @@ class _Work:
         self.kernels.arrange(heads_NX, places, self.angles if rotated else None, self.blocks, width, back=True)
         return heads_NX
 
+    def repeat(self, places: Tensor) -> None:
+        """Gives every prompt its copy of what all begin with."""
+        for beginning, copies in self._repetitions(places):
+            copies.copy_(beginning)
+
+    def add_up(self, places: Tensor) -> None:
+        """The gradient of `repeat`: what all begin with has that of its copies too."""
+        for beginning, copies in self._repetitions(places):
+            beginning += copies.sum(dim=1, keepdim=True)
+
+    def _repetitions(self, places: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """[K, 1, common, D] in the block of the common beginning, and [K, prompts, common, D] in a block of prompts."""
+        common, kv_heads = self.blocks.common, self.blocks.kv_heads
+        if self.blocks.beginning is None:
+            return
+        for block in self.blocks.of_prompts:
+            beginning = self.rows(places, self.blocks.beginning).unflatten(0, (kv_heads, 1))
+            copies = self.rows(places, block).unflatten(0, (kv_heads, block.rows))
+            yield beginning, copies[:, :, :common]
+
+    def rows(self, places: Tensor, block: Block) -> Tensor:
+        """[K G R, L, (M) D] of a block."""
+        kv_heads = self.blocks.kv_heads
+        rows = places[block.base * kv_heads : block.end * kv_heads]
+        return rows.view(kv_heads * block.groups * block.rows, block.length, -1)
+
     def parts(self) -> Iterator[_Part]:
         for block in self.blocks.all:
             for first, end in block.pieces(self.blocks.heads):
@@ -121,7 +151,7 @@ class _Part:
 
     def queries(self, places: Tensor) -> Tensor:
         """[K G R, queries M, D]."""
-        return self._rows(places, self.block)[:, self.first : self.end].unflatten(2, (-1, self.width)).flatten(1, 2)
+        return self.work.rows(places, self.block)[:, self.first : self.end].unflatten(2, (-1, self.width)).flatten(1, 2)
 
     def across(self, places: Tensor) -> Tensor:
         """[K G, R queries M, D]: the queries of a group's rows side by side. Where there are several, all are taken."""
@@ -131,12 +161,12 @@ class _Part:
 
     def own_keys(self, places: Tensor) -> Tensor:
         """[K G R, end, D]: what the last of the queries sees of its own sequence."""
-        return self._rows(places, self.block)[:, : self.end]
+        return self.work.rows(places, self.block)[:, : self.end]
 
     def prompt_keys(self, places: Tensor) -> Tensor:
         """[K G, P, D]."""
         assert self.block.prompts is not None
-        return self._rows(places, self.block.prompts)
+        return self.work.rows(places, self.block.prompts)
 
     def products(
         self, left: Tensor, right: Tensor, scratch: int, less: tuple[Tensor | None, Tensor] | None = None
@@ -184,9 +214,3 @@ class _Part:
     @property
     def width(self) -> int:
         return self.work.angles[0].shape[-1]
-
-    def _rows(self, places: Tensor, block: Block) -> Tensor:
-        """[K G R, L, (M) D] of a block."""
-        kv_heads = self.work.blocks.kv_heads
-        rows = places[block.base * kv_heads : block.end * kv_heads]
-        return rows.view(kv_heads * block.groups * block.rows, block.length, -1)
