@@ -235,7 +235,7 @@ def test_a_kl_without_a_reference_is_refused(kl):
 def test_a_coefficient_of_zero_only_watches_the_kl():
     groups, algorithm = random_groups(), make("grpo")
     ready, metrics = annotated(collate(groups), algorithm)
-    # every fourth group is read: only group 0 of four
+    # every eighth group is read: only group 0 of four
     assert bool(ready.reference_logprobs_BT[ready.group_B == 0][:, 0].isfinite().all())
     assert bool(ready.reference_logprobs_BT[ready.group_B != 0].isnan().all())
     values = []
