@@ -81,7 +81,7 @@ class Case:
 CASES = (
     Case("135m, one small microbatch", "smollm2-135m", 2, 4, 32, 16, 4096),
     Case("135m, few tokens each", "smollm2-135m", 8, 8, 50, 12, 512),
-    Case("135m, as make train", "smollm2-135m", 16, 16, 50, 12, 4096),
+    Case("135m, short answers", "smollm2-135m", 16, 16, 50, 12, 4096),
     Case("135m, small microbatches", "smollm2-135m", 8, 8, 50, 32, 256),
     Case("135m, long completions", "smollm2-135m", 4, 8, 64, 128, 2048),
     Case("135m, large groups", "smollm2-135m", 2, 32, 64, 48, 1024),
