@@ -152,11 +152,12 @@ def test_what_all_prompts_begin_with_is_fed_once(kind, monkeypatch):
 @pytest.mark.parametrize(
     ("prompts", "length"),
     [
-        ([[4, 5, 6], [4, 5, 7, 8]], 2),
-        ([[4, 5, 6], [4, 5, 6]], 2),  # each keeps a token of its own, from which it goes on
-        ([[4], [4, 5]], 0),
-        ([[4, 5], [6, 5]], 0),
-        ([[4, 5, 6]], 0),  # nobody to share with
+        ([[*range(9), 5], [*range(9), 7, 8]], 9),
+        ([[*range(9)], [*range(9)]], 8),  # each keeps a token of its own, from which it goes on
+        ([[*range(9), 5], [*range(8), 7, 8]], 8),
+        ([[*range(9), 5], [*range(7), 30, 8]], 0),  # not worth it
+        ([[9], [9, 5]], 0),
+        ([[*range(10)]], 0),  # nobody to share with
     ],
 )
 def test_the_common_beginning_ends_before_every_prompts_last_token(prompts, length):

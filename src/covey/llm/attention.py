@@ -35,6 +35,9 @@ _NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 # Up to this many attention scores a layer, plain products beat fused attention, and keeping them is cheap (32 MB).
 SCORES_LIMIT = 8 << 20
 
+# Prompts that begin with fewer tokens alike are fed whole: fused attention is faster without the mask of the rests.
+LEAST_COMMON = 8
+
 
 class UnsupportedAttentionError(NotImplementedError):
     """The model's attention does something that shared prompts are not written for."""
@@ -206,11 +209,10 @@ class PackedLayout:
 
 
 def common_beginning(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with alike, the last token of each not counted; 0 for one prompt alone."""
-    if len(prompts) == 1:
-        return 0
+    """How many tokens all prompts begin with alike, the last token of each not counted; 0 where it is not worth it."""
     columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
-    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+    common = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+    return common if common >= LEAST_COMMON and len(prompts) > 1 else 0
 
 
 class PromptSlots:

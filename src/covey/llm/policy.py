@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from covey.core import kl
 from covey.data import Batch, Evaluation
-from covey.llm.attention import IMPLEMENTATION
+from covey.llm.attention import IMPLEMENTATION, LEAST_COMMON
 from covey.llm.decoding import CacheDecoder, Decoder, SharedPrefixDecoder
 from covey.llm.exact_kl import exact_kl
 from covey.llm.head import token_logprobs
@@ -166,7 +166,8 @@ class LanguagePolicy:
 def _probe_batch(vocabulary: int) -> Batch:
     """Two groups of two short rollouts over a few spread-out token ids. Their prompts begin alike."""
     ids = [(7 * i * i + 11 * i + 5) % vocabulary for i in range(24)]
-    contexts = (tuple(ids[:7]), tuple(ids[:7]), tuple(ids[:2] + ids[5:8]), tuple(ids[:2] + ids[5:8]))
+    one, other = (tuple(ids[:LEAST_COMMON] + rest) for rest in (ids[8:12], ids[14:16]))
+    contexts = (one, one, other, other)
     actions_BT = torch.tensor(ids[8:24]).view(4, 4)
     mask_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
     zeros_B = torch.zeros(4)
