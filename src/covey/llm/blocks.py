@@ -2,8 +2,8 @@
 
 A block is some sequences side by side: prompts, or the completions of some prompts that are a block too. Inside it
 attention is batched matrix products, over so few scores that they stay in the processor's cache from one product to
-the next. Small groups share a block, a large one has several. What all prompts begin with is a block of its own, whose
-keys and values every prompt repeats.
+the next. Small groups share a block, a large one has several. What all prompts begin with is a block of its own, the
+first, whose keys and values every prompt repeats.
 
 Shapes: N tokens, H heads, K key-value heads; of a block: G prompts continued (groups), R sequences for each.
 """
@@ -67,8 +67,8 @@ class Blocks:
     ) -> None:
         self.heads, self.kv_heads, self.common = heads, kv_heads, common
         self.all: list[Block] = []
-        self.beginning = self._add(1, 1, common) if common else None
-        self.of_prompts: list[Block] = []
+        if common:
+            self._add(1, 1, common)
         self.prompt_lengths, self.completion_lengths = prompt_lengths, completion_lengths
         self._scratch: dict[int, Tensor] = {}
         continued: list[list[int]] = [[] for _ in prompt_lengths]
@@ -81,8 +81,7 @@ class Blocks:
             self._cut(prompts, [continued[prompt] for prompt in prompts])
         self.begins_N, self.pitches_N = self._places()
         self.size = self.all[-1].end
-        repeated = common * sum(block.rows for block in self.of_prompts)
-        self.padded = self.size > len(self.begins_N) + repeated
+        self.padded = self.size > len(self.begins_N) + sum(block.rows * block.repeated for block in self.all)
 
     def scratch(self, dtype: torch.dtype, number: int) -> Tensor:
         """Memory for the scores of any piece of a block; the same at every call with this number."""
@@ -120,7 +119,6 @@ class Blocks:
         """The block of some prompts, and what their completions (longest first) need."""
         lengths = [self.prompt_lengths[prompt] for prompt in prompts]
         shared = self._add(1, len(prompts), max(lengths), repeated=self.common)
-        self.of_prompts.append(shared)
         self._of_prompt |= {prompt: (shared, i) for i, prompt in enumerate(prompts)}
         left, lengths_G = completions, torch.tensor(lengths, dtype=torch.int32)
         while left[0]:
@@ -140,7 +138,7 @@ class Blocks:
     def _places(self) -> tuple[Tensor, Tensor]:
         """begins_N and pitches_N, in the order of the layout."""
         common = self.common
-        sequences = [(0, common, self.beginning, 0)] if self.beginning else []
+        sequences = [(0, common, self.all[0], 0)] if common else []
         sequences += [(common, length, *self._of_prompt[i]) for i, length in enumerate(self.prompt_lengths)]
         sequences += [(0, length, *self._of_row[i]) for i, length in enumerate(self.completion_lengths) if length]
         begins, pitches = [], []

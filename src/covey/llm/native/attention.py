@@ -120,13 +120,11 @@ class _Work:
 
     def _repetitions(self, places: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """[K, 1, common, D] in the block of the common beginning, and [K, prompts, common, D] in a block of prompts."""
-        common, kv_heads = self.blocks.common, self.blocks.kv_heads
-        if self.blocks.beginning is None:
-            return
-        for block in self.blocks.of_prompts:
-            beginning = self.rows(places, self.blocks.beginning).unflatten(0, (kv_heads, 1))
-            copies = self.rows(places, block).unflatten(0, (kv_heads, block.rows))
-            yield beginning, copies[:, :, :common]
+        for block in self.blocks.all:
+            if block.repeated:
+                parts = (self.rows(places, some) for some in (self.blocks.all[0], block))
+                beginning, copies = (part.unflatten(0, (self.blocks.kv_heads, -1)) for part in parts)
+                yield beginning, copies[:, :, : block.repeated]
 
     def rows(self, places: Tensor, block: Block) -> Tensor:
         """[K G R, L, (M) D] of a block."""
