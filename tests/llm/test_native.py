@@ -15,7 +15,7 @@ from covey.llm.chat import Chat
 from covey.llm.decoding import SharedPrefixDecoder
 from covey.llm.native import fused, library
 from covey.llm.native.decoder import NativeDecoder
-from covey.llm.native.weights import is_llama_like
+from covey.llm.native.families import is_llama_like
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import cpu_info

@@ -1,14 +1,20 @@
 // Attention of one new token per row to its prompt, which it shares with its group, and to its own earlier tokens.
 //
-// Shapes: R rows, H heads, K key-value heads, M = H / K, D head width, P prompt tokens.
+// A task is a run of rows that share a prompt, with the query heads that share a key-value head: their queries are
+// multiplied by the prompt's keys and values together. Of each row's own tokens every byte is read once, which takes
+// memory longer than the products take; so while one row is worked on, the next one's tokens are fetched.
+//
+// Shapes: R rows, H heads, K key-value heads, M = H / K, D head width, P prompt tokens, Q queries of a run.
 
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <type_traits>
 #include <vector>
 
+#include "kept.h"
 #include "layers.h"
 #include "vectors.h"
 
@@ -33,173 +39,146 @@ inline void rotate(float* x, const Value* cosine, const Value* sine, int width) 
     }
 }
 
-// scores[m][t] = query[m] . key[t] for t < tokens, from keys that lie in blocks of PAD tokens, [D][PAD] each: what is
-// read together lies together.
-template <typename Value, int M>
-inline void score(const float* query, int width, const Value* keys, int tokens, float* scores, int pitch) {
-    for (int t = 0; t < tokens; t += PAD) {
-        Floats low[M] = {}, high[M] = {};
-        for (int d = 0; d < width; d++, keys += PAD) {
-            Floats a, b;
-            load_piece(keys, a, b);
-            for (int m = 0; m < M; m++) {
-                low[m] += query[m * width + d] * a;
-                high[m] += query[m * width + d] * b;
-            }
-        }
-        for (int m = 0; m < M; m++) {
-            store(low[m], scores + m * pitch + t);
-            store(high[m], scores + m * pitch + t + LANES);
-        }
-    }
-}
-
-// out[m] += sum_t weights[m][t] value[t], values lie as [tokens][stride].
-template <typename Value, int M>
-inline void blend(const float* weights, int pitch, const Value* values, int stride, int tokens, float* out) {
-    for (int d = 0; d < stride; d += PAD) {
-        Floats low[M], high[M];
-        for (int m = 0; m < M; m++) {
-            low[m] = load(out + m * stride + d);
-            high[m] = load(out + m * stride + d + LANES);
-        }
-        for (int t = 0; t < tokens; t++) {
-            Floats a, b;
-            load_piece(values + size_t(t) * stride + d, a, b);
-            for (int m = 0; m < M; m++) {
-                low[m] += weights[m * pitch + t] * a;
-                high[m] += weights[m * pitch + t] * b;
-            }
-        }
-        for (int m = 0; m < M; m++) {
-            store(low[m], out + m * stride + d);
-            store(high[m], out + m * stride + d + LANES);
-        }
-    }
-}
-
-// exp(scores - max) in place; returns its sum. What lies between the two parts and behind them becomes 0.
-inline float soften(float* scores, int first, int gap, int second, int pitch) {
-    auto forbid = [&](int from, int to) { std::fill(scores + from, scores + to, -INFINITY); };
-    forbid(first, gap);
-    forbid(gap + second, pitch);
-    Floats top = all(-INFINITY);
-    for (int t = 0; t < pitch; t += LANES) top = greater(load(scores + t), top);
-    float highest = top[0];
-    for (int i = 1; i < LANES; i++) highest = std::max(highest, top[i]);
-    Floats total = {};
-    for (int t = 0; t < pitch; t += LANES) {
-        Floats mass = exponential(load(scores + t) - highest);
-        total += mass;
-        store(mass, scores + t);
-    }
-    return sum(total);
-}
-
 // Where everything lies for one layer's attention of one new token per row. library.py declares the same fields.
 struct Attention {
     const void *qkv, *cosine, *sine;       // [R, (H + 2 K) D], [R, D], [R, D]
     const void *query_norm, *key_norm;     // [D], or null
-    const int64_t *prompt_keys;            // [R] addresses of [layers, K, padded(P) / PAD, D, PAD]
-    const int64_t *prompt_values;          // [R] addresses of [layers, K, P, padded(D)]
+    const int64_t *prompt_keys;            // [R] addresses of what prompts.h keeps of all layers and key-value heads
+    const int64_t *prompt_values;          // [R] likewise
     const int32_t *prompt_lengths;         // [R]
     void *own_keys;                        // of this layer: [slots, K, capacity / PAD, D, PAD]
     void *own_values;                      // of this layer: [slots, K, capacity, padded(D)]
     const int32_t *slots, *decoded;        // [R]: where a row's own tokens lie, and how many there are
     void *out;                             // [R, H D]
+    int32_t qkv_pitch, out_pitch;          // from one row to the next
     int32_t rows, heads, kv_heads, width, capacity, layer, threads;
     float scaling, epsilon;
 };
 
-// Some query heads of one row that share a key-value head. Keys lie in blocks of PAD tokens, values as
-// [tokens][padded(D)].
-template <typename Value, int M>
-void attend_heads(const float* query, const Attention& shape, const Value* prompt_keys, const Value* prompt_values,
-    int prompt, const Value* own_keys, const Value* own_values, int own, std::vector<float>& scratch, Value* out) {
-    int gap = padded(prompt), pitch = gap + padded(own), stride = padded(shape.width);
-    scratch.resize(size_t(M) * (pitch + stride));
-    float* scores = scratch.data();
-    float* blended = scores + size_t(M) * pitch;
-    score<Value, M>(query, shape.width, prompt_keys, prompt, scores, pitch);
-    score<Value, M>(query, shape.width, own_keys, own, scores + gap, pitch);
-    std::fill(blended, blended + M * stride, 0.0f);
-    float total[M];
-    for (int m = 0; m < M; m++) total[m] = soften(scores + size_t(m) * pitch, prompt, gap, own, pitch);
-    blend<Value, M>(scores, pitch, prompt_values, stride, prompt, blended);
-    blend<Value, M>(scores + gap, pitch, own_values, stride, own, blended);
-    for (int m = 0; m < M; m++) {
-        const float* from = blended + m * stride;
-        Value* to = out + m * shape.width;
-        int d = 0;
-        for (; d + LANES <= shape.width; d += LANES) store(load(from + d) / total[m], to + d);
-        for (; d < shape.width; d++) narrow(from[d] / total[m], &to[d]);
+struct Run {
+    int first, rows;
+};
+
+// Rows that share a prompt, cut into equal parts of at most 16 queries.
+inline std::vector<Run> runs_of(const Attention& shape) {
+    int most = std::max(1, 16 / (shape.heads / shape.kv_heads));
+    std::vector<Run> runs;
+    for (int first = 0, end; first < shape.rows; first = end) {
+        for (end = first + 1; end < shape.rows && shape.prompt_keys[end] == shape.prompt_keys[first];) end++;
+        int parts = (end - first + most - 1) / most;
+        for (int part = 0; part < parts; part++) {
+            int begin = first + (end - first) * part / parts;
+            runs.push_back({begin, first + (end - first) * (part + 1) / parts - begin});
+        }
     }
+    return runs;
 }
+
+// One thread's work on one run after another.
+template <typename Value>
+class Attending {
+  public:
+    explicit Attending(const Attention& shape)
+        : shape(shape), width(shape.width), stride(padded(width)), queries(shape.heads / shape.kv_heads),
+          query(width), prepared(width), key(width) {}
+
+    // `after` is what to fetch at last: the own tokens that the next task begins with.
+    void operator()(Run run, int head, Ahead after) {
+        int prompt = shape.prompt_lengths[run.first], gap = padded(prompt), count = run.rows * queries;
+        float* scores = room<float>(score_memory, size_t(count) * gap);
+        float* blended = room<float>(blended_memory, size_t(count) * stride);
+        total.resize(count);
+        query.resize(count);
+        for (int q = 0; q < count; q++)
+            prepare(run.first + q / queries, head * queries + q % queries, shape.query_norm, query.row(q));
+        query.turn(count);
+        size_t part = (size_t(shape.layer) * shape.kv_heads + head) * Kept<Value>::size(prompt, width);
+        Kept<Value> shared(reinterpret_cast<Value*>(shape.prompt_keys[run.first]) + part,
+            reinterpret_cast<Value*>(shape.prompt_values[run.first]) + part, prompt, width);
+        Ahead nothing;
+        shared.score(query, 0, count, scores, gap, nothing);
+        for (int r = 0; r < run.rows; r++) {
+            int row = run.first + r, q = r * queries;
+            Kept<Value> own = own_of(row, head);
+            Ahead ahead = r + 1 < run.rows ? own_of(row + 1, head).ahead() : after;
+            append(row, head, own);
+            int tokens = shape.decoded[row] + 1, pitch = padded(tokens);
+            float* own_scores = room<float>(own_memory, size_t(queries) * pitch);
+            own.score(query, q, queries, own_scores, pitch, ahead);
+            for (int m = 0; m < queries; m++)
+                total[q + m] = soften({scores + size_t(q + m) * gap, prompt, gap},
+                    {own_scores + size_t(m) * pitch, tokens, pitch}, shape.scaling);
+            own.blend(own_scores, pitch, queries, blended + size_t(q) * stride, false, ahead);
+            ahead.lines(ahead.left());
+        }
+        shared.blend(scores, gap, count, blended, true, nothing);
+        for (int q = 0; q < count; q++) {
+            const float* from = blended + size_t(q) * stride;
+            size_t row = run.first + q / queries;
+            Value* to = static_cast<Value*>(shape.out) + row * shape.out_pitch + (head * queries + q % queries) * width;
+            int d = 0;
+            for (; d + LANES <= width; d += LANES) store(load(from + d) / total[q], to + d);
+            for (; d < width; d++) narrow(from[d] / total[q], &to[d]);
+        }
+    }
+
+    // What a row has decoded.
+    Kept<Value> own_of(int row, int head) const {
+        size_t place = (size_t(shape.slots[row]) * shape.kv_heads + head) * Kept<Value>::size(shape.capacity, width);
+        auto keys = static_cast<Value*>(shape.own_keys), values = static_cast<Value*>(shape.own_values);
+        return {keys + place, values + place, shape.decoded[row], width};
+    }
+
+  private:
+    const Attention& shape;
+    const int width, stride, queries;
+    Queries<Value> query;
+    std::vector<float> prepared, total;
+    std::vector<Value> key;
+    std::vector<Floats> score_memory, own_memory, blended_memory;
+
+    const Value* projected(int row, int place) const {
+        return static_cast<const Value*>(shape.qkv) + size_t(row) * shape.qkv_pitch + size_t(place) * width;
+    }
+
+    // A query or key, normalised where the model does that, and rotated; a number of `Value`'s.
+    void prepare(int row, int place, const void* norm_weight, float* to) const {
+        const Value* from = projected(row, place);
+        auto norm = static_cast<const Value*>(norm_weight);
+        for (int d = 0; d < width; d++) to[d] = widen(from[d]);
+        if (norm) {
+            float scale = inverse_root_mean_square(to, width, shape.epsilon);
+            for (int d = 0; d < width; d++) to[d] = rounded<Value>(rounded<Value>(to[d] * scale) * widen(norm[d]));
+        }
+        size_t angle = size_t(row) * width;
+        rotate(to, static_cast<const Value*>(shape.cosine) + angle, static_cast<const Value*>(shape.sine) + angle, width);
+    }
+
+    // Key and value of the new token.
+    void append(int row, int head, Kept<Value>& own) {
+        prepare(row, shape.heads + head, shape.key_norm, prepared.data());
+        for (int d = 0; d < width; d++) narrow(prepared[d], &key[d]);
+        own.append(key.data(), projected(row, shape.heads + shape.kv_heads + head));
+    }
+};
 
 template <typename Value>
 void attend(const Attention& shape) {
-    auto qkv = static_cast<const Value*>(shape.qkv);
-    auto cosine = static_cast<const Value*>(shape.cosine), sine = static_cast<const Value*>(shape.sine);
-    auto own_keys = static_cast<Value*>(shape.own_keys), own_values = static_cast<Value*>(shape.own_values);
-    int rows = shape.rows;
-    int width = shape.width, stride = padded(width), queries = shape.heads / shape.kv_heads;
-    size_t row_stride = size_t(shape.heads + 2 * shape.kv_heads) * width;
+    std::vector<Run> runs = runs_of(shape);
+    int tasks = int(runs.size()) * shape.kv_heads;
+    std::atomic<int> unclaimed{0};
 #pragma omp parallel num_threads(shape.threads)
     {
-        std::vector<float> query(size_t(queries) * width), key(width), scratch;
-#pragma omp for schedule(dynamic, 4)
-        for (int task = 0; task < rows * shape.kv_heads; task++) {
-            int head = task / rows, row = task % rows;  // neighbours read the same prompt
-            const Value* mine = qkv + row * row_stride;
-            const Value* cosines = cosine + size_t(row) * width;
-            const Value* sines = sine + size_t(row) * width;
-            auto prepare = [&](const Value* from, const void* norm_weight, float* to) {
-                auto norm = static_cast<const Value*>(norm_weight);
-                for (int d = 0; d < width; d++) to[d] = widen(from[d]);
-                if (norm) {
-                    float scale = inverse_root_mean_square(to, width, shape.epsilon);
-                    for (int d = 0; d < width; d++)
-                        to[d] = rounded<Value>(rounded<Value>(to[d] * scale) * widen(norm[d]));
-                }
-                rotate(to, cosines, sines, width);
-            };
-            for (int m = 0; m < queries; m++) {
-                float* to = query.data() + size_t(m) * width;
-                prepare(mine + size_t(head * queries + m) * width, shape.query_norm, to);
-                for (int d = 0; d < width; d++) to[d] *= shape.scaling;
-            }
-            prepare(mine + size_t(shape.heads + head) * width, shape.key_norm, key.data());
-
-            size_t place = size_t(shape.slots[row]) * shape.kv_heads + head;
-            Value* keys = own_keys + place * width * shape.capacity;
-            Value* values = own_values + place * stride * shape.capacity;
-            int now = shape.decoded[row], prompt = shape.prompt_lengths[row];
-            prefetch(keys, size_t(padded(now + 1)) * width * sizeof(Value));  // arrives while the prompt is read
-            prefetch(values, size_t(now) * stride * sizeof(Value));
-            const Value* value = mine + size_t(shape.heads + shape.kv_heads + head) * width;
-            int slot = place_of(now % PAD, value);
-            for (int d = 0; d < width; d++) narrow(key[d], &keys[size_t(now / PAD * width + d) * PAD + slot]);
-            for (int d = 0; d < width; d++) values[size_t(now) * stride + place_of(d, value)] = value[d];
-
-            size_t part = size_t(shape.layer) * shape.kv_heads + head;
-            const Value* shared_keys =
-                reinterpret_cast<const Value*>(shape.prompt_keys[row]) + part * width * padded(prompt);
-            const Value* shared_values =
-                reinterpret_cast<const Value*>(shape.prompt_values[row]) + part * prompt * stride;
-            for (int m = 0; m < queries;) {
-                Value* to = static_cast<Value*>(shape.out) + (size_t(row) * shape.heads + head * queries + m) * width;
-                const float* from = query.data() + size_t(m) * width;
-                auto some = [&](auto count) {
-                    attend_heads<Value, decltype(count)::value>(
-                        from, shape, shared_keys, shared_values, prompt, keys, values, now + 1, scratch, to);
-                    m += decltype(count)::value;
-                };
-                int left = queries - m;
-                if (left >= 4) some(std::integral_constant<int, 4>());
-                else if (left == 3) some(std::integral_constant<int, 3>());
-                else if (left == 2) some(std::integral_constant<int, 2>());
-                else some(std::integral_constant<int, 1>());
-            }
+        Attending<Value> attending(shape);
+        Tiles tiles;
+        auto run_of = [&](int task) { return runs[task % runs.size()]; };  // neighbours read the same head's keys
+        auto head_of = [&](int task) { return task / int(runs.size()); };
+        for (int task = unclaimed++; task < tasks;) {
+            int next = unclaimed++;
+            Ahead after;
+            if (next < tasks) after = attending.own_of(run_of(next).first, head_of(next)).ahead();
+            attending(run_of(task), head_of(task), after);
+            task = next;
         }
     }
 }

@@ -6,6 +6,7 @@
 // storage type, so does this code, so that both write the same numbers but for the order of sums.
 
 #include "attention.h"
+#include "decoder.h"
 #include "layers.h"
 #include "logits.h"
 #include "products.h"
@@ -50,6 +51,10 @@
         const Value* own_weights, Value* dprompt, Value* down) {                                                    \
         soften_backward(*shape, prompt_weights, own_weights, dprompt, down);                                        \
     }                                                                                                               \
+    extern "C" void keep_prompt_##suffix(const Value* keys, const Value* values, Value* kept_keys,                     \
+        Value* kept_values, int kv_heads, int tokens, int width) {                                                  \
+        keep_prompt(keys, values, kept_keys, kept_values, kv_heads, tokens, width);                                 \
+    }                                                                                                               \
     extern "C" void attend_##suffix(const Attention* attention) { attend<Value>(*attention); }                      \
     extern "C" void choose_##suffix(const Value* logits, const double* uniforms, float temperature,                 \
         int64_t* tokens, float* logprobs, int rows, int vocabulary, int threads) {                                  \
@@ -69,5 +74,13 @@
 ENTRY_POINTS(bf16, bf16)
 ENTRY_POINTS(float, fp32)
 
-extern "C" bool has_weight_gradients() { return may_use_tiles(); }
+// On processors with AMX alone.
+extern "C" bool has_tiles() { return may_use_tiles(); }
+extern "C" void tile_weight_bf16(const bf16* weight, int outputs, int inputs, void* tiles, int threads) {
+    tile_weight(weight, outputs, inputs, tiles, threads);
+}
+extern "C" void multiply_bf16(const bf16* x, const Linear* linear, bf16* out, int rows, int threads) {
+    multiply(x, *linear, out, rows, threads);
+}
+extern "C" void decode_bf16(const Step* step) { decode(*step); }
 extern "C" void weight_gradients_bf16(const WeightGradients* shape) { weight_gradients(*shape); }

@@ -1,4 +1,4 @@
-// RMSNorm and the gated MLP: forward for a decoder, forward and backward for training.
+// RMSNorm, softmax and the gated MLP: forward for a decoder; the first and the last forward and backward for training.
 //
 // Shapes: W hidden width.
 
@@ -100,6 +100,30 @@ void normalise_backward(const Hidden* x, const Value* weight, const float* scale
             }
         }
     }
+}
+
+// Scores of some tokens, in memory that goes on to `end`, a multiple of LANES.
+struct Seen {
+    float* scores;
+    int tokens, end;
+};
+
+// exp(scaling (scores - max)) in place, over two parts together; returns its sum. Past the tokens there is 0 then.
+inline float soften(Seen first, Seen second, float scaling) {
+    Floats top = all(-INFINITY), total = {};
+    for (Seen part : {first, second}) {
+        std::fill(part.scores + part.tokens, part.scores + part.end, -INFINITY);
+        for (int t = 0; t < part.end; t += LANES) top = greater(load(part.scores + t), top);
+    }
+    float highest = largest(top);
+    for (Seen part : {first, second}) {
+        for (int t = 0; t < part.end; t += LANES) {
+            Floats mass = exponential((load(part.scores + t) - highest) * scaling);
+            total += mass;
+            store(mass, part.scores + t);
+        }
+    }
+    return sum(total);
 }
 
 // silu(x) = x / (1 + exp(-x)), and its slope.

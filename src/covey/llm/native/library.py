@@ -45,6 +45,7 @@ class AttentionPlace(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qkv", "cosine", "sine", "query_norm", "key_norm")),
         *((name, ctypes.c_void_p) for name in ("prompt_keys", "prompt_values", "prompt_lengths")),
         *((name, ctypes.c_void_p) for name in ("own_keys", "own_values", "slots", "decoded", "out")),
+        *((name, ctypes.c_int32) for name in ("qkv_pitch", "out_pitch")),
         *((name, ctypes.c_int32) for name in ("rows", "heads", "kv_heads", "width", "capacity", "layer", "threads")),
         *((name, ctypes.c_float) for name in ("scaling", "epsilon")),
     )
@@ -73,6 +74,38 @@ class WeightGradients(ctypes.Structure):
     )
 
 
+class Linear(ctypes.Structure):
+    """`Linear` in decoder.h: a linear layer whose weight lies as tiles."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int32) for name in ("outputs", "inputs")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """`Layer` in decoder.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input_norm", "query_norm", "key_norm", "inner_norm")),
+        *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
+    )
+
+
+class Step(ctypes.Structure):
+    """`Step` in decoder.h: one new token of every row, from its embedding to the logits of the next."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(Layer)),
+        ("norm", ctypes.c_void_p),
+        ("head", Linear),
+        ("attention", AttentionPlace),
+        ("own_per_layer", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("hidden", "normed", "qkv", "attended", "gated", "logits")),
+        ("layer_count", ctypes.c_int32),
+    )
+
+
 class Kernels:
     """The entry points for one storage type. Every tensor given is on the CPU, contiguous, and of that type."""
 
@@ -95,13 +128,17 @@ class Kernels:
         self._arrange = entry("arrange", *[address] * 6, *[number] * 4, ctypes.c_bool, number)
         self._soften = entry("soften_scores", ctypes.POINTER(Scores), *[address] * 4)
         self._soften_backward = entry("soften_backward", ctypes.POINTER(Scores), *[address] * 4)
+        self._keep_prompt = entry("keep_prompt", *[address] * 4, number, number, number)
         self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
         self._choose = entry("choose", address, address, real, address, address, number, number, number)
         self._measure = entry("measure_logits", address, address, real, *[address] * 3, number, number, number)
-        self._weight_gradients: Callable[..., None] | None = None  # on processors with AMX
-        library.has_weight_gradients.restype = ctypes.c_bool
-        if dtype == torch.bfloat16 and library.has_weight_gradients():
+        library.has_tiles.restype = ctypes.c_bool
+        self.has_tiles = dtype == torch.bfloat16 and library.has_tiles()  # of AMX: processors' units for products
+        if self.has_tiles:
             self._weight_gradients = entry("weight_gradients", ctypes.POINTER(WeightGradients))
+            self._tile_weight = entry("tile_weight", address, number, number, address, number)
+            self._multiply = entry("multiply", address, ctypes.POINTER(Linear), address, number, number)
+            self._decode = entry("decode", ctypes.POINTER(Step))
         self._slope = entry("logit_gradients", *[address] * 6, real, ctypes.c_int64, number, number, number)
 
     def add_and_normalise(
@@ -162,7 +199,7 @@ class Kernels:
 
     def weight_gradients(self, x_TN: Tensor, d_TM: Sequence[Tensor], out_MN: Sequence[Tensor]) -> None:
         """out = d' x for each of some linear layers with the same input."""
-        if self._weight_gradients is None:
+        if not self.has_tiles:
             for d, out in zip(d_TM, out_MN, strict=True):
                 torch.mm(d.T, x_TN, out=out)
             return
@@ -211,9 +248,31 @@ class Kernels:
         where = (_address(tensor) for tensor in (*weights, *slopes))
         self._soften_backward(ctypes.byref(shape), *where)
 
+    def keep_prompt(self, keys_KPD: Tensor, values_KPD: Tensor, kept_keys: Tensor, kept_values: Tensor) -> None:
+        """Keys and values of a prompt in one layer, as `attend` reads them: padded(P) times padded(D) numbers a head."""
+        where = (tensor.data_ptr() for tensor in (keys_KPD, values_KPD, kept_keys, kept_values))
+        self._keep_prompt(*where, *keys_KPD.shape)
+
     def attend(self, place: AttentionPlace) -> None:
         """Rotate queries and keys, store keys and values of the new tokens, and attend."""
         self._attend(ctypes.byref(place))
+
+    def tile_weight(self, weight_MN: Tensor) -> Tensor:
+        """A linear layer's weight as `multiply` and `decode` read it. Where there are tiles, as all that follows."""
+        outputs, inputs = weight_MN.shape
+        tiles = weight_MN.new_empty(padded(outputs) * padded(inputs))
+        self._tile_weight(weight_MN.data_ptr(), outputs, inputs, tiles.data_ptr(), torch.get_num_threads())
+        return tiles
+
+    def multiply(self, x_RN: Tensor, linear: Linear) -> Tensor:
+        """x W' + b. `x` has rows for a multiple of 16, each of padded(N) numbers, 0 past N; so has the result rows."""
+        out_RM = x_RN.new_empty(len(x_RN), linear.outputs)
+        self._multiply(x_RN.data_ptr(), ctypes.byref(linear), out_RM.data_ptr(), len(x_RN), torch.get_num_threads())
+        return out_RM
+
+    def decode(self, step: Step) -> None:
+        """All layers, the last norm and the head."""
+        self._decode(ctypes.byref(step))
 
     def choose(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """What `choosing.choose` does, for a temperature above 0."""

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -24,65 +25,21 @@ struct WeightGradients {
 
 }  // namespace
 
-#if defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__linux__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
+#ifdef HAVE_TILES
 #include <algorithm>
 #include <memory>
 #include <vector>
 
 namespace {
 
-constexpr int TILE = 16;        // rows of a tile, and floats in one
-constexpr int SIDE = 2 * TILE;  // of the square of four tiles that is summed up in registers
 constexpr int DEPTH = 256;      // tokens at a time: 32 columns of each factor, 32 KB, stay in the first cache
 constexpr int OUTPUTS = 384, INPUTS = 576;  // of a task at most: 0.9 MB of sums, 0.5 MB of factors
-
-inline int squares(int count) { return (count + SIDE - 1) / SIDE; }
-
-// Linux lets a process use the tiles after it has asked.
-inline bool may_use_tiles() {
-    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-    return granted;
-}
-
-inline void configure_tiles() {
-    struct alignas(64) {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t bytes[16] = {};
-        uint8_t rows[16] = {};
-    } shape;
-    for (int tile = 0; tile < 8; tile++) shape.bytes[tile] = 64, shape.rows[tile] = TILE;
-    _tile_loadconfig(&shape);
-}
 
 // Two tokens' 16 numbers as pairs (first, second); past the end there are zeros.
 inline __m512i paired(const bf16* first, const bf16* second, __mmask16 there) {
     __m256i low = first ? _mm256_maskz_loadu_epi16(there, first) : _mm256_setzero_si256();
     __m256i high = second ? _mm256_maskz_loadu_epi16(there, second) : _mm256_setzero_si256();
     return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-}
-
-inline void transpose(__m512i* rows) {
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#pragma GCC unroll 4
-    for (int distance = 8; distance; distance /= 2) {
-        __m512i bit = _mm512_set1_epi32(distance), other = _mm512_set1_epi32(16);
-        __mmask16 set = _mm512_test_epi32_mask(lanes, bit);
-        __m512i away = _mm512_xor_si512(lanes, bit);
-        __m512i to_low = _mm512_mask_or_epi32(lanes, set, away, other);
-        __m512i to_high = _mm512_mask_or_epi32(away, set, lanes, other);
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            if (i & distance) continue;
-            __m512i low = _mm512_permutex2var_epi32(rows[i], to_low, rows[i | distance]);
-            rows[i | distance] = _mm512_permutex2var_epi32(rows[i], to_high, rows[i | distance]);
-            rows[i] = low;
-        }
-    }
 }
 
 // Some columns of `tokens` rows as tiles, [columns / 16, tokens / 32] of them: rows are pairs of tokens and columns
@@ -152,7 +109,7 @@ void weight_gradients(const WeightGradients& shape) {
     std::unique_ptr<__m512i[]> packed(new __m512i[panel * columns * chunks]);
 #pragma omp parallel num_threads(shape.threads)
     {
-        configure_tiles();
+        Tiles tiles;
         size_t room = size_t(most) * wide / TILE;
         std::unique_ptr<__m512i[]> left(new __m512i[size_t(most) * DEPTH / 32]), memory(new __m512i[room]);
         float* sums = reinterpret_cast<float*>(memory.get());
@@ -189,7 +146,6 @@ void weight_gradients(const WeightGradients& shape) {
                 }
             }
         }
-        _tile_release();
     }
 }
 
@@ -199,7 +155,6 @@ void weight_gradients(const WeightGradients& shape) {
 
 namespace {
 
-inline bool may_use_tiles() { return false; }
 inline void weight_gradients(const WeightGradients&) {}
 
 }  // namespace

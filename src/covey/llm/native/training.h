@@ -103,8 +103,8 @@ void soften_scores(const Scores& shape, Value* prompt_scores, Value* own_scores,
                 widen_row(own_rest + row * shape.own, seen, rest.data() + gap);
                 for (int t = 0; t < pitch; t += LANES) store(load(&scratch[t]) + load(&rest[t]), &scratch[t]);
             }
-            for (int t = 0; t < pitch; t += LANES) store(load(&scratch[t]) * shape.scaling, &scratch[t]);
-            float share = 1.0f / soften(scratch.data(), shared, gap, seen, pitch);
+            Seen of_prompt{scratch.data(), shared, gap}, of_own{scratch.data() + gap, seen, padded(seen)};
+            float share = 1.0f / soften(of_prompt, of_own, shape.scaling);
             for (int t = 0; t < pitch; t += LANES) store(load(&scratch[t]) * share, &scratch[t]);
             narrow_row(scratch.data(), shape.prompt, prompt);
             narrow_row(scratch.data() + gap, seen, own);

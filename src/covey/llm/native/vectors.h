@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int LANES = 16;
@@ -49,7 +53,11 @@ inline Floats load(const float* from) {
 inline Floats load(const bf16* from) {
     Halves halves;
     std::memcpy(&halves, from, sizeof halves);
+#ifdef __AVX512BF16__
+    Words words = Words(_mm512_cvtepu16_epi32(__m256i(halves))) << 16;  // which GCC makes four instructions of
+#else
     Words words = __builtin_convertvector(halves, Words) << 16;
+#endif
     Floats x;
     std::memcpy(&x, &words, sizeof x);
     return x;
@@ -81,11 +89,16 @@ inline void load_piece(const float* from, Floats& low, Floats& high) {
 
 inline void store(Floats x, float* to) { std::memcpy(to, &x, sizeof x); }
 inline void store(Floats x, bf16* to) {
+#ifdef __AVX512BF16__
+    __m256bh nearest = _mm512_cvtneps_pbh(__m512(x));
+    std::memcpy(to, &nearest, sizeof nearest);
+#else
     Words bits;
     std::memcpy(&bits, &x, sizeof bits);
     Words nearest = bits + 0x7fff + ((bits >> 16) & 1);
     Halves halves = __builtin_convertvector((x == x ? nearest : Words{} + 0x7fc00000u) >> 16, Halves);
     std::memcpy(to, &halves, sizeof halves);
+#endif
 }
 
 template <typename Value>
@@ -95,27 +108,46 @@ inline Floats rounded(Floats x) {
     return load(stored);
 }
 
-inline void prefetch(const void* from, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
-}
-
 constexpr float IMPOSSIBLE = -3e38f;  // a logit that has no mass
 
 inline Floats all(float x) { return Floats{} + x; }
 
-inline float sum(Floats x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
-}
-
 inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+
+// One number of all: halves are joined until there is one.
+template <typename Join>
+inline float joined(Floats x, Join join) {
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    Eight a, b;
+    std::memcpy(&a, &x, sizeof a);
+    std::memcpy(&b, reinterpret_cast<char*>(&x) + sizeof a, sizeof b);
+    a = join(a, b);
+    Four c, d;
+    std::memcpy(&c, &a, sizeof c);
+    std::memcpy(&d, reinterpret_cast<char*>(&a) + sizeof c, sizeof d);
+    c = join(c, d);
+    return join(join(c[0], c[1]), join(c[2], c[3]));
+}
+inline float sum(Floats x) {
+    return joined(x, [](auto a, auto b) { return a + b; });
+}
+inline float largest(Floats x) {
+    return joined(x, [](auto a, auto b) { return a > b ? a : b; });
+}
 
 // exp(x) for x <= 0, to about 1 ulp, NaN for NaN: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients of
 // Cephes' expf).
 inline Floats exponential(Floats x) {
-    Floats n = (greater(x, all(-87.3f)) * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
-    Floats r = greater(x, all(-87.3f)) - n * 0.693359375f + n * 2.12194440e-4f;
+#ifdef __AVX512F__
+    const __m512 least = __m512(all(-87.3f));
+    Floats y = _mm512_max_ps(least, __m512(x));  // the second where one is NaN
+    Floats n = _mm512_roundscale_ps(__m512(y * 1.44269504088896341f), 0);
+#else
+    Floats y = greater(x, all(-87.3f));
+    Floats n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+#endif
+    Floats r = y - n * 0.693359375f + n * 2.12194440e-4f;
     Floats p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -123,11 +155,15 @@ inline Floats exponential(Floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
+#ifdef __AVX512F__
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(__m512(x), least, _CMP_NLT_UQ), __m512(p), __m512(n));
+#else
     Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
     Floats scale;
     std::memcpy(&scale, &exponent, sizeof scale);
     Floats known = x < all(-87.3f) ? all(0.0f) : p * scale;
     return x == x ? known : x;
+#endif
 }
 
 }  // namespace
