@@ -190,7 +190,8 @@ def test_keys_and_values_grow_with_the_rows_up_to_the_sampler_s_bound(smollm2: D
 
 def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) -> None:
     from covey.llm.native.families import is_llama_like
-    from covey.llm.native.stacks import PackedStack
+    from covey.llm.native.stacks import PackedStack, TiledStack
+    from covey.llm.native.library import kernels_for
     from covey.llm.packed import PackedLinear, PackedLinears
 
     config = CONFIG
@@ -206,9 +207,14 @@ def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) ->
         assert is_llama_like(model) is (kind != "gpt2")
         if kind == "gpt2":
             continue
-        packed = [part for layer in map(pack, model.base_model.layers) for part in vars(layer).values()]
-        packed.append(PackedLinear(model.get_output_embeddings()))
+        stack = PackedStack(model, kernels_for(torch.float32, torch.device("cpu")))
+        packed = [part for layer in stack.layers for part in vars(layer).values()]
+        packed.append(stack.head)
         assert counted == sum(part.weight.numel() for part in packed if isinstance(part, PackedLinear))
+        low = kernels_for(torch.bfloat16, torch.device("cpu"))
+        if low.has_tiles:
+            tiled = TiledStack(real_model(kind, torch.bfloat16), low, 4).kept
+            assert counted == pytest.approx(sum(part.numel() for part in tiled), rel=0.02), "norms and padding"
 
 
 def test_logits_are_made_in_parts(smollm2: Dimensions) -> None:

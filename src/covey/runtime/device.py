@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from covey.config import ConfigError
 
 _log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
+_MADV_HUGEPAGE, _HUGE_PAGE = 14, 2 << 20  # of Linux; the size is that of x86 and of most others
 
 # Instructions that multiply bf16 matrices: x86 AVX-512 and AMX, ARM's bf16 extension.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -87,6 +89,21 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # what glibc would choose itself, were the other not set
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """The same tensor, for which Linux is asked to hand out memory 2 MB at a time; elsewhere this does nothing.
+
+    To be called before anything is written to it. Of a large tensor that is made anew for every step, page by page is
+    much of the work: a fifth of a decoding step on a virtual machine.
+    """
+    if platform.system() == "Linux" and tensor.device.type == "cpu":
+        begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+        end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+        if begin < end:
+            libc = ctypes.CDLL(None)
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
+    return tensor
 
 
 def environment(device: torch.device, precision: torch.dtype) -> dict[str, Any]:

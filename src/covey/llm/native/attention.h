@@ -1,10 +1,10 @@
 // Attention of one new token per row to its prompt, which it shares with its group, and to its own earlier tokens.
 //
-// A task is a run of rows that share a prompt, with the query heads that share a key-value head: their queries are
-// multiplied by the prompt's keys and values together. Of each row's own tokens every byte is read once, which takes
-// memory longer than the products take; so while one row is worked on, the next one's tokens are fetched.
+// A task is some rows that share a prompt, with the query heads that share a key-value head. Queries of several rows are
+// multiplied by the prompt's keys and values together. Of the rows' own tokens every byte is read once, which takes
+// memory as long as the products take; so while one row is worked on, what the next ones need is fetched.
 //
-// Shapes: R rows, H heads, K key-value heads, M = H / K, D head width, P prompt tokens, Q queries of a run.
+// Shapes: R rows, H heads, K key-value heads, M = H / K, D head width, P prompt tokens.
 
 #pragma once
 
@@ -55,26 +55,35 @@ struct Attention {
     float scaling, epsilon;
 };
 
-struct Run {
-    int first, rows;
+struct Rows {
+    int first, count;
 };
 
-// Rows that share a prompt, cut into equal parts of at most 16 queries.
-inline std::vector<Run> runs_of(const Attention& shape) {
-    int most = std::max(1, 16 / (shape.heads / shape.kv_heads));
-    std::vector<Run> runs;
-    for (int first = 0, end; first < shape.rows; first = end) {
-        for (end = first + 1; end < shape.rows && shape.prompt_keys[end] == shape.prompt_keys[first];) end++;
-        int parts = (end - first + most - 1) / most;
-        for (int part = 0; part < parts; part++) {
-            int begin = first + (end - first) * part / parts;
-            runs.push_back({begin, first + (end - first) * (part + 1) / parts - begin});
-        }
+// Cut into equal parts of at most `most` rows.
+template <typename Visit>
+inline void cut(Rows rows, int most, Visit visit) {
+    int parts = (rows.count + most - 1) / most;
+    for (int part = 0; part < parts; part++) {
+        int begin = rows.count * part / parts, end = rows.count * (part + 1) / parts;
+        visit(Rows{rows.first + begin, end - begin});
     }
-    return runs;
 }
 
-// One thread's work on one run after another.
+// Rows of which 16 queries, what a product takes at a time, are of one key-value head.
+inline int rows_together(const Attention& shape) { return std::max(1, 16 / (shape.heads / shape.kv_heads)); }
+
+// Rows that share a prompt, in parts that are small enough for all threads to end at the same time.
+inline std::vector<Rows> rows_of_tasks(const Attention& shape) {
+    int most = std::max(rows_together(shape), shape.rows * shape.kv_heads / (8 * shape.threads));
+    std::vector<Rows> found;
+    for (int first = 0, end; first < shape.rows; first = end) {
+        for (end = first + 1; end < shape.rows && shape.prompt_keys[end] == shape.prompt_keys[first];) end++;
+        cut({first, end - first}, most, [&](Rows part) { found.push_back(part); });
+    }
+    return found;
+}
+
+// One thread's work on one task after another.
 template <typename Value>
 class Attending {
   public:
@@ -82,44 +91,69 @@ class Attending {
         : shape(shape), width(shape.width), stride(padded(width)), queries(shape.heads / shape.kv_heads),
           query(width), prepared(width), key(width) {}
 
-    // `after` is what to fetch at last: the own tokens that the next task begins with.
-    void operator()(Run run, int head, Ahead after) {
-        int prompt = shape.prompt_lengths[run.first], gap = padded(prompt), count = run.rows * queries;
+    // The task after this one, where there is one, has `next_rows` and `next_head`.
+    void operator()(Rows rows, int head, Rows next_rows, int next_head) {
+        ahead.clear();
+        for (int r = 1; r < rows.count; r++) own_of(rows.first + r, head).fetch_by(ahead);
+        if (next_rows.count) {
+            prompt_of(next_rows.first, next_head).fetch_by(ahead);
+            own_of(next_rows.first, next_head).fetch_by(ahead);
+        }
+        Kept<Value> prompt = prompt_of(rows.first, head);
+        cut(rows, rows_together(shape), [&](Rows some) { attend_some(some, some.first - rows.first, head, prompt); });
+    }
+
+  private:
+    const Attention& shape;
+    const int width, stride, queries;
+    Ahead ahead;
+    Queries<Value> query;
+    std::vector<float> prepared, total;
+    std::vector<Value> key;
+    std::vector<Floats> score_memory, own_memory, blended_memory;
+
+    // `begun` rows of the task have been worked on.
+    void attend_some(Rows rows, int begun, int head, const Kept<Value>& shared) {
+        int prompt = shape.prompt_lengths[rows.first], gap = padded(prompt), count = rows.count * queries;
         float* scores = room<float>(score_memory, size_t(count) * gap);
         float* blended = room<float>(blended_memory, size_t(count) * stride);
         total.resize(count);
         query.resize(count);
         for (int q = 0; q < count; q++)
-            prepare(run.first + q / queries, head * queries + q % queries, shape.query_norm, query.row(q));
+            prepare(rows.first + q / queries, head * queries + q % queries, shape.query_norm, query.row(q));
         query.turn(count);
-        size_t part = (size_t(shape.layer) * shape.kv_heads + head) * Kept<Value>::size(prompt, width);
-        Kept<Value> shared(reinterpret_cast<Value*>(shape.prompt_keys[run.first]) + part,
-            reinterpret_cast<Value*>(shape.prompt_values[run.first]) + part, prompt, width);
-        Ahead nothing;
-        shared.score(query, 0, count, scores, gap, nothing);
-        for (int r = 0; r < run.rows; r++) {
-            int row = run.first + r, q = r * queries;
+        shared.score(query, 0, count, scores, gap, ahead);
+        for (int r = 0; r < rows.count; r++) {
+            int row = rows.first + r, q = r * queries;
+            ahead.allow(2 * (begun + r + 4));  // keys and values of the next four rows
             Kept<Value> own = own_of(row, head);
-            Ahead ahead = r + 1 < run.rows ? own_of(row + 1, head).ahead() : after;
             append(row, head, own);
             int tokens = shape.decoded[row] + 1, pitch = padded(tokens);
             float* own_scores = room<float>(own_memory, size_t(queries) * pitch);
             own.score(query, q, queries, own_scores, pitch, ahead);
-            for (int m = 0; m < queries; m++)
+            for (int m = 0; m < queries; m++) {
                 total[q + m] = soften({scores + size_t(q + m) * gap, prompt, gap},
                     {own_scores + size_t(m) * pitch, tokens, pitch}, shape.scaling);
+                ahead.few();
+            }
             own.blend(own_scores, pitch, queries, blended + size_t(q) * stride, false, ahead);
-            ahead.lines(ahead.left());
         }
-        shared.blend(scores, gap, count, blended, true, nothing);
+        shared.blend(scores, gap, count, blended, true, ahead);
         for (int q = 0; q < count; q++) {
             const float* from = blended + size_t(q) * stride;
-            size_t row = run.first + q / queries;
+            size_t row = rows.first + q / queries;
             Value* to = static_cast<Value*>(shape.out) + row * shape.out_pitch + (head * queries + q % queries) * width;
             int d = 0;
             for (; d + LANES <= width; d += LANES) store(load(from + d) / total[q], to + d);
             for (; d < width; d++) narrow(from[d] / total[q], &to[d]);
         }
+    }
+
+    Kept<Value> prompt_of(int row, int head) const {
+        int tokens = shape.prompt_lengths[row];
+        size_t place = (size_t(shape.layer) * shape.kv_heads + head) * Kept<Value>::size(tokens, width);
+        return {reinterpret_cast<Value*>(shape.prompt_keys[row]) + place,
+            reinterpret_cast<Value*>(shape.prompt_values[row]) + place, tokens, width};
     }
 
     // What a row has decoded.
@@ -128,14 +162,6 @@ class Attending {
         auto keys = static_cast<Value*>(shape.own_keys), values = static_cast<Value*>(shape.own_values);
         return {keys + place, values + place, shape.decoded[row], width};
     }
-
-  private:
-    const Attention& shape;
-    const int width, stride, queries;
-    Queries<Value> query;
-    std::vector<float> prepared, total;
-    std::vector<Value> key;
-    std::vector<Floats> score_memory, own_memory, blended_memory;
 
     const Value* projected(int row, int place) const {
         return static_cast<const Value*>(shape.qkv) + size_t(row) * shape.qkv_pitch + size_t(place) * width;
@@ -164,20 +190,17 @@ class Attending {
 
 template <typename Value>
 void attend(const Attention& shape) {
-    std::vector<Run> runs = runs_of(shape);
-    int tasks = int(runs.size()) * shape.kv_heads;
+    std::vector<Rows> rows = rows_of_tasks(shape);
+    int tasks = int(rows.size()) * shape.kv_heads;
     std::atomic<int> unclaimed{0};
 #pragma omp parallel num_threads(shape.threads)
     {
         Attending<Value> attending(shape);
         Tiles tiles;
-        auto run_of = [&](int task) { return runs[task % runs.size()]; };  // neighbours read the same head's keys
-        auto head_of = [&](int task) { return task / int(runs.size()); };
+        auto rows_of = [&](int task) { return task < tasks ? rows[task / shape.kv_heads] : Rows{}; };
         for (int task = unclaimed++; task < tasks;) {
             int next = unclaimed++;
-            Ahead after;
-            if (next < tasks) after = attending.own_of(run_of(next).first, head_of(next)).ahead();
-            attending(run_of(task), head_of(task), after);
+            attending(rows_of(task), task % shape.kv_heads, rows_of(next), next % shape.kv_heads);
             task = next;
         }
     }

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from covey.llm.decoding import prefill
 from covey.llm.native.library import AttentionPlace, Kernels, padded
 from covey.llm.native.stacks import make_stack
+from covey.runtime.device import in_huge_pages
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class NativeDecoder:
         self.epsilon = config.rms_norm_eps
         self.capacity = padded(max_new_tokens)
         layers, kind = len(self.base.layers), kernels.dtype
-        self.own_keys = torch.empty(layers, rows, self.kv_heads, self.capacity * padded(self.width), dtype=kind)
-        self.own_values = torch.empty_like(self.own_keys)
+        own = layers, rows, self.kv_heads, self.capacity * padded(self.width)
+        self.own_keys, self.own_values = (in_huge_pages(torch.empty(own, dtype=kind)) for _ in range(2))
         self.free = list(range(rows))[::-1]
         self.prompts: list[_SharedPrompt] = []  # of every row
         self.slots_R = torch.empty(0, dtype=torch.int32)

@@ -21,25 +21,31 @@ inline bool in_tiles() {
     return std::is_same<Value, bf16>::value && may_use_tiles();
 }
 
-// Memory that will be read soon, in two parts, fetched some lines at a time while other work is done.
+// Memory that will be read soon, fetched a few lines at a time while other work is done.
 class Ahead {
   public:
-    Ahead() = default;
-    Ahead(const void* first, size_t first_bytes, const void* second, size_t second_bytes)
-        : at(static_cast<const char*>(first)), end(at + first_bytes), other(static_cast<const char*>(second)),
-          other_end(other + second_bytes) {}
-
-    void line() {
-        if (at >= end) at = other, end = other_end, other = other_end;
-        if (at < end) __builtin_prefetch(at), at += 64;
+    void clear() { parts.clear(), part = 0; }
+    void add(const void* from, size_t bytes) {
+        parts.push_back({static_cast<const char*>(from), static_cast<const char*>(from) + bytes});
     }
-    void lines(int count) {
-        for (int i = 0; i < count; i++) line();
+    int size() const { return int(parts.size()); }
+    // From now on, parts before this one may be fetched: caches hold only so much.
+    void allow(int end) { allowed = std::min(end, size()); }
+    // Some more lines than a core waits for at a time, into the second cache.
+    void few() {
+        for (int lines = 24; lines && part < allowed;) {
+            Part& here = parts[part];
+            if (here.at < here.end) __builtin_prefetch(here.at, 0, 2), here.at += 64, lines--;
+            else part++;
+        }
     }
-    int left() const { return int((end - at + other_end - other) / 64); }
 
   private:
-    const char *at = nullptr, *end = nullptr, *other = nullptr, *other_end = nullptr;
+    struct Part {
+        const char *at, *end;
+    };
+    std::vector<Part> parts;
+    int part = 0, allowed = 0;
 };
 
 // Numbers in memory that begins with a cache line; what was there is lost when there is not enough.
@@ -69,7 +75,7 @@ inline void score(const float* query, int stride, int width, const Value* keys, 
         for (int d = 0; d < width; d++, keys += PAD) {
             Floats a, b;
             load_piece(keys, a, b);
-            ahead.line();
+            if (d % LANES == 0) ahead.few();
             for (int m = 0; m < M; m++) {
                 low[m] += query[m * stride + d] * a;
                 high[m] += query[m * stride + d] * b;
@@ -95,7 +101,7 @@ inline void blend(const float* weights, int pitch, const Value* values, int stri
         for (int t = 0; t < tokens; t++) {
             Floats a, b;
             load_piece(values + size_t(t) * stride + d, a, b);
-            ahead.line();
+            if (t % LANES == 0) ahead.few();
             for (int m = 0; m < M; m++) {
                 low[m] += weights[size_t(m) * pitch + t] * a;
                 high[m] += weights[size_t(m) * pitch + t] * b;
@@ -158,9 +164,10 @@ class Kept {
     // Numbers that the keys of so many tokens take, and the values.
     static size_t size(int tokens, int width) { return size_t(padded(tokens)) * padded(width); }
 
-    Ahead ahead() const {
+    void fetch_by(Ahead& ahead) const {
         size_t key_count = in_tiles<Value>() ? size_t(tokens) * stride : size_t(padded(tokens)) * width;
-        return {keys, key_count * sizeof(Value), values, size_t(tokens) * stride * sizeof(Value)};
+        ahead.add(keys, key_count * sizeof(Value));
+        ahead.add(values, size_t(tokens) * stride * sizeof(Value));
     }
 
     // One more token.
@@ -208,7 +215,7 @@ class Kept {
     void score_tiles(const Queries<Value>& queries, int first, int count, float* scores, int pitch, Ahead& ahead)
         const {
         constexpr int BYTES = SIDE * sizeof(Value);
-        int steps = stride / SIDE, some = ahead.left() / 2 / ((tokens + TILE - 1) / TILE) + 1;
+        int steps = stride / SIDE;
         for (int q = first; q < first + count; q += TILE - q % TILE) {
             int columns = std::min(TILE - q % TILE, first + count - q);
             const __m512i* right = queries.tiles(q / TILE);
@@ -220,7 +227,7 @@ class Kept {
                     _tile_loadd(6, right + step * TILE, BYTES);
                     _tile_dpbf16ps(0, 4, 6);
                 }
-                ahead.lines(some);
+                ahead.few();
                 _tile_stored(0, square, sizeof *square);
                 transpose(square);
                 for (int i = 0; i < columns; i++)
@@ -236,7 +243,7 @@ class Kept {
         thread_local std::vector<Floats> memory;
         const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
         const __m512i upper = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-        int all = padded(tokens), some = ahead.left() / (all / SIDE * (stride / SIDE)) + 1;
+        int all = padded(tokens);
         Value* left = room<Value>(memory, size_t(count + TILE) * all);
         for (int q = 0; q < count; q++)
             for (int t = 0; t < all; t += LANES)
@@ -254,7 +261,7 @@ class Kept {
                         low[i] = _mm512_unpacklo_epi16(even, odd);
                         high[i] = _mm512_unpackhi_epi16(even, odd);
                     }
-                    ahead.lines(some);
+                    ahead.few();
                     _tile_loadd(4, left + size_t(q) * all + t, all * sizeof(Value));
                     _tile_loadd(6, low, BYTES);
                     _tile_dpbf16ps(0, 4, 6);
