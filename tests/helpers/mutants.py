@@ -61,8 +61,9 @@ SURROGATES = ("core/surrogates.py", ("core/test_surrogates.py",))
 KL = ("core/kl.py", ("core/test_kl.py",))
 AGGREGATION = ("core/aggregation.py", ("core/test_aggregation.py",))
 VALUES = ("core/values.py", ("core/test_values.py",))
-LAYERS, ATTENTION, LOGITS, PRODUCTS = (
-    (f"llm/native/{name}.h", ("llm/test_native.py",)) for name in ("layers", "attention", "logits", "products")
+LAYERS, ATTENTION, KEPT, WHOLE_DECODER, LOGITS, PRODUCTS = (
+    (f"llm/native/{name}.h", ("llm/test_native.py",))
+    for name in ("layers", "attention", "kept", "decoder", "logits", "products")
 )
 FUSED = ("llm/native/fused.py", ("llm/test_native.py",))
 BLOCK_ATTENTION = ("llm/test_block_attention.py",)
@@ -710,10 +711,21 @@ MUTANTS = [
         "pass",
         ORIGINS + "a_stopped_run_stands_for_its_newest_checkpoint",
     ),
-    _mutant("kernel_forgets_the_scale", ATTENTION, "to[d] *= shape.scaling", "to[d] *= 1.0f"),
-    _mutant("kernel_sees_padding", ATTENTION, "forbid(first, gap);", ""),
-    _mutant("kernel_sees_the_future", ATTENTION, "forbid(gap + second, pitch);", ""),
-    _mutant("kernel_misses_the_new_token", ATTENTION, "keys, values, now + 1, scratch", "keys, values, now, scratch"),
+    _mutant("kernel_forgets_the_scale", ATTENTION, "tokens, pitch}, shape.scaling);", "tokens, pitch}, 1.0f);"),
+    _mutant(
+        "kernel_sees_padding", LAYERS, "std::fill(part.scores + part.tokens, part.scores + part.end, -INFINITY);", ""
+    ),
+    _mutant(
+        "kernel_misses_the_new_token",
+        ATTENTION,
+        "int tokens = shape.decoded[row] + 1, pitch = padded(tokens);",
+        "int tokens = shape.decoded[row], pitch = padded(tokens + 1);",
+    ),
+    _mutant(
+        "kernel_asks_for_the_first_row_again", ATTENTION, "own.score(query, q, queries,", "own.score(query, 0, queries,"
+    ),
+    _mutant("kernel_mixes_prompts", ATTENTION, "shape.prompt_keys[end] == shape.prompt_keys[first]", "true"),
+    _mutant("kernel_keeps_its_own_answer_alone", ATTENTION, "blended, true, ahead);", "blended, false, ahead);"),
     _mutant("kernel_turns_the_other_way", ATTENTION, "(a * widen(cosine[i])) -", "(a * widen(cosine[i])) +"),
     _mutant(
         "kernel_swaps_gate_and_up",
@@ -751,6 +763,20 @@ MUTANTS = [
             _mutant("amx_forgets_earlier_tokens", PRODUCTS, "t < tokens; t += DEPTH) {", "t < DEPTH; t += DEPTH) {"),
             _mutant("amx_forgets_odd_tokens", PRODUCTS, "token + 1 < tokens ? at + pitch", "false ? at + pitch"),
             _mutant("amx_swaps_squares", PRODUCTS, "_tile_stored(1, sums + 256", "_tile_stored(2, sums + 256"),
+            _mutant(
+                "amx_loses_every_second_value",
+                KEPT,
+                "t + 2 * i + 1 < tokens ? _mm512_loadu_si512(pair + stride)",
+                "false ? _mm512_loadu_si512(pair + stride)",
+            ),
+            _mutant("amx_values_in_disorder", KEPT, "(low[i], upper, high[i])", "(low[i], lower, high[i])"),
+            _mutant("amx_asks_for_the_first_queries", KEPT, "square[q % TILE + i]", "square[i]"),
+            _mutant("amx_turns_half_a_query", KEPT, "load(from + LANES), load(from)", "load(from), load(from)"),
+            _mutant("amx_forgets_the_bias", WHOLE_DECODER, "if (linear.bias) low_bias", "if (false) low_bias"),
+            _mutant("amx_swaps_gate_and_up", WHOLE_DECODER, "Floats gate, Floats up)", "Floats up, Floats gate)"),
+            _mutant("amx_adds_half", WHOLE_DECODER, "some(high, TILE);", ""),
+            _mutant("amx_rows_in_disorder", WHOLE_DECODER, "sums + i / TILE * 512", "sums + i / TILE * 0"),
+            _mutant("amx_reads_the_first_layer_s_keys", WHOLE_DECODER, "attention.layer = number;", ""),
         ]
         if HAS_AMX
         else []

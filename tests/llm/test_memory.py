@@ -214,7 +214,7 @@ def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) ->
         low = kernels_for(torch.bfloat16, torch.device("cpu"))
         if low.has_tiles:
             tiled = TiledStack(real_model(kind, torch.bfloat16), low, 4).kept
-            assert counted == pytest.approx(sum(part.numel() for part in tiled), rel=0.02), "norms and padding"
+            assert counted == pytest.approx(sum(part.numel() for part in tiled), rel=0.05), "norms, padding"
 
 
 def test_logits_are_made_in_parts(smollm2: Dimensions) -> None:

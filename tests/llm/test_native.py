@@ -123,6 +123,45 @@ def test_in_bf16_the_kernels_are_no_further_from_fp32_than_transformers(kind):
     assert torch.cat(ours).mean() < 1.1 * torch.cat(theirs).mean()
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1), (34, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_row_has_the_logits_of_its_own_tokens(heads, dtype):
+    """Widths and rows that fill no square, prompts that fill several, more queries to a key than a tile has rows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=83, hidden_size=12 * heads[0], num_hidden_layers=2, num_attention_heads=heads[0],
+        num_key_value_heads=heads[1], intermediate_size=50, max_position_embeddings=128, attention_bias=True,
+        mlp_bias=True, head_dim=40,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_((parameter if "norm" in name else torch.randn_like(parameter) * 0.2).bfloat16())
+    exact, rounded = copy.deepcopy(model), copy.deepcopy(model).bfloat16()
+    tested = model.to(dtype)
+    tested.set_attn_implementation("covey")
+    decoder = NativeDecoder(tested, library.kernels_for(dtype, CPU), 39, 36)
+    prompts = [torch.randint(83, (length,)).tolist() for length in (3, 71, 32)]
+    told = [decoder.add(prompts, 13).repeat_interleave(13, dim=0)]
+    rows = [list(prompt) for prompt in prompts for _ in range(13)]
+    for place in range(36):
+        if place == 20:  # of the second prompt one row stays, of the others some
+            stay = torch.tensor([0, 5, 6, 7, 12, 20, *range(27, 39)])
+            decoder.keep(stay)
+            rows, told = [rows[row] for row in stay], [logits[stay] for logits in told]
+        tokens = torch.randint(83, (len(rows),))
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.append(token)
+        told.append(decoder.step(tokens))
+    for row, ours in zip(rows, torch.stack(told, dim=1).float(), strict=True):
+        with torch.no_grad():
+            right, theirs = (each(input_ids=torch.tensor([row])).logits[0, -37:].float() for each in (exact, rounded))
+        error, allowed = (ours - right).norm(), (theirs - right).norm()
+        assert error < 1.2 * allowed if dtype == torch.bfloat16 else error < 1e-5 * right.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("vocabulary", [5, 256, 257, 1500])

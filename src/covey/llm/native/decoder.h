@@ -68,8 +68,8 @@ void tile_weight(const bf16* weight, int outputs, int inputs, void* tiles, int t
     }
 }
 
-// sums[2, 2, 16, 16] = 32 rows of x by 32 outputs; or, without BOTH, the first 16 rows. `right` are the outputs' tiles; what
-// comes after them is fetched in time, if it is `fresh`.
+// sums[2, 2, 16, 16] = 32 rows of x by 32 outputs; or, without BOTH, the first 16 rows. `right` are the outputs' tiles;
+// where they are `fresh`, what comes some steps later is fetched in time.
 template <bool BOTH>
 inline void multiply_square(const bf16* x, int pitch, const __m512i* right, int steps, bool fresh, float* sums) {
     constexpr int BYTES = 64, AHEAD = 8 * 2 * TILE;  // vectors
@@ -110,7 +110,8 @@ void multiply(const bf16* x, const Linear& linear, int rows, int threads, Finish
         for (int square = 0; square < squares(linear.outputs); square++) {
             auto right = static_cast<const __m512i*>(linear.weight) + int64_t(square) * steps * 2 * TILE;
             Floats low_bias = {}, high_bias = {};
-            if (linear.bias) low_bias = load(linear.bias + square * SIDE), high_bias = load(linear.bias + square * SIDE + TILE);
+            const bf16* bias = linear.bias + square * SIDE;
+            if (linear.bias) low_bias = load(bias), high_bias = load(bias + TILE);
             for (int row = 0; row < rows; row += SIDE) {
                 const bf16* from = x + int64_t(row) * pitch;
                 if (rows - row > TILE) multiply_square<true>(from, pitch, right, steps, row == 0, sums);
@@ -137,7 +138,8 @@ struct Store {
         auto both = __m512i(_mm512_cvtne2ps_pbh(high, low));
         bf16* to = out + row * pitch + column;
         if (column + SIDE > width) _mm512_mask_storeu_epi16(to, (1u << (width - column)) - 1, both);
-        else if (past && reinterpret_cast<uintptr_t>(to) % 64 == 0) _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
+        else if (past && reinterpret_cast<uintptr_t>(to) % sizeof both == 0)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
         else _mm512_storeu_si512(to, both);
     }
 };

@@ -63,8 +63,8 @@ class NativeDecoder:
     def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
         hidden_SW, layout = prefill(self.module, prompts)
         for place, length in enumerate(layout.prompt_lengths):
-            kept = hidden_SW.new_empty(2, len(layout.keys), self.kv_heads, padded(length) * padded(self.width))
-            shared = _SharedPrompt(*kept, length)
+            keys, values = hidden_SW.new_empty(2, len(layout.keys), self.kv_heads, padded(length) * padded(self.width))
+            shared = _SharedPrompt(keys, values, length)
             for layer, (key_SKPD, value_SKPD) in enumerate(zip(layout.keys, layout.values, strict=True)):
                 key, value = (part[place, :, :length].contiguous() for part in (key_SKPD, value_SKPD))
                 self.kernels.keep_prompt(key, value, shared.keys[layer], shared.values[layer])

@@ -249,7 +249,7 @@ class Kernels:
         self._soften_backward(ctypes.byref(shape), *where)
 
     def keep_prompt(self, keys_KPD: Tensor, values_KPD: Tensor, kept_keys: Tensor, kept_values: Tensor) -> None:
-        """Keys and values of a prompt in one layer, as `attend` reads them: a head takes padded(P) padded(D) numbers."""
+        """Keys and values of a prompt in one layer, as `attend` reads them: a head takes padded(P) x padded(D)."""
         where = (tensor.data_ptr() for tensor in (keys_KPD, values_KPD, kept_keys, kept_values))
         self._keep_prompt(*where, *keys_KPD.shape)
 
