@@ -805,9 +805,7 @@ MUTANTS = [
         "return (total + layer.mlp(normed)).to(normed.dtype)",
     ),
     _mutant("training_sees_the_future", TRAINING, "first + row / heads % queries) + 1;", "first + queries);"),
-    _mutant(
-        "training_forgets_the_scale", TRAINING, "store(load(&scratch[t]) * shape.scaling,", "store(load(&scratch[t]),"
-    ),
+    _mutant("training_forgets_the_scale", TRAINING, "of_own, shape.scaling);", "of_own, 1.0f);"),
     _mutant("training_scores_stay_rounded", TRAINING, "if (own_rest) {", "if (false) {"),
     _mutant("training_gradient_without_mean", TRAINING, "(load(&slopes[t]) - mean)", "load(&slopes[t])"),
     _mutant("training_gradients_stay_turned", TRAINING, "if (back) rotate_back(", "if (back) rotate("),

@@ -4,6 +4,7 @@ import logging
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from covey.runtime.device import (
     choose_precision,
     differences,
     environment,
+    in_huge_pages,
     peak_memory_bytes,
     set_threads,
 )
@@ -147,3 +149,24 @@ print(touch(), touch())
     first, again = map(int, run.stdout.split())
     assert first > 10 * 20 * 256 * 0.9  # pages of 4 KB
     assert again < first / 4  # without it: as many
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages")
+def test_huge_pages_are_asked_for_where_a_tensor_has_room_for_one():
+    def asked_for(tensor: torch.Tensor) -> bool:
+        """Whether the middle of the tensor is in memory that the kernel knows to be `hg`."""
+        middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            words = line.split()
+            if "-" in words[0] and not words[0].endswith(":"):
+                begin, end = (int(number, 16) for number in words[0].split("-"))
+                inside = begin <= middle < end
+            if inside and words[0] == "VmFlags:":
+                return "hg" in words
+        raise AssertionError("the tensor lies nowhere")
+
+    large, small = (torch.empty(size, dtype=torch.uint8) for size in (64 << 20, 1000))
+    assert not asked_for(large)
+    assert in_huge_pages(large) is large
+    assert in_huge_pages(small) is small
+    assert asked_for(large)

@@ -1,7 +1,7 @@
 // Attention of one new token per row to its prompt, which it shares with its group, and to its own earlier tokens.
 //
-// A task is some rows that share a prompt, with the query heads that share a key-value head. Queries of several rows are
-// multiplied by the prompt's keys and values together. Of the rows' own tokens every byte is read once, which takes
+// A task is some rows that share a prompt, with the query heads that share a key-value head. Queries of several rows
+// are multiplied by the prompt's keys and values together. Of the rows' own tokens every byte is read once, which takes
 // memory as long as the products take; so while one row is worked on, what the next ones need is fetched.
 //
 // Shapes: R rows, H heads, K key-value heads, M = H / K, D head width, P prompt tokens.
@@ -43,11 +43,10 @@ inline void rotate(float* x, const Value* cosine, const Value* sine, int width) 
 struct Attention {
     const void *qkv, *cosine, *sine;       // [R, (H + 2 K) D], [R, D], [R, D]
     const void *query_norm, *key_norm;     // [D], or null
-    const int64_t *prompt_keys;            // [R] addresses of what prompts.h keeps of all layers and key-value heads
+    const int64_t *prompt_keys;            // [R] addresses of [layers, K] prompts of kept.h
     const int64_t *prompt_values;          // [R] likewise
     const int32_t *prompt_lengths;         // [R]
-    void *own_keys;                        // of this layer: [slots, K, capacity / PAD, D, PAD]
-    void *own_values;                      // of this layer: [slots, K, capacity, padded(D)]
+    void *own_keys, *own_values;           // of this layer: [slots, K], each with room for `capacity` tokens
     const int32_t *slots, *decoded;        // [R]: where a row's own tokens lie, and how many there are
     void *out;                             // [R, H D]
     int32_t qkv_pitch, out_pitch;          // from one row to the next
@@ -122,10 +121,11 @@ class Attending {
         for (int q = 0; q < count; q++)
             prepare(rows.first + q / queries, head * queries + q % queries, shape.query_norm, query.row(q));
         query.turn(count);
+        ahead.allow(2 * (begun + 4));  // keys and values of four rows
         shared.score(query, 0, count, scores, gap, ahead);
         for (int r = 0; r < rows.count; r++) {
             int row = rows.first + r, q = r * queries;
-            ahead.allow(2 * (begun + r + 4));  // keys and values of the next four rows
+            ahead.allow(2 * (begun + r + 4));
             Kept<Value> own = own_of(row, head);
             append(row, head, own);
             int tokens = shape.decoded[row] + 1, pitch = padded(tokens);
@@ -142,7 +142,8 @@ class Attending {
         for (int q = 0; q < count; q++) {
             const float* from = blended + size_t(q) * stride;
             size_t row = rows.first + q / queries;
-            Value* to = static_cast<Value*>(shape.out) + row * shape.out_pitch + (head * queries + q % queries) * width;
+            Value* to = static_cast<Value*>(shape.out) + row * shape.out_pitch;
+            to += (head * queries + q % queries) * width;
             int d = 0;
             for (; d + LANES <= width; d += LANES) store(load(from + d) / total[q], to + d);
             for (; d < width; d++) narrow(from[d] / total[q], &to[d]);
@@ -176,8 +177,8 @@ class Attending {
             float scale = inverse_root_mean_square(to, width, shape.epsilon);
             for (int d = 0; d < width; d++) to[d] = rounded<Value>(rounded<Value>(to[d] * scale) * widen(norm[d]));
         }
-        size_t angle = size_t(row) * width;
-        rotate(to, static_cast<const Value*>(shape.cosine) + angle, static_cast<const Value*>(shape.sine) + angle, width);
+        auto cosine = static_cast<const Value*>(shape.cosine), sine = static_cast<const Value*>(shape.sine);
+        rotate(to, cosine + size_t(row) * width, sine + size_t(row) * width, width);
     }
 
     // Key and value of the new token.

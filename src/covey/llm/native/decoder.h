@@ -106,7 +106,7 @@ void multiply(const bf16* x, const Linear& linear, int rows, int threads, Finish
     {
         Tiles tiles;
         alignas(64) float sums[4 * TILE * TILE];
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int square = 0; square < squares(linear.outputs); square++) {
             auto right = static_cast<const __m512i*>(linear.weight) + int64_t(square) * steps * 2 * TILE;
             Floats low_bias = {}, high_bias = {};
@@ -122,6 +122,7 @@ void multiply(const bf16* x, const Linear& linear, int rows, int threads, Finish
                 }
             }
         }
+        _mm_sfence();  // what went past the caches is there for the other threads
     }
 }
 
@@ -173,7 +174,8 @@ void decode(const Step& step) {
     for (int number = 0; number < step.layer_count; number++) {
         const Layer& layer = step.layers[number];
         normalise_by(layer.input_norm);
-        multiply(step.normed, layer.qkv, rows, threads, Store{step.qkv, attention.qkv_pitch, attention.qkv_pitch, false});
+        int pitch = attention.qkv_pitch;
+        multiply(step.normed, layer.qkv, rows, threads, Store{step.qkv, pitch, pitch, false});
         attention.layer = number;
         attention.query_norm = layer.query_norm;
         attention.key_norm = layer.key_norm;

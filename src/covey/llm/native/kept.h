@@ -24,7 +24,7 @@ inline bool in_tiles() {
 // Memory that will be read soon, fetched a few lines at a time while other work is done.
 class Ahead {
   public:
-    void clear() { parts.clear(), part = 0; }
+    void clear() { parts.clear(), part = allowed = 0; }
     void add(const void* from, size_t bytes) {
         parts.push_back({static_cast<const char*>(from), static_cast<const char*>(from) + bytes});
     }
@@ -114,7 +114,7 @@ inline void blend(const float* weights, int pitch, const Value* values, int stri
     }
 }
 
-// The queries of a run, as numbers and, for tiles, as right factors of products.
+// The queries of some rows, as numbers and, for tiles, as right factors of products.
 template <typename Value>
 class Queries {
   public:

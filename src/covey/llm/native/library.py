@@ -265,7 +265,7 @@ class Kernels:
         return tiles
 
     def multiply(self, x_RN: Tensor, linear: Linear) -> Tensor:
-        """x W' + b. `x` has rows for a multiple of 16, each of padded(N) numbers, 0 past N; so has the result rows."""
+        """x W' + b. `x` has a multiple of 16 rows, each of padded(N) numbers, those past N 0."""
         out_RM = x_RN.new_empty(len(x_RN), linear.outputs)
         self._multiply(x_RN.data_ptr(), ctypes.byref(linear), out_RM.data_ptr(), len(x_RN), torch.get_num_threads())
         return out_RM

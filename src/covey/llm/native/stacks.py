@@ -42,7 +42,7 @@ class PackedStack:
     def __init__(self, module: PreTrainedModel, kernels: Kernels) -> None:
         base = cast(Any, module.base_model)
         self.kernels = kernels
-        self.layers = [_PackedLayer(parts_of(layer)) for layer in base.layers]
+        self.layers = [_PackedLayer(_parts_of(layer)) for layer in base.layers]
         self.norm = base.norm.weight.detach()
         self.head = PackedLinear(module.get_output_embeddings())  # type: ignore[arg-type]
 
@@ -77,7 +77,7 @@ class TiledStack:
         base = cast(Any, module.base_model)
         self.kernels = kernels
         self.kept: list[Tensor] = []  # whose addresses are in `layers` and `step`
-        self.layers = (Layer * len(base.layers))(*(self._layer(parts_of(layer)) for layer in base.layers))
+        self.layers = (Layer * len(base.layers))(*(self._layer(_parts_of(layer)) for layer in base.layers))
         self.linear_head = self._linear(*_joined([module.get_output_embeddings()]))  # type: ignore[list-item]
         first = self.layers[0]
         self.width = first.qkv.inputs
@@ -142,7 +142,7 @@ class _Parts:
     down: nn.Linear
 
 
-def parts_of(layer: Any) -> _Parts:
+def _parts_of(layer: Any) -> _Parts:
     """The parts of a decoder layer of transformers."""
     attention, mlp = layer.self_attn, layer.mlp
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
