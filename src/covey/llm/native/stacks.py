@@ -80,7 +80,6 @@ class TiledStack:
         self.layers = (Layer * len(base.layers))(*(self._layer(_parts_of(layer)) for layer in base.layers))
         self.linear_head = self._linear(*_joined([module.get_output_embeddings()]))  # type: ignore[list-item]
         first = self.layers[0]
-        self.width = first.qkv.inputs
         sizes = [first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs]
         self.buffers = [torch.zeros(-(-rows // 16) * 16, padded(size), dtype=kernels.dtype) for size in sizes]
         self.norm = base.norm.weight.detach()
@@ -109,16 +108,16 @@ class TiledStack:
     def _layer(self, parts: _Parts) -> Layer:
         norms = {name: getattr(parts, name) for name in ("input_norm", "query_norm", "key_norm", "inner_norm")}
         self.kept += [norm for norm in norms.values() if norm is not None]
+        weight, bias = _joined(parts.gate_up)
         return Layer(
             **{name: _address(norm) for name, norm in norms.items()},
             qkv=self._linear(*_joined(parts.qkv)),
             output=self._linear(*_joined([parts.output])),
-            gate_up=self._linear(*(None if each is None else _alternating(each) for each in _joined(parts.gate_up))),
+            gate_up=self._linear(_alternating(weight), None if bias is None else _alternating(bias)),
             down=self._linear(*_joined([parts.down])),
         )
 
-    def _linear(self, weight_MN: Tensor | None, bias_M: Tensor | None) -> Linear:
-        assert weight_MN is not None
+    def _linear(self, weight_MN: Tensor, bias_M: Tensor | None) -> Linear:
         outputs, inputs = weight_MN.shape
         tiles = self.kernels.tile_weight(weight_MN.contiguous())
         self.kept.append(tiles)
