@@ -24,14 +24,18 @@ def packs(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
+def joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of linear layers with the same input, one behind the other."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    return torch.cat(weights).detach(), torch.cat(biases).detach() if biases else None
+
+
 class PackedLinear:
     """x -> x W' + b of one or several linear layers with the same input, side by side."""
 
     def __init__(self, *layers: nn.Linear) -> None:
-        weights: list[Tensor] = [layer.weight for layer in layers]
-        weight = torch.cat(weights).detach()
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases).detach() if biases else None
+        weight, self.bias = joined(*layers)
         self.packs = packs(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self.packs else weight
 

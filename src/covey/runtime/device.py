@@ -95,7 +95,7 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
     """The same tensor, for which Linux is asked to hand out memory 2 MB at a time; elsewhere this does nothing.
 
     To be called before anything is written to it. Of a large tensor that is made anew for every step, page by page is
-    much of the work: a fifth of a decoding step on a virtual machine.
+    much of the work: a fifth of the decoder's attention on a virtual machine.
     """
     if platform.system() == "Linux" and tensor.device.type == "cpu":
         begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE

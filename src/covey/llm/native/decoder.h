@@ -1,5 +1,5 @@
 // A decoder's step as a whole, on processors with AMX: every layer's products and all that lies between them, in one
-// call. Elsewhere decoder.py makes the products with oneDNN and calls the rest piece by piece.
+// call. Elsewhere stacks.py makes the products with oneDNN and calls the rest piece by piece.
 //
 // Weights lie as tiles, in the order in which they are read: with few rows, reading them is most of the work.
 //
@@ -101,7 +101,7 @@ inline void multiply_square(const bf16* x, int pitch, const __m512i* right, int 
 // x W' + b; `finish` is given a row, the first of 32 outputs, and two vectors of them.
 template <typename Finish>
 void multiply(const bf16* x, const Linear& linear, int rows, int threads, Finish finish) {
-    int steps = squares(linear.inputs), pitch = steps * SIDE;
+    int steps = squares(linear.inputs), pitch = padded(linear.inputs);
 #pragma omp parallel num_threads(threads)
     {
         Tiles tiles;
@@ -156,7 +156,7 @@ void decode(const Step& step) {
     auto normalise_by = [&](const bf16* weight) {
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (int row = 0; row < rows; row++) {
-            bf16* to = step.normed + int64_t(row) * squares(width) * SIDE;
+            bf16* to = step.normed + int64_t(row) * padded(width);
             normalise(step.hidden + int64_t(row) * width, weight, to, width, attention.epsilon);
         }
     };
@@ -184,7 +184,7 @@ void decode(const Step& step) {
         attend<bf16>(attention);
         multiply(step.attended, layer.output, rows, threads, add);
         normalise_by(layer.inner_norm);
-        int gated_pitch = squares(layer.down.inputs) * SIDE;
+        int gated_pitch = padded(layer.down.inputs);
         multiply(step.normed, layer.gate_up, rows, threads, [&](int row, int column, Floats gate, Floats up) {
             Floats open = nearest(silu(nearest(gate)));
             store(open * nearest(up), step.gated + int64_t(row) * gated_pitch + column / 2);

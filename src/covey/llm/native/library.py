@@ -156,7 +156,7 @@ class Kernels:
         `hidden` and `total` (which may be the same) are fp32. Where nothing is added, `total` is left alone.
         """
         rows, width = hidden.numel() // len(weight_W), len(weight_W)
-        where = (_address(tensor) for tensor in (hidden, added, total, weight_W, out, scales))
+        where = (address_of(tensor) for tensor in (hidden, added, total, weight_W, out, scales))
         self._add_and_normalise(*where, rows, width, epsilon, torch.get_num_threads())
 
     def add_and_normalise_backward(
@@ -165,7 +165,7 @@ class Kernels:
         """Gradients of hidden and added (one for both) and the weight, in fp32, from those of `out` and of `total`."""
         threads = torch.get_num_threads()
         dtotal, parts = torch.empty_like(total), torch.empty(threads, len(weight_W))
-        where = (_address(tensor) for tensor in (total, weight_W, scales, d, past, dtotal, parts))
+        where = (address_of(tensor) for tensor in (total, weight_W, scales, d, past, dtotal, parts))
         self._add_and_normalise_backward(*where, scales.numel(), len(weight_W), threads)
         return dtotal, parts.sum(dim=0)
 
@@ -241,11 +241,11 @@ class Kernels:
 
     def soften(self, shape: Scores, scores: Parts, rests: Parts) -> None:
         """softmax(scaling * (scores + rests)) over prompt and own tokens together, in place of the scores."""
-        self._soften(ctypes.byref(shape), *(_address(tensor) for tensor in (*scores, *rests)))
+        self._soften(ctypes.byref(shape), *(address_of(tensor) for tensor in (*scores, *rests)))
 
     def soften_backward(self, shape: Scores, weights: Parts, slopes: Parts) -> None:
         """Turns `slopes`, gradients of the weights, into those of the scores, in place."""
-        where = (_address(tensor) for tensor in (*weights, *slopes))
+        where = (address_of(tensor) for tensor in (*weights, *slopes))
         self._soften_backward(ctypes.byref(shape), *where)
 
     def keep_prompt(self, keys_KPD: Tensor, values_KPD: Tensor, kept_keys: Tensor, kept_values: Tensor) -> None:
@@ -306,7 +306,7 @@ class Kernels:
         self._slope(*given, temperature, first, *logits_NV.shape, torch.get_num_threads())
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.native.library import PAD, AttentionPlace, Kernels, Layer, Linear, Step, padded
-from covey.llm.packed import PackedLinear
+from covey.llm.native.library import PAD, AttentionPlace, Kernels, Layer, Linear, Step, address_of, padded
+from covey.llm.packed import PackedLinear, joined
 
 
 class Stack(Protocol):
@@ -57,7 +57,7 @@ class PackedStack:
             kernels.add_and_normalise(hidden_RW, added_RW, parts.input_norm, epsilon, hidden_RW, normed_RW)
             qkv = layer.qkv(normed_RW)
             place.layer, place.qkv, place.qkv_pitch = number, qkv.data_ptr(), qkv.shape[1]
-            place.query_norm, place.key_norm = _address(parts.query_norm), _address(parts.key_norm)
+            place.query_norm, place.key_norm = address_of(parts.query_norm), address_of(parts.key_norm)
             place.own_keys, place.own_values = own_keys[number].data_ptr(), own_values[number].data_ptr()
             kernels.attend(place)
             attended_RW = layer.output(attended)
@@ -78,7 +78,7 @@ class TiledStack:
         self.kernels = kernels
         self.kept: list[Tensor] = []  # whose addresses are in `layers` and `step`
         self.layers = (Layer * len(base.layers))(*(self._layer(_parts_of(layer)) for layer in base.layers))
-        self.linear_head = self._linear(*_joined([module.get_output_embeddings()]))  # type: ignore[list-item]
+        self.linear_head = self._linear(*joined(module.get_output_embeddings()))  # type: ignore[arg-type]
         first = self.layers[0]
         sizes = [first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs]
         self.buffers = [torch.zeros(-(-rows // 16) * 16, padded(size), dtype=kernels.dtype) for size in sizes]
@@ -108,13 +108,13 @@ class TiledStack:
     def _layer(self, parts: _Parts) -> Layer:
         norms = {name: getattr(parts, name) for name in ("input_norm", "query_norm", "key_norm", "inner_norm")}
         self.kept += [norm for norm in norms.values() if norm is not None]
-        weight, bias = _joined(parts.gate_up)
+        weight, bias = joined(*parts.gate_up)
         return Layer(
-            **{name: _address(norm) for name, norm in norms.items()},
-            qkv=self._linear(*_joined(parts.qkv)),
-            output=self._linear(*_joined([parts.output])),
+            **{name: address_of(norm) for name, norm in norms.items()},
+            qkv=self._linear(*joined(*parts.qkv)),
+            output=self._linear(*joined(parts.output)),
             gate_up=self._linear(_alternating(weight), None if bias is None else _alternating(bias)),
-            down=self._linear(*_joined([parts.down])),
+            down=self._linear(*joined(parts.down)),
         )
 
     def _linear(self, weight_MN: Tensor, bias_M: Tensor | None) -> Linear:
@@ -124,7 +124,7 @@ class TiledStack:
         if bias_M is not None:
             bias_M = nn.functional.pad(bias_M, (0, padded(outputs) - outputs))
             self.kept.append(bias_M)
-        return Linear(weight=tiles.data_ptr(), bias=_address(bias_M), outputs=outputs, inputs=inputs)
+        return Linear(weight=tiles.data_ptr(), bias=address_of(bias_M), outputs=outputs, inputs=inputs)
 
 
 @dataclass(frozen=True)
@@ -166,19 +166,9 @@ class _PackedLayer:
         self.down = PackedLinear(parts.down)
 
 
-def _joined(layers: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of layers with the same input, one behind the other."""
-    biases: list[Tensor] = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    return torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None
-
-
 def _alternating(halves: Tensor) -> Tensor:
     """16 of the first half, 16 of the second, and so on, with zeros at the ends of both."""
     parts = halves.unflatten(0, (2, -1))
     missing = -parts.shape[1] % (PAD // 2)
     parts = nn.functional.pad(parts, (*(0, 0) * (parts.dim() - 2), 0, missing))
     return parts.unflatten(1, (-1, PAD // 2)).transpose(0, 1).flatten(0, 2)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
