@@ -1,6 +1,7 @@
 """What the machine offers, and what is said when it offers less than was asked."""
 
 import logging
+import mmap
 import platform
 import subprocess
 import sys
@@ -165,7 +166,9 @@ def test_huge_pages_are_asked_for_where_a_tensor_has_room_for_one():
                 return "hg" in words
         raise AssertionError("the tensor lies nowhere")
 
-    large, small = (torch.empty(size, dtype=torch.uint8) for size in (64 << 20, 1000))
+    # Mapped here, since what the allocator hands out may be memory that an earlier test asked for.
+    fresh = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    large, small = torch.frombuffer(fresh, dtype=torch.uint8), torch.empty(1000, dtype=torch.uint8)
     assert not asked_for(large)
     assert in_huge_pages(large) is large
     assert in_huge_pages(small) is small
