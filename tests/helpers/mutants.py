@@ -72,6 +72,7 @@ BLOCKS = ("llm/blocks.py", BLOCK_ATTENTION)
 BACKWARD = ("llm/native/attention.py", BLOCK_ATTENTION)
 DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
 TORCH_DECODER = ("llm/decoding.py", ("llm/test_native.py", "parity/test_language_model.py"))
+TORCH_LAYERS = ("llm/layers.py", ("llm/test_native.py",))
 LAYOUT = ("llm/attention.py", ("parity/test_language_model.py",))
 PACKED = ("llm/packed.py", ("llm/test_packed.py",))
 KL_CONTROL = "learning/test_kl_control.py::test_"
@@ -855,6 +856,19 @@ MUTANTS = [
     _mutant("all_of_a_prompt_is_common", LAYOUT, "prompt[:-1] for prompt in prompts", "prompt for prompt in prompts"),
     _mutant("an_empty_place_is_seen", TORCH_DECODER, "(room >= self.decoded)", "(room > self.decoded)"),
     _mutant("room_is_made_in_front", TORCH_DECODER, "(0, 0, 0, GROWTH)", "(0, 0, GROWTH, 0)"),
+    _mutant(
+        "rotates_backwards_in_torch",
+        TORCH_LAYERS,
+        "[-sine[:, :, :1], sine[:, :, 1:]]",
+        "[sine[:, :, :1], -sine[:, :, 1:]]",
+    ),
+    _mutant("every_position_is_the_first_in_torch", TORCH_LAYERS, "positions_R[None]", "0 * positions_R[None]"),
+    _mutant("up_is_gated_in_torch", TORCH_LAYERS, "F.silu(gate).mul_(up)", "F.silu(up).mul_(gate)"),
+    _mutant("keys_are_not_normalised_in_torch", TORCH_LAYERS, "self._normalise(key, layer.parts.key_norm)", "key"),
+    _mutant("norm_without_epsilon_in_torch", TORCH_LAYERS, "addcmul(self.epsilon,", "addcmul(0 * self.epsilon,"),
+    _mutant("norm_of_the_sum_of_squares_in_torch", TORCH_LAYERS, "value=1 / x.shape[-1]", "value=1"),
+    _mutant("one_norm_for_both_in_torch", TORCH_LAYERS, "layer.parts.inner_norm", "layer.parts.input_norm"),
+    _mutant("prompts_padding_is_seen", LAYOUT, "masked_fill(self.padding_SP[:, None], -torch.inf)", "clone()"),
     _mutant("packed_in_another_order", PACKED, "torch.cat(weights)", "torch.cat(weights[::-1])"),
     _mutant("packing_does_not_end", PACKED, "del layer.forward", "pass"),
     _mutant("decoder_stands_still", DECODER, "self.lengths_R + self.decoded_R)[None]", "self.lengths_R)[None]"),

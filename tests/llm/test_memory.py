@@ -189,7 +189,7 @@ def test_keys_and_values_grow_with_the_rows_up_to_the_sampler_s_bound(smollm2: D
 
 
 def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) -> None:
-    from covey.llm.native.families import is_llama_like
+    from covey.llm.families import is_llama_like
     from covey.llm.native.library import kernels_for
     from covey.llm.native.stacks import PackedStack, TiledStack
     from covey.llm.packed import PackedLinear, PackedLinears

@@ -138,73 +138,73 @@ class PackedLayout:
     def slots(self) -> PromptSlots:
         return PromptSlots(torch.tensor(self.prompt_lengths, device=self.device), self.prompt_of_row)
 
-    def keep_prompt(self, layer: int, key_SKPD: Tensor, value_SKPD: Tensor) -> None:
+    def keep_prompt(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
         """Called with every layer's keys and values of the prompts; the sampler's prefill stores them."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         split = self.common + self.rests.tokens
-        heads = query.shape[0]
-        key_SKPD, value_SKPD = self._whole_prompts(key[:, :split]), self._whole_prompts(value[:, :split])
-        self.keep_prompt(layer, key_SKPD, value_SKPD)
-        out = self._attend_to_prompts(query[:, :split], key_SKPD, value_SKPD, scaling)
+        key_KSPD, value_KSPD = self._whole_prompts(key[:, :split]), self._whole_prompts(value[:, :split])
+        self.keep_prompt(layer, key_KSPD, value_KSPD)
+        out = self._attend_to_prompts(query[:, :split], key_KSPD, value_KSPD, scaling)
         if not self.completions.width:
             return torch.cat(out)
-        query_RHLD = self.completions.pad(query[:, split:])
-        own_RKLD = self.completions.pad(key[:, split:]), self.completions.pad(value[:, split:])
-        scores = query_RHLD.shape[0] * heads * query_RHLD.shape[2] * (key_SKPD.shape[2] + query_RHLD.shape[2])
+        query_HRLD = self.completions.pad(query[:, split:])
+        own_KRLD = self.completions.pad(key[:, split:]), self.completions.pad(value[:, split:])
+        heads, rows, length = query_HRLD.shape[:3]
+        scores = heads * rows * length * (key_KSPD.shape[2] + length)
         attend = self._attend_by_products if scores <= SCORES_LIMIT else self._attend_fused
-        out.append(self.completions.unpad(attend(query_RHLD, key_SKPD, value_SKPD, *own_RKLD, scaling)))
+        out.append(self.completions.unpad(attend(query_HRLD, key_KSPD, value_KSPD, *own_KRLD, scaling)))
         return torch.cat(out)
 
     def _whole_prompts(self, flat: Tensor) -> Tensor:
-        """[K, common beginning and rests, D] -> [S, K, P, D], 0 at padding."""
+        """[K, common beginning and rests, D] -> [K, S, P, D], 0 at padding."""
         rests = self.rests.pad(flat[:, self.common :])
         if not self.common:
             return rests
-        return torch.cat([flat[None, :, : self.common].expand(len(rests), -1, -1, -1), rests], dim=2)
+        return torch.cat([flat[:, None, : self.common].expand(-1, rests.shape[1], -1, -1), rests], dim=2)
 
-    def _attend_to_prompts(self, query: Tensor, key_SKPD: Tensor, value_SKPD: Tensor, scaling: float) -> list[Tensor]:
+    def _attend_to_prompts(self, query: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, scaling: float) -> list[Tensor]:
         """The tokens of the prompts: of the common beginning, [common, H, D], and of the rests."""
         heads, common = query.shape[0], self.common
-        key, value = _repeat(key_SKPD, heads), _repeat(value_SKPD, heads)
+        key, value = _repeat(key_KSPD, heads), _repeat(value_KSPD, heads)
         if not common:
             out = F.scaled_dot_product_attention(self.rests.pad(query), key, value, is_causal=True, scale=scaling)
             return [self.rests.unpad(out)]
         beginning = F.scaled_dot_product_attention(
-            query[None, :, :common], key[:1, :, :common], value[:1, :, :common], is_causal=True, scale=scaling
+            query[:, None, :common], key[:, :1, :common], value[:, :1, :common], is_causal=True, scale=scaling
         )
         seen = torch.ones(self.rests.width, key.shape[2], dtype=torch.bool, device=key.device).tril(common)
         rests = F.scaled_dot_product_attention(
             self.rests.pad(query[:, common:]), key, value, attn_mask=seen, scale=scaling
         )
-        return [beginning[0].transpose(0, 1), self.rests.unpad(rests)]
+        return [beginning[:, 0].transpose(0, 1), self.rests.unpad(rests)]
 
     def _attend_by_products(
-        self, query_RHLD: Tensor, key_SKPD: Tensor, value_SKPD: Tensor, key: Tensor, value: Tensor, scaling: float
+        self, query_HRLD: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         """Short completions: plain products, in which the rows of a group read their prompt's keys together."""
-        heads, length = query_RHLD.shape[1:3]
-        kv_heads = key.shape[1]
-        query = query_RHLD.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)
+        heads, length, kv_heads = query_HRLD.shape[0], query_HRLD.shape[2], key.shape[0]
+        groups = kv_heads, heads // kv_heads
+        query_KRMD = (query_HRLD * scaling).unflatten(0, groups).transpose(1, 2).flatten(2, 3)
         own_LL = torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
         own_mask = own_LL.repeat(heads // kv_heads, 1)
-        out = self.slots.attend(query * scaling, key_SKPD, value_SKPD, key, value, own_mask)
-        return out.unflatten(2, (heads // kv_heads, length)).flatten(1, 2)
+        out = self.slots.attend(query_KRMD, key_KSPD, value_KSPD, key, value, own_mask)
+        return out.unflatten(2, (-1, length)).transpose(1, 2).flatten(0, 1)
 
     def _attend_fused(
-        self, query_RHLD: Tensor, key_SKPD: Tensor, value_SKPD: Tensor, key: Tensor, value: Tensor, scaling: float
+        self, query_HRLD: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         """Long completions: torch's fused attention, which keeps no scores but wants a prompt's keys in every row."""
-        heads, length = query_RHLD.shape[1:3]
-        key = torch.cat([key_SKPD[self.prompt_of_row], key], dim=2)
-        value = torch.cat([value_SKPD[self.prompt_of_row], value], dim=2)
+        heads, length = query_HRLD.shape[0], query_HRLD.shape[2]
+        key = torch.cat([key_KSPD[:, self.prompt_of_row], key], dim=2)
+        value = torch.cat([value_KSPD[:, self.prompt_of_row], value], dim=2)
         if self.mask is None:
             causal_LL = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
             prompt_RP = ~self.slots.padding_SP[self.prompt_of_row]
             rows = (len(prompt_RP), length, -1)
-            self.mask = torch.cat([prompt_RP[:, None].expand(rows), causal_LL.expand(rows)], dim=2)[:, None]
+            self.mask = torch.cat([prompt_RP[:, None].expand(rows), causal_LL.expand(rows)], dim=2)
         return F.scaled_dot_product_attention(
-            query_RHLD, _repeat(key, heads), _repeat(value, heads), attn_mask=self.mask, scale=scaling
+            query_HRLD, _repeat(key, heads), _repeat(value, heads), attn_mask=self.mask, scale=scaling
         )
 
 
@@ -234,40 +234,43 @@ class PromptSlots:
 
     def attend(
         self,
-        query_RKMD: Tensor,
-        prompt_key_SKPD: Tensor,
-        prompt_value_SKPD: Tensor,
-        own_key_RKTD: Tensor,
-        own_value_RKTD: Tensor,
+        query_KRMD: Tensor,
+        prompt_key_KSPD: Tensor,
+        prompt_value_KSPD: Tensor,
+        own_key_KRTD: Tensor,
+        own_value_KRTD: Tensor,
         own_mask_MT: Tensor | None = None,
     ) -> Tensor:
         """Attention of M queries per key-value head (already scaled) to the row's prompt and to its own T tokens.
 
-        `own_mask_MT` is True where a query must not look. One softmax runs over both parts, in fp32.
+        `own_mask_MT` is True where a query must not look. One softmax runs over both parts, in fp32 within.
         """
-        prompt_scores = self._spread(query_RKMD) @ prompt_key_SKPD.transpose(2, 3)
+        kv_heads, rows = query_KRMD.shape[:2]
+        prompt_scores = self._together(query_KRMD) @ prompt_key_KSPD.flatten(0, 1).transpose(1, 2)
         if self.padded:
-            prompt_scores = prompt_scores.masked_fill(self.padding_SP[:, None, None], -torch.inf)
-        own_scores = query_RKMD @ own_key_RKTD.transpose(2, 3)
+            by_head = prompt_scores.unflatten(0, (-1, self.prompts))
+            prompt_scores = by_head.masked_fill(self.padding_SP[:, None], -torch.inf).flatten(0, 1)
+        own_scores = query_KRMD.flatten(0, 1) @ own_key_KRTD.flatten(0, 1).transpose(1, 2)
         if own_mask_MT is not None:
-            own_scores = own_scores.masked_fill(own_mask_MT, -torch.inf)
-        scores = torch.cat([self._gather(prompt_scores), own_scores], dim=3)
-        weights = scores.softmax(dim=3, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-        own = own_key_RKTD.shape[2]
-        prompt_weights, own_weights = weights.split([scores.shape[3] - own, own], dim=3)
-        return self._gather(self._spread(prompt_weights) @ prompt_value_SKPD) + own_weights @ own_value_RKTD
+            own_scores = own_scores.masked_fill_(own_mask_MT, -torch.inf)
+        scores = torch.cat([self._apart(prompt_scores, kv_heads), own_scores], dim=2)
+        sizes = prompt_scores.shape[2], own_scores.shape[2]
+        prompt_weights, own_weights = scores.softmax(dim=2).split(sizes, dim=2)
+        of_prompts = self._together(prompt_weights.unflatten(0, (kv_heads, rows))) @ prompt_value_KSPD.flatten(0, 1)
+        of_prompts = self._apart(of_prompts, kv_heads)
+        return torch.baddbmm(of_prompts, own_weights, own_value_KRTD.flatten(0, 1)).unflatten(0, (kv_heads, rows))
 
-    def _spread(self, rows_RKMX: Tensor) -> Tensor:
-        """[R, K, M, X] -> [S, K, slots x M, X]: the rows of a prompt side by side."""
-        rows = rows_RKMX
+    def _together(self, rows_KRMX: Tensor) -> Tensor:
+        """[K, R, M, X] -> [K x S, slots x M, X]: the rows of a prompt side by side."""
+        rows = rows_KRMX
         if not self.even:
             rows = _Scatter.apply(rows, self.places, self.prompts * self.width)
-        return rows.unflatten(0, (self.prompts, self.width)).transpose(1, 2).flatten(2, 3)
+        return rows.reshape(-1, self.width * rows.shape[2], rows.shape[3])
 
-    def _gather(self, spread: Tensor) -> Tensor:
-        """[S, K, slots x M, X] -> [R, K, M, X]."""
-        rows = spread.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
-        return rows if self.even else _Gather.apply(rows, self.places)
+    def _apart(self, together: Tensor, kv_heads: int) -> Tensor:
+        """[K x S, slots x M, X] -> [K x R, M, X]."""
+        rows = together.reshape(kv_heads, self.prompts * self.width, -1, together.shape[2])
+        return (rows if self.even else _Gather.apply(rows, self.places)).flatten(0, 1)
 
 
 class _Padding:
@@ -280,48 +283,48 @@ class _Padding:
         self.positions = inside.flatten().nonzero()[:, 0].to(device)
 
     def pad(self, flat: Tensor) -> Tensor:
-        """[heads, tokens, D] -> [rows, heads, width, D], 0 at padding."""
-        rows = flat.transpose(0, 1)
+        """[heads, tokens, D] -> [heads, rows, width, D], 0 at padding."""
         if not self.even:
-            rows = _Scatter.apply(rows, self.positions, self.rows * self.width)
-        return rows.unflatten(0, (self.rows, self.width)).transpose(1, 2)
+            flat = _Scatter.apply(flat, self.positions, self.rows * self.width)
+        return flat.unflatten(1, (self.rows, self.width))
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """[rows, heads, width, D] -> [tokens, heads, D]."""
-        rows = padded.transpose(1, 2).flatten(0, 1)
-        return rows if self.even else _Gather.apply(rows, self.positions)
+        """[heads, rows, width, D] -> [tokens, heads, D]."""
+        flat = padded.flatten(1, 2)
+        return (flat if self.even else _Gather.apply(flat, self.positions)).transpose(0, 1)
 
 
 class _Scatter(torch.autograd.Function):
-    """Rows to distinct places of a larger tensor. Its gradient is a plain gather, not an accumulation."""
+    """Columns to distinct places of a larger tensor. Its gradient is a plain gather, not an accumulation."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, size: int) -> Tensor:
+    def forward(ctx: Any, columns: Tensor, places: Tensor, size: int) -> Tensor:
         ctx.save_for_backward(places)
-        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, places, rows)
+        return columns.new_zeros(columns.shape[0], size, *columns.shape[2:]).index_copy_(1, places, columns)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
-        return gradient.index_select(0, places), None, None
+        return gradient.index_select(1, places), None, None
 
 
 class _Gather(torch.autograd.Function):
-    """Rows from distinct places of a larger tensor. Its gradient is a plain scatter, not an accumulation."""
+    """Columns from distinct places of a larger tensor. Its gradient is a plain scatter, not an accumulation."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, columns: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.size = rows.shape[0]
-        return rows.index_select(0, places)
+        ctx.size = columns.shape[1]
+        return columns.index_select(1, places)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (places,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, places, gradient), None
+        size = gradient.shape[0], ctx.size, *gradient.shape[2:]
+        return gradient.new_zeros(size).index_copy_(1, places, gradient), None
 
 
 def _repeat(tensor: Tensor, heads: int) -> Tensor:
-    """[rows, K, T, D] -> [rows, H, T, D]: every key-value head serves H / K query heads."""
-    kv_heads = tensor.shape[1]
-    return tensor if kv_heads == heads else tensor.repeat_interleave(heads // kv_heads, dim=1)
+    """[K, rows, T, D] -> [H, rows, T, D]: every key-value head serves H / K query heads."""
+    kv_heads = tensor.shape[0]
+    return tensor if kv_heads == heads else tensor.repeat_interleave(heads // kv_heads, dim=0)

@@ -9,14 +9,16 @@ V vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from covey.llm.attention import PackedLayout, PromptSlots, forward
+from covey.llm.attention import Layout, PackedLayout, PromptSlots, forward
+from covey.llm.families import is_llama_like
+from covey.llm.layers import LlamaLayers
 from covey.llm.native.library import PAD
 from covey.llm.packed import PackedLinears
 
@@ -53,7 +55,8 @@ class SharedPrefixDecoder:
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
         self.rows = rows
-        self.packed = PackedLinears(module)
+        lean = module.device.type == "cpu" and is_llama_like(module)
+        self.network = LlamaLayers(module) if lean else _OwnForward(module)
         self.layout: _DecodingLayout | None = None
 
     def room(self) -> int:
@@ -64,14 +67,12 @@ class SharedPrefixDecoder:
         hidden_SW, stored = prefill(self.module, prompts)
         prompt_of_row = torch.arange(len(prompts), device=self.module.device).repeat_interleave(group_size)
         self.layout = _DecodingLayout(stored, prompt_of_row)
-        return self._logits(hidden_SW)
+        return self.network.head(hidden_SW)
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
         assert self.layout is not None
-        positions = self.layout.next_positions()
-        with self.packed:
-            return self._logits(forward(self.module.base_model, tokens_R, positions, self.layout))
+        return self.network(tokens_R, self.layout.next_positions(), self.layout)
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
@@ -81,8 +82,17 @@ class SharedPrefixDecoder:
         else:
             self.layout = None
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.module.get_output_embeddings()(hidden)
+
+class _OwnForward:
+    """The model's own forward."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.base, self.head = module.base_model, cast(nn.Module, module.get_output_embeddings())
+        self.packed = PackedLinears(module)
+
+    def __call__(self, tokens_R: Tensor, positions_R: Tensor, layout: Layout) -> Tensor:
+        with self.packed:
+            return self.head(forward(self.base, tokens_R, positions_R, layout))
 
 
 def prefill(module: PreTrainedModel, prompts: list[list[int]]) -> tuple[Tensor, PrefillLayout]:
@@ -100,10 +110,10 @@ class PrefillLayout(PackedLayout):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def keep_prompt(self, layer: int, key_SKPD: Tensor, value_SKPD: Tensor) -> None:
+    def keep_prompt(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
         assert layer == len(self.keys)
-        self.keys.append(key_SKPD.contiguous())
-        self.values.append(value_SKPD.contiguous())
+        self.keys.append(key_KSPD.contiguous())
+        self.values.append(value_KSPD.contiguous())
 
 
 class _DecodingLayout:
@@ -114,10 +124,10 @@ class _DecodingLayout:
     """
 
     def __init__(self, stored: PrefillLayout, prompt_of_row: Tensor) -> None:
-        self.keys_SKPD, self.values_SKPD = stored.keys, stored.values
+        self.keys_KSPD, self.values_KSPD = stored.keys, stored.values
         self.lengths_S = torch.tensor(stored.prompt_lengths, device=prompt_of_row.device)
         first = stored.keys[0]
-        nothing = first.new_empty(len(prompt_of_row), first.shape[1], 0, first.shape[3])
+        nothing = first.new_empty(first.shape[0], len(prompt_of_row), 0, first.shape[3])
         self.own_keys = [nothing for _ in stored.keys]
         self.own_values = [nothing for _ in stored.keys]
         self.decoded = 0
@@ -137,34 +147,34 @@ class _DecodingLayout:
 
     def keep(self, rows: Tensor) -> None:
         """Drop every other row, and the prompts that no row is left of. Rows stay ordered by prompt."""
-        self.own_keys = [key[rows] for key in self.own_keys]
-        self.own_values = [value[rows] for value in self.own_values]
+        self.own_keys = [key[:, rows] for key in self.own_keys]
+        self.own_values = [value[:, rows] for value in self.own_values]
         prompts, prompt_of_row = self.prompt_of_row[rows].unique(return_inverse=True)
         if len(prompts) < len(self.lengths_S):
             self.lengths_S = self.lengths_S[prompts]
             longest = int(self.lengths_S.max())  # what is padding in every prompt that is left must go: nobody masks it
-            self.keys_SKPD = [key[prompts, :, :longest] for key in self.keys_SKPD]
-            self.values_SKPD = [value[prompts, :, :longest] for value in self.values_SKPD]
+            self.keys_KSPD = [key[:, prompts, :longest] for key in self.keys_KSPD]
+            self.values_KSPD = [value[:, prompts, :longest] for value in self.values_KSPD]
         self.prompt_of_row = prompt_of_row
         self.slots = PromptSlots(self.lengths_S, prompt_of_row)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         heads, rows, width = query.shape
-        kv_heads = key.shape[0]
         own_keys, own_values = self.own_keys[layer], self.own_values[layer]
-        own_keys[:, :, self.decoded - 1] = key.transpose(0, 1)
-        own_values[:, :, self.decoded - 1] = value.transpose(0, 1)
+        own_keys[:, :, self.decoded - 1] = key
+        own_values[:, :, self.decoded - 1] = value
 
-        query_RKMD = (query.transpose(0, 1) * scaling).unflatten(1, (kv_heads, heads // kv_heads))
+        by_key_head = query.unflatten(0, (len(key), -1)).transpose(1, 2)
+        query_KRMD = torch.mul(by_key_head, scaling, out=query.new_empty(by_key_head.shape))
         out = self.slots.attend(
-            query_RKMD,
-            self.keys_SKPD[layer],
-            self.values_SKPD[layer],
+            query_KRMD,
+            self.keys_KSPD[layer],
+            self.values_KSPD[layer],
             own_keys,
             own_values,
             self.unwritten_1T,
         )
-        return out.reshape(rows, heads, width)
+        return out.transpose(0, 1).reshape(rows, heads, width)
 
 
 class CacheDecoder:

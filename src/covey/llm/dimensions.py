@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey.config import EMBEDDED_MODELS, ConfigError
 from covey.config.origins import architecture_of
-from covey.llm.native.families import is_llama_like
+from covey.llm.families import is_llama_like
 
 SMOLLM2_135M = {
     "model_type": "llama",

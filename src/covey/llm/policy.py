@@ -18,9 +18,9 @@ from covey.data import Batch, Evaluation
 from covey.llm.attention import IMPLEMENTATION, LEAST_COMMON
 from covey.llm.decoding import CacheDecoder, Decoder, SharedPrefixDecoder
 from covey.llm.exact_kl import exact_kl
+from covey.llm.families import is_llama_like
 from covey.llm.head import token_logprobs
 from covey.llm.native.decoder import NativeDecoder
-from covey.llm.native.families import is_llama_like
 from covey.llm.native.fused import fuse
 from covey.llm.native.library import kernels_for
 from covey.llm.trunk import hidden_at_decisions, row_lengths, row_tokens, spread

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from covey.llm.decoding import prefill
+from covey.llm.families import Heads
 from covey.llm.native.library import AttentionPlace, Kernels, padded
 from covey.llm.native.stacks import make_stack
 from covey.runtime.device import in_huge_pages
@@ -41,14 +42,11 @@ class NativeDecoder:
         self.base = cast(Any, module.base_model)  # with `embed_tokens`, `rotary_emb`, `layers` and `norm`
         self.kernels = kernels
         self.stack = make_stack(module, kernels, rows)
-        config = module.config.get_text_config()
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.epsilon = config.rms_norm_eps
+        self.heads = Heads.of(module)
+        self.epsilon = module.config.get_text_config().rms_norm_eps
         self.capacity = padded(max_new_tokens)
         layers, kind = len(self.base.layers), kernels.dtype
-        own = layers, rows, self.kv_heads, self.capacity * padded(self.width)
+        own = layers, rows, self.heads.keys, self.capacity * padded(self.heads.width)
         self.own_keys, self.own_values = (in_huge_pages(torch.empty(own, dtype=kind)) for _ in range(2))
         self.free = list(range(rows))[::-1]
         self.prompts: list[_SharedPrompt] = []  # of every row
@@ -63,10 +61,11 @@ class NativeDecoder:
     def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
         hidden_SW, layout = prefill(self.module, prompts)
         for place, length in enumerate(layout.prompt_lengths):
-            keys, values = hidden_SW.new_empty(2, len(layout.keys), self.kv_heads, padded(length) * padded(self.width))
+            shape = len(layout.keys), self.heads.keys, padded(length) * padded(self.heads.width)
+            keys, values = hidden_SW.new_empty(2, *shape)
             shared = _SharedPrompt(keys, values, length)
-            for layer, (key_SKPD, value_SKPD) in enumerate(zip(layout.keys, layout.values, strict=True)):
-                key, value = (part[place, :, :length].contiguous() for part in (key_SKPD, value_SKPD))
+            for layer, (key_KSPD, value_KSPD) in enumerate(zip(layout.keys, layout.values, strict=True)):
+                key, value = (part[:, place, :length].contiguous() for part in (key_KSPD, value_KSPD))
                 self.kernels.keep_prompt(key, value, shared.keys[layer], shared.values[layer])
             self.prompts += [shared] * group_size
         slots = [self.free.pop() for _ in range(len(prompts) * group_size)]
@@ -93,8 +92,9 @@ class NativeDecoder:
             cosine=cosine.data_ptr(), sine=sine.data_ptr(), prompt_keys=self.keys_R.data_ptr(),
             prompt_values=self.values_R.data_ptr(), prompt_lengths=self.lengths_R.data_ptr(),
             slots=self.slots_R.data_ptr(), decoded=self.decoded_R.data_ptr(),
-            rows=len(tokens_R), heads=self.heads, kv_heads=self.kv_heads, width=self.width, capacity=self.capacity,
-            threads=torch.get_num_threads(), scaling=self.width**-0.5, epsilon=self.epsilon,
+            rows=len(tokens_R), heads=self.heads.queries, kv_heads=self.heads.keys, width=self.heads.width,
+            capacity=self.capacity, threads=torch.get_num_threads(), scaling=self.heads.width**-0.5,
+            epsilon=self.epsilon,
         )  # fmt: skip
         logits_RV = self.stack.step(hidden_RW, place, self.own_keys, self.own_values)
         self.decoded_R += 1

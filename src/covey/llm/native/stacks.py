@@ -9,13 +9,14 @@ N inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from covey.llm.families import Parts
+from covey.llm.layers import PackedLayer
 from covey.llm.native.library import PAD, AttentionPlace, Kernels, Layer, Linear, Step, address_of, padded
 from covey.llm.packed import PackedLinear, joined
 
@@ -42,7 +43,7 @@ class PackedStack:
     def __init__(self, module: PreTrainedModel, kernels: Kernels) -> None:
         base = cast(Any, module.base_model)
         self.kernels = kernels
-        self.layers = [_PackedLayer(_parts_of(layer)) for layer in base.layers]
+        self.layers = [PackedLayer(layer) for layer in base.layers]
         self.norm = base.norm.weight.detach()
         self.head = PackedLinear(module.get_output_embeddings())  # type: ignore[arg-type]
 
@@ -77,7 +78,7 @@ class TiledStack:
         base = cast(Any, module.base_model)
         self.kernels = kernels
         self.kept: list[Tensor] = []  # whose addresses are in `layers` and `step`
-        self.layers = (Layer * len(base.layers))(*(self._layer(_parts_of(layer)) for layer in base.layers))
+        self.layers = (Layer * len(base.layers))(*(self._layer(Parts.of(layer)) for layer in base.layers))
         self.linear_head = self._linear(*joined(module.get_output_embeddings()))  # type: ignore[arg-type]
         first = self.layers[0]
         sizes = [first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs]
@@ -105,7 +106,7 @@ class TiledStack:
         padding = (0, padded(width) - width, 0, padded(rows) - rows)
         return self.kernels.multiply(nn.functional.pad(hidden_RW, padding), self.linear_head)[:rows]
 
-    def _layer(self, parts: _Parts) -> Layer:
+    def _layer(self, parts: Parts) -> Layer:
         norms = {name: getattr(parts, name) for name in ("input_norm", "query_norm", "key_norm", "inner_norm")}
         self.kept += [norm for norm in norms.values() if norm is not None]
         weight, bias = joined(*parts.gate_up)
@@ -125,45 +126,6 @@ class TiledStack:
             bias_M = nn.functional.pad(bias_M, (0, padded(outputs) - outputs))
             self.kept.append(bias_M)
         return Linear(weight=tiles.data_ptr(), bias=address_of(bias_M), outputs=outputs, inputs=inputs)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What a decoder layer of transformers consists of."""
-
-    input_norm: Tensor
-    qkv: list[nn.Linear]
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    output: nn.Linear
-    inner_norm: Tensor
-    gate_up: list[nn.Linear]
-    down: nn.Linear
-
-
-def _parts_of(layer: Any) -> _Parts:
-    """The parts of a decoder layer of transformers."""
-    attention, mlp = layer.self_attn, layer.mlp
-    query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    return _Parts(
-        input_norm=layer.input_layernorm.weight.detach(),
-        qkv=[attention.q_proj, attention.k_proj, attention.v_proj],
-        query_norm=None if query_norm is None else query_norm.weight.detach(),
-        key_norm=None if key_norm is None else key_norm.weight.detach(),
-        output=attention.o_proj,
-        inner_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=[mlp.gate_proj, mlp.up_proj],
-        down=mlp.down_proj,
-    )
-
-
-class _PackedLayer:
-    def __init__(self, parts: _Parts) -> None:
-        self.parts = parts
-        self.qkv = PackedLinear(*parts.qkv)
-        self.output = PackedLinear(parts.output)
-        self.gate_up = PackedLinear(*parts.gate_up)
-        self.down = PackedLinear(parts.down)
 
 
 def _alternating(halves: Tensor) -> Tensor:
