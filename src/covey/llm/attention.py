@@ -185,7 +185,7 @@ class PackedLayout:
         """Short completions: plain products, in which the rows of a group read their prompt's keys together."""
         heads, length, kv_heads = query_HRLD.shape[0], query_HRLD.shape[2], key.shape[0]
         groups = kv_heads, heads // kv_heads
-        query_KRMD = (query_HRLD * scaling).unflatten(0, groups).transpose(1, 2).flatten(2, 3)
+        query_KRMD = (query_HRLD * scaling).unflatten(0, groups).transpose(1, 2).flatten(2, 3).contiguous()
         own_LL = torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
         own_mask = own_LL.repeat(heads // kv_heads, 1)
         out = self.slots.attend(query_KRMD, key_KSPD, value_KSPD, key, value, own_mask)
@@ -202,7 +202,7 @@ class PackedLayout:
             causal_LL = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
             prompt_RP = ~self.slots.padding_SP[self.prompt_of_row]
             rows = (len(prompt_RP), length, -1)
-            self.mask = torch.cat([prompt_RP[:, None].expand(rows), causal_LL.expand(rows)], dim=2)
+            self.mask = torch.cat([prompt_RP[:, None].expand(rows), causal_LL.expand(rows)], dim=2)[None]
         return F.scaled_dot_product_attention(
             query_HRLD, _repeat(key, heads), _repeat(value, heads), attn_mask=self.mask, scale=scaling
         )

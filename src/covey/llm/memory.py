@@ -143,9 +143,8 @@ def _attention_bytes(size: Dimensions, width: int, prompts: int, rows: int, prom
         prompt_part += 2 * prompts * prompt_tokens * size.query * width  # keys and values, repeated for every head
     scores = fed_tokens * size.heads * seen
     if scores <= SCORES_LIMIT:
-        weights = scores * (4 if width == 4 else 4 + width) + fed_tokens * size.heads * prompt_tokens * width
         keys_and_values = 2 * tokens * size.key_value * width
-        return prompt_part + weights + keys_and_values + 2 * fed_tokens * size.query * width
+        return prompt_part + (scores + fed_tokens * size.query) * width + keys_and_values
     keys_and_values = 2 * rows * seen * size.query * width
     mask = fed_tokens * seen * width
     return prompt_part + keys_and_values + mask + fed_tokens * (size.heads * 4 + size.query * width)
