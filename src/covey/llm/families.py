@@ -1,4 +1,4 @@
-"""Llama-like models: whether a model is one, and what a layer of it consists of."""
+"""What a model is built of: whether it is Llama-like, its attention heads, the parts of a layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_llama_like(module: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class Heads:
-    """Of a model's attention."""
+    """Of a model's attention: how many, and how wide."""
 
     queries: int
     keys: int
@@ -36,8 +36,9 @@ class Heads:
     @classmethod
     def of(cls, module: PreTrainedModel) -> Heads:
         config = module.config.get_text_config()
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(config.num_attention_heads, config.num_key_value_heads, width)
+        queries = config.num_attention_heads
+        keys = getattr(config, "num_key_value_heads", None) or queries
+        return cls(queries, keys, getattr(config, "head_dim", None) or config.hidden_size // queries)
 
 
 @dataclass(frozen=True)

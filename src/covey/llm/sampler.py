@@ -16,6 +16,7 @@ from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.chat import Chat
 from covey.llm.choosing import choose
+from covey.llm.families import Heads
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.seeding import uniforms
 
@@ -85,10 +86,9 @@ class LanguageSampler:
         """How many rows fit into memory together."""
         if self.rows_at_once:
             return self.rows_at_once
-        config = self.policy.module.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_token = 2 * config.num_hidden_layers * heads * width * self.policy.module.dtype.itemsize
+        module, heads = self.policy.module, Heads.of(self.policy.module)
+        layers = module.config.get_text_config().num_hidden_layers
+        per_token = 2 * layers * heads.keys * heads.width * module.dtype.itemsize
         longest = max(len(prompt) for prompt in prompts) if not self.policy.shares_prompts else 0
         return CACHE_BYTES // (per_token * (self.max_new_tokens + longest))
 
