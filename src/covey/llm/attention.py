@@ -187,7 +187,7 @@ class PackedLayout:
         groups = kv_heads, heads // kv_heads
         query_KRMD = (query_HRLD * scaling).unflatten(0, groups).transpose(1, 2).flatten(2, 3).contiguous()
         own_LL = torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
-        own_mask = own_LL.repeat(heads // kv_heads, 1)
+        own_mask = own_LL.repeat(groups[1], 1)
         out = self.slots.attend(query_KRMD, key_KSPD, value_KSPD, key, value, own_mask)
         return out.unflatten(2, (-1, length)).transpose(1, 2).flatten(0, 1)
 

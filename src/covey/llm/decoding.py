@@ -55,6 +55,7 @@ class SharedPrefixDecoder:
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
         self.rows = rows
+        # On a GPU, joining what shares an input would take a second copy of the weights.
         lean = module.device.type == "cpu" and is_llama_like(module)
         self.network = LlamaLayers(module) if lean else _OwnForward(module)
         self.layout: _DecodingLayout | None = None
