@@ -66,10 +66,10 @@ LAYERS, ATTENTION, KEPT, WHOLE_DECODER, LOGITS, PRODUCTS = (
     for name in ("layers", "attention", "kept", "decoder", "logits", "products")
 )
 FUSED = ("llm/native/fused.py", ("llm/test_native.py",))
-BLOCK_ATTENTION = ("llm/test_block_attention.py",)
-TRAINING = ("llm/native/training.h", BLOCK_ATTENTION)
-BLOCKS = ("llm/blocks.py", BLOCK_ATTENTION)
-BACKWARD = ("llm/native/attention.py", BLOCK_ATTENTION)
+TRAINING, SQUARES, SEQUENCES = (
+    (f"llm/{name}", ("llm/test_shared_attention.py",))
+    for name in ("native/training.h", "native/squares.h", "attention.py")
+)
 DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
 TORCH_DECODER = ("llm/decoding.py", ("llm/test_native.py", "parity/test_language_model.py"))
 TORCH_LAYERS = ("llm/layers.py", ("llm/test_native.py",))
@@ -805,50 +805,50 @@ MUTANTS = [
         "return total + layer.mlp(normed)",
         "return (total + layer.mlp(normed)).to(normed.dtype)",
     ),
-    _mutant("training_sees_the_future", TRAINING, "first + row / heads % queries) + 1;", "first + queries);"),
-    _mutant("training_forgets_the_scale", TRAINING, "of_own, shape.scaling);", "of_own, 1.0f);"),
-    _mutant("training_scores_stay_rounded", TRAINING, "if (own_rest) {", "if (false) {"),
-    _mutant("training_gradient_without_mean", TRAINING, "(load(&slopes[t]) - mean)", "load(&slopes[t])"),
-    _mutant("training_gradients_stay_turned", TRAINING, "if (back) rotate_back(", "if (back) rotate("),
-    _mutant("training_misses_the_last_numbers", TRAINING, "if (count % LANES && count > LANES)", "if (false)"),
+    _mutant("training_sees_the_future", TRAINING, "std::min(query, last - 1) / queries + 1;", "newest() + 1;"),
     _mutant(
-        "training_heads_in_wrong_places", TRAINING, "begins[n] + k * pitches[n]) * chunk", "begins[n] + k) * chunk"
-    ),
-    _mutant(
-        "training_leaves_scores_behind",
+        "training_sees_padding",
         TRAINING,
-        "seen, own);\n            std::fill(own + seen, own + shape.own, Value{});\n        }\n    }\n}\n\n// From",
-        "seen, own);\n        }\n    }\n}\n\n// From",
+        "depth ? tokens_of(level) : std::min",
+        "depth ? levels[level].keys : std::min",
     ),
-    _mutant("blocks_overlap", BLOCKS, "begin = block.base * self.kv_heads + row", "begin = block.base + row"),
+    _mutant("training_forgets_the_scale", TRAINING, "top[i] * shape.scaling + std::log", "top[i] + std::log"),
+    _mutant("training_gradient_without_mean", TRAINING, "(load(dweights + from) - mean)", "load(dweights + from)"),
+    _mutant("gradients_of_queries_stay_turned", TRAINING, "rotate_back(dquery,", "rotate(dquery,"),
+    _mutant("gradients_of_keys_stay_turned", TRAINING, "rotate_back(dkey,", "rotate(dkey,"),
+    _mutant("training_mixes_up_heads", TRAINING, "head) * together + i % together;", "head) * together;"),
+    _mutant("prompts_learn_from_one_part", TRAINING, "giver < gifts.size();", "giver < size_t(shape.kv_heads);"),
     _mutant(
-        "blocks_mix_up_their_prompts",
-        BLOCKS,
-        "for i, prompt in enumerate(prompts)}",
-        "for i, prompt in enumerate(prompts[::-1])}",
-    ),
-    _mutant(
-        "training_sees_the_padding_of_prompts",
+        "completions_see_another_prompt",
         TRAINING,
-        "? prompts[row / (int64_t(heads) * queries * rows) % groups] :",
-        "? prompt :",
-    ),
-    _mutant("pieces_begin_anew", BACKWARD, "first=self.first,", "first=0,"),
-    _mutant(
-        "prompts_learn_nothing_from_their_values",
-        BACKWARD,
-        "part.prompt_keys(dvalue).baddbmm_(prompt_weights.mT, part.across(d))",
-        "pass",
+        "&& levels[known].sequence == line[known]) known++;",
+        "&& known + 1 < int(line.size())) known++;",
     ),
     _mutant(
-        "only_the_last_block_teaches_a_prompt",
-        BACKWARD,
-        "part.prompt_keys(dkey).baddbmm_(prompt_slopes.mT, part.across(query))",
-        "part.prompt_keys(dkey).copy_(prompt_slopes.mT @ part.across(query))",
+        "prompts_are_forgotten",
+        TRAINING,
+        "seen_of(level) / ROW<Value>, level > 0,",
+        "seen_of(level) / ROW<Value>, false,",
     ),
-    _mutant("prompts_repeat_no_values", BACKWARD, "work.repeat(value)", "value"),
-    _mutant("what_is_common_learns_from_one_prompt", BACKWARD, "copies.sum(dim=1, keepdim=True)", "copies[:, :1]"),
-    _mutant("rests_begin_where_prompts_begin", BLOCKS, "range(self.repeated,", "range(0,"),
+    _mutant("values_learn_from_queries", TRAINING, "add(weights, dout_pairs,", "add(weights, query_pairs,"),
+    _mutant("vectors_begin_anew", SQUARES, "x = begun ? fetch", "x = false ? fetch"),
+    _mutant("vectors_take_one_of_a_pair", SQUARES, "+ widen(left[1]) * odd;", "+ widen(left[0]) * odd;"),
+    _mutant(
+        "vectors_repeat_their_columns", SQUARES, "Columns(columns + (PARTS - 1) * SOME * WORD)", "Columns(columns)"
+    ),
+    _mutant(
+        "tiles_begin_anew", SQUARES, "    if (begun) {\n        _tile_loadd", "    if (false) {\n        _tile_loadd"
+    ),
+    _mutant(
+        "pairs_are_swapped",
+        SQUARES,
+        "store_pair(load(even), load(even + ROW<Value>),",
+        "store_pair(load(even + ROW<Value>), load(even),",
+    ),
+    _mutant("prompts_do_not_see_what_is_common", SEQUENCES, "lengths[prompt], beginning))", "lengths[prompt], -1))"),
+    _mutant(
+        "empty_completions_are_sequences", SEQUENCES, "for row in continued if lengths[row]]", "for row in continued]"
+    ),
     _mutant("rests_do_not_see_their_last_tokens", LAYOUT, ".tril(common)", ".tril(common - 1)"),
     _mutant(
         "rests_have_the_positions_of_the_beginning", LAYOUT, "*[self.common for _ in prompts]", "*[0 for _ in prompts]"

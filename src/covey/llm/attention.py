@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-from covey.llm.blocks import Blocks
 
 IMPLEMENTATION = "covey"
 
@@ -115,15 +113,22 @@ class PackedLayout:
         self.positions = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in spans]).to(device)
         self.prompt_ends = torch.tensor([len(part) for part in parts]).cumsum(0)[1:] - 1  # the last token of each
         self.mask: Tensor | None = None  # of the fused path, made when first needed
-        self._blocks: Blocks | None = None
 
-    def blocks(self, heads: int, kv_heads: int) -> Blocks:
-        """The same tokens cut into rectangles, for kernels that go through them one by one."""
-        if self._blocks is None:
-            prompts = self.prompt_of_row.tolist()
-            lengths = self.prompt_lengths, self.completion_lengths
-            self._blocks = Blocks(*lengths, prompts, heads, kv_heads, self.common)
-        return self._blocks
+    @cached_property
+    def sequences(self) -> Tensor:
+        """[sequences, 3] int32: first token, length, and which sequence it continues, or -1. Each follows that one."""
+        lengths = [self.common, *(length - self.common for length in self.prompt_lengths), *self.completion_lengths]
+        firsts = [0, *accumulate(lengths)]
+        rows: list[list[int]] = [[] for _ in self.prompt_lengths]
+        for row, prompt in enumerate(self.prompt_of_row.tolist(), start=1 + len(rows)):
+            rows[prompt].append(row)
+        made = [(0, self.common, -1)] if self.common else []
+        beginning = len(made) - 1
+        for prompt, continued in enumerate(rows, start=1):
+            made.append((firsts[prompt], lengths[prompt], beginning))
+            parent = len(made) - 1
+            made += [(firsts[row], lengths[row], parent) for row in continued if lengths[row]]
+        return torch.tensor(made, dtype=torch.int32)
 
     @cached_property
     def rests(self) -> _Padding:

@@ -125,7 +125,7 @@ def activation_bytes(
     each_token = 2 * (norm + size.hidden * width) + 2 * size.query * width + feed_forward
     each_token += head_norms if size.has_head_norms else 0
     if fused:
-        attention = tokens * 2 * size.key_value * width
+        attention = tokens * (2 * size.key_value * width + 4 * size.heads)
     else:
         attention = _attention_bytes(size, width, prompts, rows, prompt_tokens, fed)
     layer = tokens * each_token + attention

@@ -74,6 +74,7 @@ template <bool BOTH>
 inline void multiply_square(const bf16* x, int pitch, const __m512i* right, int steps, bool fresh, float* sums) {
     constexpr int BYTES = 64, AHEAD = 8 * 2 * TILE;  // vectors
     int64_t row = int64_t(pitch) * sizeof(bf16);
+    settle(x);
     _tile_zero(0);
     _tile_zero(1);
     if (BOTH) _tile_zero(2);

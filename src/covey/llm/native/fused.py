@@ -11,6 +11,7 @@ SmolLM2-135M then has a cosine of 0.9987 with the exact one, with the sum in fp3
 
 from __future__ import annotations
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from covey.llm.attention import PackedLayout
-from covey.llm.native.attention import BlockAttention
 from covey.llm.native.library import Kernels, kernels_for
 
 
@@ -100,9 +100,8 @@ def _attention_forward(
     if hasattr(attention, "q_norm"):
         query = attention.q_norm(query.unflatten(1, (-1, attention.head_dim))).flatten(1)
         key = attention.k_norm(key.unflatten(1, (-1, attention.head_dim))).flatten(1)
-    cosine_ND, sine_ND = (part[0].contiguous() for part in angles)
-    blocks = layout.blocks(query.shape[1] // attention.head_dim, key.shape[1] // attention.head_dim)
-    out = BlockAttention.apply(query, key, value, cosine_ND, sine_ND, blocks, attention.scaling, kernels)
+    angles_ND = tuple(part[0].contiguous() for part in angles)
+    out = Attention.apply(query, key, value, angles_ND, layout.sequences, attention.scaling, kernels)
     return _products(out, kernels, attention.o_proj)[0][None], None
 
 
@@ -135,6 +134,42 @@ class _Products(torch.autograd.Function):
         made = {i: torch.empty_like(weights[i]) for i in wanted}
         ctx.kernels.weight_gradients(x, [ds[i] for i in wanted], list(made.values()))
         return dx, None, *(made.get(i) for i in range(len(ds)))
+
+
+class Attention(torch.autograd.Function):
+    """softmax(q k' scaling) v with rotary positions (arXiv 2104.09864), causal, of sequences that share prompts.
+
+    q_NX, k_NY, v_NY hold a token's heads side by side, as the linear layers give them; so does the result. Nothing is
+    kept but these and a number of each query.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_NX: Tensor,
+        k_NY: Tensor,
+        v_NY: Tensor,
+        angles_ND: tuple[Tensor, Tensor],
+        sequences_S3: Tensor,
+        scaling: float,
+        kernels: Kernels,
+    ) -> Tensor:
+        tokens, width = angles_ND[0].shape
+        out, totals = torch.empty_like(q_NX), torch.empty(tokens, q_NX.shape[1] // width)
+        ctx.save_for_backward(q_NX, k_NY, v_NY, out, totals)
+        ctx.attend = partial(
+            kernels.share_attention, sequences_S3, width, scaling, cosine=angles_ND[0], sine=angles_ND[1]
+        )
+        ctx.attend(query=q_NX, key=k_NY, value=v_NY, out=out, totals=totals)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_NX: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_NX, k_NY, v_NY, out, totals = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(part) for part in (q_NX, k_NY, v_NY))
+        wanted = dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
+        ctx.attend(query=q_NX, key=k_NY, value=v_NY, out=out, totals=totals, dout=d_NX.contiguous(), **wanted)
+        return *gradients, None, None, None, None
 
 
 class _AddNorm(torch.autograd.Function):

@@ -48,14 +48,6 @@ class Ahead {
     int part = 0, allowed = 0;
 };
 
-// Numbers in memory that begins with a cache line; what was there is lost when there is not enough.
-template <typename Number>
-inline Number* room(std::vector<Floats>& memory, size_t count) {
-    size_t wanted = (count * sizeof(Number) + sizeof(Floats) - 1) / sizeof(Floats);
-    if (memory.size() < wanted) memory.resize(wanted);
-    return reinterpret_cast<Number*>(memory.data());
-}
-
 // Calls work(4 or fewer as a type, first of them) until all are done: so many serve the registers best.
 template <typename Work>
 inline void some_at_a_time(int count, Work work) {
@@ -221,6 +213,7 @@ class Kept {
             const __m512i* right = queries.tiles(q / TILE);
             for (int t = 0; t < tokens; t += TILE) {
                 __m512i square[TILE];
+                settle(right);
                 _tile_zero(0);
                 for (int step = 0; step < steps; step++) {
                     _tile_loadd(4, keys + size_t(t) * stride + step * SIDE, stride * sizeof(Value));
@@ -262,6 +255,8 @@ class Kept {
                         high[i] = _mm512_unpackhi_epi16(even, odd);
                     }
                     ahead.few();
+                    settle(low);
+                    settle(high);
                     _tile_loadd(4, left + size_t(q) * all + t, all * sizeof(Value));
                     _tile_loadd(6, low, BYTES);
                     _tile_dpbf16ps(0, 4, 6);

@@ -38,18 +38,8 @@
         Value* dups, int64_t count, int threads) {                                                                  \
         gate_backward(gates, ups, d, dgates, dups, count, threads);                                                 \
     }                                                                                                               \
-    extern "C" void arrange_##suffix(Value* tokens, Value* places, const Value* cosine, const Value* sine,          \
-        const int64_t* begins, const int64_t* pitches, int count, int kv_heads, int heads, int width, bool back,    \
-        int threads) {                                                                                              \
-        arrange(tokens, places, cosine, sine, begins, pitches, count, kv_heads, heads, width, back, threads);       \
-    }                                                                                                               \
-    extern "C" void soften_scores_##suffix(const Scores* shape, Value* prompt_scores, Value* own_scores,            \
-        const Value* prompt_rest, const Value* own_rest) {                                                          \
-        soften_scores(*shape, prompt_scores, own_scores, prompt_rest, own_rest);                                    \
-    }                                                                                                               \
-    extern "C" void soften_backward_##suffix(const Scores* shape, const Value* prompt_weights,                      \
-        const Value* own_weights, Value* dprompt, Value* down) {                                                    \
-        soften_backward(*shape, prompt_weights, own_weights, dprompt, down);                                        \
+    extern "C" void share_attention_##suffix(const SharedAttention* attention) {                                    \
+        share_attention<Value>(*attention);                                                                         \
     }                                                                                                               \
     extern "C" void keep_prompt_##suffix(const Value* keys, const Value* values, Value* kept_keys,                     \
         Value* kept_values, int kv_heads, int tokens, int width) {                                                  \

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.llm.blocks import Blocks
 from covey.llm.loading import cache_folder
 from covey.runtime.device import cpu_info
 
@@ -31,11 +30,8 @@ PAD = 32  # `PAD` in vectors.h: keys and values lie in rows of a multiple of it
 SWITCH = "COVEY_NATIVE"  # 0 in the environment: torch alone
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-shared")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-shared")
 _log = logging.getLogger("covey")
-
-
-Parts = tuple[Tensor | None, Tensor | None]  # of scores: over the prompts' tokens, and over a sequence's own
 
 
 class AttentionPlace(ctypes.Structure):
@@ -51,13 +47,13 @@ class AttentionPlace(ctypes.Structure):
     )
 
 
-class Scores(ctypes.Structure):
-    """`Scores` in training.h: the scores of a block, and which of them are there to be seen."""
+class SharedAttention(ctypes.Structure):
+    """`SharedAttention` in training.h: the tokens of sequences that continue others, and where everything lies."""
 
     _fields_ = (
-        ("prompts", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("kv_heads", "groups", "rows", "first", "queries", "heads")),
-        *((name, ctypes.c_int32) for name in ("prompt", "own", "threads")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "cosine", "sine", "out", "totals")),
+        *((name, ctypes.c_void_p) for name in ("dout", "dquery", "dkey", "dvalue", "sequences")),
+        *((name, ctypes.c_int32) for name in ("count", "heads", "kv_heads", "width", "threads")),
         ("scaling", ctypes.c_float),
     )
 
@@ -125,9 +121,7 @@ class Kernels:
         self._gate = entry("gate", address, address, number, address, number, number, number)
         self._gate_backward = entry("gate_backward", *[address] * 5, ctypes.c_int64, number)
         self._normalise_backward = entry("normalise_backward", *[address] * 6, number, number, number)
-        self._arrange = entry("arrange", *[address] * 6, *[number] * 4, ctypes.c_bool, number)
-        self._soften = entry("soften_scores", ctypes.POINTER(Scores), *[address] * 4)
-        self._soften_backward = entry("soften_backward", ctypes.POINTER(Scores), *[address] * 4)
+        self._share_attention = entry("share_attention", ctypes.POINTER(SharedAttention))
         self._keep_prompt = entry("keep_prompt", *[address] * 4, number, number, number)
         self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
         self._choose = entry("choose", address, address, real, address, address, number, number, number)
@@ -213,40 +207,21 @@ class Kernels:
         )  # fmt: skip
         self._weight_gradients(ctypes.byref(shape))
 
-    def arrange(
-        self,
-        tokens: Tensor,
-        places: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
-        blocks: Blocks,
-        width: int,
-        *,
-        back: bool = False,
-    ) -> None:
-        """Heads [N, K M D] of tokens to their `places` in the blocks, rotated by `angles` (cosine and sine, [N, D]);
-        or back from there, rotated back.
+    def share_attention(self, sequences_S3: Tensor, width: int, scaling: float, **places: Tensor) -> None:
+        """Causal attention of heads `width` wide, of which sequences share keys and values; or its gradients.
+
+        Args:
+            sequences_S3: `PackedLayout.sequences`.
+            places: what `SharedAttention` has addresses of: query, key, value, cosine, sine, out and totals; for the
+                gradients, from those of `out` in dout: dquery, dkey and dvalue too.
         """
-        cosine, sine = (None, None) if angles is None else (part.data_ptr() for part in angles)
-        where = (
-            tokens.data_ptr(),
-            places.data_ptr(),
-            cosine,
-            sine,
-            blocks.begins_N.data_ptr(),
-            blocks.pitches_N.data_ptr(),
-        )
-        count = len(blocks.begins_N)
-        heads = tokens.numel() // (count * blocks.kv_heads * width)
-        self._arrange(*where, count, blocks.kv_heads, heads, width, back, torch.get_num_threads())
-
-    def soften(self, shape: Scores, scores: Parts, rests: Parts) -> None:
-        """softmax(scaling * (scores + rests)) over prompt and own tokens together, in place of the scores."""
-        self._soften(ctypes.byref(shape), *(address_of(tensor) for tensor in (*scores, *rests)))
-
-    def soften_backward(self, shape: Scores, weights: Parts, slopes: Parts) -> None:
-        """Turns `slopes`, gradients of the weights, into those of the scores, in place."""
-        where = (address_of(tensor) for tensor in (*weights, *slopes))
-        self._soften_backward(ctypes.byref(shape), *where)
+        heads, kv_heads = (places[name].shape[1] // width for name in ("query", "key"))
+        shape = SharedAttention(
+            **{name: place.data_ptr() for name, place in places.items()}, sequences=sequences_S3.data_ptr(),
+            count=len(sequences_S3), heads=heads, kv_heads=kv_heads, width=width,
+            threads=torch.get_num_threads(), scaling=scaling,
+        )  # fmt: skip
+        self._share_attention(ctypes.byref(shape))
 
     def keep_prompt(self, keys_KPD: Tensor, values_KPD: Tensor, kept_keys: Tensor, kept_values: Tensor) -> None:
         """Keys and values of a prompt in one layer, as `attend` reads them: a head takes padded(P) x padded(D)."""
@@ -338,7 +313,7 @@ def _library() -> ctypes.CDLL | None:
         _log.warning("no C++ compiler was found, so sampling goes without covey's kernels: slower, the same numbers")
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
+        return ctypes.CDLL(str(compiled(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         first = next((line for line in reason.splitlines() if "error" in line.lower()), reason.strip()[:200])
@@ -346,21 +321,21 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-def _compiled(compiler: str) -> Path:
+def compiled(compiler: str, flags: Sequence[str] = FLAGS) -> Path:
     """The shared library, named by all that it depends on."""
     told = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     runtime = _openmp_of_torch()
     # What -march=native makes of the source depends on the processor, and a home folder may be shared by several.
     processor = [platform.machine(), *(cpu_info(field) for field in ("model name", "flags", "CPU part", "Features"))]
     sources = sorted([SOURCE, *SOURCE.parent.glob("*.h")])
-    named = [*(source.read_text() for source in sources), told, *_FLAGS, str(runtime), *processor]
+    named = [*(source.read_text() for source in sources), told, *flags, str(runtime), *processor]
     target = cache_folder() / f"kernels-{hashlib.sha256('|'.join(named).encode()).hexdigest()[:16]}.so"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".compiling-", dir=target.parent) as folder:
         draft = Path(folder) / target.name
-        command = [compiler, *_FLAGS, str(SOURCE), *([str(runtime)] if runtime else []), "-o", str(draft)]
+        command = [compiler, *flags, str(SOURCE), *([str(runtime)] if runtime else []), "-o", str(draft)]
         subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         draft.rename(target)  # at once: another process finds all of it or none
     return target

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "tiles.h"
+#include "squares.h"
 #include "vectors.h"
 
 namespace {
@@ -44,12 +44,12 @@ inline __m512i paired(const bf16* first, const bf16* second, __mmask16 there) {
 
 // Some columns of `tokens` rows as tiles, [columns / 16, tokens / 32] of them: rows are pairs of tokens and columns
 // stand side by side; or, `turned`, the other way round.
-inline void pack(const bf16* from, int64_t pitch, int tokens, int columns, bool turned, __m512i* to) {
+inline void pack(const bf16* from, int64_t pitch, int tokens, int columns, bool turned, bf16* to) {
     int steps = squares(tokens);
     for (int step = 0; step < steps; step++) {
         for (int column = 0; column < columns; column += TILE) {
             __mmask16 there = columns - column >= TILE ? 0xffff : (1 << (columns - column)) - 1;
-            __m512i* tile = to + (column / TILE * steps + step) * TILE;
+            auto tile = reinterpret_cast<__m512i*>(to + inside<bf16>(column, step * SIDE, steps));
             for (int i = 0; i < TILE; i++) {
                 int token = step * SIDE + 2 * i;
                 const bf16* at = from + token * pitch + column;
@@ -58,30 +58,6 @@ inline void pack(const bf16* from, int64_t pitch, int tokens, int columns, bool 
             if (turned) transpose(tile);
         }
     }
-}
-
-// sums[32, 32] (four tiles of 16 x 16) += left' right, over `steps` times 32 tokens.
-inline void add_square(const __m512i* left, const __m512i* right, int steps, float* sums) {
-    constexpr int PITCH = 64;
-    const __m512i *below = left + steps * TILE, *beside = right + steps * TILE;
-    _tile_loadd(0, sums, PITCH);
-    _tile_loadd(1, sums + 256, PITCH);
-    _tile_loadd(2, sums + 512, PITCH);
-    _tile_loadd(3, sums + 768, PITCH);
-    for (int step = 0; step < steps; step++) {
-        _tile_loadd(4, left + step * TILE, PITCH);
-        _tile_loadd(6, right + step * TILE, PITCH);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, beside + step * TILE, PITCH);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, below + step * TILE, PITCH);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, sums, PITCH);
-    _tile_stored(1, sums + 256, PITCH);
-    _tile_stored(2, sums + 512, PITCH);
-    _tile_stored(3, sums + 768, PITCH);
 }
 
 // Where `count` columns are cut: into equal parts of whole squares, as many as `most` and a multiple of `times` ask for.
@@ -105,19 +81,20 @@ void weight_gradients(const WeightGradients& shape) {
             for (int column = 0; column < columns; column++)
                 tasks.push_back({layer, first, std::min(high, all - first), column});
     }
-    size_t panel = size_t(wide) * DEPTH / 32;  // vectors of a packed part of x
-    std::unique_ptr<__m512i[]> packed(new __m512i[panel * columns * chunks]);
+    size_t panel = size_t(wide) * DEPTH;  // numbers of a packed part of x
+    std::unique_ptr<Floats[]> packed_memory(new Floats[panel * columns * chunks / SIDE]);
+    bf16* packed = reinterpret_cast<bf16*>(packed_memory.get());
 #pragma omp parallel num_threads(shape.threads)
     {
         Tiles tiles;
-        size_t room = size_t(most) * wide / TILE;
-        std::unique_ptr<__m512i[]> left(new __m512i[size_t(most) * DEPTH / 32]), memory(new __m512i[room]);
-        float* sums = reinterpret_cast<float*>(memory.get());
+        std::vector<Floats> left_memory, sum_memory;
+        bf16* left = room<bf16>(left_memory, size_t(most) * DEPTH);
+        float* sums = room<float>(sum_memory, size_t(most) * wide);
 #pragma omp for schedule(static)
         for (int part = 0; part < chunks * columns; part++) {
             int t = part / columns * DEPTH, n0 = part % columns * wide;
             int some = std::min(DEPTH, tokens - t), n = std::min(wide, inputs - n0);
-            pack(shape.x + int64_t(t) * inputs + n0, inputs, some, n, false, &packed[part * panel]);
+            pack(shape.x + int64_t(t) * inputs + n0, inputs, some, n, false, packed + part * panel);
         }
 #pragma omp for schedule(static)
         for (size_t number = 0; number < tasks.size(); number++) {
@@ -125,23 +102,20 @@ void weight_gradients(const WeightGradients& shape) {
             const bf16* d = shape.d[task.layer] + task.first;
             int all = shape.outputs[task.layer], m = task.outputs, n0 = task.column * wide;
             int n = std::min(wide, inputs - n0);
-            std::fill(memory.get(), memory.get() + room, __m512i{});
             for (int t = 0; t < tokens; t += DEPTH) {
                 int some = std::min(DEPTH, tokens - t), steps = squares(some);
-                pack(d + int64_t(t) * all, all, some, m, true, left.get());
-                const __m512i* right = &packed[(size_t(t / DEPTH) * columns + task.column) * panel];
-                for (int i = 0; i < squares(m); i++)
-                    for (int j = 0; j < squares(n); j++)
-                        add_square(&left[i * 2 * steps * TILE], right + j * 2 * steps * TILE, steps,
-                            sums + (size_t(i) * (wide / SIDE) + j) * SIDE * SIDE);
+                pack(d + int64_t(t) * all, all, some, m, true, left);
+                const bf16* right = packed + (size_t(t / DEPTH) * columns + task.column) * panel;
+                for (int i = 0; i < m; i += SIDE)
+                    for (int j = 0; j < n; j += SIDE)
+                        multiply_factors(left + inside<bf16>(i, 0, steps), steps, right + inside<bf16>(j, 0, steps),
+                            steps, steps, t > 0, sums + in_squares(i, j, wide / SIDE));
             }
             for (int i = 0; i < m; i++) {
                 bf16* to = shape.out[task.layer] + int64_t(task.first + i) * inputs + n0;
                 for (int j = 0; j < n; j += TILE) {
-                    size_t square = size_t(i / SIDE) * (wide / SIDE) + j / SIDE;
-                    const float* from = sums + square * SIDE * SIDE + (i % SIDE / TILE * 2 + j % SIDE / TILE) * TILE * TILE;
                     bf16 narrowed[TILE];
-                    store(load(from + i % TILE * TILE), narrowed);
+                    store(load(sums + in_squares(i, j, wide / SIDE)), narrowed);
                     std::memcpy(to + j, narrowed, std::min(TILE, n - j) * sizeof(bf16));
                 }
             }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -29,6 +30,14 @@ inline float widen(bf16 x) {
     return result;
 }
 inline float widen(float x) { return x; }
+
+// Numbers in memory that begins with a cache line; what was there is lost when there is not enough.
+template <typename Number>
+inline Number* room(std::vector<Floats>& memory, size_t count) {
+    size_t wanted = (count * sizeof(Number) + sizeof(Floats) - 1) / sizeof(Floats);
+    if (memory.size() < wanted) memory.resize(wanted);
+    return reinterpret_cast<Number*>(memory.data());
+}
 
 // To nearest, ties to even; NaN stays NaN.
 inline void narrow(float x, bf16* to) {
