@@ -763,7 +763,8 @@ MUTANTS = [
         [
             _mutant("amx_forgets_earlier_tokens", PRODUCTS, "t < tokens; t += DEPTH) {", "t < DEPTH; t += DEPTH) {"),
             _mutant("amx_forgets_odd_tokens", PRODUCTS, "token + 1 < tokens ? at + pitch", "false ? at + pitch"),
-            _mutant("amx_swaps_squares", PRODUCTS, "_tile_stored(1, sums + 256", "_tile_stored(2, sums + 256"),
+            _mutant("amx_begins_anew", SQUARES, "    if (begun) {\n", "    if (false) {\n"),
+            _mutant("amx_swaps_squares", SQUARES, "_tile_stored(1, sums + 256", "_tile_stored(2, sums + 256"),
             _mutant(
                 "amx_loses_every_second_value",
                 KEPT,
@@ -818,7 +819,7 @@ MUTANTS = [
     _mutant("gradients_of_keys_stay_turned", TRAINING, "rotate_back(dkey,", "rotate(dkey,"),
     _mutant("training_mixes_up_heads", TRAINING, "head) * together + i % together;", "head) * together;"),
     _mutant("prompts_learn_from_one_part", TRAINING, "giver < gifts.size();", "giver < size_t(shape.kv_heads);"),
-    _mutant("completions_see_each_other", TRAINING, " && levels[known].sequence == line[known]", ""),
+    _mutant("prompts_are_cut_short", TRAINING, "own ? stretch.end :", "true ? stretch.end :"),
     _mutant(
         "prompts_are_forgotten",
         TRAINING,
@@ -830,9 +831,6 @@ MUTANTS = [
     _mutant("vectors_take_one_of_a_pair", SQUARES, "+ widen(left[1]) * odd;", "+ widen(left[0]) * odd;"),
     _mutant(
         "vectors_repeat_their_columns", SQUARES, "Columns(columns + (PARTS - 1) * SOME * WORD)", "Columns(columns)"
-    ),
-    _mutant(
-        "tiles_begin_anew", SQUARES, "    if (begun) {\n        _tile_loadd", "    if (false) {\n        _tile_loadd"
     ),
     _mutant(
         "pairs_are_swapped",
