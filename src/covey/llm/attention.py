@@ -93,6 +93,8 @@ class PackedLayout:
     the tokens is: that common beginning, the rest of every prompt, one after another, then every completion.
     """
 
+    keeps_prompts = False  # whether `keep_prompt` is to be called
+
     def __init__(
         self,
         prompts: Sequence[Sequence[int]],
@@ -144,12 +146,13 @@ class PackedLayout:
         return PromptSlots(torch.tensor(self.prompt_lengths, device=self.device), self.prompt_of_row)
 
     def keep_prompt(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
-        """Called with every layer's keys and values of the prompts; the sampler's prefill stores them."""
+        """For every layer's keys, which are rotated, and values of the prompts; the sampler's prefill stores them."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         split = self.common + self.rests.tokens
-        key_KSPD, value_KSPD = self._whole_prompts(key[:, :split]), self._whole_prompts(value[:, :split])
-        self.keep_prompt(layer, key_KSPD, value_KSPD)
+        key_KSPD, value_KSPD = self.whole_prompts(key[:, :split]), self.whole_prompts(value[:, :split])
+        if self.keeps_prompts:
+            self.keep_prompt(layer, key_KSPD, value_KSPD)
         out = self._attend_to_prompts(query[:, :split], key_KSPD, value_KSPD, scaling)
         if not self.completions.width:
             return torch.cat(out)
@@ -161,7 +164,7 @@ class PackedLayout:
         out.append(self.completions.unpad(attend(query_HRLD, key_KSPD, value_KSPD, *own_KRLD, scaling)))
         return torch.cat(out)
 
-    def _whole_prompts(self, flat: Tensor) -> Tensor:
+    def whole_prompts(self, flat: Tensor) -> Tensor:
         """[K, common beginning and rests, D] -> [K, S, P, D], 0 at padding."""
         rests = self.rests.pad(flat[:, self.common :])
         if not self.common:

@@ -106,6 +106,8 @@ def prefill(module: PreTrainedModel, prompts: list[list[int]]) -> tuple[Tensor, 
 class PrefillLayout(PackedLayout):
     """Prompts alone; remembers their keys and values."""
 
+    keeps_prompts = True
+
     def __init__(self, prompts: list[list[int]], device: torch.device) -> None:
         super().__init__(prompts, device=device)
         self.keys: list[Tensor] = []

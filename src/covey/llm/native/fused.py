@@ -93,7 +93,7 @@ def _attention_forward(
     angles = tuple(part.to(hidden_states.dtype) for part in position_embeddings)
     layout = kwargs.get("layout")
     kernels = kernels_for(hidden_states.dtype, hidden_states.device)
-    if kernels is None or type(layout) is not PackedLayout or attention.q_proj.weight.dtype != hidden_states.dtype:
+    if kernels is None or not isinstance(layout, PackedLayout) or attention.q_proj.weight.dtype != hidden_states.dtype:
         return type(attention).forward(attention, hidden_states, angles, **kwargs)
     x_NW = hidden_states[0]
     query, key, value = _products(x_NW, kernels, attention.q_proj, attention.k_proj, attention.v_proj)
@@ -101,8 +101,18 @@ def _attention_forward(
         query = attention.q_norm(query.unflatten(1, (-1, attention.head_dim))).flatten(1)
         key = attention.k_norm(key.unflatten(1, (-1, attention.head_dim))).flatten(1)
     angles_ND = tuple(part[0].contiguous() for part in angles)
+    if layout.keeps_prompts:
+        key_KND, value_KND = (part.unflatten(1, (-1, attention.head_dim)).transpose(0, 1) for part in (key, value))
+        kept = _rotated(key_KND, *angles_ND), value_KND
+        layout.keep_prompt(attention.layer_idx, *(layout.whole_prompts(part) for part in kept))
     out = Attention.apply(query, key, value, angles_ND, layout.sequences, attention.scaling, kernels)
     return _products(out, kernels, attention.o_proj)[0][None], None
+
+
+def _rotated(x_KND: Tensor, cosine_ND: Tensor, sine_ND: Tensor) -> Tensor:
+    """By the positions of tokens (arXiv 2104.09864, eq. 34)."""
+    low, high = x_KND.chunk(2, dim=2)
+    return x_KND * cosine_ND + torch.cat([-high, low], dim=2) * sine_ND
 
 
 def _products(x_NW: Tensor, kernels: Kernels, *layers: nn.Linear) -> tuple[Tensor, ...]:

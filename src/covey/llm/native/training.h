@@ -75,6 +75,13 @@ inline void narrow_row(const float* from, int count, Value* to) {
     for (; i < count; i++) narrow(from[i], &to[i]);
 }
 
+// Rows of one head lie far apart, which the processor does not foresee.
+constexpr int SOON = 16;  // tokens
+template <typename Value>
+inline void fetch_row(const Value* from, int count) {
+    for (int i = 0; i < count; i += 64 / int(sizeof(Value))) __builtin_prefetch(from + i);
+}
+
 // From the first of those before it to a sequence itself.
 inline std::vector<int> line_of(const Sequence* sequences, int sequence) {
     std::vector<int> line;
@@ -195,10 +202,12 @@ class Sharing {
     void lay(const void* heads, const Sequence& sequence, int together, int begin, int end, bool rotated, Value* to) {
         float* row = room<float>(row_memory, wide);
         std::fill(row + width, row + wide, 0.0f);
+        auto from = static_cast<const Value*>(heads);
         for (int i = begin; i < end; i++) {
             int token = sequence.first + i / together;
-            size_t place = (size_t(token) * shape.kv_heads + head) * together + i % together;
-            widen_row(static_cast<const Value*>(heads) + place * width, width, row);
+            const Value* here = from + ((size_t(token) * shape.kv_heads + head) * together + i % together) * width;
+            if (i % together == 0) fetch_row(here + size_t(SOON) * shape.kv_heads * together * width, together * width);
+            widen_row(here, width, row);
             if (rotated) rotate(row, angles(shape.cosine, token), angles(shape.sine, token), width);
             for (int d = 0; d < wide; d += LANES) store(load(row + d), to + inside<Value>(i - begin, d, deep));
         }
@@ -435,6 +444,7 @@ class Sharing {
             size_t place = place_of(query);
             auto out = static_cast<const Value*>(shape.out) + place * width;
             auto dout = static_cast<const Value*>(shape.dout) + place * width;
+            if (query % queries == 0) fetch_row(out + size_t(SOON) * shape.heads * width, queries * width);
             Floats products = {};
             float product = 0;
             int d = 0;
