@@ -53,6 +53,10 @@ inline void pack(const bf16* from, int64_t pitch, int tokens, int columns, bool 
             for (int i = 0; i < TILE; i++) {
                 int token = step * SIDE + 2 * i;
                 const bf16* at = from + token * pitch + column;
+                if (column % SIDE == 0) {  // of the next step: so many rows far apart the processor does not foresee
+                    __builtin_prefetch(at + SIDE * pitch);
+                    __builtin_prefetch(at + (SIDE + 1) * pitch);
+                }
                 tile[i] = paired(token < tokens ? at : nullptr, token + 1 < tokens ? at + pitch : nullptr, there);
             }
             if (turned) transpose(tile);
