@@ -42,7 +42,7 @@ struct Stretch {
     int sequence, begin, end;
 };
 
-constexpr int QUERIES = 128;  // at a time: their scores for a few hundred keys fit the second cache
+constexpr int QUERIES = 128;  // at a time: their scores with a few hundred keys stay in the second cache
 
 // The transpose of `rotate`, for gradients: rounded once.
 template <typename Value>
@@ -89,8 +89,8 @@ inline std::vector<int> line_of(const Sequence* sequences, int sequence) {
     return line;
 }
 
-// All tokens, cut where parts cost about the same number of scores. It depends on the shapes and the number of threads
-// alone, and so do results.
+// All tokens, cut where parts cost about the same number of scores; no part has a sequence twice. It depends on the shapes
+// and the number of threads alone, and so do results.
 inline std::vector<std::vector<Stretch>> parts_of(const SharedAttention& shape) {
     constexpr int STEP = 16;
     std::vector<int64_t> before(shape.count);
@@ -108,7 +108,7 @@ inline std::vector<std::vector<Stretch>> parts_of(const SharedAttention& shape) 
     for (int s = 0; s < shape.count; s++) {
         int length = shape.sequences[s].length;
         for (int begin = 0; begin < length;) {
-            if (spent && spent + cost(s, begin, length) / 2 > share) parts.emplace_back(), spent = 0;
+            if (begin || (spent && spent + cost(s, begin, length) / 2 > share)) parts.emplace_back(), spent = 0;
             int end = length;
             if (cost(s, begin, length) > 2 * share)
                 for (end = std::min(begin + STEP, length); end < length && cost(s, begin, end) < share;)
@@ -126,7 +126,7 @@ template <typename Value>
 struct Level {
     int sequence, keys;  // and padding: a multiple of SIDE
     std::vector<Floats> key_memory, turned_memory, value_memory, dkey_memory, dvalue_memory;
-    Value *key, *turned, *value;
+    Value *key, *turned, *value;  // turned: values, or where gradients are wanted keys, with tokens in the columns
     float *dkey, *dvalue;
 };
 
@@ -456,7 +456,7 @@ class Sharing {
     }
 };
 
-// Calls work(thread's own Sharing, part, head) until all are done.
+// The attention of all tokens, or its gradients. What several parts give a sequence is added up at the end, in order.
 template <typename Value>
 void share_attention(const SharedAttention& shape) {
     std::vector<std::vector<Stretch>> parts = parts_of(shape);
