@@ -817,7 +817,9 @@ MUTANTS = [
     _mutant("training_gradient_without_mean", TRAINING, "(load(dweights + from) - mean)", "load(dweights + from)"),
     _mutant("gradients_of_queries_stay_turned", TRAINING, "rotate_back(dquery,", "rotate(dquery,"),
     _mutant("gradients_of_keys_stay_turned", TRAINING, "rotate_back(dkey,", "rotate(dkey,"),
-    _mutant("training_mixes_up_heads", TRAINING, "head) * together + i % together) * width;", "head) * together) * width;"),
+    _mutant(
+        "training_mixes_up_heads", TRAINING, "head) * together + i % together) * width;", "head) * together) * width;"
+    ),
     _mutant("prompts_learn_from_one_part", TRAINING, "giver < gifts.size();", "giver < size_t(shape.kv_heads);"),
     _mutant("prompts_are_cut_short", TRAINING, "own ? stretch.end :", "true ? stretch.end :"),
     _mutant(
