@@ -810,7 +810,7 @@ MUTANTS = [
     _mutant(
         "training_sees_padding",
         TRAINING,
-        "depth ? tokens_of(level) : std::min",
+        "depth ? all_tokens : std::min",
         "depth ? levels[level].keys : std::min",
     ),
     _mutant("training_forgets_the_scale", TRAINING, "top[i] * shape.scaling + std::log", "top[i] + std::log"),

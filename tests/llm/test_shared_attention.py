@@ -160,29 +160,32 @@ def gradients_through(attend, d: Tensor, given: Sequence[Tensor], *how) -> list[
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-# What a processor may have less than this one. Every one of them has its own products.
-LESSER = {"native": (), "no AMX": ("-mno-amx-tile", "-mno-amx-bf16"), "AVX-512": (), "AVX2": ()}
-MODELS = {"AVX-512": ("skylake-avx512", "avx512vl"), "AVX2": ("haswell", "avx2")}
+# What this processor multiplies with, and what lesser ones do: what a compiler is told, and what must be there.
+WAYS = {
+    "native": (("-march=native",), ""),
+    "no AMX": (("-march=native", "-mno-amx-tile", "-mno-amx-bf16"), "amx_tile"),
+    "AVX-512": (("-march=skylake-avx512",), "avx512vl"),
+    "AVX2": (("-march=haswell",), "avx2"),
+}
 
 
 @cache
-def kernels_of(kind: str, dtype: torch.dtype) -> Kernels:
-    has = cpu_info("flags").split()
-    model, needed = MODELS.get(kind, ("native", "amx_tile" if kind == "no AMX" else ""))
-    if needed and needed not in has:
+def kernels_of(way: str, dtype: torch.dtype) -> Kernels:
+    machine, needed = WAYS[way]
+    if needed and needed not in cpu_info("flags").split():
         pytest.skip(f"this processor has no {needed}")
-    flags = [f"-march={model}" if flag == "-march=native" else flag for flag in FLAGS]
+    flags = [*(flag for flag in FLAGS if flag != "-march=native"), *machine]
     compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
-    return Kernels(ctypes.CDLL(str(compiled(compiler, [*flags, *LESSER[kind]]))), dtype)
+    return Kernels(ctypes.CDLL(str(compiled(compiler, flags))), dtype)
 
 
 PROMPTS, COMPLETIONS = [5, 23, 2, 7, 8], [[1, 9, 40, 3], [12, 1, 70, 30], [2], [3, 9, 9, 4, 8], []]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", LESSER)
-def test_every_way_to_multiply_gives_the_numbers_and_gradients_of_plain_attention(kind, dtype):
-    kernels, most = kernels_of(kind, dtype), {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_multiply_gives_the_numbers_and_gradients_of_plain_attention(way, dtype):
+    kernels, most = kernels_of(way, dtype), {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
     for (heads, kv_heads, width), common, threads in (
         ((4, 2, 8), 0, 1),
         ((9, 3, 64), 11, 2),

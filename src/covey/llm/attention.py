@@ -93,7 +93,7 @@ class PackedLayout:
     the tokens is: that common beginning, the rest of every prompt, one after another, then every completion.
     """
 
-    keeps_prompts = False  # whether `keep_prompt` is to be called
+    keeps_prompts = False  # whether `keep_prompt` does anything
 
     def __init__(
         self,
@@ -151,8 +151,7 @@ class PackedLayout:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         split = self.common + self.rests.tokens
         key_KSPD, value_KSPD = self.whole_prompts(key[:, :split]), self.whole_prompts(value[:, :split])
-        if self.keeps_prompts:
-            self.keep_prompt(layer, key_KSPD, value_KSPD)
+        self.keep_prompt(layer, key_KSPD, value_KSPD)
         out = self._attend_to_prompts(query[:, :split], key_KSPD, value_KSPD, scaling)
         if not self.completions.width:
             return torch.cat(out)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import rotate_half
 
 from covey.llm.attention import PackedLayout
 from covey.llm.native.library import Kernels, kernels_for
@@ -100,19 +101,13 @@ def _attention_forward(
     if hasattr(attention, "q_norm"):
         query = attention.q_norm(query.unflatten(1, (-1, attention.head_dim))).flatten(1)
         key = attention.k_norm(key.unflatten(1, (-1, attention.head_dim))).flatten(1)
-    angles_ND = tuple(part[0].contiguous() for part in angles)
+    angles_ND = cosine_ND, sine_ND = tuple(part[0].contiguous() for part in angles)
     if layout.keeps_prompts:
         key_KND, value_KND = (part.unflatten(1, (-1, attention.head_dim)).transpose(0, 1) for part in (key, value))
-        kept = _rotated(key_KND, *angles_ND), value_KND
-        layout.keep_prompt(attention.layer_idx, *(layout.whole_prompts(part) for part in kept))
+        rotated_KND = key_KND * cosine_ND + rotate_half(key_KND) * sine_ND
+        layout.keep_prompt(attention.layer_idx, *(layout.whole_prompts(part) for part in (rotated_KND, value_KND)))
     out = Attention.apply(query, key, value, angles_ND, layout.sequences, attention.scaling, kernels)
     return _products(out, kernels, attention.o_proj)[0][None], None
-
-
-def _rotated(x_KND: Tensor, cosine_ND: Tensor, sine_ND: Tensor) -> Tensor:
-    """By the positions of tokens (arXiv 2104.09864, eq. 34)."""
-    low, high = x_KND.chunk(2, dim=2)
-    return x_KND * cosine_ND + torch.cat([-high, low], dim=2) * sine_ND
 
 
 def _products(x_NW: Tensor, kernels: Kernels, *layers: nn.Linear) -> tuple[Tensor, ...]:

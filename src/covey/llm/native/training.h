@@ -270,11 +270,8 @@ class Sharing {
         }
     }
 
-    // Of a level, the keys that one of the queries at work sees; and the same without padding.
+    // Of a level, the keys that one of the queries at work sees, and padding.
     int seen_of(int level) const { return level + 1 < depth ? levels[level].keys : squares(newest() + 1) * SIDE; }
-    int tokens_of(int level) const {
-        return level + 1 < depth ? shape.sequences[levels[level].sequence].length : newest() + 1;
-    }
     int newest() const { return (last - 1) / queries; }
 
     // Makes factors of the queries, and of the gradients of what they found.
@@ -295,8 +292,9 @@ class Sharing {
 
     // Scores of 16 keys, from `key` on, with 16 queries, from `column` on: those that are not seen become -infinity.
     void mask(int level, int key, int column, float* scores) const {
+        int all_tokens = shape.sequences[levels[level].sequence].length;
         auto seen_by = [&](int query) {
-            return level + 1 < depth ? tokens_of(level) : std::min(query, last - 1) / queries + 1;
+            return level + 1 < depth ? all_tokens : std::min(query, last - 1) / queries + 1;
         };
         if (key + TILE <= seen_by(first + column)) return;
         Ints seen;
