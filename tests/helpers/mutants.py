@@ -70,6 +70,8 @@ TRAINING, SQUARES, SEQUENCES = (
     (f"llm/{name}", ("llm/test_shared_attention.py",))
     for name in ("native/training.h", "native/squares.h", "attention.py")
 )
+SLOTS = ("llm/graphs.py", ("llm/test_gpu.py::test_slots_decode_as_groups_alone_do",))
+PRETENDED = ("llm/graphs.py", ("llm/test_gpu.py::test_a_run_on_a_pretended_gpu_has_the_numbers_of_a_cpu[llama-]",))
 DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
 TORCH_DECODER = ("llm/decoding.py", ("llm/test_native.py", "parity/test_language_model.py"))
 TORCH_LAYERS = ("llm/layers.py", ("llm/test_native.py",))
@@ -850,6 +852,18 @@ MUTANTS = [
     ),
     _mutant("all_of_a_prompt_is_common", LAYOUT, "prompt[:-1] for prompt in prompts", "prompt for prompt in prompts"),
     _mutant("an_empty_place_is_seen", TORCH_DECODER, "(room >= self.decoded)", "(room > self.decoded)"),
+    _mutant("a_slot_keeps_its_rows_tokens", SLOTS, "[slots_S] = 0", "[slots_S] += 0"),
+    _mutant("a_slot_keeps_its_prompts_length", SLOTS, "self.shared.padding_SP.copy_(self._padding())", "pass"),
+    _mutant("room_outgrown_is_still_replayed", SLOTS, "self.replay = None  # before", "pass  # before"),
+    _mutant("slots_move_without_their_rows", SLOTS, "np.searchsorted(taken, slots)", "slots"),
+    _mutant("a_row_sees_what_it_has_not_written", SLOTS, "> self.decoded_R[:, None]", "> self.decoded_R[:, None] + 1"),
+    _mutant("completions_begin_at_position_0", SLOTS, ".flatten() + self.decoded_R", ".flatten() * 0 + self.decoded_R"),
+    _mutant(
+        "a_step_that_is_recorded_makes_numbers_on_the_cpu",
+        PRETENDED,
+        "torch.arange(self.own_room, device=self.decoded_R.device)",
+        "torch.arange(self.own_room).to(self.decoded_R.device)",
+    ),
     _mutant("room_is_made_in_front", TORCH_DECODER, "(0, 0, 0, GROWTH)", "(0, 0, GROWTH, 0)"),
     _mutant(
         "rotates_backwards_in_torch",

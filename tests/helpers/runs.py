@@ -68,15 +68,15 @@ def write_recipe(folder: Path, model: Path, steps: int = 8) -> Path:
     return recipe
 
 
-def start(*words: object, cwd: Path) -> subprocess.Popen[str]:
-    """`covey` with these words, in the background."""
+def start(*words: object, cwd: Path, program: str = "covey.cli", **variables: str) -> subprocess.Popen[str]:
+    """`covey`, or another module that takes its words, in the background, with these environment variables."""
     return subprocess.Popen(
-        [sys.executable, "-m", "covey.cli", *map(str, words)],
+        [sys.executable, "-m", program, *map(str, words)],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables,
     )
 
 
@@ -90,9 +90,9 @@ def wait_for_steps(run_dir: Path, count: int, process: subprocess.Popen[str]) ->
         time.sleep(0.005)
 
 
-def covey(*words: object, cwd: Path) -> tuple[int, str]:
-    """Exit code and output of `covey` with these words."""
-    process = start(*words, cwd=cwd)
+def covey(*words: object, cwd: Path, **started: str) -> tuple[int, str]:
+    """Exit code and output of `covey` with these words; `started` as `start` takes it."""
+    process = start(*words, cwd=cwd, **started)
     output, _ = process.communicate(timeout=300)
     return process.returncode, output
 

@@ -27,9 +27,6 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 IMPLEMENTATION = "covey"
 
-# A mask of four dimensions is passed on by transformers as it is, which spares building one that nobody reads.
-_NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-
 # Up to this many attention scores a layer, plain products beat fused attention, and keeping them is cheap (32 MB).
 SCORES_LIMIT = 8 << 20
 
@@ -75,10 +72,12 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 def forward(base: nn.Module, tokens_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
     """hidden_NW of one row of tokens that attend as the layout tells; `base` is a decoder without its output layer."""
+    # A mask of four dimensions is passed on by transformers as it is, which spares building one that nobody reads.
+    no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=tokens_N.device)
     output = base(
         input_ids=tokens_N[None],
         position_ids=positions_N[None],
-        attention_mask=_NO_MASK.to(tokens_N.device),
+        attention_mask=no_mask,
         use_cache=False,
         layout=layout,
     )

@@ -1,7 +1,8 @@
 """Decoders: what the sampler steps forward token by token.
 
 A decoder is given prompts, each shared by the rows of a group, and yields the logits of every row's next token. The
-two here are torch alone and serve any device; `native/decoder.py` has a faster one for CPUs.
+two here are torch alone and serve any device. Faster ones are in `native/decoder.py`, for CPUs, and `graphs.py`, for
+GPUs.
 
 Shapes: S prompts, P longest prompt, R rows, T tokens decoded so far, H heads, K key-value heads, D head width,
 V vocabulary.
@@ -57,7 +58,7 @@ class SharedPrefixDecoder:
         self.rows = rows
         # On a GPU, joining what shares an input would take a second copy of the weights.
         lean = module.device.type == "cpu" and is_llama_like(module)
-        self.network = LlamaLayers(module) if lean else _OwnForward(module)
+        self.network = LlamaLayers(module) if lean else OwnForward(module)
         self.layout: _DecodingLayout | None = None
 
     def room(self) -> int:
@@ -84,7 +85,7 @@ class SharedPrefixDecoder:
             self.layout = None
 
 
-class _OwnForward:
+class OwnForward:
     """The model's own forward."""
 
     def __init__(self, module: PreTrainedModel) -> None:

@@ -15,6 +15,7 @@ from covey.config import CRITIC_FREE, RunConfig
 from covey.llm.attention import SCORES_LIMIT
 from covey.llm.choosing import ROWS
 from covey.llm.dimensions import Dimensions
+from covey.llm.graphs import roomy
 from covey.llm.head import CHUNK
 from covey.llm.native.library import padded
 from covey.llm.sampler import CACHE_BYTES
@@ -180,9 +181,13 @@ def _sampling(size: Dimensions, config: RunConfig, device: str, width: int, prom
     prompts = min(max(fitting // group, 1), sampling.prompts_per_step)
     rows = prompts * group
     has_kernels = device == "cpu" and size.has_kernels
-    own = per_token * rows * padded(sampling.max_new_tokens)
-    if not has_kernels:  # when rows have ended, the keys of the others (at most 7 of 8, half of the cache) are copied
-        own = own * 23 // 16
+    if device == "cpu":
+        own = per_token * rows * padded(sampling.max_new_tokens)
+        if not has_kernels:  # when rows have ended, the keys of the others (at most 7 of 8, half of all) are copied
+            own = own * 23 // 16
+    else:  # slots
+        own = per_token * rows * roomy(sampling.max_new_tokens)
+        prompt_tokens = roomy(prompt_tokens)
     # The logits of this token and of the next one, and the probabilities of a few rows.
     logits = size.vocabulary * (2 * rows * width + (0 if has_kernels else 2 * 4 * min(rows, ROWS)))
     return {

@@ -19,6 +19,7 @@ from covey.llm.attention import IMPLEMENTATION, LEAST_COMMON
 from covey.llm.decoding import CacheDecoder, Decoder, SharedPrefixDecoder
 from covey.llm.exact_kl import exact_kl
 from covey.llm.families import is_llama_like
+from covey.llm.graphs import GraphDecoder
 from covey.llm.head import token_logprobs
 from covey.llm.native.decoder import NativeDecoder
 from covey.llm.native.fused import fuse
@@ -84,6 +85,8 @@ class LanguagePolicy:
         """A decoder on this policy's own weights, for so many rows at a time: the fastest that fits the model."""
         if not self.shares_prompts:
             return CacheDecoder(self.module, rows)
+        if self.device.type != "cpu":
+            return GraphDecoder(self.module, rows, max_new_tokens)
         kernels = kernels_for(self.module.dtype, self.device)
         if kernels is None or not is_llama_like(self.module):
             return SharedPrefixDecoder(self.module, rows)
