@@ -801,12 +801,19 @@ MUTANTS = [
         "ctx.temperature, 0",
     ),
     _mutant("products_share_one_gradient", FUSED, "dx.addmm_(d, weight)", "pass"),
-    _mutant("residual_loses_its_gradient", FUSED, "d.contiguous(), past)", "d.contiguous(), None)"),
+    _mutant("residual_loses_its_gradient", FUSED, "d.contiguous(), past, ctx.adds", "d.contiguous(), None, ctx.adds"),
     _mutant(
         "residual_in_bf16",
         FUSED,
-        "return total + layer.mlp(normed)",
-        "return (total + layer.mlp(normed)).to(normed.dtype)",
+        "return Unadded(total, added)",
+        "return Unadded(total.to(added.dtype).float(), added)",
+    ),
+    _mutant("what_a_layer_adds_is_lost", FUSED, "return Unadded(total, added)", "return Unadded(total, 0 * added)"),
+    _mutant(
+        "what_is_added_has_no_gradient_in_bf16",
+        LAYERS,
+        "store(down, dadded + begin + i)",
+        "store(0 * down, dadded + begin + i)",
     ),
     _mutant("training_sees_the_future", TRAINING, "std::min(query, last - 1) / queries + 1;", "newest() + 1;"),
     _mutant(

@@ -11,6 +11,7 @@ import torch
 
 from covey.data import Start
 from covey.llm import choosing, head, policy
+from covey.llm.attention import PackedLayout, forward
 from covey.llm.chat import Chat
 from covey.llm.decoding import SharedPrefixDecoder
 from covey.llm.families import is_llama_like
@@ -240,6 +241,17 @@ def test_the_sum_through_all_layers_is_kept_in_fp32():
     model.model.norm.register_forward_hook(lambda norm, given, out: kinds.append(out.dtype))
     model(input_ids=torch.randint(3, 80, (1, 5)))
     assert kinds == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_with_a_layout_the_next_norm_adds_to_a_sum_in_fp32():
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    fused.fuse(model)
+    sums = []
+    model.set_attn_implementation("covey")
+    model.model.norm.register_forward_pre_hook(lambda norm, given: sums.append(given[0].total))
+    layout = PackedLayout([[5, 6, 7], [8, 9]])
+    forward(model.model, layout.tokens, layout.positions, layout)
+    assert (sums[0] != sums[0].bfloat16()).any()
 
 
 def test_a_copy_of_a_fused_model_reads_its_own_weights():

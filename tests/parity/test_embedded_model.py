@@ -28,10 +28,10 @@ def exact():
     return load_model(EMBEDDED, dtype=torch.float32, device=CPU)
 
 
-def sampled(loaded, starts, *, new_tokens: int = 24):
+def sampled(loaded, starts, *, new_tokens: int = 24, seed: int = 1):
     policy = LanguagePolicy(loaded.module)
     assert policy.shares_prompts
-    groups = LanguageSampler(policy, loaded.chat, seed=1, max_new_tokens=new_tokens).sample(starts, 4, step=1)
+    groups = LanguageSampler(policy, loaded.chat, seed=seed, max_new_tokens=new_tokens).sample(starts, 4, step=1)
     for group in groups:
         for number, rollout in enumerate(group.rollouts):
             rollout.reward = float(number)
@@ -72,23 +72,28 @@ def test_bf16_behavior_logprobs_are_no_further_from_fp32_than_transformers_own(e
 
 
 def test_bf16_gradients_point_where_fp32_gradients_do(exact, starts):
-    policy, groups = sampled(exact, starts, new_tokens=8)
-    batch = collate(groups)
-    low = LanguagePolicy(load_model(EMBEDDED, dtype=torch.bfloat16, device=CPU).module)
-    weights = torch.where(batch.mask_BT, batch.reward_B[:, None] - 1.5, 0.0)
+    """Nearer than those of transformers' own bf16, summed over some batches: of one, the cosine goes from 0.9987 to
+    0.9993, and that of transformers from 0.998 to 0.9991."""
+    policy = LanguagePolicy(exact.module)
+    batches = [collate(sampled(exact, starts, new_tokens=8, seed=seed)[1]) for seed in (1, 2, 3)]
+    low, plain = (LanguagePolicy(load_model(EMBEDDED, dtype=torch.bfloat16, device=CPU).module) for _ in range(2))
+    for part in plain.module.modules():
+        vars(part).pop("forward", None)  # what `fuse` gave it
     gradients = []
-    for one in (policy, low):
-        one.module.zero_grad()
-        (one.evaluate(batch).logprobs_BT * weights).sum().backward()
+    for one, evaluate in ((policy, policy.evaluate), (low, low.evaluate), (plain, plain._evaluate_rows)):
+        for batch in batches:
+            weights = torch.where(batch.mask_BT, batch.reward_B[:, None] - 1.5, 0.0)
+            (evaluate(batch).logprobs_BT * weights).sum().backward()
         gradients.append([p.grad.double() for p in one.module.parameters()])
         one.module.zero_grad()
 
     def product(some, others) -> float:  # in fp64: a sum of 135 million numbers
         return sum(float((a * b).sum()) for a, b in zip(some, others, strict=True))
 
-    exact_one, rounded = gradients
-    cosine = product(exact_one, rounded) / (product(exact_one, exact_one) * product(rounded, rounded)) ** 0.5
-    assert 0.999 < cosine < 1
+    truth, *rounded = gradients
+    ours, theirs = (product(truth, one) / (product(truth, truth) * product(one, one)) ** 0.5 for one in rounded)
+    assert 0.9985 < ours < 1
+    assert 1 - ours < 0.9 * (1 - theirs)
 
 
 def test_it_talks_in_its_chat_template_and_knows_its_end(exact, starts):

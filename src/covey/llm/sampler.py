@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
@@ -108,38 +109,49 @@ class LanguageSampler:
         device, group_size = self.policy.device, len(rollouts)
         groups_R = np.repeat(np.array(indices, dtype=np.int64), group_size)
         rollouts_R = np.tile(np.array(rollouts, dtype=np.int64), len(prompts))
-        rows = [_Row([], []) for _ in range(len(prompts) * group_size)]
-        together = min(max(self._rows_together(prompts), group_size), len(rows))
+        tokens_RT = np.empty((len(groups_R), self.max_new_tokens), dtype=np.int64)
+        logprobs_RT, uniforms_RT = (np.empty(tokens_RT.shape) for _ in range(2))
+        lengths_R = np.zeros(len(groups_R), dtype=np.int64)
+        together = min(max(self._rows_together(prompts), group_size), len(groups_R))
         decoder = self.policy.decoder(together, self.max_new_tokens)
         end_ids = np.array(sorted(self.chat.end_ids), dtype=np.int64)
         waiting = 0  # the first prompt that has no rows yet
         inside = np.empty(0, dtype=np.int64)  # the rows that the decoder carries
         going = np.empty(0, dtype=bool)  # which of them have not ended
-        tokens_R = torch.empty(0, dtype=torch.int64, device=device)
+        fed_R = torch.empty(0, dtype=torch.int64, device=device)
         while len(inside) or waiting < len(prompts):
-            logits = [decoder.step(tokens_R)] if len(inside) else []
+            logits = [decoder.step(fed_R)] if len(inside) else []
             admitted = min(decoder.room() // group_size, len(prompts) - waiting)
             if admitted:
                 chosen = [list(prompt) for prompt in prompts[waiting : waiting + admitted]]
                 logits.append(decoder.add(chosen, group_size).repeat_interleave(group_size, dim=0))
                 new = np.arange(waiting * group_size, (waiting + admitted) * group_size)
+                uniforms_RT[new] = self._uniforms(step, groups_R[new], rollouts_R[new])
                 inside, going = np.append(inside, new), np.append(going, np.ones(len(new), dtype=bool))
                 waiting += admitted
-            positions = np.array([len(rows[row].tokens) for row in inside], dtype=np.int64)
-            uniforms_R = torch.from_numpy(uniforms(self.seed, step, groups_R[inside], rollouts_R[inside], positions))
+            positions = np.minimum(lengths_R[inside], self.max_new_tokens - 1)  # of rows that ended, whatever
             logits_RV = logits[0] if len(logits) == 1 else torch.cat(logits)
-            tokens_R, logprobs_R = choose(logits_RV, uniforms_R.to(device), self.temperature)
-            tokens, logprobs = tokens_R.cpu().numpy(), logprobs_R.float().cpu().numpy()
-            for place in going.nonzero()[0]:
-                rows[inside[place]].tokens.append(int(tokens[place]))
-                rows[inside[place]].logprobs.append(float(logprobs[place]))
-            going &= ~np.isin(tokens, end_ids) & (positions + 1 < self.max_new_tokens)
+            uniforms_R = torch.from_numpy(uniforms_RT[inside, positions]).to(device)
+            fed_R, logprobs_R = choose(logits_RV, uniforms_R, self.temperature)
+            tokens, written = fed_R.cpu().numpy(), inside[going]
+            tokens_RT[written, lengths_R[written]] = tokens[going]
+            logprobs_RT[written, lengths_R[written]] = logprobs_R.float().cpu().numpy()[going]
+            lengths_R[written] += 1
+            going &= ~np.isin(tokens, end_ids) & (lengths_R[inside] < self.max_new_tokens)
             ended = len(going) - going.sum()
             if ended > decoder.patience * len(going) or ended == len(going):
                 stay = torch.from_numpy(going.nonzero()[0]).to(device)
                 decoder.keep(stay)
-                tokens_R, inside, going = tokens_R[stay], inside[going], going[going]
-        return rows
+                fed_R, inside, going = fed_R[stay], inside[going], going[going]
+        rows = zip(tokens_RT, logprobs_RT, lengths_R, strict=True)
+        return [_Row(tokens[:length].tolist(), logprobs[:length].tolist()) for tokens, logprobs, length in rows]
+
+    def _uniforms(self, step: int, groups_R: NDArray[np.int64], rollouts_R: NDArray[np.int64]) -> NDArray[np.float64]:
+        """One for every decision that some rows may come to, [R, max_new_tokens]."""
+        tokens = self.max_new_tokens
+        positions = np.tile(np.arange(tokens), len(groups_R))
+        numbers = uniforms(self.seed, step, groups_R.repeat(tokens), rollouts_R.repeat(tokens), positions)
+        return numbers.reshape(len(groups_R), tokens)
 
 
 @dataclass

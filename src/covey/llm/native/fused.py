@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,24 +47,36 @@ def _forward_of(part: nn.Module) -> Any:
     return None
 
 
-def _layer_forward(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    kernels = _kernels_of(layer.input_layernorm, hidden_states)
+class Unadded(NamedTuple):
+    """What runs through all layers, and what the last one adds: the next norm does that in passing."""
+
+    total: Tensor
+    added: Tensor
+
+
+def _layer_forward(layer: Any, hidden_states: Tensor | Unadded, **kwargs: Any) -> Tensor | Unadded:
+    total, added = hidden_states if isinstance(hidden_states, Unadded) else (hidden_states, None)
+    kernels = _kernels_of(layer.input_layernorm, total)
     if kernels is None:
         own: Tensor = type(layer).forward(layer, hidden_states, **kwargs)
         return own
-    total, normed = _add_and_normalise(hidden_states, None, layer.input_layernorm, kernels)
+    total, normed = _add_and_normalise(total, added, layer.input_layernorm, kernels)
     attended, _ = layer.self_attn(hidden_states=normed, **kwargs)
     total, normed = _add_and_normalise(total, attended, layer.post_attention_layernorm, kernels)
-    return total + layer.mlp(normed)
+    added = layer.mlp(normed)
+    if "layout" in kwargs:
+        return Unadded(total, added)
+    return total + added  # whoever else calls may look at what lies between the layers
 
 
-def _norm_forward(norm: Any, x: Tensor) -> Tensor:
-    kernels = _kernels_of(norm, x)
+def _norm_forward(norm: Any, x: Tensor | Unadded) -> Tensor:
+    total, added = x if isinstance(x, Unadded) else (x, None)
+    kernels = _kernels_of(norm, total)
     if kernels is None:
         return type(norm).forward(norm, x)
-    if x.dtype == kernels.dtype:
-        return _Norm.apply(x.contiguous(), norm.weight, norm.variance_epsilon, kernels)
-    return _add_and_normalise(x, None, norm, kernels)[1]
+    if added is None and total.dtype == kernels.dtype:
+        return _Norm.apply(total.contiguous(), norm.weight, norm.variance_epsilon, kernels)
+    return _add_and_normalise(total, added, norm, kernels)[1]
 
 
 def _kernels_of(norm: Any, x: Tensor) -> Kernels | None:
@@ -198,8 +210,10 @@ class _AddNorm(torch.autograd.Function):
         if d is None:
             d = torch.zeros_like(total, dtype=weight.dtype)
         past = None if past is None else past.contiguous()
-        dtotal, dweight = ctx.kernels.add_and_normalise_backward(total, weight, scales, d.contiguous(), past)
-        return dtotal, dtotal.to(weight.dtype) if ctx.adds else None, dweight.to(weight.dtype), None, None
+        dtotal, dadded, dweight = ctx.kernels.add_and_normalise_backward(
+            total, weight, scales, d.contiguous(), past, ctx.adds
+        )
+        return dtotal, dadded, dweight.to(weight.dtype), None, None
 
 
 class _Norm(torch.autograd.Function):

@@ -23,12 +23,14 @@
         add_and_normalise<Value, Value>(x, nullptr, nullptr, weight, out, scales, rows, width, epsilon, threads);   \
     }                                                                                                               \
     extern "C" void add_and_normalise_backward_##suffix(const float* x, const Value* weight, const float* scales,   \
-        const Value* dy, const float* past, float* dx, float* dweights, int rows, int width, int threads) {         \
-        normalise_backward(x, weight, scales, dy, past, dx, dweights, rows, width, threads);                        \
+        const Value* dy, const float* past, float* dx, Value* dadded, float* dweights, int rows, int width,         \
+        int threads) {                                                                                              \
+        normalise_backward(x, weight, scales, dy, past, dx, dadded, dweights, rows, width, threads);                \
     }                                                                                                               \
     extern "C" void normalise_backward_##suffix(const Value* x, const Value* weight, const float* scales,           \
         const Value* dy, Value* dx, float* dweights, int rows, int width, int threads) {                            \
-        normalise_backward<Value, Value>(x, weight, scales, dy, nullptr, dx, dweights, rows, width, threads);       \
+        normalise_backward<Value, Value>(                                                                          \
+            x, weight, scales, dy, nullptr, dx, nullptr, dweights, rows, width, threads);                           \
     }                                                                                                               \
     extern "C" void gate_##suffix(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width,\
         int threads) {                                                                                              \

@@ -60,10 +60,10 @@ void add_and_normalise(const Hidden* hidden, const Value* added, Hidden* total, 
 
 // With n = x * scale: dx = scale * (w dy - n mean(w dy n)), and what reached x past the norm; of dw = sum over rows of
 // dy n every thread leaves its part in `dweights` [threads, W]. Which rows a thread has depends on their number alone, so
-// the sum is always the same.
+// the sum is always the same. `dadded`, where it is given, is dx once more, for what was added in another type.
 template <typename Hidden, typename Value>
 void normalise_backward(const Hidden* x, const Value* weight, const float* scales, const Value* dy, const Hidden* past,
-    Hidden* dx, float* dweights, int rows, int width, int threads) {
+    Hidden* dx, Value* dadded, float* dweights, int rows, int width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int part = 0; part < threads; part++) {
         float* dweight = dweights + size_t(part) * width;
@@ -92,11 +92,15 @@ void normalise_backward(const Hidden* x, const Value* weight, const float* scale
             float mean = (product + sum(products)) / width;
             for (i = 0; i + LANES <= width; i += LANES) {
                 Floats down = (load(&dn[i]) - load(&n[i]) * mean) * scale;
-                store(past ? down + load(past + begin + i) : down, dx + begin + i);
+                if (past) down += load(past + begin + i);
+                store(down, dx + begin + i);
+                if (dadded) store(down, dadded + begin + i);
             }
             for (; i < width; i++) {
                 float down = (dn[i] - n[i] * mean) * scale;
-                narrow(past ? down + widen(past[begin + i]) : down, &dx[begin + i]);
+                if (past) down += widen(past[begin + i]);
+                narrow(down, &dx[begin + i]);
+                if (dadded) narrow(down, &dadded[begin + i]);
             }
         }
     }

@@ -116,7 +116,7 @@ class Kernels:
         address, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
         shape = number, number, real, number
         self._add_and_normalise = entry("add_and_normalise", *[address] * 6, *shape)
-        self._add_and_normalise_backward = entry("add_and_normalise_backward", *[address] * 7, number, number, number)
+        self._add_and_normalise_backward = entry("add_and_normalise_backward", *[address] * 8, number, number, number)
         self._normalise = entry("normalise", *[address] * 4, *shape)
         self._gate = entry("gate", address, address, number, address, number, number, number)
         self._gate_backward = entry("gate_backward", *[address] * 5, ctypes.c_int64, number)
@@ -154,14 +154,17 @@ class Kernels:
         self._add_and_normalise(*where, rows, width, epsilon, torch.get_num_threads())
 
     def add_and_normalise_backward(
-        self, total: Tensor, weight_W: Tensor, scales: Tensor, d: Tensor, past: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of hidden and added (one for both) and the weight, in fp32, from those of `out` and of `total`."""
+        self, total: Tensor, weight_W: Tensor, scales: Tensor, d: Tensor, past: Tensor | None, adds: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Gradients of hidden, of added where anything was (the same, in its type) and of the weight (fp32), from those
+        of `out` and of `total`."""
         threads = torch.get_num_threads()
         dtotal, parts = torch.empty_like(total), torch.empty(threads, len(weight_W))
-        where = (address_of(tensor) for tensor in (total, weight_W, scales, d, past, dtotal, parts))
+        narrows = adds and d.dtype != dtotal.dtype
+        dadded = torch.empty_like(total, dtype=d.dtype) if narrows else None
+        where = (address_of(tensor) for tensor in (total, weight_W, scales, d, past, dtotal, dadded, parts))
         self._add_and_normalise_backward(*where, scales.numel(), len(weight_W), threads)
-        return dtotal, parts.sum(dim=0)
+        return dtotal, dtotal if adds and not narrows else dadded, parts.sum(dim=0)
 
     def normalise(self, x: Tensor, weight_W: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """weight * x / rms(x) over the last dimension, and 1 / rms of every row."""
