@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 CPU, GPU = torch.device("cpu"), torch.device("meta")
 SYNCHRONISE = ("aten::_local_scalar_dense", "aten::nonzero")  # wait for numbers
-MOVES = ("aten::_to_copy", "aten::copy_", "aten::to.", "aten::index")  # may be given tensors of both
+MIXED = ("aten::_to_copy", "aten::copy_", "aten::to.", "aten::index.", "aten::index_put")  # may take tensors of both
 tape: list[tuple[Any, ...]] | None = None  # the operations of the step that is recorded
 
 
@@ -61,7 +61,7 @@ def compute(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     name = operation.name()
     there = [isinstance(tensor, OnGPU) for tensor in tensors]
     mixed = any(there) and not all(here or tensor.dim() == 0 for here, tensor in zip(there, tensors, strict=True))
-    if mixed and not name.startswith(MOVES):
+    if mixed and not name.startswith(MIXED):
         raise RuntimeError(f"{name}: all tensors are expected on one device")
     to_gpu = sent[0] == GPU if sent else any(there)
     if tape is not None and (mixed or not to_gpu or not all(there) or name in SYNCHRONISE):

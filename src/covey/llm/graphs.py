@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
@@ -131,7 +132,7 @@ def record_graph(step: Step) -> Step:
     torch.cuda.synchronize()
     try:
         # Not by torch.cuda.graph, which first gives all unused memory back to the driver: slow, and of no use here.
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(_stream()):
             step()  # libraries make their workspaces at the first call, which must not be recorded
             torch.cuda.synchronize()
             graph.capture_begin()
@@ -149,6 +150,12 @@ def record_graph(step: Step) -> Step:
         return logits_RV
 
     return replay
+
+
+@cache
+def _stream() -> torch.cuda.Stream:
+    """Graphs cannot be recorded on the default one. Always the same: memory that is free on another is of no use."""
+    return torch.cuda.Stream()
 
 
 class Slots:
