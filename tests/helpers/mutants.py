@@ -71,6 +71,7 @@ TRAINING, SQUARES, SEQUENCES = (
     for name in ("native/training.h", "native/squares.h", "attention.py")
 )
 SLOTS = ("llm/graphs.py", ("llm/test_gpu.py::test_slots_decode_as_groups_alone_do",))
+ROOM_FULL = ("llm/graphs.py", ("llm/test_gpu.py::test_a_row_that_left_with_its_room_full_needs_no_more",))
 PRETENDED = ("llm/graphs.py", ("llm/test_gpu.py::test_a_run_on_a_pretended_gpu_has_the_numbers_of_a_cpu[llama-]",))
 DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
 TORCH_DECODER = ("llm/decoding.py", ("llm/test_native.py", "parity/test_language_model.py"))
@@ -862,6 +863,7 @@ MUTANTS = [
     _mutant("a_slot_keeps_its_rows_tokens", SLOTS, "[slots_S] = 0", "[slots_S] += 0"),
     _mutant("a_slot_keeps_its_prompts_length", SLOTS, "self.shared.padding_SP.copy_(self._padding())", "pass"),
     _mutant("room_outgrown_is_still_replayed", SLOTS, "self.replay = None  # before", "pass  # before"),
+    _mutant("a_row_that_left_goes_on", ROOM_FULL, "self.decoded_R[self._indices(rows)] = 0", "pass"),
     _mutant("slots_move_without_their_rows", SLOTS, "np.searchsorted(taken, slots)", "slots"),
     _mutant("a_row_sees_what_it_has_not_written", SLOTS, "> self.decoded_R[:, None]", "> self.decoded_R[:, None] + 1"),
     _mutant("completions_begin_at_position_0", SLOTS, ".flatten() + self.decoded_R", ".flatten() * 0 + self.decoded_R"),

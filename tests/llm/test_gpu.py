@@ -139,6 +139,20 @@ def test_slots_decode_as_groups_alone_do(kind):
     assert 3 <= len(recorded) < 20
 
 
+def test_a_row_that_left_with_its_room_full_needs_no_more():
+    model = tiny_model("llama")
+    model.set_attn_implementation("covey")
+    decoder = GraphDecoder(model, 3, 4 * ROOM)
+    decoder.add([[5, 6, 7]], 1)
+    decoder.step(torch.tensor([3]))
+    decoder.add([[8, 9], [4]], 1)
+    for _ in range(ROOM - 1):
+        decoder.step(torch.tensor([3, 4, 5]))
+    decoder.keep(torch.tensor([1, 2]))
+    assert decoder.step(torch.tensor([4, 5])).isfinite().all()
+    assert decoder.slots.count == 3, "the slot should have been empty"
+
+
 @needs_gpu
 @pytest.mark.parametrize("kind", SHARED)
 def test_a_recorded_step_decodes_as_groups_alone_do(kind):

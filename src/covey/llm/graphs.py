@@ -95,6 +95,7 @@ class GraphDecoder:
     def keep(self, rows: Tensor) -> None:
         assert self.slots is not None
         staying = rows.cpu().numpy()
+        self.slots.idle(np.delete(self.places, staying))
         self.places, self.decoded = self.places[staying], self.decoded[staying]
         taken = self._taken()
         if not len(taken):
@@ -205,6 +206,10 @@ class Slots:
         self.decoded_R.view(self.count, self.group_size)[slots_S] = 0
         self.shared.padding_SP.copy_(self._padding())
         return grows
+
+    def idle(self, rows: np.ndarray) -> None:
+        """These are written no more: a step goes on to write there what nobody reads, for which there must be room."""
+        self.decoded_R[self._indices(rows)] = 0
 
     def next_positions(self) -> Tensor:
         """Positions of the tokens that are fed; what each may see of its own row is found out with them."""
