@@ -860,7 +860,7 @@ MUTANTS = [
     ),
     _mutant("all_of_a_prompt_is_common", LAYOUT, "prompt[:-1] for prompt in prompts", "prompt for prompt in prompts"),
     _mutant("an_empty_place_is_seen", TORCH_DECODER, "(room >= self.decoded)", "(room > self.decoded)"),
-    _mutant("a_slot_keeps_its_rows_tokens", SLOTS, "[slots_S] = 0", "[slots_S] += 0"),
+    _mutant("a_slot_keeps_its_rows_tokens", SLOTS, "self.decoded_R[self._indices(rows)] = 0", "pass"),
     _mutant("a_slot_keeps_its_prompts_length", SLOTS, "self.shared.padding_SP.copy_(self._padding())", "pass"),
     _mutant("room_outgrown_is_still_replayed", SLOTS, "self.replay = None  # before", "pass  # before"),
     _mutant("a_row_that_left_goes_on", ROOM_FULL, "self.decoded_R[self._indices(rows)] = 0", "pass"),

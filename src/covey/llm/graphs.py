@@ -203,12 +203,12 @@ class Slots:
             for tensor_KSPD, new_KSPD in zip(tensors, new, strict=True):
                 tensor_KSPD[:, :, : new_KSPD.shape[2]].index_copy_(1, slots_S, new_KSPD)
         self.lengths_S[slots_S] = torch.tensor(stored.prompt_lengths, device=self.lengths_S.device)
-        self.decoded_R.view(self.count, self.group_size)[slots_S] = 0
         self.shared.padding_SP.copy_(self._padding())
         return grows
 
     def idle(self, rows: np.ndarray) -> None:
-        """These are written no more: a step goes on to write there what nobody reads, for which there must be room."""
+        """These are written no more. A step goes on to write there what nobody reads, for which there must be room, and
+        whoever takes their slot begins at 0."""
         self.decoded_R[self._indices(rows)] = 0
 
     def next_positions(self) -> Tensor:
