@@ -14,6 +14,7 @@ D head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, takewhile
 from typing import Any, Protocol
@@ -89,7 +90,8 @@ class PackedLayout:
     """Prompts, each followed by the completions of its group: one row of tokens, without padding.
 
     What all prompts begin with alike (a system prompt, a template, examples) is fed once for all of them. The order of
-    the tokens is: that common beginning, the rest of every prompt, one after another, then every completion.
+    the tokens is: that common beginning, the rest of every prompt, one after another, then every completion; or, where
+    completions branch, what some of a prompt's begin with alike, once for all of them, and then how each goes on.
     """
 
     keeps_prompts = False  # whether `keep_prompt` does anything
@@ -100,6 +102,7 @@ class PackedLayout:
         completions: Sequence[Tensor] = (),
         prompt_of_row: Sequence[int] = (),
         device: torch.device | None = None,
+        branching: bool = False,
     ) -> None:
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.completion_lengths = [len(completion) for completion in completions]
@@ -108,28 +111,54 @@ class PackedLayout:
         self.common = common_beginning(prompts)
         rests = [torch.tensor(prompt[self.common :]) for prompt in prompts]
         parts = [torch.tensor(prompts[0][: self.common], dtype=torch.int64), *rests]
-        self.tokens = torch.cat([part.to(device) for part in (*parts, *completions)])
-        begins = [0, *[self.common for _ in prompts], *[self.prompt_lengths[prompt] for prompt in prompt_of_row]]
-        spans = zip(begins, (*parts, *completions), strict=True)
-        self.positions = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in spans]).to(device)
         self.prompt_ends = torch.tensor([len(part) for part in parts]).cumsum(0)[1:] - 1  # the last token of each
+        self.branching = branching
+        self.segments = grown(completions, prompt_of_row) if branching else whole(completions, prompt_of_row)
+        written = [completions[segment.rows[0]][segment.begin : segment.end] for segment in self.segments]
+        self.tokens = torch.cat([part.to(device) for part in (*parts, *written)])
+        begins = [0, *[self.common for _ in prompts]]
+        begins += [self.prompt_lengths[segment.prompt] + segment.begin for segment in self.segments]
+        spans = zip(begins, (*parts, *written), strict=True)
+        self.positions = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in spans]).to(device)
         self.mask: Tensor | None = None  # of the fused path, made when first needed
 
     @cached_property
     def sequences(self) -> Tensor:
         """[sequences, 3] int32: first token, length, and which sequence it continues, or -1. Each follows that one."""
-        lengths = [self.common, *(length - self.common for length in self.prompt_lengths), *self.completion_lengths]
+        lengths = [self.common, *(length - self.common for length in self.prompt_lengths)]
         firsts = [0, *accumulate(lengths)]
-        rows: list[list[int]] = [[] for _ in self.prompt_lengths]
-        for row, prompt in enumerate(self.prompt_of_row.tolist(), start=1 + len(rows)):
-            rows[prompt].append(row)
+        of_prompts: list[list[int]] = [[] for _ in self.prompt_lengths]
+        for number, segment in enumerate(self.segments):
+            of_prompts[segment.prompt].append(number)
         made = [(0, self.common, -1)] if self.common else []
         beginning = len(made) - 1
-        for prompt, continued in enumerate(rows, start=1):
-            made.append((firsts[prompt], lengths[prompt], beginning))
-            parent = len(made) - 1
-            made += [(firsts[row], lengths[row], parent) for row in continued if lengths[row]]
+        places: dict[int, int] = {}  # of segments, among what is made
+        for prompt, segments in enumerate(of_prompts):
+            made.append((firsts[1 + prompt], lengths[1 + prompt], beginning))
+            of_prompt = len(made) - 1
+            for number in segments:
+                if length := self.segments[number].length:
+                    places[number] = len(made)
+                    parent = places.get(self.segments[number].parent, of_prompt)
+                    made.append((self.segment_firsts[number], length, parent))
         return torch.tensor(made, dtype=torch.int32)
+
+    @cached_property
+    def segment_firsts(self) -> list[int]:
+        """The first token of every segment."""
+        return list(accumulate((segment.length for segment in self.segments), initial=int(self.prompt_ends[-1]) + 1))[
+            :-1
+        ]
+
+    @cached_property
+    def places(self) -> list[Tensor]:
+        """Where the tokens of every completion are, [L] each."""
+        found: list[list[Tensor]] = [[] for _ in self.completion_lengths]
+        for first, segment in zip(self.segment_firsts, self.segments, strict=True):
+            stretch = torch.arange(first, first + segment.length)
+            for row in segment.rows:
+                found[row].append(stretch)
+        return [torch.cat(stretches) if stretches else torch.arange(0) for stretches in found]
 
     @cached_property
     def rests(self) -> _Padding:
@@ -148,6 +177,7 @@ class PackedLayout:
         """For every layer's keys, which are rotated, and values of the prompts; the sampler's prefill stores them."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        assert not self.branching  # what branches is for the kernels
         split = self.common + self.rests.tokens
         key_KSPD, value_KSPD = self.whole_prompts(key[:, :split]), self.whole_prompts(value[:, :split])
         self.keep_prompt(layer, key_KSPD, value_KSPD)
@@ -214,11 +244,62 @@ class PackedLayout:
         )
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Tokens `begin` to `end` of some completions of a prompt, which have them, and all before, in common."""
+
+    rows: list[int]
+    begin: int
+    end: int
+    prompt: int
+    parent: int  # the segment before, or -1: the prompt
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def whole(completions: Sequence[Tensor], prompt_of_row: Sequence[int]) -> list[Segment]:
+    """Every completion by itself."""
+    return [
+        Segment([row], 0, len(completion), prompt, -1)
+        for row, (completion, prompt) in enumerate(zip(completions, prompt_of_row, strict=True))
+    ]
+
+
+def grown(completions: Sequence[Tensor], prompt_of_row: Sequence[int]) -> list[Segment]:
+    """What completions of a prompt begin with alike, once, each followed by what continues it."""
+    tokens = [completion.tolist() for completion in completions]
+    found: list[Segment] = []
+    to_go: list[tuple[list[int], int, int]] = []  # rows that have their next token in common too, its place, the parent
+
+    def part(rows: list[int], begin: int, parent: int) -> None:
+        ways: dict[tuple[int, int], list[int]] = {}
+        for row in rows:
+            if len(tokens[row]) > begin:
+                ways.setdefault((prompt_of_row[row], tokens[row][begin]), []).append(row)
+        to_go.extend((way, begin, parent) for way in reversed(ways.values()))
+
+    part(list(range(len(tokens))), 0, -1)
+    while to_go:
+        rows, begin, parent = to_go.pop()
+        end = begin + alike(*(tokens[row][begin:] for row in rows))
+        found.append(Segment(rows, begin, end, prompt_of_row[rows[0]], parent))
+        if len(rows) > 1:
+            part(rows, end, len(found) - 1)
+    return found
+
+
 def common_beginning(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts begin with alike, the last token of each not counted; 0 where it is not worth it."""
-    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
-    common = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+    common = alike(*(prompt[:-1] for prompt in prompts))
     return common if common >= LEAST_COMMON and len(prompts) > 1 else 0
+
+
+def alike(*sequences: Sequence[int]) -> int:
+    """With how many tokens all of them begin."""
+    columns = zip(*sequences, strict=False)
+    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
 
 
 class PromptSlots:

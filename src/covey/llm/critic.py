@@ -16,7 +16,7 @@ from transformers import AutoModel, PreTrainedModel
 from covey.config import ConfigError
 from covey.data import Batch
 from covey.llm.policy import LanguagePolicy
-from covey.llm.trunk import hidden_at_decisions, spread
+from covey.llm.trunk import hidden_at_decisions
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -61,8 +61,8 @@ class LanguageCritic:
         """values_BT: of the state before every decision (the prompt and what was sampled so far); 0 where undecided."""
         batch = batch.to(self.head.linear.weight.device)
         with torch.set_grad_enabled(self.own_trunk and torch.is_grad_enabled()):
-            hidden_NW, chosen_N = hidden_at_decisions(self.trunk, batch, packed=self.packed)
-        return spread(self.head(hidden_NW), chosen_N, batch)
+            decided = hidden_at_decisions(self.trunk, batch, packed=self.packed)
+        return decided.spread(self.head(decided.hidden_NW))
 
     def next_values(self, batch: Batch) -> Tensor:
         """next_value_B = 0, also after a completion that the token limit cut.

@@ -30,6 +30,7 @@ class Decoder(Protocol):
     """The rows of some groups, decoded together."""
 
     patience: float  # what share of its rows must have ended before `keep` is worth its cost
+    branches: bool  # whether `keep` makes two rows of one that is named twice
 
     def room(self) -> int:
         """How many rows may be added now."""
@@ -41,7 +42,7 @@ class Decoder(Protocol):
         """Feed one token to every row; logits_RV of the next."""
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only (int64 index)."""
+        """Go on with these rows only (int64 index, ascending). Where it `branches`, one named twice becomes two."""
 
 
 class SharedPrefixDecoder:
@@ -52,6 +53,7 @@ class SharedPrefixDecoder:
     """
 
     patience = 0.125  # a departure copies the keys of the rows that stay
+    branches = True
 
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
@@ -185,6 +187,7 @@ class CacheDecoder:
     """For every other decoder: transformers' own cache, prompts padded on the left and repeated for every row."""
 
     patience = 0.125  # a departure copies the keys of the rows that stay
+    branches = True
 
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from covey.core import kl
 from covey.data import Batch, Evaluation
-from covey.llm.attention import IMPLEMENTATION, LEAST_COMMON
+from covey.llm.attention import IMPLEMENTATION, LEAST_COMMON, alike
 from covey.llm.decoding import CacheDecoder, Decoder, SharedPrefixDecoder
 from covey.llm.exact_kl import exact_kl
 from covey.llm.families import is_llama_like
 from covey.llm.graphs import GraphDecoder
 from covey.llm.head import token_logprobs
 from covey.llm.native.decoder import NativeDecoder
-from covey.llm.native.fused import fuse
+from covey.llm.native.fused import attends_to_branches, fuse
 from covey.llm.native.library import kernels_for
 from covey.llm.trunk import hidden_at_decisions, row_lengths, row_tokens, spread
 
@@ -59,25 +59,30 @@ class LanguagePolicy:
         return self._evaluate_packed(batch) if self.shares_prompts else self._evaluate_rows(batch)
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
-        """Rows in pieces of at most `microbatch_tokens` tokens, a shared prompt counted once per piece.
+        """Rows in pieces of at most `microbatch_tokens` tokens, what is fed once for several of them counted once.
 
-        Rows of similar length go together, so that little of a padded attention rectangle is wasted.
+        Rows of similar length go together, so that little of a padded attention rectangle is wasted. Those of a group
+        are ordered by their tokens: then a row has nothing in common with another but what the one before has too.
         """
-        lengths_B = batch.mask_BT.sum(dim=1)
-        longest = torch.zeros(int(batch.group_B.max()) + 1 if len(batch) else 1, dtype=torch.int64)
-        longest = longest.scatter_reduce(0, batch.group_B, lengths_B, "amax")
-        order = sorted(range(len(batch)), key=lambda i: (int(longest[batch.group_B[i]]), int(batch.group_B[i]), i))
+        lengths = row_lengths(batch) if len(batch) else []
+        written = [actions[:length] for actions, length in zip(batch.actions_BT.tolist(), lengths, strict=True)]
+        groups = batch.group_B.tolist()
+        longest: dict[int, int] = {}
+        for group, length in zip(groups, lengths, strict=True):
+            longest[group] = max(length, longest.get(group, 0))
+        branching = attends_to_branches(self.module.base_model)
         piece: list[int] = []
-        tokens, group = 0, -1
-        for row in order:
-            same = int(batch.group_B[row]) == group
-            cost = int(lengths_B[row]) + (0 if same else len(batch.context[row]))
-            if piece and tokens + cost > self.microbatch_tokens:
+        tokens = 0
+        for row in sorted(range(len(batch)), key=lambda row: (longest[groups[row]], groups[row], written[row], row)):
+            whole = lengths[row] + len(batch.context[row])
+            known = 0
+            if piece and groups[piece[-1]] == groups[row]:
+                known = len(batch.context[row]) + (alike(written[piece[-1]], written[row]) if branching else 0)
+            if piece and tokens + whole - known > self.microbatch_tokens:
                 yield torch.tensor(piece)
-                piece, tokens = [], 0
-                cost = int(lengths_B[row]) + len(batch.context[row])
+                piece, tokens, known = [], 0, 0
             piece.append(row)
-            tokens, group = tokens + cost, int(batch.group_B[row])
+            tokens += whole - known
         if piece:
             yield torch.tensor(piece)
 
@@ -98,21 +103,21 @@ class LanguagePolicy:
 
     def _evaluate_packed(self, batch: Batch) -> Evaluation:
         """All rows in one row of tokens."""
-        hidden_NW, chosen_N = hidden_at_decisions(self.module.base_model, batch, packed=True)
+        decided = hidden_at_decisions(self.module.base_model, batch, packed=True)
         head = self.module.get_output_embeddings()
         logprobs_N, entropy_N = token_logprobs(
-            hidden_NW, head.weight, head.bias, batch.actions_BT.flatten()[chosen_N], self.temperature
+            decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.temperature
         )
         kl_BT = None
         if self.anchor is not None and torch.is_grad_enabled():
             with torch.no_grad():
-                other_NW, _ = hidden_at_decisions(self.anchor.module.base_model, batch, packed=True)
-            kl_N = exact_kl(hidden_NW, head, other_NW, self.anchor.module.get_output_embeddings(), self.temperature)
-            kl_BT = spread(kl_N, chosen_N, batch)
+                other_NW = hidden_at_decisions(self.anchor.module.base_model, batch, packed=True).hidden_NW
+            other_head = self.anchor.module.get_output_embeddings()
+            kl_BT = decided.spread(exact_kl(decided.hidden_NW, head, other_NW, other_head, self.temperature))
         return Evaluation(
-            spread(logprobs_N, chosen_N, batch),
-            spread(entropy_N, chosen_N, batch),
-            values_BT=None if self.value_head is None else spread(self.value_head(hidden_NW), chosen_N, batch),
+            decided.spread(logprobs_N),
+            decided.spread(entropy_N),
+            values_BT=None if self.value_head is None else decided.spread(self.value_head(decided.hidden_NW)),
             kl_BT=kl_BT,
         )
 
@@ -130,8 +135,8 @@ class LanguagePolicy:
         )
         values_BT = None
         if self.value_head is not None:  # from a pass of its own, for not every model gives both from one
-            hidden_NW, _ = hidden_at_decisions(self.module.base_model, batch, packed=False)
-            values_BT = spread(self.value_head(hidden_NW), chosen_N, batch)
+            decided = hidden_at_decisions(self.module.base_model, batch, packed=False)
+            values_BT = decided.spread(self.value_head(decided.hidden_NW))
         return Evaluation(logprobs_BT, entropy_BT, values_BT=values_BT, kl_BT=kl_BT[0] if kl_BT else None)
 
     def _evaluate_row(self, tokens_L: Tensor, decisions: int, anchor: LanguagePolicy | None) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """Sampling groups of completions on the policy's own weights.
 
-Shapes: S prompts, R rows (rollouts), V vocabulary.
+Shapes: S prompts, R rows (rollouts), B branches (what some siblings have written alike so far), V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
@@ -116,35 +117,52 @@ class LanguageSampler:
         decoder = self.policy.decoder(together, self.max_new_tokens)
         end_ids = np.array(sorted(self.chat.end_ids), dtype=np.int64)
         waiting = 0  # the first prompt that has no rows yet
-        inside = np.empty(0, dtype=np.int64)  # the rows that the decoder carries
-        going = np.empty(0, dtype=bool)  # which of them have not ended
-        fed_R = torch.empty(0, dtype=torch.int64, device=device)
+        inside = np.empty(0, dtype=np.int64)  # the rows that are being written
+        branches = np.empty(0, dtype=np.int64)  # of each, the decoder's row that stands for it, ascending
+        fed_B = torch.empty(0, dtype=torch.int64, device=device)
         while len(inside) or waiting < len(prompts):
-            logits = [decoder.step(fed_R)] if len(inside) else []
-            admitted = min(decoder.room() // group_size, len(prompts) - waiting)
+            logits = [decoder.step(fed_B)] if len(inside) else []
+            admitted = min(min(decoder.room(), together - len(inside)) // group_size, len(prompts) - waiting)
             if admitted:
                 chosen = [list(prompt) for prompt in prompts[waiting : waiting + admitted]]
-                logits.append(decoder.add(chosen, group_size).repeat_interleave(group_size, dim=0))
+                begun = 1 if decoder.branches else group_size
+                logits.append(decoder.add(chosen, begun).repeat_interleave(begun, dim=0))
                 new = np.arange(waiting * group_size, (waiting + admitted) * group_size)
                 uniforms_RT[new] = self._uniforms(step, groups_R[new], rollouts_R[new])
-                inside, going = np.append(inside, new), np.append(going, np.ones(len(new), dtype=bool))
+                branches = np.append(branches, len(fed_B) + np.arange(len(new)) * begun // group_size)
+                inside = np.append(inside, new)
                 waiting += admitted
-            positions = np.minimum(lengths_R[inside], self.max_new_tokens - 1)  # of rows that ended, whatever
-            logits_RV = logits[0] if len(logits) == 1 else torch.cat(logits)
-            uniforms_R = torch.from_numpy(uniforms_RT[inside, positions]).to(device)
-            fed_R, logprobs_R = choose(logits_RV, uniforms_R, self.temperature)
-            tokens, written = fed_R.cpu().numpy(), inside[going]
-            tokens_RT[written, lengths_R[written]] = tokens[going]
-            logprobs_RT[written, lengths_R[written]] = logprobs_R.float().cpu().numpy()[going]
-            lengths_R[written] += 1
-            going &= ~np.isin(tokens, end_ids) & (lengths_R[inside] < self.max_new_tokens)
-            ended = len(going) - going.sum()
-            if ended > decoder.patience * len(going) or ended == len(going):
-                stay = torch.from_numpy(going.nonzero()[0]).to(device)
-                decoder.keep(stay)
-                fed_R, inside, going = fed_R[stay], inside[going], going[going]
+            logits_BV = logits[0] if len(logits) == 1 else torch.cat(logits)
+            places = inside, lengths_R[inside]
+            tokens, logprobs_RT[places] = self._choose(logits_BV, branches, uniforms_RT[places])
+            tokens_RT[places] = tokens
+            lengths_R[inside] += 1
+            going = ~np.isin(tokens, end_ids) & (lengths_R[inside] < self.max_new_tokens)
+            inside, branches, tokens = inside[going], branches[going], tokens[going]
+            # Siblings that have written the same go on as one branch.
+            ways = branches * logits_BV.shape[1] + tokens
+            _, first, way_of_row = np.unique(ways, return_index=True, return_inverse=True)
+            parents, carried = branches[first], len(logits_BV)
+            ended = carried - len(np.unique(parents))
+            if len(parents) > carried - ended or ended > decoder.patience * carried or not len(parents):
+                decoder.keep(torch.from_numpy(parents).to(device))
+                branches, fed = way_of_row, tokens[first]
+            else:
+                fed = np.zeros(carried, dtype=np.int64)  # to branches that ended, whatever
+                fed[parents] = tokens[first]
+            fed_B = torch.from_numpy(fed).to(device)
         rows = zip(tokens_RT, logprobs_RT, lengths_R, strict=True)
         return [_Row(tokens[:length].tolist(), logprobs[:length].tolist()) for tokens, logprobs, length in rows]
+
+    def _choose(
+        self, logits_BV: Tensor, branches: NDArray[np.int64], uniforms_R: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Tokens and their log-probabilities of rows that stand on these branches."""
+        device = logits_BV.device
+        alone = np.array_equal(branches, np.arange(len(logits_BV)))
+        logits_RV = logits_BV if alone else logits_BV[torch.from_numpy(branches).to(device)]
+        tokens_R, logprobs_R = choose(logits_RV, torch.from_numpy(uniforms_R).to(device), self.temperature)
+        return tokens_R.cpu().numpy(), logprobs_R.double().cpu().numpy()
 
     def _uniforms(self, step: int, groups_R: NDArray[np.int64], rollouts_R: NDArray[np.int64]) -> NDArray[np.float64]:
         """One for every decision that some rows may come to, [R, max_new_tokens]."""

@@ -6,6 +6,7 @@ pass, W hidden width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,28 +15,48 @@ from torch.utils.checkpoint import checkpoint
 
 from covey.data import Batch
 from covey.llm.attention import PackedLayout, forward
+from covey.llm.native.fused import attends_to_branches
 
 
-def hidden_at_decisions(model: nn.Module, batch: Batch, *, packed: bool) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Decided:
+    """What predicts the decisions of a batch. Where siblings decided alike after the same tokens, it is there once.
+
+    Shapes: D decisions of the batch, N that differ.
+    """
+
+    hidden_NW: Tensor
+    actions_N: Tensor
+    which_D: Tensor  # of the N, each of the D is
+    chosen_D: Tensor  # where each of them stands in the flattened mask_BT
+    batch: Batch
+
+    def spread(self, value_N: Tensor) -> Tensor:
+        """value_BT: what was found of the decisions, where they stand, 0 where nothing was decided."""
+        return spread(value_N[self.which_D], self.chosen_D, self.batch)
+
+
+def hidden_at_decisions(model: nn.Module, batch: Batch, *, packed: bool) -> Decided:
     """Run a decoder without its output layer over `batch`, which lies on the decoder's device.
 
     Args:
         model: a `base_model`.
         packed: all rows in one row of tokens, a group's prompt fed once. Only for models whose attention takes a
             layout; the others go rollout by rollout, recomputed for the gradient to bound memory.
-
-    Returns:
-        hidden_NW, and chosen_N: where each decision stands in the flattened mask_BT.
     """
-    chosen_N = batch.mask_BT.flatten().nonzero()[:, 0]
+    chosen_D = batch.mask_BT.flatten().nonzero()[:, 0]
+    actions_D = batch.actions_BT.flatten()[chosen_D]
     if packed:
         hidden_LW, source_BT = _packed(model, batch)
-        return hidden_LW[source_BT.flatten().to(chosen_N.device)[chosen_N]], chosen_N
+        source_D = source_BT.flatten().to(chosen_D.device)[chosen_D]
+        actions = int(batch.actions_BT.max()) + 1
+        decided_N, which_D = (source_D * actions + actions_D).unique(return_inverse=True)
+        return Decided(hidden_LW[decided_N // actions], decided_N % actions, which_D, chosen_D, batch)
     rows = []
     for row, length in enumerate(row_lengths(batch)):
         hidden_TW = checkpoint(_row, model, row_tokens(batch, row, length), length, use_reentrant=False)
         rows.append(hidden_TW[batch.mask_BT[row, :length]])
-    return torch.cat(rows), chosen_N
+    return Decided(torch.cat(rows), actions_D, torch.arange(len(chosen_D), device=chosen_D.device), chosen_D, batch)
 
 
 def row_lengths(batch: Batch) -> list[int]:
@@ -69,12 +90,13 @@ def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
             previous = group
         prompt_of_row.append(len(prompts) - 1)
     completions = [batch.actions_BT[row, : n - 1] for row, n in enumerate(lengths)]
-    layout = PackedLayout(prompts, completions, prompt_of_row, device)
+    layout = PackedLayout(prompts, completions, prompt_of_row, device, branching=attends_to_branches(model))
     hidden_LW = forward(model, layout.tokens, layout.positions, layout)
 
-    begins = torch.tensor([0, *layout.completion_lengths[:-1]]).cumsum(0) + layout.prompt_ends[-1] + 1
-    source_BT = begins[:, None] + torch.arange(batch.mask_BT.shape[1]) - 1
+    source_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.int64)
     source_BT[:, 0] = layout.prompt_ends[layout.prompt_of_row.cpu()]
+    for source_T, places in zip(source_BT, layout.places, strict=True):
+        source_T[1 : 1 + len(places)] = places
     return hidden_LW, source_BT
 
 

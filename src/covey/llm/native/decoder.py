@@ -36,6 +36,7 @@ class NativeDecoder:
     """Rows that share their prompts' keys and values, each at its own place."""
 
     patience = 0.0  # a departure costs nothing
+    branches = True
 
     def __init__(self, module: PreTrainedModel, kernels: Kernels, rows: int, max_new_tokens: int) -> None:
         self.module = module
@@ -76,11 +77,15 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
-        staying = rows.tolist()
-        slots = self.slots_R.tolist()
-        self.free += sorted(set(slots) - {slots[row] for row in staying}, reverse=True)
-        self.prompts = [self.prompts[row] for row in staying]
-        self.slots_R, self.decoded_R = self.slots_R[rows], self.decoded_R[rows]
+        chosen, slots = rows.tolist(), self.slots_R[rows].tolist()
+        self.free += sorted(set(self.slots_R.tolist()) - set(slots), reverse=True)
+        self.prompts = [self.prompts[row] for row in chosen]
+        self.decoded_R = self.decoded_R[rows]
+        for row in range(1, len(chosen)):
+            if chosen[row] == chosen[row - 1]:
+                slots[row] = self.free.pop()
+                self._copy(slots[row - 1], slots[row], int(self.decoded_R[row]))
+        self.slots_R = torch.tensor(slots, dtype=torch.int32)
         self._read_prompts()
 
     @torch.inference_mode()
@@ -99,6 +104,11 @@ class NativeDecoder:
         logits_RV = self.stack.step(hidden_RW, place, self.own_keys, self.own_values)
         self.decoded_R += 1
         return logits_RV
+
+    def _copy(self, slot: int, into: int, tokens: int) -> None:
+        written = padded(tokens) * padded(self.heads.width)
+        for own in (self.own_keys, self.own_values):
+            own[:, into, :, :written] = own[:, slot, :, :written]
 
     def _read_prompts(self) -> None:
         """Where the kernel finds the prompt of every row."""
