@@ -92,6 +92,13 @@ CREDITS = ("credits.py", ("learning/test_process.py",))
 PROCESS = ("llm/process.py", ("llm/test_process.py",))
 ALGORITHMS = ("algorithms.py", ("learning/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
 ANNOTATE = ("train/annotate.py", ("learning/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
+BRANCHES = ("llm/test_branches.py",)
+CHOICES = BRANCHES[0] + "::test_branches_change_no_choice_and_spare_rows"
+SAMPLER = ("llm/sampler.py", BRANCHES)
+COPIES = BRANCHES[0] + "::test_a_row_that_is_named_twice_becomes_two"
+SEGMENTS = ("llm/attention.py", (BRANCHES[0] + "::test_every_beginning_is_fed_once",))
+WHOLE_ROWS = BRANCHES[0] + "::test_numbers_and_gradients_are_those_of_whole_rows"
+MICROBATCHES = ("llm/policy.py", (BRANCHES[0] + "::test_microbatches_count_what_is_fed_once_once",))
 GATHER = ("train/gather.py", ("learning/test_gather.py",))
 FAMILY = ("algorithms.py", ("learning/test_family.py",))
 OVERLONG = ("llm/rewards.py", ("llm/test_overlong.py",))
@@ -408,6 +415,32 @@ MUTANTS = [
         "reward_at_the_first_decision", COLLATE, "[0.0] * (length - 1) + [reward]", "[reward] + [0.0] * (length - 1)"
     ),
     _mutant("step_rewards_forgotten", COLLATE, "if rollout.step_rewards is None else", "if True else"),
+    _mutant("branches_meet_again", SAMPLER, "ways = branches * logits_BV.shape[1] + tokens", "ways = tokens", CHOICES),
+    _mutant("siblings_apart_at_once", SAMPLER, "1 if decoder.branches else group_size", "group_size", CHOICES),
+    _mutant("branches_that_ended_are_fed", SAMPLER, "fed[parents] = tokens", "fed[: len(parents)] = tokens", CHOICES),
+    _mutant(
+        "branch_without_values",
+        DECODER,
+        "(self.own_keys, self.own_values):\n            own[",
+        "(self.own_keys,):\n            own[",
+        COPIES,
+    ),
+    _mutant(
+        "branch_without_its_last_token", DECODER, "written = padded(tokens)", "written = padded(tokens - 1)", COPIES
+    ),
+    _mutant("prompts_branch_together", SEGMENTS, "setdefault((prompt_of_row[row], ", "setdefault((0, "),
+    _mutant("branches_stand_at_their_prompt", SEGMENTS, "[segment.prompt] + segment.begin", "[segment.prompt]"),
+    _mutant(
+        "branches_see_their_prompt_alone", SEGMENTS, "places.get(self.segments[number].parent, of_prompt)", "of_prompt"
+    ),
+    _mutant("branches_lie_elsewhere", SEGMENTS, "for row in segment.rows:", "for row in segment.rows[:1]:"),
+    _mutant(
+        "one_decision_for_every_state", TRUNK, "(source_D * actions + actions_D)", "(source_D * actions)", WHOLE_ROWS
+    ),
+    _mutant("shared_tokens_counted_again", MICROBATCHES, "if branching else 0", "if False else 0"),
+    _mutant(
+        "prompt_of_a_new_piece_not_counted", MICROBATCHES, "piece, tokens, known = [], 0, 0", "piece, tokens = [], 0"
+    ),
     _mutant("first_round_not_charged", GATHER, "left = len(starts) * (size - first)", "left = len(starts) * size"),
     _mutant("group_of_any_size", GATHER, "min(left // len(live), most - first)", "left // len(live)"),
     _mutant("rest_rounded_up", GATHER, "left // len(live)", "-(-left // len(live))"),
@@ -499,8 +532,8 @@ MUTANTS = [
     _mutant(
         "value_after_the_token",
         TRUNK,
-        "torch.arange(batch.mask_BT.shape[1]) - 1",
-        "torch.arange(batch.mask_BT.shape[1])",
+        "source_T[1 : 1 + len(places)]",
+        "source_T[: len(places)]",
         OF_WORDS + "values_are_those_of_a_plain_forward",
     ),
     _mutant(
@@ -850,9 +883,14 @@ MUTANTS = [
         "store_pair(load(even), load(even + ROW<Value>),",
         "store_pair(load(even + ROW<Value>), load(even),",
     ),
-    _mutant("prompts_do_not_see_what_is_common", SEQUENCES, "lengths[prompt], beginning))", "lengths[prompt], -1))"),
     _mutant(
-        "empty_completions_are_sequences", SEQUENCES, "for row in continued if lengths[row]]", "for row in continued]"
+        "prompts_do_not_see_what_is_common", SEQUENCES, "lengths[1 + prompt], beginning))", "lengths[1 + prompt], -1))"
+    ),
+    _mutant(
+        "empty_completions_are_sequences",
+        SEQUENCES,
+        "if length := self.segments[number].length:",
+        "if (length := self.segments[number].length) >= 0:",
     ),
     _mutant("rests_do_not_see_their_last_tokens", LAYOUT, ".tril(common)", ".tril(common - 1)"),
     _mutant(
@@ -893,8 +931,8 @@ MUTANTS = [
     _mutant(
         "decoder_keeps_the_wrong_slots",
         DECODER,
-        "self.slots_R[rows], self.decoded_R[rows]",
-        "self.slots_R[: len(rows)], self.decoded_R[rows]",
+        "self.slots_R[rows].tolist()",
+        "self.slots_R[: len(rows)].tolist()",
     ),
     _mutant("decoder_never_frees", DECODER, "self.free += sorted(", "sorted("),
     _mutant(
