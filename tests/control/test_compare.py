@@ -71,7 +71,11 @@ def test_a_mistake_concerns_all_runs_and_stops_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_comparison_leaves_no_run_behind(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "helpers.fake_runs", str(tmp_path)], cwd=TESTS, stderr=subprocess.PIPE
+        [sys.executable, "-m", "helpers.fake_runs", str(tmp_path)],
+        cwd=TESTS,
+        stderr=subprocess.PIPE,
+        # Tests that run in the background of a shell ignore SIGINT, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_until(lambda: all((tmp_path / name / "began").is_file() for name in "01"))
     process.send_signal(number)
