@@ -65,10 +65,12 @@ def main(options: Sequence[str]) -> None:
     for number in range(1, arguments.rounds + 1):
         results: dict[str, Numbers] = {"machine": {"matmul_flops": matmul_rate()}}
         for name in ["covey", *arguments.peers]:
-            print(f"round {number} of {arguments.rounds}: {name} ...", flush=True)
+            print(f"round {number} of {arguments.rounds}: {name} ...", end=" ", flush=True)
             script, switches = ("covey", {"COVEY_NATIVE": "0"}) if name == "torch" else (name, {})
             python = interpreters.get(name, sys.executable)
             results[name] = run_contestant(script, python, asdict(shape), **switches)
+            seconds = {key: value for key, value in results[name].items() if key.endswith("_seconds")}
+            print(", ".join(f"{key.removesuffix('_seconds')} {value:.1f} s" for key, value in seconds.items()))
         rounds.append(results)
     summary = summarise(rounds, shape)
     show(rounds, summary, shape)

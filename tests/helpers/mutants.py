@@ -77,6 +77,7 @@ DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
 TORCH_DECODER = ("llm/decoding.py", ("llm/test_native.py", "parity/test_language_model.py"))
 TORCH_LAYERS = ("llm/layers.py", ("llm/test_native.py",))
 LAYOUT = ("llm/attention.py", ("parity/test_language_model.py",))
+COMMON = ("llm/beginnings.py", ("parity/test_language_model.py",))
 PACKED = ("llm/packed.py", ("llm/test_packed.py",))
 KL_CONTROL = "learning/test_kl_control.py::test_"
 ORIGINS = "llm/test_origins.py::test_"
@@ -97,8 +98,10 @@ CHOICES = BRANCHES[0] + "::test_branches_change_no_choice_and_spare_rows"
 SAMPLER = ("llm/sampler.py", BRANCHES)
 COPIES = BRANCHES[0] + "::test_a_row_that_is_named_twice_becomes_two"
 SEGMENTS = ("llm/attention.py", (BRANCHES[0] + "::test_every_beginning_is_fed_once",))
+GROWN = ("llm/beginnings.py", SEGMENTS[1])
+LEAVES = ("llm/attention.py", (BRANCHES[0] + "::test_every_token_has_a_place_in_the_rectangle_of_leaves",))
 WHOLE_ROWS = BRANCHES[0] + "::test_numbers_and_gradients_are_those_of_whole_rows"
-MICROBATCHES = ("llm/policy.py", (BRANCHES[0] + "::test_microbatches_count_what_is_fed_once_once",))
+MICROBATCHES = ("llm/microbatches.py", ("llm/test_microbatches.py",))
 GATHER = ("train/gather.py", ("learning/test_gather.py",))
 FAMILY = ("algorithms.py", ("learning/test_family.py",))
 OVERLONG = ("llm/rewards.py", ("llm/test_overlong.py",))
@@ -428,7 +431,7 @@ MUTANTS = [
     _mutant(
         "branch_without_its_last_token", DECODER, "written = padded(tokens)", "written = padded(tokens - 1)", COPIES
     ),
-    _mutant("prompts_branch_together", SEGMENTS, "setdefault((prompt_of_row[row], ", "setdefault((0, "),
+    _mutant("prompts_branch_together", GROWN, "setdefault((prompt_of_row[row], ", "setdefault((0, "),
     _mutant("branches_stand_at_their_prompt", SEGMENTS, "[segment.prompt] + segment.begin", "[segment.prompt]"),
     _mutant(
         "branches_see_their_prompt_alone", SEGMENTS, "places.get(self.segments[number].parent, of_prompt)", "of_prompt"
@@ -437,9 +440,24 @@ MUTANTS = [
     _mutant(
         "one_decision_for_every_state", TRUNK, "(source_D * actions + actions_D)", "(source_D * actions)", WHOLE_ROWS
     ),
-    _mutant("shared_tokens_counted_again", MICROBATCHES, "if branching else 0", "if False else 0"),
+    _mutant("shared_tokens_counted_again", MICROBATCHES, " + alike(written[rows[-1].number], written[number])", ""),
+    _mutant("groups_cut_for_nothing", MICROBATCHES, "whole_groups = by_groups <= anywhere", "whole_groups = False"),
+    _mutant("groups_never_cut", MICROBATCHES, "whole_groups = by_groups <= anywhere", "whole_groups = True"),
+    _mutant("pieces_as_full_as_can_be", MICROBATCHES, "_filled(groups, enough,", "_filled(groups, limit,"),
+    _mutant("what_goes_on_is_a_leaf", LEAVES, "if number not in continued", "if True"),
+    _mutant("copies_without_gradients", LEAVES, "in ctx.copies.more:", "in ctx.copies.more[1:]:"),
+    _mutant("tokens_taken_from_the_next_cell", LEAVES, "order[number == 0]", "order[number == 0].roll(1)"),
     _mutant(
-        "prompt_of_a_new_piece_not_counted", MICROBATCHES, "piece, tokens, known = [], 0, 0", "piece, tokens = [], 0"
+        "leaves_see_the_first_prompt",
+        LAYOUT,
+        "[self.prompt_of_row[row] for row in self.leaves]",
+        "[0 for row in self.leaves]",
+    ),
+    _mutant(
+        "prompt_of_a_new_piece_not_counted",
+        MICROBATCHES,
+        "tokens, new, new_piece = 0, row.tokens, False",
+        "tokens, new_piece = 0, False",
     ),
     _mutant("first_round_not_charged", GATHER, "left = len(starts) * (size - first)", "left = len(starts) * size"),
     _mutant("group_of_any_size", GATHER, "min(left // len(live), most - first)", "left // len(live)"),
@@ -896,7 +914,7 @@ MUTANTS = [
     _mutant(
         "rests_have_the_positions_of_the_beginning", LAYOUT, "*[self.common for _ in prompts]", "*[0 for _ in prompts]"
     ),
-    _mutant("all_of_a_prompt_is_common", LAYOUT, "prompt[:-1] for prompt in prompts", "prompt for prompt in prompts"),
+    _mutant("all_of_a_prompt_is_common", COMMON, "prompt[:-1] for prompt in prompts", "prompt for prompt in prompts"),
     _mutant("an_empty_place_is_seen", TORCH_DECODER, "(room >= self.decoded)", "(room > self.decoded)"),
     _mutant("a_slot_keeps_its_rows_tokens", SLOTS, "self.decoded_R[self._indices(rows)] = 0", "pass"),
     _mutant("a_slot_keeps_its_prompts_length", SLOTS, "self.shared.padding_SP.copy_(self._padding())", "pass"),

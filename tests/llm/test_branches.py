@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
+from covey.llm import attention
 from covey.llm.attention import PackedLayout
 from covey.llm.chat import Chat
 from covey.llm.critic import LanguageCritic
@@ -108,7 +109,7 @@ def test_every_beginning_is_fed_once(completions):
     prompts = [[10 + number, 50] for number in range(len(completions))]
     rows = [torch.tensor(row, dtype=torch.int64) for group in completions for row in group]
     prompt_of_row = [number for number, group in enumerate(completions) for _ in group]
-    layout = PackedLayout(prompts, rows, prompt_of_row, branching=True)
+    layout = PackedLayout(prompts, rows, prompt_of_row)
     beginnings = [
         {tuple(row[:end]) for row in group for end in range(1, len(row) + 1)} for group in completions
     ]  # fmt: skip
@@ -126,10 +127,33 @@ def test_every_beginning_is_fed_once(completions):
         assert any(line[: len(whole)] == whole for line in seen)
 
 
-def test_completions_that_do_not_branch_are_whole():
-    rows = [torch.tensor([3, 4, 5]), torch.tensor([3, 4])]
-    layout = PackedLayout([[7, 8]], rows, [0, 0])
-    assert layout.tokens.tolist() == [7, 8, 3, 4, 5, 3, 4]
+@given(st.lists(FEW, min_size=1, max_size=4))
+def test_every_token_has_a_place_in_the_rectangle_of_leaves(completions):
+    prompts = [[10 + number, 50] for number in range(len(completions))]
+    rows = [torch.tensor(row, dtype=torch.int64) for group in completions for row in group]
+    prompt_of_row = [number for number, group in enumerate(completions) for _ in group]
+    layout = PackedLayout(prompts, rows, prompt_of_row)
+    written = layout.tokens[2 * len(prompts) :]
+    flat = torch.stack([written.double(), torch.arange(len(written))])[:, :, None].requires_grad_()
+    padded = layout.completions.pad(flat)
+    assert layout.completions.tokens == len(written)
+    wholes = [(layout.prompt_of_row[row], rows[row].tolist()) for row in layout.leaves]
+    for cells, (_, tokens) in zip(padded[0, :, :, 0], wholes, strict=True):
+        assert cells.tolist() == [*tokens, *[0] * (layout.completions.width - len(tokens))]
+    assert not any(
+        one[0] == other[0] and one[1] == other[1][: len(one[1])]
+        for i, one in enumerate(wholes)
+        for j, other in enumerate(wholes)
+        if i != j
+    ), "a leaf is part of another"
+    assert torch.equal(layout.completions.unpad(padded), flat.transpose(0, 1))
+    weights = torch.rand(padded.shape, dtype=torch.float64)
+    (padded * weights).sum().backward()
+    expected = torch.zeros_like(flat)
+    for cells, row in zip(weights.unbind(1), layout.leaves, strict=True):
+        for cell, place in zip(cells.unbind(1), (layout.places[row] - 2 * len(prompts)).tolist(), strict=False):
+            expected[:, place] += cell
+    torch.testing.assert_close(flat.grad, expected)
 
 
 def batch_of(groups: Sequence[Sequence[Sequence[int]]], beginning: Sequence[int] = ()) -> Batch:
@@ -169,13 +193,25 @@ def gradients_of(policy: LanguagePolicy, batch: Batch, *, packed: bool) -> dict[
     return {name: p.grad.clone().float() for name, p in policy.module.named_parameters()}
 
 
+def attend_by_torch(monkeypatch, scores_limit: int) -> None:
+    """Without kernels: up to so many scores by products, beyond by fused attention."""
+    monkeypatch.setattr(fused, "kernels_for", lambda *_: None)
+    monkeypatch.setattr(attention, "SCORES_LIMIT", scores_limit)
+
+
+WAYS = [*((kind, "kernels") for kind in FAST), *((kind, way) for kind in SHARED for way in ("products", "fused"))]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize(("kind", "way"), WAYS)
 @pytest.mark.parametrize("beginning", [0, 11])
-def test_numbers_and_gradients_are_those_of_whole_rows(kind, threads, beginning):
+def test_numbers_and_gradients_are_those_of_whole_rows(kind, way, threads, beginning, monkeypatch):
     torch.set_num_threads(threads)
+    if way != "kernels":
+        attend_by_torch(monkeypatch, {"products": 1 << 40, "fused": 0}[way])
     batch = alike_batch(1, range(40, 40 + beginning))
     policy = LanguagePolicy(tiny_model(kind))
+    assert policy.shares_prompts
     ours, plain = (evaluate(batch) for evaluate in (policy._evaluate_packed, policy._evaluate_rows))
     for name in ("logprobs_BT", "entropy_BT"):
         torch.testing.assert_close(getattr(ours, name), getattr(plain, name), atol=2e-5, rtol=0)
@@ -184,7 +220,10 @@ def test_numbers_and_gradients_are_those_of_whole_rows(kind, threads, beginning)
         assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-def test_in_bf16_they_are_as_near_to_fp32_as_those_of_transformers_and_always_the_same():
+@pytest.mark.parametrize("way", ["kernels", "products", "fused"])
+def test_in_bf16_they_are_as_near_to_fp32_as_those_of_transformers_and_always_the_same(way, monkeypatch):
+    if way != "kernels":
+        attend_by_torch(monkeypatch, {"products": 1 << 40, "fused": 0}[way])
     gaps = {"ours": 0.0, "theirs": 0.0}
     for seed in range(3):
         batch = alike_batch(seed)
@@ -206,15 +245,14 @@ def fed(policy: LanguagePolicy, batch: Batch) -> int:
     return sum(counts)
 
 
-def test_an_update_reads_each_token_that_siblings_share_once(monkeypatch):
+@pytest.mark.parametrize("kind", SHARED)
+def test_an_update_reads_each_token_that_siblings_share_once(kind):
     groups = [[[3, 4, 5, 6], [3, 4, 5, 7], [3, 4, 8], [9]]]
-    policy = LanguagePolicy(tiny_model("llama"))
+    policy = LanguagePolicy(tiny_model(kind))
     assert fed(policy, batch_of(groups)) == 2 + 3  # the prompt, and 3 4 5: last tokens are never fed
     decided = hidden_at_decisions(policy.module.base_model, batch_of(groups), packed=True)
     assert len(decided.hidden_NW) == 7  # 3 or 9, 4, 5 or 8, 6 or 7
     assert len(decided.which_D) == 12
-    monkeypatch.setattr(fused, "kernels_for", lambda *_: None)
-    assert fed(policy, batch_of(groups)) == 2 + 3 + 3 + 2
 
 
 def test_a_critic_values_what_siblings_share_alike():
@@ -227,25 +265,18 @@ def test_a_critic_values_what_siblings_share_alike():
         torch.testing.assert_close(values_BT, critic.values(batch), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("branching", [True, False])
 @pytest.mark.parametrize("limit", [1, 60, 110, 400])
-def test_microbatches_count_what_is_fed_once_once(branching, limit, monkeypatch):
-    if not branching:
-        monkeypatch.setattr(fused, "kernels_for", lambda *_: None)
+def test_microbatches_count_what_is_fed_once_once(limit):
     policy, batch = LanguagePolicy(tiny_model("llama"), microbatch_tokens=limit), alike_batch(3)
 
     def tokens(rows: torch.Tensor) -> int:
         """Of prompts and completions, whose last ones are counted too."""
         whole = [(batch.context[row], batch.actions_BT[row][batch.mask_BT[row]].tolist()) for row in rows.tolist()]
-        if branching:
-            written = {(context, tuple(row[:end])) for context, row in whole for end in range(1, len(row) + 1)}
-            count = len(written)
-        else:
-            count = sum(len(row) for _, row in whole)
-        return count + sum(map(len, {context for context, _ in whole}))
+        written = {(context, tuple(row[:end])) for context, row in whole for end in range(1, len(row) + 1)}
+        return len(written) + sum(map(len, {context for context, _ in whole}))
 
     pieces = list(policy.microbatches(batch))
     assert sorted(torch.cat(pieces).tolist()) == list(range(len(batch)))
     assert all(tokens(piece) <= limit or len(piece) == 1 for piece in pieces)
-    for piece, following in pairwise(pieces):  # and no piece ends before it has to
-        assert tokens(torch.cat([piece, following[:1]])) > limit
+    for piece, following in pairwise(pieces):  # and no two of them would fit
+        assert tokens(torch.cat([piece, following])) > limit

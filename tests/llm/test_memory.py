@@ -130,13 +130,13 @@ def test_the_largest_microbatch_is_that_of_the_policy(microbatch_tokens: int) ->
     prompts, group_size, prompt_tokens, new_tokens = 3, 4, 19, 10
     policy = LanguagePolicy(real_model("llama"), microbatch_tokens=microbatch_tokens)
     batch = batch_of(prompts, group_size, prompt_tokens, new_tokens)
-    first = next(iter(policy.microbatches(batch)))
+    largest = max(policy.microbatches(batch), key=len)
     config = replace(
         CONFIG,
         sampling=SamplingConfig(prompts_per_step=prompts, group_size=group_size, max_new_tokens=new_tokens),
         update=UpdateConfig(microbatch_tokens=microbatch_tokens),
     )
-    assert largest_microbatch(config, prompt_tokens) == (len(batch.group_B[first].unique()), len(first))
+    assert largest_microbatch(config, prompt_tokens) == (len(batch.group_B[largest].unique()), len(largest))
     halves = replace(config, update=UpdateConfig(microbatch_tokens=10_000, minibatches=3))
     assert largest_microbatch(halves, prompt_tokens) == (1, group_size)
 

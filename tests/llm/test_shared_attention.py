@@ -48,11 +48,12 @@ def layout_of(prompts: Sequence[int], completions: Sequence[Sequence[int]], comm
 def test_a_sequence_and_all_that_it_continues_are_a_prompt_and_its_completion(groups, common):
     layout = layout_of([prompt for prompt, _ in groups], [rows for _, rows in groups], common)
     prompts = layout.tokens.split([layout.common, len(layout.tokens) - layout.common])[1]
-    rests = prompts.split([length - layout.common for length in layout.prompt_lengths] + layout.completion_lengths)
+    lengths = [len(places) for places in layout.places]
+    rests = prompts.split([length - layout.common for length in layout.prompt_lengths] + lengths)
     wholes = [layout.tokens[: layout.common].tolist() + rest.tolist() for rest in rests[: len(groups)]]
     expected = [*wholes, *([layout.tokens[: layout.common].tolist()] if layout.common else [])]
-    for row, prompt in enumerate(layout.prompt_of_row.tolist()):
-        if layout.completion_lengths[row]:
+    for row, prompt in enumerate(layout.prompt_of_row):
+        if lengths[row]:
             expected.append(wholes[prompt] + rests[len(groups) + row].tolist())
     told: list[list[int]] = []
     for number, (first, length, parent) in enumerate(layout.sequences.tolist()):

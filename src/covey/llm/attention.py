@@ -14,9 +14,8 @@ D head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -26,13 +25,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from covey.llm.beginnings import common_beginning, grown
+
 IMPLEMENTATION = "covey"
 
 # Up to this many attention scores a layer, plain products beat fused attention, and keeping them is cheap (32 MB).
 SCORES_LIMIT = 8 << 20
-
-# Prompts that begin with fewer tokens alike are fed whole: fused attention is faster without the mask of the rests.
-LEAST_COMMON = 8
 
 
 class UnsupportedAttentionError(NotImplementedError):
@@ -90,8 +88,8 @@ class PackedLayout:
     """Prompts, each followed by the completions of its group: one row of tokens, without padding.
 
     What all prompts begin with alike (a system prompt, a template, examples) is fed once for all of them. The order of
-    the tokens is: that common beginning, the rest of every prompt, one after another, then every completion; or, where
-    completions branch, what some of a prompt's begin with alike, once for all of them, and then how each goes on.
+    the tokens is: that common beginning, the rest of every prompt, one after another, then the completions: what some
+    of a prompt's begin with alike, once for all of them, and then how each goes on.
     """
 
     keeps_prompts = False  # whether `keep_prompt` does anything
@@ -102,20 +100,18 @@ class PackedLayout:
         completions: Sequence[Tensor] = (),
         prompt_of_row: Sequence[int] = (),
         device: torch.device | None = None,
-        branching: bool = False,
     ) -> None:
+        """All completions of a prompt follow those of the prompts before."""
         self.prompt_lengths = [len(prompt) for prompt in prompts]
-        self.completion_lengths = [len(completion) for completion in completions]
+        self.prompt_of_row = list(prompt_of_row)
         self.device = device
-        self.prompt_of_row = torch.tensor(prompt_of_row, dtype=torch.int64, device=device)
         self.common = common_beginning(prompts)
         rests = [torch.tensor(prompt[self.common :]) for prompt in prompts]
         parts = [torch.tensor(prompts[0][: self.common], dtype=torch.int64), *rests]
         self.prompt_ends = torch.tensor([len(part) for part in parts]).cumsum(0)[1:] - 1  # the last token of each
-        self.branching = branching
-        self.segments = grown(completions, prompt_of_row) if branching else whole(completions, prompt_of_row)
+        self.segments = grown(completions, prompt_of_row)
         written = [completions[segment.rows[0]][segment.begin : segment.end] for segment in self.segments]
-        self.tokens = torch.cat([part.to(device) for part in (*parts, *written)])
+        self.tokens = torch.cat([*parts, *written]).to(device)
         begins = [0, *[self.common for _ in prompts]]
         begins += [self.prompt_lengths[segment.prompt] + segment.begin for segment in self.segments]
         spans = zip(begins, (*parts, *written), strict=True)
@@ -153,7 +149,7 @@ class PackedLayout:
     @cached_property
     def places(self) -> list[Tensor]:
         """Where the tokens of every completion are, [L] each."""
-        found: list[list[Tensor]] = [[] for _ in self.completion_lengths]
+        found: list[list[Tensor]] = [[] for _ in self.prompt_of_row]
         for first, segment in zip(self.segment_firsts, self.segments, strict=True):
             stretch = torch.arange(first, first + segment.length)
             for row in segment.rows:
@@ -161,23 +157,36 @@ class PackedLayout:
         return [torch.cat(stretches) if stretches else torch.arange(0) for stretches in found]
 
     @cached_property
-    def rests(self) -> _Padding:
+    def rests(self) -> _Rectangle:
         """Of the prompts, behind their common beginning."""
-        return _Padding([length - self.common for length in self.prompt_lengths], self.device)
+        ends = list(accumulate(length - self.common for length in self.prompt_lengths))
+        return _Rectangle([torch.arange(*span) for span in pairwise([0, *ends])], self.device)
 
     @cached_property
-    def completions(self) -> _Padding:
-        return _Padding(self.completion_lengths, self.device)
+    def leaves(self) -> list[int]:
+        """The completions that no other continues, which together have all tokens."""
+        continued = {segment.parent for segment in self.segments}
+        return sorted(segment.rows[0] for number, segment in enumerate(self.segments) if number not in continued)
+
+    @cached_property
+    def completions(self) -> _Rectangle:
+        """The leaves, whole: what some of them begin with alike is in every one."""
+        split = int(self.prompt_ends[-1]) + 1
+        return _Rectangle([self.places[row] - split for row in self.leaves], self.device)
+
+    @cached_property
+    def prompt_of_leaf(self) -> Tensor:
+        prompts = [self.prompt_of_row[row] for row in self.leaves]
+        return torch.tensor(prompts, dtype=torch.int64, device=self.device)
 
     @cached_property
     def slots(self) -> PromptSlots:
-        return PromptSlots(torch.tensor(self.prompt_lengths, device=self.device), self.prompt_of_row)
+        return PromptSlots(torch.tensor(self.prompt_lengths, device=self.device), self.prompt_of_leaf)
 
     def keep_prompt(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
         """For every layer's keys, which are rotated, and values of the prompts; the sampler's prefill stores them."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        assert not self.branching  # what branches is for the kernels
         split = self.common + self.rests.tokens
         key_KSPD, value_KSPD = self.whole_prompts(key[:, :split]), self.whole_prompts(value[:, :split])
         self.keep_prompt(layer, key_KSPD, value_KSPD)
@@ -232,74 +241,16 @@ class PackedLayout:
     ) -> Tensor:
         """Long completions: torch's fused attention, which keeps no scores but wants a prompt's keys in every row."""
         heads, length = query_HRLD.shape[0], query_HRLD.shape[2]
-        key = torch.cat([key_KSPD[:, self.prompt_of_row], key], dim=2)
-        value = torch.cat([value_KSPD[:, self.prompt_of_row], value], dim=2)
+        key = torch.cat([key_KSPD[:, self.prompt_of_leaf], key], dim=2)
+        value = torch.cat([value_KSPD[:, self.prompt_of_leaf], value], dim=2)
         if self.mask is None:
             causal_LL = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
-            prompt_RP = ~self.slots.padding_SP[self.prompt_of_row]
+            prompt_RP = ~self.slots.padding_SP[self.prompt_of_leaf]
             rows = (len(prompt_RP), length, -1)
             self.mask = torch.cat([prompt_RP[:, None].expand(rows), causal_LL.expand(rows)], dim=2)[None]
         return F.scaled_dot_product_attention(
             query_HRLD, _repeat(key, heads), _repeat(value, heads), attn_mask=self.mask, scale=scaling
         )
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Tokens `begin` to `end` of some completions of a prompt, which have them, and all before, in common."""
-
-    rows: list[int]
-    begin: int
-    end: int
-    prompt: int
-    parent: int  # the segment before, or -1: the prompt
-
-    @property
-    def length(self) -> int:
-        return self.end - self.begin
-
-
-def whole(completions: Sequence[Tensor], prompt_of_row: Sequence[int]) -> list[Segment]:
-    """Every completion by itself."""
-    return [
-        Segment([row], 0, len(completion), prompt, -1)
-        for row, (completion, prompt) in enumerate(zip(completions, prompt_of_row, strict=True))
-    ]
-
-
-def grown(completions: Sequence[Tensor], prompt_of_row: Sequence[int]) -> list[Segment]:
-    """What completions of a prompt begin with alike, once, each followed by what continues it."""
-    tokens = [completion.tolist() for completion in completions]
-    found: list[Segment] = []
-    to_go: list[tuple[list[int], int, int]] = []  # rows that have their next token in common too, its place, the parent
-
-    def part(rows: list[int], begin: int, parent: int) -> None:
-        ways: dict[tuple[int, int], list[int]] = {}
-        for row in rows:
-            if len(tokens[row]) > begin:
-                ways.setdefault((prompt_of_row[row], tokens[row][begin]), []).append(row)
-        to_go.extend((way, begin, parent) for way in reversed(ways.values()))
-
-    part(list(range(len(tokens))), 0, -1)
-    while to_go:
-        rows, begin, parent = to_go.pop()
-        end = begin + alike(*(tokens[row][begin:] for row in rows))
-        found.append(Segment(rows, begin, end, prompt_of_row[rows[0]], parent))
-        if len(rows) > 1:
-            part(rows, end, len(found) - 1)
-    return found
-
-
-def common_beginning(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with alike, the last token of each not counted; 0 where it is not worth it."""
-    common = alike(*(prompt[:-1] for prompt in prompts))
-    return common if common >= LEAST_COMMON and len(prompts) > 1 else 0
-
-
-def alike(*sequences: Sequence[int]) -> int:
-    """With how many tokens all of them begin."""
-    columns = zip(*sequences, strict=False)
-    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
 
 
 class PromptSlots:
@@ -360,25 +311,68 @@ class PromptSlots:
         return (rows if self.even else _Gather.apply(rows, self.places)).flatten(0, 1)
 
 
-class _Padding:
-    """Between tokens laid end to end and a padded rectangle of them."""
+class _Rectangle:
+    """Between tokens laid end to end and rows of them, padded to one width. Rows may have tokens in common."""
 
-    def __init__(self, lengths: list[int], device: torch.device | None) -> None:
-        self.rows, self.width, self.tokens = len(lengths), max(lengths, default=0), sum(lengths)
-        self.even = self.tokens == self.rows * self.width
-        inside = torch.arange(self.width) < torch.tensor(lengths, dtype=torch.int64)[:, None]
-        self.positions = inside.flatten().nonzero()[:, 0].to(device)
+    def __init__(self, places: list[Tensor], device: torch.device | None) -> None:
+        """`places`: which tokens each row consists of. Each token is in some row."""
+        self.rows, self.width = len(places), max(map(len, places), default=0)
+        inside = torch.arange(self.width) < torch.tensor([len(row) for row in places], dtype=torch.int64)[:, None]
+        cells = inside.flatten().nonzero()[:, 0]
+        held = torch.cat(places) if places else torch.arange(0)
+        in_order = torch.equal(held, torch.arange(len(held)))
+        self.copies = None if in_order else _Copies(held, device)
+        self.even = in_order and len(held) == self.rows * self.width
+        self.tokens = len(held) if self.copies is None else self.copies.tokens
+        self.filled = cells.to(device)
+        self.first = self.filled if self.copies is None else self.filled[self.copies.first]  # cell of each token
 
     def pad(self, flat: Tensor) -> Tensor:
         """[heads, tokens, D] -> [heads, rows, width, D], 0 at padding."""
+        if self.copies is not None:
+            flat = _Copy.apply(flat, self.copies)
         if not self.even:
-            flat = _Scatter.apply(flat, self.positions, self.rows * self.width)
+            flat = _Scatter.apply(flat, self.filled, self.rows * self.width)
         return flat.unflatten(1, (self.rows, self.width))
 
     def unpad(self, padded: Tensor) -> Tensor:
         """[heads, rows, width, D] -> [tokens, heads, D]."""
         flat = padded.flatten(1, 2)
-        return (flat if self.even else _Gather.apply(flat, self.positions)).transpose(0, 1)
+        return (flat if self.even else _Gather.apply(flat, self.first)).transpose(0, 1)
+
+
+class _Copies:
+    """Of which column each copy is, and, the other way round, every column's first copy, its second, and so on."""
+
+    def __init__(self, of: Tensor, device: torch.device | None) -> None:
+        order = of.argsort(stable=True)
+        counts = of.bincount()
+        number = (
+            torch.arange(len(of)) - (counts.cumsum(0) - counts)[of[order]]
+        )  # of each copy among those of its column
+        self.tokens = len(counts)
+        self.of = of.to(device)
+        self.first = order[number == 0].to(device)
+        turns = [order[number == turn] for turn in range(1, int(counts.max()))]
+        self.more = [(of[copies].to(device), copies.to(device)) for copies in turns]
+
+
+class _Copy(torch.autograd.Function):
+    """Some columns several times. Their gradients are added up one copy after another: always in the same order, which
+    on a GPU an accumulation by index has not, and in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, columns: Tensor, copies: _Copies) -> Tensor:
+        ctx.copies = copies
+        return columns.index_select(1, copies.of)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.index_select(1, ctx.copies.first).to(exact)
+        for columns, copies in ctx.copies.more:
+            total.index_copy_(1, columns, total.index_select(1, columns) + gradient.index_select(1, copies))
+        return total.to(gradient.dtype), None
 
 
 class _Scatter(torch.autograd.Function):

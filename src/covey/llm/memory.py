@@ -17,6 +17,7 @@ from covey.llm.choosing import ROWS
 from covey.llm.dimensions import Dimensions
 from covey.llm.graphs import roomy
 from covey.llm.head import CHUNK
+from covey.llm.microbatches import Row, cut
 from covey.llm.native.library import padded
 from covey.llm.sampler import CACHE_BYTES
 
@@ -93,16 +94,15 @@ def predict(
 
 
 def largest_microbatch(config: RunConfig, prompt_tokens: int) -> tuple[int, int]:
-    """(prompts, rollouts) of the first microbatch, cut as `LanguagePolicy.microbatches` cuts rollouts of one length."""
-    group = _group_size(config)
-    group_tokens = prompt_tokens + group * config.sampling.max_new_tokens
-    groups = _groups_of_a_minibatch(config)
-    whole, left = divmod(config.update.microbatch_tokens, group_tokens)
-    if whole >= groups:
-        return groups, groups * group
-    rest = max(left - prompt_tokens, 0) // config.sampling.max_new_tokens
-    rows = max(whole * group + rest, 1)
-    return whole + bool(rest or not whole), rows
+    """(prompts, rollouts) of the microbatch with the most tokens, cut as `LanguagePolicy.microbatches` cuts."""
+    size, tokens = _group_size(config), prompt_tokens + config.sampling.max_new_tokens
+    rows = [
+        Row(number, number // size, tokens, prompt_tokens if number % size else 0)
+        for number in range(_groups_of_a_minibatch(config) * size)
+    ]
+    pieces = cut(rows, config.update.microbatch_tokens)
+    shapes = [(len({row.group for row in piece}), len(piece)) for piece in pieces]
+    return max(shapes, key=lambda shape: shape[0] * prompt_tokens + shape[1] * config.sampling.max_new_tokens)
 
 
 def activation_bytes(

@@ -15,14 +15,16 @@ from transformers import PreTrainedModel
 
 from covey.core import kl
 from covey.data import Batch, Evaluation
-from covey.llm.attention import IMPLEMENTATION, LEAST_COMMON, alike
+from covey.llm.attention import IMPLEMENTATION
+from covey.llm.beginnings import LEAST_COMMON
 from covey.llm.decoding import CacheDecoder, Decoder, SharedPrefixDecoder
 from covey.llm.exact_kl import exact_kl
 from covey.llm.families import is_llama_like
 from covey.llm.graphs import GraphDecoder
 from covey.llm.head import token_logprobs
+from covey.llm.microbatches import cut, in_order
 from covey.llm.native.decoder import NativeDecoder
-from covey.llm.native.fused import attends_to_branches, fuse
+from covey.llm.native.fused import fuse
 from covey.llm.native.library import kernels_for
 from covey.llm.trunk import hidden_at_decisions, row_lengths, row_tokens, spread
 
@@ -59,32 +61,12 @@ class LanguagePolicy:
         return self._evaluate_packed(batch) if self.shares_prompts else self._evaluate_rows(batch)
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
-        """Rows in pieces of at most `microbatch_tokens` tokens, what is fed once for several of them counted once.
-
-        Rows of similar length go together, so that little of a padded attention rectangle is wasted. Those of a group
-        are ordered by their tokens: then a row has nothing in common with another but what the one before has too.
-        """
+        """Rows in pieces of at most `microbatch_tokens` tokens, what is fed once for several of them counted once."""
         lengths = row_lengths(batch) if len(batch) else []
         written = [actions[:length] for actions, length in zip(batch.actions_BT.tolist(), lengths, strict=True)]
-        groups = batch.group_B.tolist()
-        longest: dict[int, int] = {}
-        for group, length in zip(groups, lengths, strict=True):
-            longest[group] = max(length, longest.get(group, 0))
-        branching = attends_to_branches(self.module.base_model)
-        piece: list[int] = []
-        tokens = 0
-        for row in sorted(range(len(batch)), key=lambda row: (longest[groups[row]], groups[row], written[row], row)):
-            whole = lengths[row] + len(batch.context[row])
-            known = 0
-            if piece and groups[piece[-1]] == groups[row]:
-                known = len(batch.context[row]) + (alike(written[piece[-1]], written[row]) if branching else 0)
-            if piece and tokens + whole - known > self.microbatch_tokens:
-                yield torch.tensor(piece)
-                piece, tokens, known = [], 0, 0
-            piece.append(row)
-            tokens += whole - known
-        if piece:
-            yield torch.tensor(piece)
+        rows = in_order(batch.group_B.tolist(), [len(context) for context in batch.context], written)
+        for piece in cut(rows, self.microbatch_tokens):
+            yield torch.tensor([row.number for row in piece])
 
     def decoder(self, rows: int, max_new_tokens: int) -> Decoder:
         """A decoder on this policy's own weights, for so many rows at a time: the fastest that fits the model."""

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from covey.data import Batch
 from covey.llm.attention import PackedLayout, forward
-from covey.llm.native.fused import attends_to_branches
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """hidden_LW of all tokens that are fed (a rollout's last is predicted but never fed), and source_BT: whose hidden
     state predicts which decision; the prompt's last token for the first of a row, else the decision before.
     """
-    device, lengths = batch.actions_BT.device, row_lengths(batch)
+    device, lengths, actions_BT = batch.actions_BT.device, row_lengths(batch), batch.actions_BT.cpu()
     prompts: list[Any] = []
     prompt_of_row: list[int] = []
     previous = -1
@@ -89,12 +88,12 @@ def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
             prompts.append(batch.context[row])
             previous = group
         prompt_of_row.append(len(prompts) - 1)
-    completions = [batch.actions_BT[row, : n - 1] for row, n in enumerate(lengths)]
-    layout = PackedLayout(prompts, completions, prompt_of_row, device, branching=attends_to_branches(model))
+    completions = [actions_BT[row, : n - 1] for row, n in enumerate(lengths)]
+    layout = PackedLayout(prompts, completions, prompt_of_row, device)
     hidden_LW = forward(model, layout.tokens, layout.positions, layout)
 
     source_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.int64)
-    source_BT[:, 0] = layout.prompt_ends[layout.prompt_of_row.cpu()]
+    source_BT[:, 0] = layout.prompt_ends[prompt_of_row]
     for source_T, places in zip(source_BT, layout.places, strict=True):
         source_T[1 : 1 + len(places)] = places
     return hidden_LW, source_BT

@@ -34,15 +34,6 @@ def fuse(module: nn.Module) -> None:
             part.forward = MethodType(forward, part)  # type: ignore[method-assign]
 
 
-def attends_to_branches(base: Any) -> bool:
-    """Whether the attention of a `base_model` is the kernels', to which completions may begin alike and then part."""
-    attention: Any = getattr(next(iter(getattr(base, "layers", [])), None), "self_attn", None)
-    if getattr(getattr(attention, "forward", None), "__func__", None) is not _attention_forward:
-        return False
-    weight = attention.q_proj.weight
-    return kernels_for(weight.dtype, weight.device) is not None
-
-
 def _forward_of(part: nn.Module) -> Any:
     if type(part).__name__.endswith("RMSNorm"):
         return _norm_forward

@@ -1,0 +1,62 @@
+"""What prompts, and the completions of a prompt, begin with alike: a forward pass is fed it once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from torch import Tensor
+
+# Prompts that begin with fewer tokens alike are fed whole: fused attention is faster without the mask of the rests.
+LEAST_COMMON = 8
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens `begin` to `end` of some completions of a prompt, which have them, and all before, in common."""
+
+    rows: list[int]
+    begin: int
+    end: int
+    prompt: int
+    parent: int  # the segment before, or -1: the prompt
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def grown(completions: Sequence[Tensor], prompt_of_row: Sequence[int]) -> list[Segment]:
+    """What completions of a prompt begin with alike, once, each followed by what continues it."""
+    tokens = [completion.tolist() for completion in completions]
+    found: list[Segment] = []
+    to_go: list[tuple[list[int], int, int]] = []  # rows that have their next token in common too, its place, the parent
+
+    def part(rows: list[int], begin: int, parent: int) -> None:
+        ways: dict[tuple[int, int], list[int]] = {}
+        for row in rows:
+            if len(tokens[row]) > begin:
+                ways.setdefault((prompt_of_row[row], tokens[row][begin]), []).append(row)
+        to_go.extend((way, begin, parent) for way in reversed(ways.values()))
+
+    part(list(range(len(tokens))), 0, -1)
+    while to_go:
+        rows, begin, parent = to_go.pop()
+        end = begin + alike(*(tokens[row][begin:] for row in rows))
+        found.append(Segment(rows, begin, end, prompt_of_row[rows[0]], parent))
+        if len(rows) > 1:
+            part(rows, end, len(found) - 1)
+    return found
+
+
+def common_beginning(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with alike, the last token of each not counted; 0 where it is not worth it."""
+    common = alike(*(prompt[:-1] for prompt in prompts))
+    return common if common >= LEAST_COMMON and len(prompts) > 1 else 0
+
+
+def alike(*sequences: Sequence[int]) -> int:
+    """With how many tokens all of them begin."""
+    columns = zip(*sequences, strict=False)
+    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
