@@ -25,7 +25,7 @@ PACKAGE = TESTS.parent / "src" / "covey"
 UNCHANGED = "unchanged"
 
 CPU_INFO = Path("/proc/cpuinfo")
-HAS_AMX = CPU_INFO.exists() and "amx_bf16" in CPU_INFO.read_text()
+HAS_AMX, HAS_PAIRS = (CPU_INFO.exists() and flag in CPU_INFO.read_text() for flag in ("amx_bf16", "avx512_bf16"))
 
 # Makes pytest, hypothesis and torch import what they import on first use.
 WARM_UP = """
@@ -781,12 +781,12 @@ MUTANTS = [
     ),
     _mutant("kernel_mixes_prompts", ATTENTION, "shape.prompt_keys[end] == shape.prompt_keys[first]", "true"),
     _mutant("kernel_keeps_its_own_answer_alone", ATTENTION, "blended, true, ahead);", "blended, false, ahead);"),
-    _mutant("kernel_turns_the_other_way", ATTENTION, "(a * widen(cosine[i])) -", "(a * widen(cosine[i])) +"),
+    _mutant("kernel_turns_the_other_way", ATTENTION, "x[i] = a * widen(cosine[i]) -", "x[i] = a * widen(cosine[i]) +"),
     _mutant(
         "kernel_swaps_gate_and_up",
         LAYERS,
-        "silu(load(gate + i))) * load(up + i)",
-        "silu(load(up + i))) * load(gate + i)",
+        "silu(load(gate + i)) * load(up + i)",
+        "silu(load(up + i)) * load(gate + i)",
     ),
     _mutant(
         "kernel_forgets_the_residual",
@@ -828,13 +828,33 @@ MUTANTS = [
             _mutant("amx_values_in_disorder", KEPT, "(low[i], upper, high[i])", "(low[i], lower, high[i])"),
             _mutant("amx_asks_for_the_first_queries", KEPT, "square[q % TILE + i]", "square[i]"),
             _mutant("amx_turns_half_a_query", KEPT, "load(from + LANES), load(from)", "load(from), load(from)"),
-            _mutant("amx_forgets_the_bias", WHOLE_DECODER, "if (linear.bias) low_bias", "if (false) low_bias"),
-            _mutant("amx_swaps_gate_and_up", WHOLE_DECODER, "Floats gate, Floats up)", "Floats up, Floats gate)"),
-            _mutant("amx_adds_half", WHOLE_DECODER, "some(high, TILE);", ""),
-            _mutant("amx_rows_in_disorder", WHOLE_DECODER, "sums + i / TILE * 512", "sums + i / TILE * 0"),
-            _mutant("amx_reads_the_first_layer_s_keys", WHOLE_DECODER, "attention.layer = number;", ""),
         ]
         if HAS_AMX
+        else []
+    ),
+    *(
+        [
+            _mutant("step_forgets_the_bias", WHOLE_DECODER, "if (linear.bias) low_bias", "if (false) low_bias"),
+            _mutant("step_swaps_gate_and_up", WHOLE_DECODER, "Floats gate, Floats up)", "Floats up, Floats gate)"),
+            _mutant("step_adds_half", WHOLE_DECODER, "some(high, TILE);", ""),
+            _mutant("step_rows_in_disorder", WHOLE_DECODER, "sums + i / TILE * 512", "sums + i / TILE * 0"),
+            _mutant("step_reads_the_first_layer_s_keys", WHOLE_DECODER, "attention.layer = number;", ""),
+        ]
+        if HAS_PAIRS
+        else []
+    ),
+    *(
+        [
+            _mutant("vectors_forget_the_last_row", WHOLE_DECODER, "take(std::integral_constant<int, 1>());", ""),
+            _mutant(
+                "vectors_rows_in_disorder",
+                WHOLE_DECODER,
+                "sums + row / TILE * 512 + row % TILE * TILE",
+                "sums + row / TILE * 512",
+            ),
+            _mutant("vectors_lose_the_second_half", WHOLE_DECODER, "right[TILE + pair]", "right[pair]"),
+        ]
+        if HAS_PAIRS and not HAS_AMX
         else []
     ),
     _mutant("kernel_gate_slope", LAYERS, "y * (1.0f + x * (1.0f - y))", "y * (1.0f + x)"),

@@ -219,7 +219,7 @@ def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) ->
         packed.append(stack.head)
         assert counted == sum(part.weight.numel() for part in packed if isinstance(part, PackedLinear))
         low = kernels_for(torch.bfloat16, torch.device("cpu"))
-        if low.has_tiles:
+        if low.has_pairs:
             tiled = TiledStack(real_model(kind, torch.bfloat16), low, 4).kept
             assert counted == pytest.approx(sum(part.numel() for part in tiled), rel=0.05), "norms, padding"
 
@@ -260,10 +260,7 @@ def test_freed_memory_leaves_holes_on_a_cpu(smollm2: Dimensions) -> None:
     step = 16 * (64 + 16 * 64)
     assert holes("cpu", step) == pytest.approx(memory.HOLES_OF_ONE_MICROBATCH)
     assert holes("cpu", step // 2) == pytest.approx(memory.HOLES_OF_SEVERAL)
-    assert memory.HOLES_OF_ONE_MICROBATCH < holes("cpu", step - 1) < 1.02 * memory.HOLES_OF_ONE_MICROBATCH
-    assert holes("cpu", step // 4 * 3) == pytest.approx(
-        (memory.HOLES_OF_ONE_MICROBATCH * 2 + memory.HOLES_OF_SEVERAL) / 3, rel=0.02
-    )
+    assert holes("cpu", step - 1) == pytest.approx(memory.HOLES_OF_SEVERAL)
     assert holes("cuda", 4096) == 0
 
 

@@ -69,10 +69,8 @@ def predict(
     activations = activation_bytes(size, width, prompts, rows, prompt_tokens, fed, fused=fused)
     if has_critic and config.critic.trunk == "policy" and not is_own_master:
         activations += decisions * size.hidden * 4  # what the value head reads, in fp32
-    # A rest that is smaller than the first microbatch fits into what that one leaves behind.
-    rest = min(_group_size(config) * _groups_of_a_minibatch(config) / rows - 1, 1)
-    several = HOLES_OF_ONE_MICROBATCH + rest * (HOLES_OF_SEVERAL - HOLES_OF_ONE_MICROBATCH)
-    holes = {"cpu": several, "cuda": 0.0}[device]
+    is_only_one = rows == _group_size(config) * _groups_of_a_minibatch(config)
+    holes = {"cpu": HOLES_OF_ONE_MICROBATCH if is_only_one else HOLES_OF_SEVERAL, "cuda": 0.0}[device]
     return MemoryPlan(
         {
             "program": PROGRAM_BYTES[device],

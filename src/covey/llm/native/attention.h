@@ -20,22 +20,19 @@
 
 namespace {
 
-// x cos + rotate_half(x) sin, each product rounded as transformers does.
+// x cos + rotate_half(x) sin.
 template <typename Value>
 inline void rotate(float* x, const Value* cosine, const Value* sine, int width) {
     int half = width / 2, i = 0;
     for (; i + LANES <= half; i += LANES) {
         Floats a = load(x + i), b = load(x + half + i);
-        Floats left = rounded<Value>(a * load(cosine + i)) - rounded<Value>(b * load(sine + i));
-        Floats right = rounded<Value>(b * load(cosine + half + i)) + rounded<Value>(a * load(sine + half + i));
-        store(rounded<Value>(left), x + i);
-        store(rounded<Value>(right), x + half + i);
+        store(a * load(cosine + i) - b * load(sine + i), x + i);
+        store(b * load(cosine + half + i) + a * load(sine + half + i), x + half + i);
     }
     for (; i < half; i++) {
         float a = x[i], b = x[i + half];
-        x[i] = rounded<Value>(rounded<Value>(a * widen(cosine[i])) - rounded<Value>(b * widen(sine[i])));
-        x[i + half] =
-            rounded<Value>(rounded<Value>(b * widen(cosine[i + half])) + rounded<Value>(a * widen(sine[i + half])));
+        x[i] = a * widen(cosine[i]) - b * widen(sine[i]);
+        x[i + half] = b * widen(cosine[i + half]) + a * widen(sine[i + half]);
     }
 }
 
@@ -175,7 +172,7 @@ class Attending {
         for (int d = 0; d < width; d++) to[d] = widen(from[d]);
         if (norm) {
             float scale = inverse_root_mean_square(to, width, shape.epsilon);
-            for (int d = 0; d < width; d++) to[d] = rounded<Value>(rounded<Value>(to[d] * scale) * widen(norm[d]));
+            for (int d = 0; d < width; d++) to[d] *= scale * widen(norm[d]);
         }
         auto cosine = static_cast<const Value*>(shape.cosine), sine = static_cast<const Value*>(shape.sine);
         rotate(to, cosine + size_t(row) * width, sine + size_t(row) * width, width);

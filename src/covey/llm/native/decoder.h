@@ -1,5 +1,6 @@
-// A decoder's step as a whole, on processors with AMX: every layer's products and all that lies between them, in one
-// call. Elsewhere stacks.py makes the products with oneDNN and calls the rest piece by piece.
+// A decoder's step as a whole, on processors that multiply pairs of bf16, by AMX or in vectors: every layer's products
+// and all that lies between them, in one call. Elsewhere stacks.py makes the products with oneDNN and calls the rest piece
+// by piece.
 //
 // Weights lie as tiles, in the order in which they are read: with few rows, reading them is most of the work.
 //
@@ -8,6 +9,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 
 #include "attention.h"
 #include "layers.h"
@@ -42,7 +45,7 @@ struct Step {
 
 }  // namespace
 
-#ifdef HAVE_TILES
+#if MULTIPLIES_PAIRS
 
 namespace {
 
@@ -68,11 +71,14 @@ void tile_weight(const bf16* weight, int outputs, int inputs, void* tiles, int t
     }
 }
 
+constexpr int AHEAD = 8 * 2 * TILE;  // vectors of weights, that are fetched before they are needed
+
+#ifdef HAVE_TILES
 // sums[2, 2, 16, 16] = 32 rows of x by 32 outputs; or, without BOTH, the first 16 rows. `right` are the outputs' tiles;
 // where they are `fresh`, what comes some steps later is fetched in time.
 template <bool BOTH>
 inline void multiply_square(const bf16* x, int pitch, const __m512i* right, int steps, bool fresh, float* sums) {
-    constexpr int BYTES = 64, AHEAD = 8 * 2 * TILE;  // vectors
+    constexpr int BYTES = 64;
     int64_t row = int64_t(pitch) * sizeof(bf16);
     settle(x);
     _tile_zero(0);
@@ -98,6 +104,55 @@ inline void multiply_square(const bf16* x, int pitch, const __m512i* right, int 
     if (BOTH) _tile_stored(2, sums + 512, BYTES);
     if (BOTH) _tile_stored(3, sums + 768, BYTES);
 }
+#endif
+
+// The same of some rows, in vectors: a word of a row, two of its numbers, meets those of 32 outputs.
+template <int ROWS>
+inline void multiply_rows(const bf16* x, int pitch, const __m512i* right, int steps, bool fresh, float* sums) {
+    __m512 low[ROWS] = {}, high[ROWS] = {};
+    for (int step = 0; step < steps; step++, x += SIDE, right += 2 * TILE) {
+        if (fresh)
+            for (int i = 0; i < 2 * TILE; i++) _mm_prefetch(right + AHEAD + i, _MM_HINT_T1);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < TILE; pair++) {
+            auto left = __m512bh(right[pair]), other = __m512bh(right[TILE + pair]);
+#pragma GCC unroll 8
+            for (int i = 0; i < ROWS; i++) {
+                int word;
+                std::memcpy(&word, x + int64_t(i) * pitch + 2 * pair, sizeof word);
+                auto both = __m512bh(_mm512_set1_epi32(word));
+                low[i] = _mm512_dpbf16_ps(low[i], both, left);
+                high[i] = _mm512_dpbf16_ps(high[i], both, other);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++) {
+        store(Floats(low[i]), sums + i * TILE);
+        store(Floats(high[i]), sums + 256 + i * TILE);
+    }
+}
+
+// sums[2, 2, 16, 16] = so many rows of x, at most 32, by 32 outputs.
+inline void multiply_some(const bf16* x, int pitch, const __m512i* right, int steps, int rows, bool fresh, float* sums) {
+#ifdef HAVE_TILES
+    if (may_use_tiles()) {
+        if (rows > TILE) return multiply_square<true>(x, pitch, right, steps, fresh, sums);
+        return multiply_square<false>(x, pitch, right, steps, fresh, sums);
+    }
+#endif
+    int row = 0;
+    auto take = [&](auto together) {
+        for (; row + together() <= rows; row += together()) {
+            float* to = sums + row / TILE * 512 + row % TILE * TILE;
+            multiply_rows<together()>(x + int64_t(row) * pitch, pitch, right, steps, fresh && row == 0, to);
+        }
+    };
+    take(std::integral_constant<int, 8>());
+    take(std::integral_constant<int, 4>());
+    take(std::integral_constant<int, 2>());
+    take(std::integral_constant<int, 1>());
+}
 
 // x W' + b; `finish` is given a row, the first of 32 outputs, and two vectors of them.
 template <typename Finish>
@@ -114,10 +169,9 @@ void multiply(const bf16* x, const Linear& linear, int rows, int threads, Finish
             const bf16* bias = linear.bias + square * SIDE;
             if (linear.bias) low_bias = load(bias), high_bias = load(bias + TILE);
             for (int row = 0; row < rows; row += SIDE) {
-                const bf16* from = x + int64_t(row) * pitch;
-                if (rows - row > TILE) multiply_square<true>(from, pitch, right, steps, row == 0, sums);
-                else multiply_square<false>(from, pitch, right, steps, row == 0, sums);
-                for (int i = 0; i < std::min(SIDE, rows - row); i++) {
+                int some = std::min(SIDE, rows - row);
+                multiply_some(x + int64_t(row) * pitch, pitch, right, steps, some, row == 0, sums);
+                for (int i = 0; i < some; i++) {
                     const float* sum = sums + i / TILE * 512 + i % TILE * TILE;
                     finish(row + i, square * SIDE, load(sum) + low_bias, load(sum + 256) + high_bias);
                 }
@@ -126,8 +180,6 @@ void multiply(const bf16* x, const Linear& linear, int rows, int threads, Finish
         _mm_sfence();  // what went past the caches is there for the other threads
     }
 }
-
-inline Floats nearest(Floats x) { return rounded<bf16>(x); }
 
 // Stored as they are, in rows `pitch` apart. What nobody reads soon goes past the caches.
 struct Store {
@@ -166,7 +218,7 @@ void decode(const Step& step) {
         auto some = [&](Floats x, int begin) {
             int left = width - column - begin;
             __mmask16 there = left >= TILE ? 0xffff : left <= 0 ? 0 : (1 << left) - 1;
-            __m512 sum = _mm512_maskz_loadu_ps(there, to + begin) + __m512(nearest(x));
+            __m512 sum = _mm512_maskz_loadu_ps(there, to + begin) + __m512(x);
             _mm512_mask_storeu_ps(to + begin, there, sum);
         };
         some(low, 0);
@@ -187,8 +239,7 @@ void decode(const Step& step) {
         normalise_by(layer.inner_norm);
         int gated_pitch = padded(layer.down.inputs);
         multiply(step.normed, layer.gate_up, rows, threads, [&](int row, int column, Floats gate, Floats up) {
-            Floats open = nearest(silu(nearest(gate)));
-            store(open * nearest(up), step.gated + int64_t(row) * gated_pitch + column / 2);
+            store(silu(gate) * up, step.gated + int64_t(row) * gated_pitch + column / 2);
         });
         multiply(step.gated, layer.down, rows, threads, add);
     }

@@ -116,7 +116,8 @@ def _attention_forward(
     angles_ND = cosine_ND, sine_ND = tuple(part[0].contiguous() for part in angles)
     if layout.keeps_prompts:
         key_KND, value_KND = (part.unflatten(1, (-1, attention.head_dim)).transpose(0, 1) for part in (key, value))
-        rotated_KND = key_KND * cosine_ND + rotate_half(key_KND) * sine_ND
+        exact_KND = key_KND.float()
+        rotated_KND = (exact_KND * cosine_ND + rotate_half(exact_KND) * sine_ND).to(key.dtype)
         layout.keep_prompt(attention.layer_idx, *(layout.whole_prompts(part) for part in (rotated_KND, value_KND)))
     out = Attention.apply(query, key, value, angles_ND, layout.sequences, attention.scaling, kernels)
     return _products(out, kernels, attention.o_proj)[0][None], None

@@ -2,8 +2,8 @@
 // forward and backward in training (fused.py, ../head.py). Here are the entry points, called through ctypes
 // (library.py).
 //
-// Tensors are stored in bf16 or fp32 and computed on in fp32. Where transformers rounds an intermediate result to the
-// storage type, so does this code, so that both write the same numbers but for the order of sums.
+// Tensors are stored in bf16 or fp32 and computed on in fp32. What is computed is rounded once, where it is stored;
+// transformers rounds every intermediate result, which takes a bf16 gradient further from the exact one.
 
 #include "attention.h"
 #include "decoder.h"
@@ -66,8 +66,8 @@
 ENTRY_POINTS(bf16, bf16)
 ENTRY_POINTS(float, fp32)
 
-// On processors with AMX alone.
-extern "C" bool has_tiles() { return may_use_tiles(); }
+// On processors that multiply pairs of bf16.
+extern "C" bool has_pairs() { return MULTIPLIES_PAIRS; }
 extern "C" void tile_weight_bf16(const bf16* weight, int outputs, int inputs, void* tiles, int threads) {
     tile_weight(weight, outputs, inputs, tiles, threads);
 }
@@ -75,4 +75,7 @@ extern "C" void multiply_bf16(const bf16* x, const Linear* linear, bf16* out, in
     multiply(x, *linear, out, rows, threads);
 }
 extern "C" void decode_bf16(const Step* step) { decode(*step); }
+
+// On those with AMX.
+extern "C" bool has_tiles() { return may_use_tiles(); }
 extern "C" void weight_gradients_bf16(const WeightGradients* shape) { weight_gradients(*shape); }

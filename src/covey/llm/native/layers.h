@@ -21,13 +21,13 @@ inline float inverse_root_mean_square(const float* x, int width, float epsilon) 
     return 1.0f / std::sqrt(total / width + epsilon);
 }
 
-// out = weight * (x / rms(x)), rounded before the weight as transformers does. Returns 1 / rms(x).
+// out = weight * x / rms(x). Returns 1 / rms(x).
 template <typename Value>
 inline float normalise(const float* x, const Value* weight, Value* out, int width, float epsilon) {
     float scale = inverse_root_mean_square(x, width, epsilon);
     int i = 0;
-    for (; i + LANES <= width; i += LANES) store(rounded<Value>(load(x + i) * scale) * load(weight + i), out + i);
-    for (; i < width; i++) narrow(rounded<Value>(x[i] * scale) * widen(weight[i]), &out[i]);
+    for (; i + LANES <= width; i += LANES) store(load(x + i) * scale * load(weight + i), out + i);
+    for (; i < width; i++) narrow(x[i] * scale * widen(weight[i]), &out[i]);
     return scale;
 }
 
@@ -78,7 +78,7 @@ void normalise_backward(const Hidden* x, const Value* weight, const float* scale
             int i = 0;
             for (; i + LANES <= width; i += LANES) {
                 Floats normal = load(from + i) * scale, up = load(above + i), down = up * load(weight + i);
-                store(load(dweight + i) + up * rounded<Value>(normal), dweight + i);
+                store(load(dweight + i) + up * normal, dweight + i);
                 products += down * normal;
                 store(normal, &n[i]);
                 store(down, &dn[i]);
@@ -86,7 +86,7 @@ void normalise_backward(const Hidden* x, const Value* weight, const float* scale
             for (; i < width; i++) {
                 n[i] = widen(from[i]) * scale;
                 dn[i] = widen(above[i]) * widen(weight[i]);
-                dweight[i] += widen(above[i]) * rounded<Value>(n[i]);
+                dweight[i] += widen(above[i]) * n[i];
                 product += dn[i] * n[i];
             }
             float mean = (product + sum(products)) / width;
@@ -150,8 +150,8 @@ void gate(const Value* gates, const Value* ups, int stride, Value* out, int rows
         const Value* up = ups + size_t(row) * stride;
         Value* mine = out + size_t(row) * width;
         int i = 0;
-        for (; i + LANES <= width; i += LANES) store(rounded<Value>(silu(load(gate + i))) * load(up + i), mine + i);
-        for (; i < width; i++) narrow(rounded<Value>(silu(all(widen(gate[i])))[0]) * widen(up[i]), &mine[i]);
+        for (; i + LANES <= width; i += LANES) store(silu(load(gate + i)) * load(up + i), mine + i);
+        for (; i < width; i++) narrow(silu(all(widen(gate[i])))[0] * widen(up[i]), &mine[i]);
     }
 }
 
@@ -163,13 +163,13 @@ void gate_backward(const Value* gates, const Value* ups, const Value* d, Value* 
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < whole; i += LANES) {
         Floats gate = load(gates + i), above = load(d + i);
-        store(above * rounded<Value>(silu(gate)), dups + i);
+        store(above * silu(gate), dups + i);
         store(above * load(ups + i) * silu_slope(gate), dgates + i);
     }
     for (int64_t i = whole; i < count; i++) {
         Floats gate = all(widen(gates[i]));
         float above = widen(d[i]);
-        narrow(above * rounded<Value>(silu(gate)[0]), &dups[i]);
+        narrow(above * silu(gate)[0], &dups[i]);
         narrow(above * widen(ups[i]) * silu_slope(gate)[0], &dgates[i]);
     }
 }

@@ -126,10 +126,14 @@ class Kernels:
         self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
         self._choose = entry("choose", address, address, real, address, address, number, number, number)
         self._measure = entry("measure_logits", address, address, real, *[address] * 3, number, number, number)
-        library.has_tiles.restype = ctypes.c_bool
-        self.has_tiles = dtype == torch.bfloat16 and library.has_tiles()  # of AMX: processors' units for products
+        library.has_pairs.restype = library.has_tiles.restype = ctypes.c_bool
+        # Whether the processor multiplies pairs of bf16 (AVX512-BF16), and whether whole tiles of them (AMX).
+        self.has_pairs, self.has_tiles = (
+            dtype == torch.bfloat16 and has() for has in (library.has_pairs, library.has_tiles)
+        )
         if self.has_tiles:
             self._weight_gradients = entry("weight_gradients", ctypes.POINTER(WeightGradients))
+        if self.has_pairs:
             self._tile_weight = entry("tile_weight", address, number, number, address, number)
             self._multiply = entry("multiply", address, ctypes.POINTER(Linear), address, number, number)
             self._decode = entry("decode", ctypes.POINTER(Step))
@@ -236,7 +240,7 @@ class Kernels:
         self._attend(ctypes.byref(place))
 
     def tile_weight(self, weight_MN: Tensor) -> Tensor:
-        """A linear layer's weight as `multiply` and `decode` read it. Where there are tiles, as all that follows."""
+        """A linear layer's weight as `multiply` and `decode` read it. Like these only where it `has_pairs`."""
         outputs, inputs = weight_MN.shape
         tiles = weight_MN.new_empty(padded(outputs) * padded(inputs))
         self._tile_weight(weight_MN.data_ptr(), outputs, inputs, tiles.data_ptr(), torch.get_num_threads())

@@ -1,7 +1,7 @@
 """All layers of a Llama-like decoder and its head, with copies of the weights laid out for few rows.
 
 Two ways: products by oneDNN with the kernels between them, on every processor; and one call for all of it, on those
-with AMX. Both compute the same, up to the order of sums.
+that multiply pairs of bf16. Both compute the same, up to roundings.
 
 Shapes: R rows, W hidden width, H heads, K key-value heads, D head width, V vocabulary; of a linear layer: M outputs,
 N inputs.
@@ -34,7 +34,7 @@ class Stack(Protocol):
 
 def make_stack(module: PreTrainedModel, kernels: Kernels, rows: int) -> Stack:
     """For at most so many rows."""
-    return TiledStack(module, kernels, rows) if kernels.has_tiles else PackedStack(module, kernels)
+    return TiledStack(module, kernels, rows) if kernels.has_pairs else PackedStack(module, kernels)
 
 
 class PackedStack:
@@ -72,7 +72,7 @@ class PackedStack:
 
 
 class TiledStack:
-    """All of a step in one call, with weights as AMX's tiles."""
+    """All of a step in one call, with weights in the order in which its products read them."""
 
     def __init__(self, module: PreTrainedModel, kernels: Kernels, rows: int) -> None:
         base = cast(Any, module.base_model)

@@ -43,7 +43,17 @@ inline void transpose(Words* rows) {
 #endif
 }
 
+#ifdef __AVX512F__
+inline void transpose(__m512i* rows) { transpose(reinterpret_cast<Words*>(rows)); }
+#endif
+
 }  // namespace
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define MULTIPLIES_PAIRS true
+#else
+#define MULTIPLIES_PAIRS false
+#endif
 
 #if defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAVE_TILES
@@ -58,8 +68,6 @@ inline bool may_use_tiles() {
     static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return granted;
 }
-
-inline void transpose(__m512i* rows) { transpose(reinterpret_cast<Words*>(rows)); }
 
 // What was written is in memory, where tile instructions find it: GCC 12 does not know that they read it.
 inline void settle(const void* written) { asm volatile("" ::"r"(written) : "memory"); }

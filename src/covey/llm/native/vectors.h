@@ -47,13 +47,6 @@ inline void narrow(float x, bf16* to) {
 }
 inline void narrow(float x, float* to) { *to = x; }
 
-template <typename Value>
-inline float rounded(float x) {
-    Value stored;
-    narrow(x, &stored);
-    return widen(stored);
-}
-
 inline Floats load(const float* from) {
     Floats x;
     std::memcpy(&x, from, sizeof x);
@@ -108,13 +101,6 @@ inline void store(Floats x, bf16* to) {
     Halves halves = __builtin_convertvector((x == x ? nearest : Words{} + 0x7fc00000u) >> 16, Halves);
     std::memcpy(to, &halves, sizeof halves);
 #endif
-}
-
-template <typename Value>
-inline Floats rounded(Floats x) {
-    Value stored[LANES];
-    store(x, stored);
-    return load(stored);
 }
 
 constexpr float IMPOSSIBLE = -3e38f;  // a logit that has no mass
