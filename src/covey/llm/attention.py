@@ -347,9 +347,7 @@ class _Copies:
     def __init__(self, of: Tensor, device: torch.device | None) -> None:
         order = of.argsort(stable=True)
         counts = of.bincount()
-        number = (
-            torch.arange(len(of)) - (counts.cumsum(0) - counts)[of[order]]
-        )  # of each copy among those of its column
+        number = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of[order]]  # among the copies of its column
         self.tokens = len(counts)
         self.of = of.to(device)
         self.first = order[number == 0].to(device)
