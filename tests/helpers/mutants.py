@@ -924,12 +924,6 @@ MUTANTS = [
     _mutant(
         "prompts_do_not_see_what_is_common", SEQUENCES, "lengths[1 + prompt], beginning))", "lengths[1 + prompt], -1))"
     ),
-    _mutant(
-        "empty_completions_are_sequences",
-        SEQUENCES,
-        "if length := self.segments[number].length:",
-        "if (length := self.segments[number].length) >= 0:",
-    ),
     _mutant("rests_do_not_see_their_last_tokens", LAYOUT, ".tril(common)", ".tril(common - 1)"),
     _mutant(
         "rests_have_the_positions_of_the_beginning", LAYOUT, "*[self.common for _ in prompts]", "*[0 for _ in prompts]"

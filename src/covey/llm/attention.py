@@ -133,10 +133,9 @@ class PackedLayout:
             made.append((firsts[1 + prompt], lengths[1 + prompt], beginning))
             of_prompt = len(made) - 1
             for number in segments:
-                if length := self.segments[number].length:
-                    places[number] = len(made)
-                    parent = places.get(self.segments[number].parent, of_prompt)
-                    made.append((self.segment_firsts[number], length, parent))
+                places[number] = len(made)
+                parent = places.get(self.segments[number].parent, of_prompt)
+                made.append((self.segment_firsts[number], self.segments[number].length, parent))
         return torch.tensor(made, dtype=torch.int32)
 
     @cached_property
