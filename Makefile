@@ -1,6 +1,9 @@
 # `make` explains the targets. Each creates .venv from the lock files when it is missing or they have changed.
 
 PYTHON ?= python3
+WORKERS ?= 2
+TORCH ?=
+UV := 0.13.9
 VENV := .venv
 BIN := $(VENV)/bin
 ORACLE := .oracle-venv
@@ -11,22 +14,28 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 # allowed to keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow lint bench oracle clean
+.PHONY: help train test test-slow mutants lint bench oracle clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
-	@echo "make test       the tests, without the slow ones"
-	@echo "make test-slow  all tests"
+	@echo "make test       the tests, without the slow ones, in 2 processes; in another number: make test WORKERS=4"
+	@echo "make mutants    break the code on purpose, one change at a time, and check that a test notices each"
+	@echo "make test-slow  all tests, the mutants among them"
 	@echo "make lint       ruff, mypy and the import contracts"
 	@echo "make bench      time covey beside its peers; one part: $(BIN)/python benchmarks/bench.py control"
 	@echo "make oracle     compare losses, advantages and gradients with TRL and stable-baselines3, in $(ORACLE)"
 	@echo "make clean      remove .venv and caches; runs/ and $(ORACLE) stay"
-	@echo "PYTHON=python3.12 make train    chooses the interpreter (3.11 to 3.13)"
+	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
+	@echo "make train TORCH=cpu            on Linux: the CPU build of torch (190 MB) instead of the one with CUDA (3 GB)"
 
 $(STAMP): requirements.lock model.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "covey needs Python 3.11 to 3.13; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@case "$(TORCH)" in "") ;; cpu) \
+		echo "Installing the CPU build of torch (190 MB)"; \
+		$(PIP) uv==$(UV) && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=cpu "$$(grep '^torch==' requirements.lock)" ;; \
+		*) echo "TORCH=$(TORCH) is unknown: leave it out, or use TORCH=cpu"; exit 1 ;; esac
 	@echo "Installing packages (1 of 3, some minutes the first time)"
 	@$(PIP) --no-compile -r requirements.lock
 	@echo "Installing the model (2 of 3)"
@@ -39,7 +48,10 @@ train: $(STAMP)
 	@$(BIN)/covey train arithmetic_grpo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow and not mutants" -n $(WORKERS) --dist loadscope
+
+mutants: $(STAMP)
+	@$(BIN)/python -m pytest -m mutants tests/core/test_mutants.py
 
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest

@@ -140,7 +140,8 @@ def model_for(name: str, folder: Path) -> str:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        from covey.llm.loading import EMBEDDED, find_model
+        from covey.llm.conversion import EMBEDDED
+        from covey.llm.loading import find_model
 
         fields = {**RANDOM_MODELS[name], "vocab_size": VOCABULARY, "eos_token_id": 2, "bos_token_id": 1}
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16).save_pretrained(target)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.command_line import MACHINE_FIELDS, parse
-from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig, RunError
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, JsonlConfig, RunConfig, RunError
 from covey.config.checks import validate
-from covey.config.origins import Origin, check_origin
+from covey.config.faults import machine_error
+from covey.config.files import user_path
+from covey.config.origins import find_origin, locate_model
 from covey.config.reader import (
     apply_overrides,
     config_from_dict,
@@ -30,11 +31,22 @@ from covey.config.reader import (
     root_of,
     split_overrides,
 )
-from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, check_run_dir, next_run_dir
+from covey.config.values import check_text, command, plural, printable
+from covey.observe.output import outlasting_output
+from covey.observe.run_folder import check_new_file, check_run_dir, next_run_dir
+from covey.observe.run_store import CONFIG_FILE, write_records
+from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched
+
+if TYPE_CHECKING:
+    from covey.observe.score_kinds import ScoreKind
 
 EVALUATED = ("model", "task", "rewards", "sampling")  # the tables that `covey eval` looks at in a language model's run
-LANGUAGE_OPTIONS = ("task", "reward", "problems", "samples", "temperature", "max_new_tokens", *MACHINE_FIELDS[1:])
-MISTAKE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes; 130 is what shells use after Ctrl-C
+LANGUAGE_OPTIONS = (
+    "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *MACHINE_FIELDS[1:]
+)  # fmt: skip
+LONGEST_MESSAGE, TAIL = 1500, 300  # characters of an error
+WIDTHS = (20, 1000)  # columns of a terminal; COLUMNS is ignored if it says something else
+FAILED, MISTAKE, MACHINE, INTERRUPTED = 1, 2, 3, EXIT_CODE  # exit codes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,14 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a model may write what the terminal cannot show
+    logging.setLogRecordFactory(_PrintableRecord)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("covey").setLevel(logging.INFO)
+    with outlasting_output(), watched(lambda: f"interrupted. Start again with: {command(*words)}"):
+        return _carry_out([word for word in words if word != "--debug"], debug)
+
+
+def _carry_out(words: list[str], debug: bool) -> int:
     try:
-        arguments, fields = parse([word for word in words if word != "--debug"])
-        COMMANDS[arguments.command](arguments, fields)
-        return 0
+        check_surroundings()
+        arguments, fields = parse(words)
+        return COMMANDS[arguments.command](arguments, fields) or 0
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        say_last_words()
         return INTERRUPTED
     except (ConfigError, RunError) as error:
         if debug:
@@ -61,52 +79,92 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
+        if fault := machine_error(error):
+            print(f"error: {one_line(fault)}", file=sys.stderr)
+            return MACHINE
         print(f"error: unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)", file=sys.stderr)
         return FAILED
 
 
 def one_line(error: Exception) -> str:
-    """An error's message without line breaks."""
-    return " ".join(str(error).split())
+    """An error's message without line breaks and control characters; of a very long one the beginning and the end."""
+    text = printable(" ".join(str(error).split()))
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - TAIL]} ... {text[-TAIL:]}"
 
 
-def train_command(arguments: argparse.Namespace, fields: list[str]) -> None:
-    """`covey train`."""
+class _PrintableRecord(logging.LogRecord):
+    """A log record, of any library, whose text cannot command the terminal: it may quote a file."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+def check_surroundings() -> None:
+    """Refuse or correct what the shell hands over and no command can work with.
+
+    Raises:
+        ConfigError: where the working directory is gone.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the working directory cannot be used ({error.strerror}): change to another one") from error
+    columns = os.environ.get("COLUMNS", "")
+    if columns and not (columns.isdecimal() and WIDTHS[0] <= int(columns[:9]) <= WIDTHS[1]):
+        del os.environ["COLUMNS"]
+
+
+def check_data(config: RunConfig | ControlConfig) -> None:
+    """Read the data of a run, so that a mistake in it is reported before torch is loaded.
+
+    Raises:
+        ConfigError: naming file and line.
+    """
+    if isinstance(config, RunConfig) and isinstance(config.task, JsonlConfig):
+        from covey.llm.data_file import read_data
+
+        read_data(config.task)
+
+
+def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
+    """`covey train`; returns the exit code of a run that was stopped, which has said how to go on."""
     if arguments.resume and (arguments.recipe or fields):
         what = arguments.recipe or fields[0]
         raise ConfigError(f"a resumed run keeps the settings that it began with: leave out {what}")
     if arguments.resume:
-        run_dir = Path(arguments.resume).expanduser()
+        run_dir = user_path(arguments.resume)
         check_run_dir(run_dir, resume=True)
         from covey.recipes.run import resume
 
-        if resume(run_dir) is None:
-            raise KeyboardInterrupt
-        return
+        return INTERRUPTED if resume(run_dir) is None else None
     if not arguments.recipe:
         raise ConfigError("name a recipe, such as: covey train arithmetic_grpo")
     config = read_recipe(arguments.recipe, fields)
-    config = replace(config, run_dir=config.run_dir or str(next_run_dir(find_recipe(arguments.recipe).stem)))
-    check_run_dir(config.run_dir)
+    check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
+    check_data(config)
+    from covey.recipes.advice import Launch
     from covey.recipes.run import run
 
-    if run(config, recipe_name=arguments.recipe) is None:  # stopped by Ctrl-C; it has said how to go on
-        raise KeyboardInterrupt
+    launch = Launch.of_command(arguments.recipe, fields)
+    return INTERRUPTED if run(config, recipe_name=arguments.recipe, launch=launch) is None else None
 
 
 def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey check`."""
     config = read_recipe(arguments.recipe, fields)
     check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
+    check_data(config)
     from covey.recipes.run import check
 
-    check(config)
+    notes = check(config)
     print(config_to_toml(config))
     if isinstance(config, RunConfig):
         from covey.recipes.plan import check_memory
 
         print(check_memory(config) + "\n")
-    print(f"all is well. Next: {shlex.join(['covey', 'train', arguments.recipe, *fields])}")
+    for note in notes:
+        print(note)
+    print(f"all is well. Next: {command('train', arguments.recipe, *fields)}")
 
 
 def plan_command(arguments: argparse.Namespace, fields: list[str]) -> None:
@@ -115,7 +173,7 @@ def plan_command(arguments: argparse.Namespace, fields: list[str]) -> None:
 
     print(
         plan_memory(
-            model_of(arguments.model),
+            arguments.model,
             fields,
             algorithms=arguments.algorithm.split(","),
             critic_trunk=arguments.critic_trunk,
@@ -126,9 +184,10 @@ def plan_command(arguments: argparse.Namespace, fields: list[str]) -> None:
 
 def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey eval`."""
-    saved = Path(arguments.model).expanduser() / CONFIG_FILE
-    if saved.is_file() and root_of(read_tables(saved)) is ControlConfig:
-        evaluate_control(arguments, fields, saved)
+    origin = find_origin(arguments.model)
+    if origin is not None and root_of(read_tables(origin.run_dir / CONFIG_FILE)) is ControlConfig:
+        named = user_path(arguments.model) / CONFIG_FILE  # as the user wrote it, which the advice repeats
+        evaluate_control(arguments, fields, named if named.is_file() else origin.run_dir / CONFIG_FILE)
         return
     if arguments.episodes is not None or arguments.render:
         option = "--render" if arguments.render else "--episodes"
@@ -136,46 +195,44 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     config = evaluation_config(arguments, fields)
     samples, temperature = arguments.samples, arguments.temperature
     samples = 1 if samples is None else samples
-    if samples < 1:
-        raise ConfigError(f"--samples must be at least 1 (is {samples})")
     if temperature is None:
         temperature = 0.0 if samples == 1 else 1.0
-    if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"--temperature must be 0 or more (is {temperature})")
     if samples > 1 and temperature == 0:
         raise ConfigError(f"{samples} greedy answers are all the same: raise --temperature, or leave out --samples")
-    from covey.recipes.language import evaluate_model
+    output = user_path(arguments.output, "--output: ") if arguments.output else None
+    if output is not None:
+        check_new_file(output, "--output")
+    from covey.recipes.inference import evaluate_model
 
-    result = evaluate_model(
-        config.model,
-        config.task,
-        config.rewards,
-        problems=config.evaluation.problems,
-        samples=samples,
-        temperature=temperature,
-        max_new_tokens=config.sampling.max_new_tokens,
-        seed=config.seed,
-        device=config.device,
-        precision=config.precision,
-        threads=config.threads,
-    )
-    print(accuracy_report([problem["scores"] for problem in result["problems"]], config.seed))
+    result = evaluate_model(config, samples=samples, temperature=temperature)
+    if output is not None:
+        write_records(output, result.records())
+    for note in result.notes:
+        print(note)
+    print(score_report(result.scores, result.kind))
+    if output is not None:
+        print(f"the answers are in {output}")
 
 
 def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunConfig:
-    """What `covey eval` measures, checked by the same rules as a recipe. A run folder brings its task and rewards.
+    """What `covey eval` measures, checked by the same rules as a recipe. A run brings its task and rewards.
 
     Raises:
         ConfigError: for a mistake in the options.
     """
-    saved = Path(arguments.model).expanduser() / CONFIG_FILE
+    origin = find_origin(arguments.model)
     tables: dict[str, Any] = {}
-    if saved.is_file():
-        run = config_to_dict(config_from_dict(read_tables(saved)))  # resolved, with every default
-        tables = {"task": run["task"], "sampling": {"max_new_tokens": run["sampling"]["max_new_tokens"]}}
-        if arguments.task in (None, run["task"]["name"]):
+    problems = arguments.problems
+    if origin is not None:
+        check_own_parts(arguments, origin.run_dir)
+        run = config_to_dict(config_from_dict(read_tables(origin.run_dir / CONFIG_FILE)))  # with every default
+        tables = {"sampling": {name: run["sampling"][name] for name in ("max_new_tokens", "long_prompts")}}
+        if "task" in run:
+            tables["task"] = run["task"]
+        if "task" in run and arguments.task in (None, run["task"]["name"]):
             tables["rewards"] = run["rewards"]
-    tables["model"] = model_of(arguments.model)
+            problems = problems or str(run["evaluation"]["problems"])
+    tables["model"] = arguments.model
     if not arguments.task and "task" not in tables:
         raise ConfigError(f"name a task, such as --task arithmetic ({', '.join(TASK_CONFIGS)})")
     task = [("task", arguments.task)] if arguments.task else []
@@ -185,17 +242,40 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
             field = next(iter(table)) if isinstance(table, dict) else name
             raise ConfigError(f"an evaluation does not use {field}: leave it out")
     own = {
-        "evaluation.problems": arguments.problems,
+        "evaluation.problems": problems,
         "sampling.max_new_tokens": arguments.max_new_tokens,
         **{name: getattr(arguments, name) for name in MACHINE_FIELDS},
     }
     apply_overrides(tables, [(name, value) for name, value in own.items() if value is not None])
-    if arguments.reward:
-        tables["rewards"] = [{"function" if ":" in arguments.reward else "name": arguments.reward}]
+    if arguments.binary and arguments.reward is None:
+        raise ConfigError("--binary says something of a --reward of your own: name one, or leave it out")
+    if arguments.reward is not None:
+        kind = {"binary": True} if arguments.binary else {}
+        tables["rewards"] = [{"function" if ":" in arguments.reward else "name": arguments.reward, **kind}]
     config = config_from_dict(tables)
     assert isinstance(config, RunConfig)
     validate(config)
+    check_data(config)
     return config
+
+
+def check_own_parts(arguments: argparse.Namespace, run_dir: Path) -> None:
+    """Refuse to measure a run by something else than the task and the rewards that it was given in Python.
+
+    Raises:
+        ConfigError: if it had some and the command names no others.
+    """
+    from covey.recipes.advice import read_launch
+
+    launch = read_launch(run_dir)
+    if launch is not None and launch.own_task and arguments.task is None:
+        raise ConfigError(f"the run in {run_dir} was given its task in Python: name the one to measure with --task")
+    if launch is not None and launch.own_rewards and arguments.reward is None:
+        names = ", ".join(filter(None, launch.own_rewards)) or "unnamed"
+        raise ConfigError(
+            f"the run in {run_dir} was given its rewards in Python ({names}): name the one that counts with "
+            "--reward, a built-in one or file.py:function"
+        )
 
 
 def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Path) -> None:
@@ -214,6 +294,7 @@ def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Pa
     config = config_from_dict(tables)
     assert isinstance(config, ControlConfig)
     validate(config)
+    from covey.recipes.advice import after_evaluation
     from covey.recipes.control import evaluate_run
 
     result = evaluate_run(
@@ -223,12 +304,8 @@ def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Pa
         seed=None if arguments.seed is None else config.seed,
     )
     print(return_report(result, config.evaluation.expected_return))
-    if arguments.render:
-        seed = trained.seed + 1
-        words = ["covey", "train", str(saved), "--seed", str(seed), "--run-dir", f"{saved.parent}-seed-{seed}"]
-        print(f"Next, the same from another seed: {shlex.join(words)}")
-    else:
-        print(f"Next, see the agent act: {shlex.join(['covey', 'eval', arguments.model, '--render'])}")
+    if advice := after_evaluation(saved.parent, trained, drawable=result["drawable"], drawn=arguments.render):
+        print(advice)
 
 
 def return_report(result: dict[str, Any], expected: float | None) -> str:
@@ -244,44 +321,27 @@ def return_report(result: dict[str, Any], expected: float | None) -> str:
     return "\n".join(lines)
 
 
-def model_of(name: str) -> str:
-    """The model that a name means: that of a run folder is in it; of a run that was stopped, in its checkpoints.
+def score_report(scores: Sequence[Sequence[float]], kind: ScoreKind) -> str:
+    """The mean score of one answer a problem, or pass@k or best@k of several, with 95 % intervals over problems.
+
+    Args:
+        scores: of every problem those of its answers that were graded; problems without any are left out.
+        kind: of the scores.
 
     Raises:
-        ConfigError: for a run that has saved nothing yet, or that trained an agent.
+        RunError: where nothing was scored.
     """
-    folder = Path(name).expanduser()
-    if not (folder / CONFIG_FILE).is_file():
-        return name
-    if root_of(read_tables(folder / CONFIG_FILE)) is ControlConfig:
-        raise ConfigError(
-            f"the run in {name} trained an agent, no language model: see it with covey eval {name} --render"
-        )
-    origin = Origin(folder)
-    check_origin(origin, name)
-    return name if origin.from_checkpoint else str(folder / MODEL_FOLDER)
-
-
-def accuracy_report(scores: Sequence[Sequence[float]], seed: int) -> str:
-    """Accuracy of one answer a problem, or pass@k of several, with 95 % intervals."""
-    from covey.observe.statistics import bootstrap_interval, mean_score, pass_at_k
-
+    scores = [problem for problem in scores if problem]
     count, samples = len(scores), min((len(problem) for problem in scores), default=0)
     if not samples:
         raise RunError("no problem was scored, so there is nothing to report")
-    if samples == 1:
-        result = mean_score([problem[0] for problem in scores], seed)
-        right = sum(problem[0] for problem in scores)
-        return (
-            f"accuracy {result['score']:.1%} (95 % interval {result['low']:.1%} to {result['high']:.1%}), "
-            f"{right:g} of {count} problems right"
-        )
-    sizes = [k for k in (2**i for i in range(samples.bit_length())) if k < samples] + [samples]
-    lines = [f"{count} problems, {samples} answers each (95 % interval over problems)"]
-    for k in sizes:
-        values = [pass_at_k(len(problem), sum(score == 1 for score in problem), k) for problem in scores]
-        low, high = bootstrap_interval(values, seed)
-        lines.append(f"  pass@{k:<4} {sum(values) / count:6.1%} ({low:.1%} to {high:.1%})")
+    if max(len(problem) for problem in scores) == 1:
+        result = kind.estimate([problem[0] for problem in scores])
+        return f"{kind.name} {kind.write(result['score'])} ({kind.name_interval(result)}), {kind.describe_mean(result)}"
+    lines = [f"{plural(count, 'problem')}, {samples} answers each (95 % interval over problems)"]
+    for k in [k for k in (2**i for i in range(samples.bit_length())) if k < samples] + [samples]:
+        result = kind.estimate_best([kind.best_at_k(problem, k) for problem in scores])
+        lines.append(f"  {f'{kind.best_of}@{k}':<9} {kind.write_interval(result)}")
     return "\n".join(lines)
 
 
@@ -289,31 +349,26 @@ def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey compare`."""
     from covey.recipes.compare import compare
 
-    compare(
-        arguments.recipes,
-        seeds=arguments.seeds,
-        output=Path(arguments.output).expanduser() if arguments.output else None,
-        jobs=arguments.jobs,
-        threshold=arguments.threshold,
-        overrides=fields,
-    )
+    with patient():  # its runs are asked to stop, and save checkpoints
+        compare(
+            arguments.recipes,
+            seeds=arguments.seeds,
+            output=user_path(arguments.output, "--output: ") if arguments.output else None,
+            jobs=arguments.jobs,
+            threshold=arguments.threshold,
+            overrides=fields,
+        )
 
 
 def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey sample`."""
-    if arguments.n < 1 or arguments.max_new_tokens < 1 or arguments.seed < 0:
-        raise ConfigError("--n and --max-new-tokens must be at least 1, --seed at least 0")
-    if not 0 <= arguments.temperature < float("inf"):
-        raise ConfigError(f"--temperature must be 0 or more (is {arguments.temperature})")
-    from covey.config.checks import check_model
-
-    model = model_of(arguments.model)
-    check_model(model)
+    check_text(arguments.prompt, "the prompt")
+    locate_model(arguments.model)
     from covey.observe.display import printable
     from covey.recipes.language import sample_model
 
     texts = sample_model(
-        model, arguments.prompt, arguments.n, arguments.temperature, arguments.max_new_tokens, arguments.seed
+        arguments.model, arguments.prompt, arguments.n, arguments.temperature, arguments.max_new_tokens, arguments.seed
     )
     for number, text in enumerate(texts, start=1):
         print(f"[{number}] {printable(text)}")
@@ -330,4 +385,4 @@ COMMANDS = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

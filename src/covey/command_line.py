@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
+from covey.config.files import shortened
 from covey.config.reader import FieldHelp, describe_fields
+from covey.config.values import TYPE_NAMES
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
+LARGEST_SEED = 2**32 - 1
+MOST_TOKENS = 1_000_000  # of an answer or a prompt
+COLDEST, HOTTEST = 1e-4, 1e4  # temperatures
 PLANNED_FIELDS = ("device", "precision", "prompts_per_step", "group_size", "max_new_tokens", "microbatch_tokens")
+
+
+def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
+    """The type of an option that takes a number: an int or a float from `least` to `most`."""
+
+    def parse_number(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {TYPE_NAMES[kind]} (is {shortened(text)})") from None
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"must be a finite number (is {value})")
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least:.12g} (is {value})")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most:.12g} (is {value})")
+        return value
+
+    return parse_number
+
+
+def temperature(text: str) -> float:
+    """The type of --temperature: 0 for greedy answers, or what [sampling] temperature may be."""
+    value: float = number(float, 0, HOTTEST)(text)
+    if 0 < value < COLDEST:
+        raise argparse.ArgumentTypeError(f"must be 0 or at least {COLDEST:g} (is {value})")
+    return value
+
+
+EXIT_CODES = """\
+exit codes:
+  0    all went well
+  1    the run cannot go on
+  2    a mistake in what was asked
+  3    a fault of the machine: disk, memory or permission
+  130  stopped by Ctrl-C"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,7 +107,10 @@ def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser of the command line, and that of each command by its name."""
     parser = Parser(
-        prog="covey", description="Train a language model or an agent by comparing attempts with each other."
+        prog="covey",
+        description="Train a language model or an agent by comparing attempts with each other.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"covey {version('covey')}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -112,7 +157,9 @@ def _plan_options(command: Parser) -> None:
         "model", metavar="MODEL", help="a model's name, folder, config.json or .gguf file, or a run folder"
     )
     command.add_argument("--algorithm", default="grpo,ppo", help="what to show side by side (grpo,ppo)")
-    command.add_argument("--prompt-tokens", type=int, default=64, help="length of a prompt, in tokens (64)")
+    command.add_argument(
+        "--prompt-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="length of a prompt, in tokens (64)"
+    )
     command.add_argument("--critic-trunk", choices=("own", "policy"), help="of ppo; both are shown where left out")
 
 
@@ -124,18 +171,23 @@ def _eval_options(command: Parser) -> None:
     command.epilog = (
         "The task's own fields are options too, such as --digits 1,2 for arithmetic.\n"
         "An agent plays the episodes that its run was measured on; --seed names others.\n"
-        "With --samples above 1 it reports pass@k, the chance that at least one of k answers is right."
+        "With --samples above 1 it reports pass@k, the chance that at least one of k answers is right, or where the\n"
+        "reward is not right or wrong by its kind, best@k, the expected best score of k answers; best@1 is the mean."
     )
     command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
     command.add_argument("--task", help=f"{', '.join(TASK_CONFIGS)}; a run folder knows its own")
-    command.add_argument("--reward", help="what counts as right: a built-in reward or file.py:function")
-    command.add_argument("--problems", help="how many held-out problems (256)")
-    command.add_argument("--samples", type=int, help="answers to each problem (1)")
-    command.add_argument("--temperature", type=float, help="0 is greedy; 1 where there are several samples")
+    command.add_argument("--reward", help="what answers are scored by: a built-in reward or file.py:function")
+    command.add_argument(
+        "--binary", action="store_true", help="the function of --reward returns 1 (right) or 0 (wrong)"
+    )
+    command.add_argument("--problems", help="held-out problems, at most all (256, or the number of the run)")
+    command.add_argument("--samples", type=number(int, 1, 10_000), help="answers to each problem (1)")
+    command.add_argument("--temperature", type=temperature, help="0 is greedy; 1 where there are several samples")
     command.add_argument("--max-new-tokens", help="longest answer, in tokens (64, or the run's own)")
     texts = {row.name: row.text for row in describe_fields() if not row.section}
     for name in MACHINE_FIELDS:
         command.add_argument(f"--{name}", help=texts[name])
+    command.add_argument("--output", metavar="FILE", help="write prompts, answers and their scores to this JSONL file")
     command.add_argument("--episodes", help="control: how many episodes (the run's own number)")
     command.add_argument("--render", action="store_true", help="control: also write a moving picture of one episode")
 
@@ -148,19 +200,29 @@ def _compare_options(command: Parser) -> None:
         "interrupted goes on with the missing runs when the same command is given again."
     )
     command.add_argument("recipes", nargs="+", metavar="RECIPE", help="TOML files, or names of packaged recipes")
-    command.add_argument("--seeds", type=int, default=10, help="runs of every recipe, each from its own seed (10)")
+    command.add_argument(
+        "--seeds", type=number(int, 1, 10_000), default=10, help="runs of every recipe, each from its own seed (10)"
+    )
     command.add_argument("--output", metavar="DIR", help="folder of the runs, the figures and the report")
-    command.add_argument("--jobs", type=int, default=0, help="runs at the same time; 0 is one a core (0)")
-    command.add_argument("--threshold", type=float, help="return to reach (the recipes' expected_return)")
+    command.add_argument(
+        "--jobs", type=number(int, 0, 1000), default=0, help="runs at the same time; 0 is one a core (0)"
+    )
+    command.add_argument(
+        "--threshold", type=number(float, -1e30, 1e30), help="return to reach (the recipes' expected_return)"
+    )
 
 
 def _sample_options(command: Parser) -> None:
     command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
     command.add_argument("prompt", metavar="PROMPT", help="what the user says")
-    command.add_argument("--n", type=int, default=4, help="how many answers (4)")
-    command.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
-    command.add_argument("--max-new-tokens", type=int, default=64, help="longest answer, in tokens (64)")
-    command.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (0)")
+    command.add_argument("--n", type=number(int, 1, 10_000), default=4, help="how many answers (4)")
+    command.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (1.0)")
+    command.add_argument(
+        "--max-new-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="longest answer, in tokens (64)"
+    )
+    command.add_argument(
+        "--seed", type=number(int, 0, LARGEST_SEED), default=0, help="the same seed gives the same answers (0)"
+    )
 
 
 def fields_help() -> str:

@@ -103,6 +103,30 @@ def test_nothing_runs_code_from_data():
     assert found == []
 
 
+def loads_by_transformers(tree):
+    """Lines that call a loader of transformers, and whether the call forbids code of the model's own and the hub."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            if node.func.attr == "from_pretrained" or (node.func.attr == "from_config" and owner.startswith("Auto")):
+                words = {keyword.arg or ast.unparse(keyword.value) for keyword in node.keywords}
+                yield node.lineno, bool(words & {"SAFELY", "trust_remote_code"}) or owner == "GenerationConfig"
+
+
+def test_models_are_loaded_in_one_place_without_code_of_their_own():
+    found = {name_of(path): list(loads_by_transformers(parse(path))) for path in FILES}
+    assert {name for name, calls in found.items() if calls} == {"src/covey/llm/pretrained.py"}
+    assert all(is_safe for _, is_safe in found["src/covey/llm/pretrained.py"])
+    text = "".join(path.read_text(encoding="utf-8") for path in FILES)
+    assert "trust_remote_code=True" not in text.replace(" ", "")
+
+
+@pytest.mark.parametrize("line", ["AutoModel.from_pretrained(path)", "AutoModelForCausalLM.from_config(config)"])
+def test_the_check_for_loaders_can_fail(line):
+    ((_, is_safe),) = loads_by_transformers(ast.parse(line))
+    assert not is_safe
+
+
 def test_the_training_path_has_no_string_flags():
     files = sorted((SOURCE / "train").rglob("*.py"))
     assert files
@@ -180,3 +204,9 @@ def test_the_checks_of_length_and_citation_can_fail():
     assert CITATION.search("A_i = r_i - mean(r)      Dr.GRPO (arXiv 2503.20783), section 3.2")
     assert CITATION.search("(log x)^2 / 2. Biased, of low variance.")
     assert CITATION.search("Adds the rewards of a group.") is None
+
+
+def test_paths_of_the_user_are_read_in_one_place():
+    """`user_path` refuses what no path can be; the reward worker, which imports nothing of covey, gets its result."""
+    readers = {name_of(path) for path in FILES if "expanduser" in path.read_text(encoding="utf-8")}
+    assert readers <= {"src/covey/config/files.py", "src/covey/llm/reward_worker.py", "src/covey/llm/reward_call.py"}

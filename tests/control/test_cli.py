@@ -1,5 +1,6 @@
 """The command line on recipes and runs of control: what it hands on, what it prints, what it refuses."""
 
+import json
 import subprocess
 import sys
 import types
@@ -11,9 +12,13 @@ import pytest
 from covey.cli import main
 from covey.config import ControlConfig, ControlEvaluationConfig, EnvironmentConfig
 from covey.config.reader import describe_fields, write_config
+from covey.recipes.advice import Launch
 
 RECIPE = '[environment]\nid = "CartPole-v1"\n'
-RESULT = {"score": 487.25, "low": 480.0, "high": 494.5, "count": 20, "returns": [], "picture": "run/episode.gif"}
+RESULT = {
+    "score": 487.25, "low": 480.0, "high": 494.5, "count": 20, "returns": [], "drawable": True,
+    "picture": "run/episode.gif",
+}  # fmt: skip
 
 
 class Behind:
@@ -40,6 +45,7 @@ def behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Behind:
     monkeypatch.chdir(tmp_path)
     Path("cart.toml").write_text(RECIPE)
     Path("run").mkdir()
+    Path("run/origin.json").write_text(json.dumps({"launch": vars(Launch("cart.toml", ("--seed", "5"), 100))}))
     config = ControlConfig(
         environment=EnvironmentConfig("CartPole-v1"),
         seed=5,
@@ -54,6 +60,7 @@ def test_train_and_check_take_a_recipe_for_control(behind: Behind, capsys: pytes
     assert main(["train", "cart.toml", "--group-size", "4"]) == 0
     assert main(["check", "cart.toml", "--environment", "Acrobot-v1"]) == 0
     (trained, (config,), options), (checked, (other,), _) = behind.calls
+    assert options.pop("launch").recipe == "cart.toml"
     assert (trained, checked, options) == ("run", "check", {"recipe_name": "cart.toml"})
     assert config.rollouts.group_size == 4
     assert other.environment.id == "Acrobot-v1"
@@ -69,14 +76,14 @@ def test_eval_measures_the_agent_of_a_run(behind: Behind, capsys: pytest.Capture
     assert capsys.readouterr().out.splitlines() == [
         "mean return 487.2 (95 % interval 480.0 to 494.5) over 20 episodes",
         "expected 475: reached",
-        "Next, see the agent act: covey eval run --render",
+        "Next: watch the policy: covey eval run --render",
     ]
     assert main(["eval", "run", "--episodes", "7", "--render", "--seed", "9"]) == 0
     assert behind.calls[1][2] == {"episodes": 7, "render": True, "seed": 9}
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "a picture of one episode is in run/episode.gif"
     command = lines[-1].partition(": covey ")[2].split()
-    assert command == ["train", "run/config.toml", "--seed", "6", "--run-dir", "run-seed-6"]
+    assert command == ["train", "cart.toml", "--seed", "6"]
     assert main(command) == 0  # what is advised works
     assert behind.calls[2][1][0].seed == 6
 
@@ -102,7 +109,7 @@ def test_eval_and_sample_refuse_what_belongs_to_the_other_world(
         "eval run --seed -1": "seed must be at least 0",
         "eval smollm2-135m --task arithmetic --render": "--render is for the run folder of a recipe for control",
         "eval smollm2-135m --task arithmetic --episodes 3": "--episodes is for the run folder",
-        "sample run hello": "trained an agent, no language model: see it with covey eval run --render",
+        "sample run hello": "trained an agent, no language model: see it act with covey eval run",
     }
     for words, expected in cases.items():
         assert main(words.split()) == 2
@@ -125,7 +132,7 @@ def test_compare_hands_over_what_was_asked(behind: Behind) -> None:
 
 def test_help_explains_every_field_of_control() -> None:
     words = [sys.executable, "-m", "covey.cli", "train", "--help"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     control = done.stdout.partition("(one with a table [environment])")[2]
     for row in describe_fields(ControlConfig):

@@ -86,7 +86,7 @@ def test_the_environment_can_be_given_as_one_word(tmp_path: Path) -> None:
     st.none() | st.floats(-1e300, 1e300),
     st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_written_reads_back_equal(
     name: str, hidden: list[int], gamma: float | None, clip: float | None, expected: float | None, flag: bool
 ) -> None:

@@ -304,11 +304,23 @@ def test_an_environment_that_evaluation_cannot_begin_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+class EndsWhereItIsProbed(practice.Endless):
+    """Only the episode by which an environment is tried out ends."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.ends = seed == 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, _, truncated, info = super().step(action)
+        return observation, reward, self.ends, truncated, info
+
+
 @pytest.mark.parametrize("groups", ["episodes", "fragments"])
 def test_an_episode_without_an_end_is_told(groups: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "LONGEST_WAIT", 200)
     gym.registry.pop("covey-practice/NoLimit-v0", None)
-    gym.register("covey-practice/NoLimit-v0", entry_point=practice.Endless)
+    gym.register("covey-practice/NoLimit-v0", entry_point=EndsWhereItIsProbed)
     tables = PPO if groups == "fragments" else {"rollouts": {"groups": groups}, "steps": 1}
     config = practice.read(tables, environment={"id": "covey-practice/NoLimit-v0"}, run_dir=str(tmp_path / "run"))
     with pytest.raises(covey.ConfigError, match=r"not ended after 200 decisions: set environment\.max_episode_steps"):

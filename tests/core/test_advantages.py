@@ -94,7 +94,7 @@ finite = st.floats(-1e3, 1e3, width=32)
 
 
 @EVERY
-@settings(derandomize=True, deadline=None, max_examples=60, database=None)
+@settings(max_examples=60)
 @given(rewards=st.lists(st.lists(finite, min_size=1, max_size=9), min_size=1, max_size=4))
 def test_advantages_of_a_group_sum_to_zero(advantage, rewards):
     reward_B, group_B, valid_B = groups(rewards)
@@ -103,7 +103,7 @@ def test_advantages_of_a_group_sum_to_zero(advantage, rewards):
     assert float(sums.abs().max()) <= 1e-9 * max(1.0, float(advantage_B.abs().max()), float(reward_B.abs().max()))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, database=None)
+@settings(max_examples=60)
 @given(rewards=st.lists(finite, min_size=2, max_size=9), shift=st.floats(-5, 5), scale=st.floats(0.1, 10))
 def test_zscore_ignores_the_scale_and_origin_of_rewards(rewards, shift, scale):
     reward_B, group_B, valid_B = of(*rewards)

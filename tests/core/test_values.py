@@ -153,7 +153,7 @@ number = st.floats(-10, 10, width=32)
 column = st.tuples(number, number, st.booleans())
 rows = st.lists(st.tuples(st.lists(column, min_size=1, max_size=11), number), min_size=1, max_size=4)
 share = st.sampled_from([0.0, 0.3, 0.9, 0.99, 1.0])
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=80, database=None)
+PROPERTY = settings(max_examples=80)
 
 
 def padded(given_rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Mistakes of the user's: one line that names the fix, exit code 2, fast, without torch."""
 
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,7 +103,7 @@ positive = st.floats(1e-300, 1e300, allow_nan=False)
 
 
 @given(texts, texts, positive, st.integers(0, 2**62), st.lists(st.integers(1, 12), min_size=1), st.none() | positive)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_written_reads_back_equal(
     instruction: str, pattern: str, rate: float, seed: int, digits: list[int], clip: float | None
 ) -> None:
@@ -181,7 +181,7 @@ def test_types_are_strict(tmp_path: Path) -> None:
         task + "[update]\nlearning_rate = true\n": "update.learning_rate must be a number (is true)",
         task + "[update]\nlearning_rate = nan\n": "update.learning_rate must be a finite number",
         task + "[update]\nlearning_rate = inf\n": "update.learning_rate must be a finite number",
-        task + "[update]\nlearning_rate = 1" + "0" * 400 + "\n": "must be a finite number",
+        task + "[update]\nlearning_rate = 1" + "0" * 400 + "\n": "is an integer of more than 64 bits",
         task + "[loss]\nmask_truncated = 1\n": "loss.mask_truncated must be true or false (is 1)",
         "model = 5\n" + task: "model must be text (is 5)",
         "device = 'gpu'\n" + task: "device must be auto, cpu or cuda (is 'gpu')",
@@ -199,7 +199,7 @@ def test_command_line_mistakes(recipe: Path) -> None:
         ("--digits", "1,a"): "--digits must be a list of integers separated by commas (is '1,a')",
         ("--mask-truncated", "maybe"): "--mask-truncated must be true or false (is 'maybe')",
         ("--steps",): "--steps needs a value",
-        ("extra",): "unexpected argument 'extra'",
+        ("extra",): "'extra' is neither a field nor its value",
         ("--numbers", "3"): "--numbers belongs to the task countdown, and this run's task is arithmetic",
         ("--task", "counting"): "unknown task 'counting'",
     }
@@ -339,6 +339,12 @@ sys.exit(code)
 """
 
 
+def processor_seconds() -> float:
+    """What the children of this process have computed so far: unlike the clock, it does not depend on other work."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -358,9 +364,9 @@ def test_a_mistake_is_one_line_within_three_seconds_and_without_torch(
     words: list[str], expected: str, recipe: Path
 ) -> None:
     words = [word.replace("RECIPE", str(recipe)) for word in words]
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=60)
-    seconds = time.monotonic() - began
+    before = processor_seconds()
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=300)
+    seconds = processor_seconds() - before
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -371,6 +377,6 @@ def test_a_mistake_is_one_line_within_three_seconds_and_without_torch(
 
 def test_debug_shows_the_traceback(recipe: Path) -> None:
     words = [sys.executable, "-m", "covey.cli", "train", str(recipe), "--group-size", "1", "--debug"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert "Traceback" in done.stderr
     assert done.returncode != 0

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import random
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from covey.cli import main
 from covey.config.reader import write_config
 from helpers import practice
-from helpers.runs import files, reproducible_metrics
+from helpers.runs import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics
 
 STEPS = 40
 FRAGMENTS = {"groups": "fragments", "environments": 6, "fragment_steps": 60, "reward_scaling": "running_std"}
@@ -63,43 +58,10 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Any]:
-    """Fresh processes in which torch is already imported: a command takes a second instead of ten."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["covey.recipes.run", "covey.recipes.control"])
-    yield context
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
-
-
-def covey(processes: Any, *words: object) -> Any:
-    """The command with these words, in a process of its own; its exit code is that of `command`."""
-    process = processes.Process(target=command, args=([str(word) for word in words],))
-    process.start()
-    return process
-
-
-def command(words: list[str]) -> None:
-    raise SystemExit(main(words))
-
-
 def write_recipe(folder: Path, name: str) -> Path:
     recipe = folder / f"{name}.toml"
     write_config(practice.read(COMMON, **RUNS[name]), recipe)
     return recipe
-
-
-def wait_for_steps(run_dir: Path, count: int, process: Any) -> None:
-    """Until a run has recorded so many steps."""
-    metrics = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
-        assert process.is_alive(), "it ended before it was to be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def reproducible_summary(run_dir: Path) -> dict[str, Any]:
@@ -114,25 +76,19 @@ def reproducible_summary(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_sigkill_and_resume_end_with_the_same_bits(name: str, processes: Any, tmp_path: Path) -> None:
+def test_sigkill_and_resume_end_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Anywhere in a step: sampling, updating, writing a checkpoint."""
     rng = random.Random(name)
     recipe = write_recipe(tmp_path, name)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = covey(processes, "train", recipe, "--run-dir", killed)
-    kills = 0
-    for after in sorted(rng.sample(range(1, STEPS * 2 // 3), 2)):
-        wait_for_steps(killed, after, process)
-        time.sleep(rng.random() * 0.05)  # anywhere in a step: sampling, updating, writing a checkpoint
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
-        process.join()
-        process = covey(processes, "train", "--resume", killed)
-    uninterrupted = covey(processes, "train", recipe, "--run-dir", whole)
-    for ended in (process, uninterrupted):
-        ended.join(120)
-        assert ended.exitcode == 0
-    assert kills
+    words: tuple[object, ...] = "train", recipe, "--run-dir", killed
+    for step in sorted(rng.sample(range(1, STEPS * 2 // 3), 2)):
+        code, output = covey(*words, cwd=tmp_path, moment=Moment(step, rng.randrange(CALLS_OF_A_STEP)))
+        assert code == -signal.SIGKILL, output
+        words = "train", "--resume", killed
+    for last in (words, ("train", recipe, "--run-dir", whole)):
+        code, output = covey(*last, cwd=tmp_path)
+        assert code == 0, output
     metrics = reproducible_metrics(whole)
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert len({line["loss"] for line in metrics}) > STEPS // 2, "the run learns something at every step"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import covey, files, reproducible_metrics, start
+from helpers.runs import Moment, covey, files, reproducible_metrics
 from helpers.tiny import tiny_folder
 
 STEPS = 6
@@ -92,11 +92,8 @@ def rollouts_of(run_dir: Path, step: int) -> list[dict]:
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
     expected, killed = whole[way], folder / f"{way}-killed"
-    process = start("train", f"{way}.toml", "--run-dir", killed, cwd=folder)
-    while not (killed / "metrics.jsonl").exists() or (killed / "metrics.jsonl").read_bytes().count(b"\n") < 3:
-        assert process.poll() is None, process.stdout.read()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    code, output = covey("train", f"{way}.toml", "--run-dir", killed, cwd=folder, moment=Moment(3))
+    assert code == -signal.SIGKILL, output
     code, output = covey("train", "--resume", killed, cwd=folder)
     assert code == 0, output
     assert "resuming after step" in output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import covey, files, reproducible_metrics, start, wait_for_steps, write_recipe
+from helpers.runs import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics, write_recipe
 from helpers.tiny import tiny_folder
 
 STEPS = 6
@@ -53,14 +53,13 @@ def test_sigkill_and_resume_end_with_the_same_bits(uninterrupted, folder, recipe
     trunk, expected = uninterrupted
     run_dir = folder / f"killed-{trunk}"
     words = ("--algorithm", "ppo", "--trunk", trunk, *MORE)
-    process = start("train", recipe, *words, "--run-dir", run_dir, cwd=folder)
-    for after in (1, 4):
-        wait_for_steps(run_dir, after, process)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process = start("train", "--resume", run_dir, cwd=folder)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    given: tuple[object, ...] = "train", recipe, *words, "--run-dir", run_dir
+    for step in (1, 4):
+        code, output = covey(*given, cwd=folder, moment=Moment(step, CALLS_OF_A_STEP // step))
+        assert code == -signal.SIGKILL, output
+        given = "train", "--resume", run_dir
+    code, output = covey(*given, cwd=folder)
+    assert code == 0, output
     assert "resuming after step" in output
     assert reproducible_metrics(run_dir) == reproducible_metrics(expected)
     last = f"checkpoints/step-{STEPS:08d}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import covey, files, reproducible_metrics, start, wait_for_steps
+from helpers.runs import Moment, covey, files, reproducible_metrics
 from helpers.tiny import tiny_folder
 
 STEPS = 7
@@ -77,15 +77,20 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, Path]:
+    """Runs that were never stopped."""
+    for way in WAYS:
+        code, output = covey("train", f"{way}.toml", "--run-dir", folder / f"{way}-whole", cwd=folder)
+        assert code == 0, output
+    return {way: folder / f"{way}-whole" for way in WAYS}
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_killed_and_resumed_ends_with_the_same_bits(way, folder):
-    expected, killed = folder / f"{way}-whole", folder / f"{way}-killed"
-    code, output = covey("train", f"{way}.toml", "--run-dir", expected, cwd=folder)
-    assert code == 0, output
-    process = start("train", f"{way}.toml", "--run-dir", killed, cwd=folder)
-    wait_for_steps(killed, 5, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
+    expected, killed = whole[way], folder / f"{way}-killed"
+    code, output = covey("train", f"{way}.toml", "--run-dir", killed, cwd=folder, moment=Moment(5))
+    assert code == -signal.SIGKILL, output
     code, output = covey("train", "--resume", killed, cwd=folder)
     assert code == 0, output
     assert "resuming after step 3" in output
@@ -100,11 +105,8 @@ def test_killed_and_resumed_ends_with_the_same_bits(way, folder):
     assert state["progress"]["kl_coefficient"] != 0.1
 
 
-def test_the_metrics_show_the_refreshes_and_the_controller(folder):
-    expected = folder / "copy-whole"
-    if not expected.exists():
-        assert covey("train", "copy.toml", "--run-dir", expected, cwd=folder)[0] == 0
-    metrics = reproducible_metrics(expected)
+def test_the_metrics_show_the_refreshes_and_the_controller(whole):
+    metrics = reproducible_metrics(whole["copy"])
     coefficients = [line["kl_coefficient"] for line in metrics]
     assert coefficients[:2] == [0.05, 0.1]
     assert len(set(coefficients[1:])) > 3

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from helpers.runs import covey, files, reproducible_metrics, start, wait_for_steps, write_recipe
+from helpers.runs import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics, write_recipe
 from helpers.tiny import tiny_folder
 
 STEPS = 8
@@ -52,36 +51,29 @@ def test_an_uninterrupted_run_moves_every_part(uninterrupted):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sigkill_at_random_moments_and_resume_ends_with_the_same_bits(seed, folder, recipe, uninterrupted):
+    """Anywhere in a step: sampling, updating, writing a checkpoint."""
     rng = random.Random(seed)
     run_dir = folder / f"killed{seed}"
-    process = start("train", recipe, "--run-dir", run_dir, cwd=folder)
-    kills = 0
-    for after in sorted(rng.sample(range(1, STEPS), 2)):
-        wait_for_steps(run_dir, after, process)
-        time.sleep(rng.random() * 0.25)  # anywhere in a step: sampling, updating, writing a checkpoint
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        process.wait()
-        process = start("train", "--resume", run_dir, cwd=folder)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert kills
+    words: tuple[object, ...] = "train", recipe, "--run-dir", run_dir
+    for step in sorted(rng.sample(range(1, STEPS), 2)):
+        code, output = covey(*words, cwd=folder, moment=Moment(step, rng.randrange(CALLS_OF_A_STEP)))
+        assert code == -signal.SIGKILL, output
+        words = "train", "--resume", run_dir
+    code, output = covey(*words, cwd=folder)
+    assert code == 0, output
     assert "resuming after step" in output
     assert_same(run_dir, uninterrupted)
 
 
 def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(folder, recipe, uninterrupted):
     run_dir = folder / "stopped"
-    process = start("train", recipe, "--run-dir", run_dir, cwd=folder)
-    wait_for_steps(run_dir, 3, process)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
+    stopped = Moment(3, CALLS_OF_A_STEP // 2, signal.SIGINT)
+    code, output = covey("train", recipe, "--run-dir", run_dir, cwd=folder, moment=stopped)
+    assert code == 130
     assert f"covey train --resume {run_dir}" in output
     assert "Traceback" not in output
     done = len(reproducible_metrics(run_dir))
-    assert done < STEPS
+    assert 3 <= done < STEPS
     assert (run_dir / "checkpoints" / f"step-{done:08d}").is_dir(), "the last step must be in a checkpoint"
     code, output = covey("train", "--resume", run_dir, cwd=folder)
     assert code == 0, output

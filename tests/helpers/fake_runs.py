@@ -30,7 +30,12 @@ def train_quickly(job: SeedJob) -> dict[str, Any]:
     ]
     (job.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     after = {"score": level - job.seed, "low": 0.0, "high": 500.0, "count": 100}
-    summary = {"peak_memory_bytes": 2**28, "evaluations": [{"before": after, "after": after}]}
+    summary = {
+        "world": "control",
+        "score_kind": "return",
+        "peak_memory_bytes": 2**28,
+        "evaluations": [{"before": after, "after": after}],
+    }
     (job.run_dir / "summary.json").write_text(json.dumps(summary))
     return summary
 
@@ -59,11 +64,18 @@ def measure_memory(job: SeedJob) -> dict[str, Any]:
     return {}
 
 
-def note_times(job: SeedJob) -> dict[str, Any]:
-    """Writes when it ran, and in which process."""
-    began = time.time()
-    time.sleep(0.3)
-    (job.run_dir / "times").write_text(json.dumps([began, time.time(), os.getpid()]))
+def note_others(job: SeedJob) -> dict[str, Any]:
+    """Writes its process, and how many runs there were while it ran; seed 0 waits until it is not alone."""
+    mine = job.run_dir.parent / f"running-{job.seed}"
+    mine.write_text("")
+    deadline = time.monotonic() + 120
+    running = 1
+    while running == 1 and job.seed == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        running = len(list(mine.parent.glob("running-*")))
+    running = max(running, len(list(mine.parent.glob("running-*"))))
+    (job.run_dir / "noted").write_text(json.dumps([os.getpid(), running]))
+    mine.unlink()
     return {}
 
 

@@ -2,8 +2,9 @@
 
 A mutant is one change of text in a copy of the package. `python mutants.py FOLDER [NAME ...]` makes the copies in
 FOLDER, runs each mutant's test files on it and prints a JSON object of pytest's exit statuses (1: a test failed), also
-that of an unchanged copy. Imports take longer than the tests: they happen once, and every mutant gets a fork. As many
-run at a time as there are processors.
+that of an unchanged copy. `make mutants` does that for all of them; `make test` only checks that each text occurs
+exactly once. Imports take longer than the tests: they happen once, and every mutant gets a fork. As many run at a time
+as there are processors.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ UNCHANGED = "unchanged"
 
 CPU_INFO = Path("/proc/cpuinfo")
 HAS_AMX, HAS_PAIRS = (CPU_INFO.exists() and flag in CPU_INFO.read_text() for flag in ("amx_bf16", "avx512_bf16"))
+
+# A mutant must be noticed by the explicit examples of a property: which ones hypothesis makes is chance.
+OPTIONS = ["-x", "--tb=line", "--timeout=300", "--hypothesis-profile=explicit"]
 
 # Makes pytest, hypothesis and torch import what they import on first use.
 WARM_UP = """
@@ -1002,10 +1006,11 @@ def start(folder: Path, tests: list[str]) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.path.insert(0, str(folder))
+        os.environ["PYTHONPATH"] = str(folder)  # for the processes that tests start
         import covey
 
         assert Path(covey.__file__).is_relative_to(folder)
-        status = pytest.main(["-x", "--tb=line", "--timeout=60", *(str(TESTS / name) for name in tests)])
+        status = pytest.main([*OPTIONS, *(str(TESTS / name) for name in tests)])
     finally:
         os._exit(status)
 

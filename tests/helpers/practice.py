@@ -139,7 +139,7 @@ def train_quietly(
     """The whole training loop of a run, without evaluation and curve; `change` may exchange parts of it."""
     world = ControlWorld(config)
     try:
-        display = Display(config.steps, world=world.name, console=Console(quiet=True))
+        display = Display(config.steps, world=world.name, score_kind=world.score_kind, console=Console(quiet=True))
         assembled = world.assemble(RunStore(run_dir), display)
         parts = change(assembled.parts)
         train(parts, assembled.settings, Progress(), should_stop=lambda: False)

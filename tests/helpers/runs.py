@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import json
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from covey.observe.metrics import is_reproducible
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["covey.cli", "covey.recipes.run", "covey.recipes.language", "covey.recipes.control"])
+CALLS_OF_A_STEP = 20_000  # of Python functions, about, in a run of RECIPE
+LIMIT_SECONDS = 500  # of a command that should have ended
+STUCK_SECONDS = 120  # of a call in C code that Ctrl-C should end
+UNHEARD = 99  # exit code of a command that Ctrl-C did not end
 
 RECIPE = """
 model = "{model}"
@@ -68,33 +83,157 @@ def write_recipe(folder: Path, model: Path, steps: int = 8) -> Path:
     return recipe
 
 
-def start(*words: object, cwd: Path, program: str = "covey.cli", **variables: str) -> subprocess.Popen[str]:
-    """`covey`, or another module that takes its words, in the background, with these environment variables."""
-    return subprocess.Popen(
-        [sys.executable, "-m", program, *map(str, words)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables,
-    )
+class Running:
+    """`covey` in a process of its own, in the background; its standard output and error are one text.
+
+    The process is a fork of one that has imported torch and covey and never did anything else, because an interpreter
+    that begins anew takes seconds for its imports.
+    """
+
+    def __init__(
+        self, words: Sequence[object], cwd: Path, variables: Mapping[str, str], moment: Moment | Interrupt | None
+    ) -> None:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            self._output = Path(file.name)
+        given = [str(word) for word in words], cwd, dict(os.environ | variables), self._output, moment
+        self._process = _CONTEXT.Process(target=_command, args=given)
+        self._process.start()
+        atexit.register(self._process.kill)  # before multiprocessing waits for it
+        self.pid = self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        """The exit code, below 0 the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        """The exit code, once it has ended."""
+        self._process.join(LIMIT_SECONDS)
+        assert self._process.exitcode is not None, f"it still runs after {LIMIT_SECONDS} s: {self._output.read_text()}"
+        atexit.unregister(self._process.kill)
+        return self._process.exitcode
+
+    def ended(self) -> tuple[int, str]:
+        """Exit code and output, once it has ended."""
+        code = self.wait()
+        output = self._output.read_text()
+        self._output.unlink()
+        return code, output
 
 
-def wait_for_steps(run_dir: Path, count: int, process: subprocess.Popen[str]) -> None:
-    """Until a run has recorded so many steps."""
-    metrics = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
-        assert process.poll() is None, process.stdout and process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+@dataclass(frozen=True)
+class Moment:
+    """The same moment of a run every time: `calls` calls of Python functions after it has recorded step `step`."""
+
+    step: int
+    calls: int = 0
+    signal: int = signal.SIGKILL  # what the process sends to itself then
 
 
-def covey(*words: object, cwd: Path, **started: str) -> tuple[int, str]:
-    """Exit code and output of `covey` with these words; `started` as `start` takes it."""
-    process = start(*words, cwd=cwd, **started)
-    output, _ = process.communicate(timeout=300)
-    return process.returncode, output
+@dataclass(frozen=True)
+class Interrupt:
+    """Ctrl-C when a function is called first."""
+
+    module: str  # in which the function is looked up
+    name: str  # dotted, where it is a method
+    times: int = 1
+    stuck: bool = False  # the call is in C code then, which does not return
+
+    def prepare(self) -> None:
+        """Put the signal in place of the function, in this process."""
+        owner = import_module(self.module)
+        *path, leaf = self.name.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        assert callable(getattr(owner, leaf))
+        setattr(owner, leaf, lambda *arguments, **options: self._send())
+
+    def _send(self) -> None:
+        if self.stuck:
+            _interrupt_c_code()
+        for _ in range(self.times):
+            os.kill(os.getpid(), signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread():  # which gets the signal
+            time.sleep(STUCK_SECONDS)
+        os._exit(UNHEARD)
+
+
+def _interrupt_c_code() -> None:
+    """Ctrl-C while the main thread is in a call that no signal ends, as that of a library may be."""
+    gate = threading.Lock()
+    gate.acquire()
+
+    def send() -> None:
+        with gate:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+    sleep = ctypes.CDLL(None).sleep  # without the interpreter's lock
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # another thread gets it, and `sleep` goes on
+    sys.setswitchinterval(LIMIT_SECONDS)  # the thread runs when this one is in `sleep`, and not before
+    gate.release()
+    sleep(STUCK_SECONDS)
+    os._exit(UNHEARD)
+
+
+def _command(
+    words: list[str], cwd: Path, variables: dict[str, str], output: Path, moment: Moment | Interrupt | None
+) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(variables)
+    from covey.cli import main
+    from covey.runtime.interrupts import leave
+
+    if isinstance(moment, Interrupt):
+        moment.prepare()
+    elif moment:
+        _stop_at(moment)
+    leave(main(words))
+
+
+def _stop_at(moment: Moment) -> None:
+    from covey.observe.run_store import RunStore
+
+    record = RunStore.record
+
+    def recorded(store: RunStore, step: int, *more: Any) -> None:
+        record(store, step, *more)
+        if step == moment.step:
+            signal_after(moment.calls, moment.signal)
+
+    RunStore.record = recorded  # type: ignore[method-assign]
+
+
+def signal_after(calls: int, number: int = signal.SIGKILL) -> None:
+    """This process sends itself a signal after so many calls of Python functions from here."""
+    left = calls
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal left
+        if event == "call" and not left:
+            sys.setprofile(None)
+            os.kill(os.getpid(), number)
+        left -= event == "call"
+
+    sys.setprofile(count)
+
+
+def start(*words: object, cwd: Path, moment: Moment | Interrupt | None = None, **variables: str) -> Running:
+    """`covey` with these words, in the background, with these environment variables; at `moment` it gets a signal."""
+    return Running(words, cwd, variables, moment)
+
+
+def covey(*words: object, cwd: Path, moment: Moment | Interrupt | None = None, **variables: str) -> tuple[int, str]:
+    """Exit code and output of `covey` with these words; the rest as `start` takes it."""
+    return start(*words, cwd=cwd, moment=moment, **variables).ended()
 
 
 def reproducible_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from transformers import (
 
 CHARACTERS = "0123456789+-*/=? .,abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\n()<>[]:;"
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "intermediate_size": 64},
@@ -40,9 +41,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
-    fast.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-    )
+    fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
@@ -67,3 +66,48 @@ def tiny_folder(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
     tiny_model(kind, seed=seed).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tiny_gguf(file: Path, *, seed: int = 0, without: str = "") -> Path:
+    """A GGUF file of a random Llama of two layers whose tokens are single characters; `without` leaves a weight out."""
+    import gguf
+    import numpy as np
+
+    random = np.random.default_rng(seed)
+    # As in byte-level vocabularies: 'Ġ' is a space, 'Ċ' a line end.
+    tokens = ["<pad>", "<end>", *(c.replace(" ", "Ġ").replace("\n", "Ċ") for c in CHARACTERS), "12"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, *[1] * (len(CHARACTERS) + 1)])
+    writer.add_token_merges(["1 2"])
+    writer.add_eos_token_id(1)
+    writer.add_bos_token_id(1)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,)}
+    for layer in range(2):
+        for name, shape in {
+            "attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32),
+            "attn_output": (32, 32), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64),
+        }.items():  # fmt: skip
+            shapes[f"blk.{layer}.{name}"] = shape
+    for name, shape in shapes.items():
+        if name != without:
+            values = np.ones(shape) if len(shape) == 1 else random.normal(scale=0.15, size=shape)
+            writer.add_tensor(f"{name}.weight", values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

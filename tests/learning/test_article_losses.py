@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -97,6 +98,53 @@ def test_grpo_by_hand():
     # Both are clipped, so that only the KL pulls, on the first: d/dlogp (x - log x) = 1 - x = -1, times 0.1 / 2.
     assert policy.grad is not None
     torch.testing.assert_close(policy.grad, torch.tensor([[-0.05, 0.0]], dtype=torch.float64))
+
+
+def test_grpo_without_the_standard_deviation_by_hand():
+    """A is r - mean(r): 1 and -1 for the rewards 3 and 1, twice that for 6 and 2, whose z-scores are 1 and -1."""
+    policy = logs(0.22, 0.18)
+    for rewards, advantage in (((3.0, 1.0), 1.0), ((6.0, 2.0), 2.0)):
+        loss = GRPOLoss(kl_beta=0, scale_rewards=False)(policy, logs(0.2, 0.2), torch.tensor([rewards]))
+        # -(1.1 A - 0.9 A) / 2
+        torch.testing.assert_close(loss, torch.tensor(-0.1 * advantage).double(), atol=1e-6, rtol=0)
+    scaled = GRPOLoss(kl_beta=0)(policy, logs(0.2, 0.2), torch.tensor([[6.0, 2.0]]))
+    torch.testing.assert_close(scaled, torch.tensor(-0.1).double(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("loss", [GRPOLoss(0.2, 0.1), GRPOLoss(scale_rewards=False), PPOLoss()])
+def test_losses_are_modules(loss):
+    assert loss.state_dict() == {}
+    assert list(loss.parameters()) == []
+    loss.load_state_dict({})
+    assert loss.to(torch.float64).eval() is loss
+    assert torch.nn.ModuleDict({"loss": loss})["loss"] is loss
+    assert torch.nn.Sequential(loss)[0] is loss
+    assert f"clip_epsilon={loss.clip_epsilon}" in repr(loss)
+    copied = copy.deepcopy(loss)
+    case = (logs(0.3, 0.1), logs(0.2, 0.2), torch.tensor([[1.0, 0.0]]), logs(0.6, 0.1))
+    case = case if isinstance(loss, GRPOLoss) else (*case[:2], *[torch.ones(1, 2)] * 3, 0.5)
+    assert torch.equal(copied(*case), loss(*case))
+
+
+def test_gradients_are_those_of_finite_differences():
+    """In float64, where no ratio stands at the edge of its range."""
+    policy = logs(0.22, 0.35, 0.1).double().requires_grad_()
+    old, reference = logs(0.2, 0.2, 0.2).double(), logs(0.3, 0.3, 0.3).double()
+    rewards = torch.tensor([[1.0, 0.0, 3.0]])
+    for loss in (GRPOLoss(), GRPOLoss(scale_rewards=False)):
+        assert torch.autograd.gradcheck(lambda p, loss=loss: loss(p, old, rewards, reference), policy)
+    values, entropy = (torch.rand(1, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    fixed = [torch.rand(1, 3, dtype=torch.float64) for _ in range(2)]
+    assert torch.autograd.gradcheck(lambda p, v, h: PPOLoss()(p, old, v, *fixed, h), (policy, values, entropy))
+
+
+def test_gae_of_the_loss_is_compute_gae():
+    for found, expected in zip(
+        PPOLoss().compute_gae([0, 0, 1], [0.5, 0.6, 0.8], gamma=0.9, lam=0.5),
+        ([0.1345, 0.21, 0.2], [0.6345, 0.81, 1.0]),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, torch.tensor(expected))
 
 
 def test_grpo_where_nothing_has_moved_is_the_policy_gradient():

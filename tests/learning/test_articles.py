@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium
 import pytest
 import torch
 
 from covey import ConfigError, GRPOLoss, GRPOTrainer, PPOLoss, PPOTrainer, compute_gae
 from covey.articles.prompts import PromptDeck, read_prompts
 from covey.data import Start
-from covey.llm.loading import EMBEDDED
+from covey.llm.conversion import EMBEDDED
 from covey.llm.tasks import Arithmetic
 from helpers.tiny import END, tiny_folder, tiny_model, tiny_tokenizer
 
@@ -101,6 +103,63 @@ def test_generate_group_outputs():
     assert not logprobs[1, 2, len(answer) :].any()
     again, _ = trainer.generate_group_outputs(["1+1=", "12+34="], max_new_tokens=5)
     assert again.shape != outputs.shape or not torch.equal(again, outputs)
+
+
+def test_prompts_may_be_token_ids():
+    """The same answers from texts, padded tensors, a tokenizer's output and lists; rewards read the text."""
+    seen = []
+
+    def look(prompts, completions, answer, **_):
+        seen.append((list(prompts), list(answer)))
+        return [0.0] * len(completions)
+
+    texts = ["1+1=", "12+34="]
+    tokenizer = tiny_tokenizer()
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    pad = tokenizer.pad_token_id
+    forms = [
+        texts,
+        rows,
+        torch.tensor([[pad, pad, *rows[0]], rows[1]]),
+        torch.tensor([[*rows[0], pad, pad], rows[1]]),
+        tokenizer(texts, padding=True, return_tensors="pt"),
+        {"input_ids": torch.tensor([[5, 5, *rows[0]], rows[1]]), "attention_mask": [[0, 0, 1, 1, 1, 1], [1] * 6]},
+        {"prompts": torch.tensor([[pad, pad, *rows[0]], rows[1]])},
+    ]
+    found = [grpo_trainer(None, 2).generate_group_outputs(form, max_new_tokens=5) for form in forms]
+    for outputs, logprobs in found[1:]:
+        assert torch.equal(outputs, found[0][0])
+        assert torch.equal(logprobs, found[0][1])
+    trainer = grpo_trainer(None, 2, reward_function=look)
+    trainer.training_step({"prompts": forms[2], "answer": ["2", "46"]})
+    assert seen == [(["1+1=", "1+1=", "12+34=", "12+34="], ["2", "2", "46", "46"])]
+    drawn = grpo_trainer(None, 2, prompts=forms[2], prompts_per_step=2, steps=1).train()
+    assert drawn[0]["decisions/sampled"] > 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "complaint"),
+    [
+        (torch.tensor([4, 5, 6]), r"prompts has shape \[3\]: token ids have \[batch, length\]"),
+        (torch.tensor([[0, 0]]), "a prompt is empty"),
+        (torch.tensor([[4, 9999]]), "a prompt has the token id 9999, the model knows 0 to"),
+        ([[4, -7]], "a prompt has the token id -7"),
+        (torch.tensor([[0.5]]), "'prompt' must be a string or a list of chat messages"),
+    ],
+)
+def test_token_ids_that_cannot_be_prompts(prompts, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        grpo_trainer(None, 2).generate_group_outputs(prompts)
+
+
+def test_a_whole_answer_has_the_sum_of_its_tokens_log_probabilities():
+    tokens, whole = (
+        grpo_trainer(None, 3).generate_group_outputs(["1+1="], 5, sequence_logprobs=flag)[1] for flag in (False, True)
+    )
+    assert whole.shape == (1, 3)
+    torch.testing.assert_close(whole, tokens.sum(-1))
+    found = ppo_trainer().collect_experiences(torch.tensor([tiny_tokenizer()("1+1=")["input_ids"]]), 5)
+    torch.testing.assert_close(found["sequence_logprobs"], found["old_logprobs"].sum(-1))
 
 
 def test_compute_rewards_reads_answers_up_to_their_end():
@@ -230,15 +289,42 @@ def test_a_model_by_name_saves_what_it_learned(tmp_path):
         (lambda: grpo_trainer().generate_group_outputs(["1"], 0), "max_new_tokens must be at least 1"),
         (lambda: GRPOTrainer(tiny_model()), "give tokenizer="),
         (lambda: GRPOTrainer(torch.nn.Linear(2, 2)), "a causal language model of transformers.* is a Linear"),
-        (lambda: GRPOTrainer("/no/such/folder"), "does not exist"),
+        (lambda: GRPOTrainer("/no/such/folder"), "there is no folder"),
         (lambda: grpo_trainer().train(), "nothing to train on: give prompts"),
         (lambda: grpo_trainer(reward_function=None).training_step(["1"]), "there is no reward"),
+        (
+            lambda: GRPOTrainer(reward_funcs=len, train_dataset=[], args=object()),
+            "reward_funcs is reward_function; train_dataset is prompts; args has no counterpart: give its fields by",
+        ),
+        (lambda: grpo_trainer(tokeniser=None), r"no argument 'tokeniser' \(did you mean 'tokenizer'\?\)"),
+        (lambda: GRPOTrainer(), "there is no model"),
+        (lambda: GRPOTrainer("m", share_of_digits), "ref_model must be a model.*is function.*reward_function="),
+        (lambda: GRPOTrainer(["m"]), "the model must be a model, or a name or folder of one .is list"),
+        (lambda: PPOTrainer(), "there is no actor_model"),
+        (lambda: PPOTrainer(model="m", dataset=[]), "PPOTrainer has other names than TRL's: model is actor_model; dat"),
     ],
 )
 def test_trainers_refuse_what_cannot_work(make, complaint):
     with pytest.raises(ConfigError, match=complaint) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+TRL_CONSTRUCTORS = """
+    reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks optimizers
+    quantization_config peft_config tools rollout_func environment_factory
+    config policy ref_policy value_model reward_model dataset data_collator optimizer lr_scheduler num_shared_layers
+"""
+
+
+@pytest.mark.parametrize("trainer", [GRPOTrainer, PPOTrainer])
+def test_every_name_of_trls_constructors_is_answered_in_one_line(trainer):
+    with pytest.raises(ConfigError) as error:
+        trainer(**dict.fromkeys(TRL_CONSTRUCTORS.split()))
+    message = str(error.value)
+    for name in TRL_CONSTRUCTORS.split():
+        assert f" {name} is " in message or f" {name} has no counterpart: " in message
+    assert "\n" not in message
 
 
 def test_a_model_cannot_be_its_own_reference():
@@ -344,7 +430,7 @@ def test_a_critic_from_a_model_of_its_own(tmp_path):
         ({"clip_epsilon": 0}, "clip_epsilon"),
         ({"kl_beta": -0.1}, "kl_beta"),
         ({"critic_learning_rate": 0.0}, "critic_learning_rate"),
-        ({"critic_model": "/no/such/folder"}, "does not exist"),
+        ({"critic_model": "/no/such/folder"}, "there is no folder"),
     ],
 )
 def test_ppo_refuses_what_cannot_work(options, complaint):
@@ -359,7 +445,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "articles.md").re
 
 
 def test_the_page_has_its_blocks():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split("import ")[-1].split("\n")[0])
@@ -376,6 +462,26 @@ def test_the_numbers_on_the_page(capsys):
     assert f"# {first}" in BLOCKS[0]
     assert second.startswith("-0.1846")
     assert round(float(second.split()[0]), 4) == float(re.search(r"# (-0\.\d{4})", BLOCKS[1])[1])
+
+
+def test_the_numbers_on_what_other_code_does(capsys):
+    (block,) = (block for block in BLOCKS if "kl.exact" in block)
+    exec(compile(block, "docs/articles.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [line.split("  # ")[1] for line in block.splitlines() if line.startswith("print")]
+    assert "-0.8955" in printed[1]
+
+
+def test_one_environment_for_all_actions_compares_different_states():
+    environment = gymnasium.make("CartPole-v1").unwrapped
+    environment.reset(seed=0)
+    branch = copy.deepcopy(environment)
+    of_its_own = branch.step(1)[0][3]
+    environment.step(0)
+    after_another = environment.step(1)[0][3]
+    page = (ROOT / "docs" / "articles.md").read_text()
+    assert f"{of_its_own:.4f} rad/s" in page
+    assert f"{after_another:.4f} rad/s" in page
 
 
 def test_the_sweep_prints_a_row_for_every_setting(capsys):

@@ -296,13 +296,15 @@ def test_the_entropy_bonus_makes_undecided():
     batch, _ = ready(random_episodes(), grpo(kl=NO_KL))
     batch = replace(batch, advantages_BT=torch.zeros_like(batch.rewards_BT))
     policy = ToyPolicy(seed=1)
-    before = policy.evaluate(batch).entropy_BT
+    with torch.no_grad():
+        before = policy.evaluate(batch).entropy_BT
     loss = grpo(kl=NO_KL, entropy_coefficient=0.5).loss(policy.evaluate(batch), batch, 0.0).loss
     assert batch.weights_BT is not None
-    assert loss.item() == pytest.approx(-0.5 * float((batch.weights_BT * before.detach()).sum()), rel=1e-6)
+    assert loss.item() == pytest.approx(-0.5 * float((batch.weights_BT * before).sum()), rel=1e-6)
     loss.backward()
     PlainDescent(policy).step(5.0)
-    after = policy.evaluate(batch).entropy_BT
+    with torch.no_grad():
+        after = policy.evaluate(batch).entropy_BT
     assert float((batch.weights_BT * (after - before)).sum()) > 0.01
 
 

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.core import schedules
@@ -145,6 +145,7 @@ def adaptive(first: int, most: int | None = None, **rest: Any) -> Gathering:
     return Gathering(adaptive_first=first, adaptive_most=most, **rest)
 
 
+@example(chances=[0.5, 0.5, 0.0], first=6, size=1, most=30, step=1)  # 3 rollouts are left for 2 groups
 @given(
     chances=st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), min_size=1, max_size=9),
     first=st.integers(2, 6),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from covey.llm.decoding import SharedPrefixDecoder
 from covey.llm.graphs import ROOM, GraphDecoder
-from helpers.runs import covey, reproducible_metrics, write_recipe
+from helpers.runs import reproducible_metrics, write_recipe
 from helpers.tiny import SHARED, tiny_folder, tiny_model
 
 TESTS = Path(__file__).parent.parent
@@ -28,8 +28,16 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def steps_of(folder: Path, recipe: Path, program: str) -> list[dict[str, float]]:
     """What a run of three steps measured, without covey's kernels."""
     words = "train", recipe, "--run-dir", folder / program
-    code, output = covey(*words, cwd=folder, program=program, PYTHONPATH=FOUND, COVEY_NATIVE="0")
-    assert code == 0, output
+    done = subprocess.run(
+        [sys.executable, "-m", program, *map(str, words)],
+        env=os.environ | {"PYTHONPATH": FOUND, "COVEY_NATIVE": "0"},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
     steps = reproducible_metrics(folder / program)
     assert len(steps) == 3
     return steps

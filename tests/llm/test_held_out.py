@@ -17,7 +17,7 @@ from helpers.tiny import tiny_model, tiny_tokenizer
 
 
 def test_weights_are_measured_once_and_new_ones_again():
-    graded = []
+    graded, written = [], {}
 
     def grade(groups):
         graded.append([len(group.rollouts[0].actions) for group in groups])
@@ -30,14 +30,17 @@ def test_weights_are_measured_once_and_new_ones_again():
     )
     held_out = HeldOut(
         EvaluationConfig(problems=2, token_limits=(3, 5), every=4),
-        SimpleNamespace(held_out=lambda count: [Start(i, f"{i}+1") for i in range(count)]),
-        SimpleNamespace(grade=grade),
+        [Start(i, f"{i}+1", {"topic": i}) for i in range(2)],
+        SimpleNamespace(grade=grade, score_kind="score"),
         sampler,
         SimpleNamespace(progress=lambda label, total: nullcontext(lambda count: None)),
+        SimpleNamespace(record_evaluation=lambda step, answers: written.update({step: answers})),
     )
     assert held_out.due(3) == {}
     assert held_out.due(4) == {"eval/score": 1.0}
     assert [result["score"] for result in held_out.measure("after")] == [1.0, 2.0], "only the other limit is new"
+    assert [(line["max_new_tokens"], line["problem"]) for line in written[0]] == [(3, 0), (3, 1), (5, 0), (5, 1)]
+    assert [line["columns"] for line in written[0]] == [{"topic": 0}, {"topic": 1}] * 2
     sampler.refresh(1)
     assert held_out.due(8) == {"eval/score": 3.0}
     graded.clear()

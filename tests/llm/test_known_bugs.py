@@ -35,7 +35,7 @@ def make_sampler(kind: str = "llama", *, packed: bool = True, temperature: float
     torch.set_num_threads(1)
     policy = LanguagePolicy(tiny_model(kind, seed=seed), temperature=temperature)
     assert policy.shares_prompts
-    policy.shares_prompts = packed
+    policy.backend = replace(policy.backend, shares_prompts=packed)
     # every 6th token ends a completion, so that lengths differ
     chat = Chat(tiny_tokenizer(), frozenset(range(1, VOCABULARY, 6)))
     return LanguageSampler(policy, chat, seed=5, max_new_tokens=10, temperature=temperature)
@@ -115,7 +115,7 @@ def test_liger_1082_fast_path_ignores_the_ratio_and_the_mask(algorithm):
     part = ready.select(torch.arange(1, len(ready)))
 
     def gradient(path: bool, change: Batch) -> list[Tensor]:
-        sampler.policy.shares_prompts = path
+        sampler.policy.backend = replace(sampler.policy.backend, shares_prompts=path)
         sampler.policy.module.zero_grad()
         made.loss(sampler.policy.evaluate(change), change, 0.2).loss.backward()
         return [p.grad.clone() for p in sampler.policy.module.parameters()]

@@ -266,26 +266,30 @@ def test_freed_memory_leaves_holes_on_a_cpu(smollm2: Dimensions) -> None:
 
 def test_where_a_config_is_found(tmp_path: Path) -> None:
     assert find_model_config("smollm2-135m") == SMOLLM2_135M
-    assert find_model_config("nobody/no-such-model") is find_model_config("no/such/folder at all") is None
+    assert find_model_config("nobody/no-such-model") is None
+    with pytest.raises(ConfigError, match="there is no folder no/such/folder at all"):
+        find_model_config("no/such/folder at all")
     (tmp_path / "model").mkdir()
     file = tmp_path / "model" / "config.json"
     file.write_text('{"hidden_size": 8}')
-    assert find_model_config(str(tmp_path)) == find_model_config(str(tmp_path / "model")) == {"hidden_size": 8}
+    assert find_model_config(str(tmp_path / "model")) == {"hidden_size": 8}
+    with pytest.raises(ConfigError, match=r"no Hugging Face model; the folder .*model has one"):
+        find_model_config(str(tmp_path))
     assert find_model_config(str(file)) == {"hidden_size": 8}
-    for text, message in (("{", "no valid JSON"), ("[]", "must hold an object")):
+    for text, message in (("{", "not valid JSON"), ("[]", "must hold an object")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
-            find_model_config(str(tmp_path))
+            find_model_config(str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({}, "has no model_type"),
-        ({"model_type": "no-such-model"}, "no language model known here"),
+        ({"model_type": "no-such-model"}, "is unknown to transformers"),
         ({"model_type": "llama", "hidden_size": "wide"}, "no language model known here"),
         ({"model_type": "llama", "hidden_size": 0}, "no language model known here"),
-        ({"model_type": "t5"}, "no language model known here"),
+        ({"model_type": "t5"}, "is no causal language model"),
     ],
 )
 def test_what_is_no_language_model_is_refused(fields: dict[str, object], message: str) -> None:

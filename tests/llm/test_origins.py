@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from covey.cli import model_of
 from covey.config import (
     CheckpointConfig,
     ConfigError,
@@ -20,8 +19,8 @@ from covey.config import (
     SamplingConfig,
     UpdateConfig,
 )
-from covey.config.checks import check_model, validate
-from covey.config.origins import architecture_of, find_origin
+from covey.config.checks import validate
+from covey.config.origins import ModelKind, find_origin, locate_model
 from covey.config.reader import config_from_dict, read_tables
 from covey.llm.dimensions import find_model_config
 from covey.llm.loading import load_model, pin_model
@@ -62,7 +61,7 @@ def start(config: RunConfig, monkeypatch=None, *, stop_after: int | None = None)
         return train_step(*arguments)
 
     monkeypatch.setattr("covey.train.loop.train_step", counting)
-    monkeypatch.setattr(runs, "_ctrl_c", lambda: _Stops(lambda: len(taken) >= stop_after))
+    monkeypatch.setattr(runs, "stop_requests", lambda say: _Stops(lambda: len(taken) >= stop_after))
     result = run(config, task=Arithmetic(digits=(1,)), rewards=[share_of_digits])
     monkeypatch.undo()
     return result
@@ -137,8 +136,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, tmp_path):
 
 def test_architecture_and_tokenizer_are_those_that_the_run_began_with(folder):
     for name in ("stopped", "stopped/checkpoints/step-00000002"):
-        assert architecture_of(str(folder / name)) == str(folder / "base")
-        assert find_model_config(str(folder / name)) == find_model_config(str(folder / "base"))
+        assert locate_model(str(folder / name)).description == folder / "stopped" / "architecture"
+        ours, theirs = (find_model_config(str(folder / model)) for model in (name, "base"))
+        assert {**ours, "dtype": None} == {**theirs, "dtype": None}
     loaded = load_model(str(folder / "stopped"), dtype=torch.float32, device=CPU)
     assert (
         loaded.chat.tokenizer("12").input_ids
@@ -153,7 +153,7 @@ def test_architecture_and_tokenizer_are_those_that_the_run_began_with(folder):
         ("nothing", r"has saved neither its model nor a checkpoint yet: go on with it by covey train --resume"),
         ("agent", r"trained an agent, no language model"),
         ("agent/checkpoints/step-00000001", r"trained an agent, no language model"),
-        ("orphan", r"there is no folder .*gone"),
+        ("orphan", r"architecture has no config.json, .*: copy config.json and the tokenizer's files"),
     ],
 )
 def test_what_is_not_there_is_told_before_anything_is_loaded(folder, model, message):
@@ -165,18 +165,18 @@ def test_what_is_not_there_is_told_before_anything_is_loaded(folder, model, mess
     if not (folder / "orphan" / "checkpoints").exists():
         shutil.copytree(folder / "stopped" / "checkpoints", folder / "orphan" / "checkpoints")
     with pytest.raises(ConfigError, match=message):
-        check_model(str(folder / model))
+        locate_model(str(folder / model))
 
 
 def test_what_is_there_is_accepted(folder):
     for name in ("base", "stopped", "stopped/checkpoints/step-00000002", "finished", "finished/model"):
-        check_model(str(folder / name))
+        locate_model(str(folder / name))
     assert find_origin(str(folder / "base")) is None
 
 
 def test_commands_take_a_run_that_was_stopped(folder):
-    assert model_of(str(folder / "stopped")) == str(folder / "stopped")
-    assert model_of(str(folder / "finished")) == str(folder / "finished" / "model")
+    assert locate_model(str(folder / "stopped")).kind is ModelKind.RUN
+    assert locate_model(str(folder / "finished")).path == folder / "finished" / "model"
 
 
 def test_ppo_goes_on_from_a_run_of_grpo_that_was_stopped(folder):
@@ -198,7 +198,7 @@ def assembled(config: RunConfig, tmp_path: Path):
 
     world = LanguageWorld(config, Arithmetic(digits=(1,)), [share_of_digits])
     try:
-        display = Display(config.steps, world=world.name, console=Console(quiet=True))
+        display = Display(config.steps, world=world.name, score_kind=world.score_kind, console=Console(quiet=True))
         return world.assemble(RunStore(tmp_path / "run"), display).parts
     finally:
         world.close()

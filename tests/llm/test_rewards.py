@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.config import ConfigError, RewardConfig
+from covey.config import ConfigError, RewardConfig, RunConfig
+from covey.config.checks import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, WeightedReward, build_grader
 from covey.llm.rewards import countdown, digits, exact, format_match, numeric, read_number, solves_countdown
 from covey.llm.tasks import Arithmetic, Countdown, WordProblems
+from covey.recipes.compare import read_contestants, score_kind
 
 
 def start(index=0, prompt="2 + 2?", **columns):
@@ -133,10 +135,10 @@ HOSTILE = [
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_long_hostile_completions_take_no_time(piece):
     text = piece * (40_000 // len(piece))
-    began = time.perf_counter()
+    began = time.process_time()
     read_number(text)
     solves_countdown(text, [1, 2], 3)
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 2.0, "seconds of the processor, of a hundredth that are expected"
 
 
 def test_numeric_compares_exactly():
@@ -276,6 +278,8 @@ def test_reward_functions_see_what_trl_shows_them():
     chat = [{"role": "user", "content": "hi"}]
     groups = [group(start(prompt="raw", answer="1"), "a", "b"), group(start(prompt=chat, hint="h"), "c")]
     build_grader([look], ()).grade(groups)
+    assert seen.pop("trainer_state").global_step == 0
+    assert all(callable(seen.pop(name)) for name in ("log_metric", "log_extra"))
     assert seen == {
         "prompts": ["raw", "raw", chat],
         "completions": ["a", "b", [{"role": "assistant", "content": "c"}]],
@@ -403,3 +407,63 @@ def test_digits_orders_a_group_that_numeric_calls_all_wrong():
     texts = ["10", "66", "60", "-66"]
     assert numeric(completions=texts, answer=["61"] * 4) == [0.0] * 4
     assert digits(completions=texts, answer=["61"] * 4) == pytest.approx([1 / 3, 2 / 3, 2 / 3, 1 / 3])
+
+
+def own(score, **options):
+    def mine(completions, **columns):
+        return [score] * len(completions)
+
+    return WeightedReward.from_function(mine, **options)
+
+
+def test_what_evaluations_average_is_an_accuracy_by_the_rewards_kind_alone(tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(completions, **columns):\n    return [1.0] * len(completions)\n")
+    function = f"{tmp_path}/mine.py:mine"
+    kinds = {
+        "accuracy": [
+            *(RewardConfig(name=name) for name in ("numeric", "exact", "countdown")),
+            RewardConfig(name="format", pattern="a"),
+            RewardConfig(function=function, binary=True),
+            own(1.0, binary=True),
+        ],
+        "score": [
+            RewardConfig(name="digits"), RewardConfig(name="step_numbers"), RewardConfig(function=function), own(1.0),
+        ],
+    }  # fmt: skip
+    for kind, rewards in kinds.items():
+        for reward in rewards:
+            grader = build_grader([reward], ())
+            assert grader.score_kind == kind, reward
+            grader.close()
+    assert (
+        build_grader([RewardConfig(name="digits"), RewardConfig(name="numeric", score=True)], ()).score_kind
+        == "accuracy"
+    )
+
+
+def test_a_binary_reward_that_gives_partial_credit_has_failed():
+    starts = [Start(0, "p", {"answer": "1"})]
+    with pytest.raises(ConfigError, match=r"returned 0.5, but it is binary: let it return 0 or 1"):
+        build_grader([own(0.5, binary=True)], ()).check(starts)
+    for score in (0, 1, True, 1.0):
+        build_grader([own(score, binary=True)], ()).check(starts)
+    build_grader([own(0.5)], ()).check(starts)
+    with pytest.raises(ConfigError, match="a reward that pays steps is not binary"):
+        own([1.0], binary=True, per_step=True)
+    for fields, said in (
+        ({"name": "numeric", "binary": True}, "which is for functions of your own"),
+        ({"function": "os:getpid", "binary": True, "per_step": True}, "take binary out"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_reward(RewardConfig(**fields), "[[rewards]] number 1")
+
+
+def test_recipes_with_different_kinds_of_scores_are_not_compared(tmp_path):
+    same = ["arithmetic_grpo", "family_grpo"]
+    assert {score_kind(one.config) for one in read_contestants(same)} == {"accuracy"}
+    other = tmp_path / "other.toml"
+    other.write_text('[task]\nname = "arithmetic"\n[[rewards]]\nname = "digits"\n')
+    with pytest.raises(ConfigError, match=r"arithmetic_grpo by its accuracy and other by its score is measured"):
+        read_contestants([same[0], str(other)])
+    partial = RunConfig(rewards=(RewardConfig(name="digits"),))
+    assert (score_kind(partial), score_kind(RunConfig())) == ("score", "accuracy")

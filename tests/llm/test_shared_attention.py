@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
-import os
-import shutil
 from collections.abc import Sequence
 from functools import cache
 
@@ -18,8 +15,9 @@ from torch import Tensor
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.llm.attention import PackedLayout
 from covey.llm.native import fused
+from covey.llm.native.build import FLAGS, find_compiler, load_library
 from covey.llm.native.fused import Attention
-from covey.llm.native.library import FLAGS, Kernels, compiled, kernels_for
+from covey.llm.native.library import Kernels, kernels_for
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.device import cpu_info
 from helpers.tiny import tiny_model
@@ -176,8 +174,7 @@ def kernels_of(way: str, dtype: torch.dtype) -> Kernels:
     if needed and needed not in cpu_info("flags").split():
         pytest.skip(f"this processor has no {needed}")
     flags = [*(flag for flag in FLAGS if flag != "-march=native"), *machine]
-    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
-    return Kernels(ctypes.CDLL(str(compiled(compiler, flags))), dtype)
+    return Kernels(load_library(find_compiler(), flags), dtype)
 
 
 PROMPTS, COMPLETIONS = [5, 23, 2, 7, 8], [[1, 9, 40, 3], [12, 1, 70, 30], [2], [3, 9, 9, 4, 8], []]

@@ -35,7 +35,8 @@ from covey.observe.comparison import (
 )
 from covey.observe.comparison_figure import draw_final_scores, draw_learning_curves
 from covey.observe.comparison_report import Comparison, markdown_report, summarise
-from covey.observe.worlds import CONTROL, LANGUAGE, SECONDS
+from covey.observe.score_kinds import ACCURACY
+from covey.observe.worlds import CONTROL, SECONDS
 
 A = np.array([500.0, 500.0, 487.3, 211.9, 500.0, 463.0, 498.8, 500.0, 9.4, 350.5])
 B = np.array([500.0, 402.1, 377.7, 199.0, 500.0, 280.4, 310.2])
@@ -168,11 +169,12 @@ def test_a_seed_that_ended_keeps_its_last_value_in_the_curve() -> None:
     assert learning_curve([make_run([math.nan] * 3)], SECONDS) is None
 
 
-def write_run(folder: Path, records: list[dict], score: float = 480.0) -> Path:
+def write_run(folder: Path, records: list[dict], score: float = 480.0, kind: str = "return") -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     after = {"score": score, "low": score - 1, "high": score + 1, "count": 100}
-    summary = {"peak_memory_bytes": 123, "evaluations": [{"before": after, "after": after}]}
+    told = {"world": "control" if kind == "return" else "language", "score_kind": kind}
+    summary = told | {"peak_memory_bytes": 123, "evaluations": [{"before": after, "after": after}]}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -190,8 +192,8 @@ def test_a_run_folder_is_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run.evaluations_S, [math.nan, 70.0])
 
     records = [{"step": n, "decisions/sampled": 100, "time/step": 1.0, "score/mean": 0.5} for n in (1, 2)]
-    language = read_seed_run(write_run(tmp_path / "b", records, score=0.5), seed=0)
-    assert language.world is LANGUAGE
+    language = read_seed_run(write_run(tmp_path / "b", records, score=0.5, kind="accuracy"), seed=0)
+    assert (language.world.world, language.world.kind) == ("language", ACCURACY)
     assert language.spent["tokens"].tolist() == [100, 200]
 
     (tmp_path / "a" / "summary.json").unlink()
@@ -268,7 +270,7 @@ def test_pictures_are_drawn_for_anything_that_may_happen(tmp_path: Path, thresho
 def test_language_models_are_told_in_their_own_words(tmp_path: Path) -> None:
     records = [{"step": n, "decisions/sampled": 5000, "time/step": 2.0, "score/mean": n / 10} for n in (1, 2, 3, 4)]
     runs = {
-        name: [read_seed_run(write_run(tmp_path / name / str(s), records, score=score), s) for s in range(3)]
+        name: [read_seed_run(write_run(tmp_path / name / str(s), records, score, "accuracy"), s) for s in range(3)]
         for name, score in (("long", 0.61), ("short", 0.25))
     }
     comparison = Comparison("arithmetic", runs, threshold=0.4)
@@ -276,6 +278,6 @@ def test_language_models_are_told_in_their_own_words(tmp_path: Path) -> None:
     assert "| long | 3 | 61.0% | 61.0% (61.0% to 61.0%) |" in text
     assert "| recipe | reached | and stayed | training steps | tokens | seconds of training |" in text
     assert "| long | 3 of 3 | 3 of 3 | 4.0 (4.0 to 4.0) | 20,000 (20,000 to 20,000) | 8.0 (8.0 to 8.0) |" in text
-    assert "100 held-out problems" in text
+    assert "the mean of 100 problems" in text
     assert draw_learning_curves(comparison, tmp_path / "curves.png").is_file()
     assert draw_final_scores(comparison, tmp_path / "final.png").is_file()

@@ -14,9 +14,9 @@ from rich.console import Console
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.observe.curve import draw_curve, smooth
-from covey.observe.display import Display, clock, last_turn, next_step, printable, readable, sparkline
+from covey.observe.display import Display, clock, last_turn, printable, readable, sparkline, verdict
 from covey.observe.run_store import RunStore
-from covey.observe.worlds import number
+from covey.observe.score_kinds import number
 
 METRICS = {
     "reward/mean": 0.4375,
@@ -130,6 +130,7 @@ def summary(before: tuple[float, float, float], after: tuple[float, float, float
     first, second = ({**dict(zip(keys, values, strict=True)), "count": 256} for values in (before, after))
     return {
         "world": "language",
+        "score_kind": "accuracy",
         "run_dir": "runs/demo-001",
         "recipe": "demo",
         "seed": 0,
@@ -143,18 +144,12 @@ def summary(before: tuple[float, float, float], after: tuple[float, float, float
 
 def test_the_end_shows_before_and_after_and_what_to_try() -> None:
     display = Display(60, console=console())
-    display.show_summary(summary((0.09, 0.06, 0.13), (0.62, 0.56, 0.68)))
+    display.show_summary(summary((0.09, 0.06, 0.13), (0.62, 0.56, 0.68)), "Next: covey eval runs/demo-001")
     text = written(display)
     for part in ("256 problems", "9.0% (6.0 to 13.0)", "62.0% (56.0 to 68.0)", "+53.0 points", "60 steps in 21:50",
                  "184,320 tokens", "3.0 GiB", "runs/demo-001"):  # fmt: skip
         assert part in text
     assert "covey eval runs/demo-001" in text.splitlines()[-1]
-
-
-def test_the_suggestion_depends_on_the_result() -> None:
-    assert "got better" in next_step(summary((0.1, 0.05, 0.2), (0.5, 0.4, 0.6)))
-    assert "got worse" in next_step(summary((0.5, 0.4, 0.6), (0.1, 0.05, 0.2)))
-    assert "--steps 120" in next_step(summary((0.3, 0.2, 0.4), (0.35, 0.25, 0.45)))
 
 
 CONTROL_METRICS = {
@@ -173,6 +168,7 @@ def control_summary(before: tuple[float, float, float], after: tuple[float, floa
     first, second = (dict(zip(("score", "low", "high"), values, strict=True), count=100) for values in (before, after))
     return {
         "world": "control",
+        "score_kind": "return",
         "run_dir": "runs/pole-001",
         "recipe": "my recipes/pole.toml",
         "seed": 7,
@@ -189,7 +185,7 @@ def control_summary(before: tuple[float, float, float], after: tuple[float, floa
 
 
 def test_control_is_told_in_its_own_words() -> None:
-    display = Display(300, world="control", console=console())
+    display = Display(300, world="control", score_kind="return", console=console())
     with display:
         display.record(1, CONTROL_METRICS, groups())
         display.record(2, CONTROL_METRICS, groups())  # within the same second
@@ -207,7 +203,7 @@ def test_control_is_told_in_its_own_words() -> None:
 
 
 def test_the_panel_of_control_keeps_the_last_value_of_what_is_not_measured_at_every_step() -> None:
-    display = Display(300, world="control", console=console(terminal=True))
+    display = Display(300, world="control", score_kind="return", console=console(terminal=True))
     with display:
         display.record(1, CONTROL_METRICS, groups())
         display.record(2, {**CONTROL_METRICS, "score/mean": 300.0, "eval/score": 401.5}, groups())
@@ -224,7 +220,7 @@ def test_samples_of_control_name_the_seed_and_the_return() -> None:
         text = f"{steps} steps, terminated"
         return Rollout(None, [0] * steps, [0.0] * steps, EndReason.TERMINATED, text, reward=float(steps))
 
-    display = Display(2, 1, world="control", console=console())
+    display = Display(2, 1, world="control", score_kind="return", console=console())
     display.record(1, {}, [Group(Start(0, 4711), [episode(9), episode(53)])])
     assert written(display).splitlines()[1:] == [
         "  seed      4711",
@@ -234,29 +230,14 @@ def test_samples_of_control_name_the_seed_and_the_return() -> None:
 
 
 def test_the_end_of_control_shows_returns_and_what_they_cost() -> None:
-    display = Display(world="control", console=console())
-    display.show_summary(control_summary((-1234.5, -1300.0, -1200.0), (0.5, 0.25, 9.0)))
+    display = Display(world="control", score_kind="return", console=console())
+    display.show_summary(control_summary((-1234.5, -1300.0, -1200.0), (0.5, 0.25, 9.0)), "Next: covey eval")
     text = written(display)
     for part in ("Mean return of 100 evaluation episodes", "CartPole-v1", "-1,234.5 (-1,300.0 to -1,200.0)",
                  "0.50 (0.25 to 9.00)", "+1,235.0", "300 steps in 0:21, 98,304 environment steps, 1,210 episodes",
                  "0.5 GiB", "runs/pole-001"):  # fmt: skip
         assert part in text
-    assert text.splitlines()[-1] == "The policy got better. Next: watch it: covey eval runs/pole-001 --render"
-
-
-def test_advice_in_control_depends_on_the_expected_return() -> None:
-    low, high, middle = (20.0, 15.0, 25.0), (490.0, 480.0, 499.0), (24.0, 18.0, 30.0)
-    assert "better" in next_step(control_summary(low, high))
-    assert "worse" in next_step(control_summary(high, low))
-    assert next_step(control_summary(low, middle)).endswith("covey train 'my recipes/pole.toml' --seed 8")
-    reached = next_step(control_summary(low, high) | {"expected_return": 475.0})
-    assert reached.startswith("The expected return of 475.0 is reached. ")
-    assert reached.endswith("covey eval runs/pole-001 --render")
-    short = next_step(control_summary(low, high) | {"expected_return": 495.0})
-    assert short.startswith("The expected return of 495.0 is not reached. The policy got better.")
-    assert short.endswith("--steps 600")
-    unclear = next_step(control_summary(low, middle) | {"expected_return": 475.0})
-    assert unclear.startswith("The expected return of 475.0 is not reached. The intervals overlap")
+    assert text.splitlines()[-1] == "Next: covey eval"
 
 
 def test_a_resumed_run_shows_its_whole_course() -> None:
@@ -271,6 +252,7 @@ def test_a_resumed_run_shows_its_whole_course() -> None:
 
 def test_small_writers() -> None:
     assert [number(value) for value in (0.125, -9.99, 10.0, -12345.67)] == ["0.12", "-9.99", "10.0", "-12,345.7"]
+    assert [number(value) for value in (0.0, 0.0421, -0.0042, 1.2e-6)] == ["0.00", "0.042", "-0.0042", "1.20e-06"]
     assert clock(372.4) == "6:12"
     assert clock(3725) == "1:02:05"
     assert sparkline([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
@@ -281,6 +263,61 @@ def test_small_writers() -> None:
     assert readable("a\nb") == "a ⏎ b"
     assert len(readable("x" * 5000)) == 400
     assert printable("a\n\tb\x1b[31m\x07") == "a\n\tb�[31m�"
+
+
+def scored(before: float, after: float, spread: float | None) -> dict[str, Any]:
+    """The summary of a run whose reward is no accuracy, with intervals of this half width, or of one problem."""
+
+    def result(score: float) -> dict[str, Any]:
+        ends = (None, None) if spread is None else (score - spread, score + spread)
+        return {"score": score, "low": ends[0], "high": ends[1], "count": 1 if spread is None else 12}
+
+    told = summary((0, 0, 0), (0, 0, 0)) | {"score_kind": "score"}
+    return told | {"evaluations": [{"max_new_tokens": 12, "before": result(before), "after": result(after)}]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "spread", "shown"),
+    [
+        (3900.0, 41.5, 100.25, ("3,900.0 (3,799.8 to 4,000.2)", "41.5 (-58.8 to 141.8)", "-3,858.5")),
+        (-0.5, 0.75, 0.125, ("-0.50 (-0.62 to -0.38)", "0.75 (0.62 to 0.88)", "+1.25")),
+        (1e-6, 2.5e-6, 1e-7, ("1.00e-06 (9.00e-07 to 1.10e-06)", "2.50e-06 (2.40e-06 to 2.60e-06)", "+1.50e-06")),
+        (1e12, 2e12, 1e11, ("1.00e+12 (9.00e+11 to 1.10e+12)", "2.00e+12 (1.90e+12 to 2.10e+12)", "+1.00e+12")),
+        (39.0, 12.0, None, ("39.0 (no interval)", "12.0 (no interval)", "-27.0")),
+    ],
+)
+def test_a_score_is_told_as_a_score_at_any_magnitude(
+    before: float, after: float, spread: float | None, shown: tuple[str, ...], tmp_path: Path, monkeypatch: Any
+) -> None:
+    told = scored(before, after, spread)
+    display = Display(20, score_kind="score", console=console())
+    with display:
+        display.record(1, {"reward/mean": before, "score/mean": before, "eval/score": after}, groups())
+    display.show_summary(told, "")
+    store = RunStore(tmp_path)
+    for step in range(1, 5):
+        store.record(step, {"score/mean": before * step, "kl": 0.1}, [])
+    store.write_summary(told)
+    curve, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
+    text = written(display) + curve
+    for part in (
+        *shown,
+        f"score {number(before)}",
+        f"held-out {number(after)}",
+        "Held-out score on",
+        "demo: score while",
+    ):
+        assert part in text
+    assert "%" not in text.replace("95 % interval", "")
+    assert "accuracy" not in text
+    low, high = figure.axes[0].get_ylim()
+    assert low < min(before, after) < max(before, after) < high
+    assert ("1 problem," in text) == (spread is None)
+
+
+def test_one_problem_decides_nothing_about_a_score() -> None:
+    assert verdict(scored(39.0, 12.0, None)) == "unclear"
+    assert verdict(scored(39.0, 12.0, 1.0)) == "worse"
 
 
 def test_smoothing_is_a_mean_that_shrinks_at_the_ends() -> None:
@@ -327,7 +364,14 @@ def test_the_curve_of_control_goes_by_environment_steps(tmp_path: Path, monkeypa
     store.write_summary(control_summary((20.0, 15.0, 25.0), (490.0, 480.0, 499.0)) | {"expected_return": 475.0})
     store.record(9, {"environment/steps": 4608.0, "loss/value": 3.0, "value/explained_variance": -5.0}, [])
     text, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
-    for part in ("expected return, 475", "100 episodes", "490", "20.0", "Value loss", "Explained variance"):
+    for part in (
+        "expected return, 475",
+        "best actions, 100 evaluation episodes",
+        "490",
+        "20.0",
+        "Value loss",
+        "Explained variance",
+    ):
         assert part in text
     assert figure.axes[3].get_ylim() == (-1.0, 1.0)
     assert figure.axes[0].get_ylim()[1] > 490

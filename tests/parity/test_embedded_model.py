@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from covey.data import Start, collate
-from covey.llm.loading import EMBEDDED, find_model, load_model
+from covey.llm.conversion import EMBEDDED
+from covey.llm.loading import find_model, load_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import Arithmetic

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate
-from covey.llm import head, policy, sampler
+from covey.llm import head, sampler
 from covey.llm.attention import common_beginning
+from covey.llm.backend import probe_batch
 from covey.llm.chat import Chat, end_ids_of
 from covey.llm.choosing import BLOCK, choose
 from covey.llm.decoding import CacheDecoder, SharedPrefixDecoder
@@ -81,7 +83,7 @@ def test_both_decoders_sample_the_same_tokens(kind):
     made = make_sampler(kind, end_ids=frozenset(range(1, 85, 7)))
     starts = [Start(i, text) for i, text in enumerate(PROMPTS)]
     shared = made.sample(starts, 5, step=1)
-    made.policy.shares_prompts = False
+    made.policy.backend = replace(made.policy.backend, shares_prompts=False)
     plain = made.sample(starts, 5, step=1)
     assert [[r.actions for r in g.rollouts] for g in shared] == [[r.actions for r in g.rollouts] for g in plain]
 
@@ -92,7 +94,7 @@ def test_the_decoders_agree_after_every_departure():
     kernels = kernels_for(torch.float32, torch.device("cpu"))
     decoders = [
         SharedPrefixDecoder(model, 6),
-        CacheDecoder(model, 6),
+        CacheDecoder(model, 6, pads=True),
         NativeDecoder(model, kernels, 6, 8),
     ]
     shared, *others = [decoder.add([[5, 6, 7], [8, 9]], 3) for decoder in decoders]
@@ -242,7 +244,7 @@ def test_the_embedding_of_the_padding_row_learns(tmp_path):
 
     loaded = load_model(str(tiny_folder(tmp_path / "model")), dtype=torch.float32, device=torch.device("cpu"))
     language_policy = LanguagePolicy(loaded.module)
-    batch = policy._probe_batch(80)
+    batch = probe_batch(list(range(60)), 16)
     batch.context = tuple((0, *context) for context in batch.context)  # the prompts hold the pad token
     language_policy.evaluate(batch).logprobs_BT.sum().backward()
     assert loaded.module.get_input_embeddings().weight.grad[0].abs().sum() > 0

@@ -2,6 +2,7 @@
 
 import logging
 import mmap
+import os
 import platform
 import subprocess
 import sys
@@ -150,6 +151,27 @@ print(touch(), touch())
     first, again = map(int, run.stdout.split())
     assert first > 10 * 20 * 256 * 0.9  # pages of 4 KB
     assert again < first / 4  # without it: as many
+
+
+@pytest.mark.skipif(not device_module._multiplies_bf16(CPU), reason="without bf16 nothing is compiled for a shape")
+def test_memory_does_not_grow_with_the_number_of_shapes():
+    script = """
+import os, torch
+from covey.runtime.device import limit_kernel_caches
+limit_kernel_caches()
+torch.set_num_threads(1)
+weights = [torch.zeros(n, k, dtype=torch.bfloat16, requires_grad=True) for n, k in ((96, 32), (32, 64))]
+for tokens in range(1, 301):
+    for weight in weights:
+        x = torch.zeros(tokens, weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
+        torch.nn.functional.linear(x, weight).float().sum().backward()
+    if tokens in (100, 300):
+        print(int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+"""
+    unset = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+    run = subprocess.run([sys.executable, "-c", script], env=unset, capture_output=True, text=True, check=True)
+    early, late = map(int, run.stdout.split())
+    assert late - early < 40e6  # without the limit 170 MB
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages")

@@ -10,7 +10,7 @@ from torch import nn
 
 from covey.config import ConfigError
 from covey.runtime.checkpoint import CheckpointFolder
-from covey.runtime.optimizer import MasterAdamW
+from covey.runtime.optimizer import MasterAdamW, total_norm
 
 BETAS = (0.9, 0.95)
 
@@ -58,17 +58,32 @@ def test_fp32_equals_torch_bitwise(weight_decay, max_grad_norm):
         learning_rate = 1e-2 / (step + 1)
         loss_of(module, data(step)).backward()
         loss_of(other, data(step)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), max_grad_norm)
+        norm = torch.cat([p.grad.double().flatten() for p in other.parameters()]).norm()
+        torch.nn.utils.clip_grads_with_norm_(other.parameters(), max_grad_norm, norm)
         for group in theirs.param_groups:
             group["lr"] = learning_rate
         theirs.step()
         theirs.zero_grad()
         result = ours.step(learning_rate)
         assert result.applied
-        assert result.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-12)
         assert all(p.grad is None for p in module.parameters())
     for mine, reference in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, reference)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(3000, 4000), (70_001,)], [(1,), (255,), (256,), (257, 3), ()], [(0,), (5,)]], ids=str
+)
+def test_the_norm_is_summed_in_fp64(shapes):
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.rand(shape, generator=generator) for shape in shapes]
+    exact = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+    norm = total_norm(tensors)
+    assert norm.dtype == torch.float64
+    assert float(norm) == pytest.approx(exact, rel=1e-9)
+    if len(tensors) == 2 and len(tensors[1]) > 5:  # what torch's own is off by
+        assert float(torch.nn.utils.get_total_norm(tensors)) != pytest.approx(exact, rel=1e-7)
 
 
 def test_fp32_parameters_are_their_own_masters():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from covey.articles.prompts import PromptDeck, Prompts, read_prompts
 from covey.config import ConfigError, option
 from covey.config.values import check_fields
 from covey.data import EndReason, Group, Rollout, Start
-from covey.llm.chat import Chat
+from covey.llm.chat import Chat, TokenPrompt
 from covey.llm.grader import build_grader
 from covey.llm.loading import LoadedModel, adopt_model, load_model
+from covey.llm.model_checks import check_tokenizer
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
+from covey.observe.run_folder import give_usual_permissions
 from covey.runtime.device import choose_device, choose_precision
 from covey.runtime.optimizer import MasterAdamW
 
@@ -53,6 +55,10 @@ class TrainerOptions:
     precision: str = option("auto", "of models given by name", choices=("auto", "bf16", "fp32"))
 
 
+def option_names() -> list[str]:
+    return [item.name for item in fields(TrainerOptions)]
+
+
 class LanguageTrainer:
     """The shared part of `GRPOTrainer` and `PPOTrainer`.
 
@@ -61,6 +67,12 @@ class LanguageTrainer:
 
     def __init__(self, model: Model, ref_model: Model | None, kl_beta: float, options: TrainerOptions) -> None:
         check_fields(options)
+        for name, given in (("the model", model), ("ref_model", ref_model)):
+            if given is not None and not isinstance(given, (nn.Module, str, Path)):
+                raise ConfigError(
+                    f"{name} must be a model, or a name or folder of one (is {type(given).__name__}); rewards go to "
+                    "reward_function=..., prompts to prompts=..."
+                )
         if ref_model is not None and ref_model is model and not isinstance(model, (str, Path)):
             raise ConfigError(
                 "ref_model is the model that is trained, so their KL would stay 0: leave it out for a frozen copy"
@@ -93,6 +105,7 @@ class LanguageTrainer:
         """Write model and tokenizer so that transformers loads them unchanged."""
         self.policy.save(Path(folder))
         self.tokenizer.save_pretrained(folder)
+        give_usual_permissions(Path(folder))
 
     def _sample(self, prompts: Prompts, group_size: int, max_new_tokens: int | None) -> tuple[Tensor, Tensor]:
         """outputs_NGT and their log-probabilities logprobs_NGT, by the model as it is now; see `_decided`."""
@@ -100,7 +113,7 @@ class LanguageTrainer:
         check_fields(replace(self.options, max_new_tokens=limit))
         self._samplings += 1
         sampler = replace(self.sampler, max_new_tokens=limit)
-        groups = sampler.sample(read_prompts(prompts), group_size, self._samplings)
+        groups = sampler.sample(self._starts(prompts), group_size, self._samplings)
         rows = [rollout for group in groups for rollout in group.rollouts]
         width = max(len(row.actions) for row in rows)
         outputs = torch.full((len(rows), width), self._padding())
@@ -110,6 +123,20 @@ class LanguageTrainer:
             logprobs[place, : len(row.actions)] = torch.tensor(row.behavior_logprobs)
         shape = (len(groups), group_size, width)
         return outputs.view(shape), logprobs.view(shape)
+
+    def _starts(self, prompts: Prompts) -> list[Start]:
+        """Prompts in any of their forms; those of token ids without padding at their ends."""
+        starts = read_prompts(prompts)
+        return [replace(s, prompt=self._of_tokens(s.prompt)) if isinstance(s.prompt, tuple) else s for s in starts]
+
+    def _of_tokens(self, ids: tuple[int, ...]) -> TokenPrompt:
+        pad, known = self.tokenizer.pad_token_id, self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        places = [place for place, token in enumerate(ids) if token != pad]
+        kept = ids[places[0] : places[-1] + 1] if places else ()
+        foreign = [token for token in kept if not 0 <= token < known]
+        if foreign:
+            raise ConfigError(f"a prompt has the token id {foreign[0]}, the model knows 0 to {known - 1}")
+        return TokenPrompt(self.chat.decode(kept), kept)
 
     def _decided(self, outputs_NGT: Tensor) -> Tensor:
         """True up to and with the first end token of an answer; what follows is padding."""
@@ -143,7 +170,7 @@ class LanguageTrainer:
         """reward_NG by the reward functions; NaN where one failed."""
         if self.grader is None:
             raise ConfigError("there is no reward: give reward_function=..., or override compute_rewards")
-        groups = self.grader.grade(self._groups(read_prompts(prompts), outputs_NGT, None))
+        groups = self.grader.grade(self._groups(self._starts(prompts), outputs_NGT, None))
         rows = [[float("nan") if r.reward is None else r.reward for r in group.rollouts] for group in groups]
         return torch.tensor(rows)
 
@@ -210,7 +237,8 @@ def open_model(model: Model, options: TrainerOptions) -> LoadedModel:
     device = choose_device(options.device)
     loaded = load_model(str(model), dtype=choose_precision(options.precision, device), device=device)
     if options.tokenizer is not None:
-        loaded.chat = Chat(options.tokenizer, loaded.chat.end_ids)
+        check_tokenizer(options.tokenizer, loaded.module, str(model))
+        loaded.chat = Chat(options.tokenizer, loaded.chat.end_ids, loaded.chat.embedded)
     return loaded
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from covey.articles.base import LanguageTrainer, Model, OnStep, TrainerOptions, with_rewards
+from covey.articles.base import LanguageTrainer, Model, OnStep, TrainerOptions, option_names, with_rewards
 from covey.articles.losses import GRPOLoss
-from covey.articles.prompts import Prompts, read_prompts
+from covey.articles.names import check_names
+from covey.articles.prompts import Prompts
 from covey.config import ConfigError
 from covey.data import collate
 from covey.train.annotate import annotate
@@ -24,16 +25,18 @@ class GRPOTrainer(LanguageTrainer):
 
     Prompts, wherever they are asked for, are a list of texts or of chats, a list of rows ({"prompt": ..., "answer":
     ...}) or columns ({"prompts": [...], "answer": [...]}); further columns reach the reward functions by their names.
+    A prompt may also be token ids: a tensor [batch, length], padded at either end, or what a tokenizer returns.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: Model | None = None,
         ref_model: Model | None = None,
         group_size: int = 4,
         clip_epsilon: float = 0.2,
         kl_beta: float = 0.1,
         *,
+        scale_rewards: bool = True,
         epochs: int = 1,
         **options: Any,
     ) -> None:
@@ -46,35 +49,44 @@ class GRPOTrainer(LanguageTrainer):
             group_size: answers to each prompt, at least 2.
             clip_epsilon: how far the ratio may leave 1; it does so only with several epochs or minibatches.
             kl_beta: weight of the KL to the reference.
+            scale_rewards: divide the advantages by the standard deviation of the group (`GRPOLoss`).
             epochs: passes over the answers of a step.
             options: the fields of `TrainerOptions`: tokenizer, reward_function, prompts, prompts_per_step, steps,
                 learning_rate, max_grad_norm, max_new_tokens, temperature, minibatches, microbatch_tokens, seed, device,
                 precision.
 
         Raises:
-            ConfigError: for an impossible value, or a model that cannot be loaded.
+            ConfigError: for an impossible value, a name of TRL's trainer, or a model that cannot be loaded.
         """
+        check_names("GRPOTrainer", options, option_names())
+        if model is None:
+            raise ConfigError("there is no model: give a model of transformers, or a name or folder of one")
         if group_size < 2:
             raise ConfigError(f"group_size must be at least 2 (is {group_size}): answers are compared with each other")
         if epochs < 1:
             raise ConfigError(f"epochs must be at least 1 (is {epochs})")
         self.group_size = group_size
-        self.algorithm = GRPOLoss(clip_epsilon, kl_beta).algorithm
+        self.algorithm = GRPOLoss(clip_epsilon, kl_beta, scale_rewards=scale_rewards).algorithm
         super().__init__(model, ref_model, kl_beta, TrainerOptions(**options))
         self.plan = UpdatePlan(epochs, self.options.minibatches)
 
-    def generate_group_outputs(self, prompts: Prompts, max_new_tokens: int | None = None) -> tuple[Tensor, Tensor]:
+    def generate_group_outputs(
+        self, prompts: Prompts, max_new_tokens: int | None = None, *, sequence_logprobs: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Sample `group_size` answers to every prompt.
 
         Args:
             prompts: in any of the forms above.
             max_new_tokens: longest answer; None is the trainer's own.
+            sequence_logprobs: return one log-probability for each answer, the sum over its tokens.
 
         Returns:
             outputs, int64 [batch, group_size, seq_len]: the tokens of the answers, without their prompts, each up to
-            and with its end token and then padded; and their log-probabilities in nats, as many, 0 at padding.
+            and with its end token and then padded; and their log-probabilities in nats, as many, 0 at padding; or
+            [batch, group_size] with `sequence_logprobs`.
         """
-        return self._sample(prompts, self.group_size, max_new_tokens)
+        outputs, logprobs = self._sample(prompts, self.group_size, max_new_tokens)
+        return outputs, logprobs.sum(-1) if sequence_logprobs else logprobs
 
     def compute_rewards(self, prompts: Prompts, outputs: Tensor) -> Tensor:
         """What the answers are worth, [batch, group_size]; override it, or give `reward_function`.
@@ -97,7 +109,7 @@ class GRPOTrainer(LanguageTrainer):
         """
         outputs, logprobs = self.generate_group_outputs(batch)
         rewards = self.compute_rewards(batch, outputs)
-        groups = with_rewards(self._groups(read_prompts(batch), outputs, logprobs), rewards)
+        groups = with_rewards(self._groups(self._starts(batch), outputs, logprobs), rewards)
         annotated, found = annotate(
             collate(groups),
             self.policy,

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.algorithms import Algorithm, KLPenalty, grpo, ppo
 from covey.articles.batches import batch_of, weighed
 from covey.config import ConfigError
+from covey.core import advantages as comparisons
 from covey.core import schedules
 from covey.core.values import gae
+from covey.credits import outcome
 from covey.data import Evaluation
 
 Numbers = Tensor | Sequence[float] | Sequence[Sequence[float]]
@@ -72,32 +74,40 @@ def compute_gae(
     return advantages_BT.view(earned.shape), returns_BT.view(earned.shape)
 
 
-@dataclass(frozen=True)
-class GRPOLoss:
+class GRPOLoss(nn.Module):
     """GRPO's loss of some groups, as `covey.algorithms.grpo`: DeepSeekMath (arXiv 2402.03300), eq. 3, its KL eq. 4.
 
     >>> loss = GRPOLoss(clip_epsilon=0.2, kl_beta=0.1)(logprobs, logprobs.detach(), rewards, reference_logprobs)
     """
 
-    clip_epsilon: float = 0.2  # how far the ratio may leave 1
-    kl_beta: float = 0.1  # weight of the KL to the reference; 0 is none
+    def __init__(self, clip_epsilon: float = 0.2, kl_beta: float = 0.1, *, scale_rewards: bool = True) -> None:
+        """A module without parameters.
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot work.
+        Args:
+            clip_epsilon: how far the ratio may leave 1.
+            kl_beta: weight of the KL to the reference; 0 is none.
+            scale_rewards: divide the advantages by the standard deviation of the group. False leaves r - mean(r), as
+                in Dr.GRPO (arXiv 2503.20783); the average over answers and tokens stays GRPO's.
 
         Raises:
             ConfigError: for a clip_epsilon outside 0 to 1 or a negative kl_beta.
         """
-        _check_clip(self.clip_epsilon)
-        check_limits("kl_beta", self.kl_beta, 0.0, math.inf)
+        super().__init__()
+        _check_clip(clip_epsilon)
+        check_limits("kl_beta", kl_beta, 0.0, math.inf)
+        self.clip_epsilon, self.kl_beta, self.scale_rewards = clip_epsilon, kl_beta, scale_rewards
+
+    def extra_repr(self) -> str:
+        return f"clip_epsilon={self.clip_epsilon}, kl_beta={self.kl_beta}, scale_rewards={self.scale_rewards}"
 
     @property
     def algorithm(self) -> Algorithm:
         """What is computed, as covey's own trainer takes it."""
         penalty = KLPenalty(schedules.constant(self.kl_beta))
-        return grpo(clip_low=self.clip_epsilon, clip_high=self.clip_epsilon, kl=penalty)
+        algorithm = grpo(clip_low=self.clip_epsilon, clip_high=self.clip_epsilon, kl=penalty)
+        return algorithm if self.scale_rewards else replace(algorithm, advantage=outcome(comparisons.group_mean_only))
 
-    def __call__(
+    def forward(
         self,
         policy_logprobs: Tensor,
         old_policy_logprobs: Tensor,
@@ -105,7 +115,7 @@ class GRPOLoss:
         reference_logprobs: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The mean over answers of -min(rho A, clip(rho) A) + kl_beta KL, where A is the z-score of the reward.
+        """The mean over answers of -min(rho A, clip(rho) A) + kl_beta KL, where A compares the rewards of a group.
 
         Args:
             policy_logprobs: of the answers, in nats, with gradient: [batch, group_size], one number an answer (then
@@ -162,26 +172,36 @@ class GRPOLoss:
         return algorithm.loss(Evaluation(logprobs_BT, torch.zeros_like(logprobs_BT)), batch, self.kl_beta).loss
 
 
-@dataclass(frozen=True)
-class PPOLoss:
+class PPOLoss(nn.Module):
     """PPO's loss of policy, critic and entropy, as `covey.algorithms.ppo`: PPO (arXiv 1707.06347), eq. 7 and 9.
 
     >>> loss = PPOLoss()(logprobs, old_logprobs, values, returns, advantages, entropy)
     """
 
-    clip_epsilon: float = 0.2  # how far the ratio may leave 1
-    value_loss_coef: float = 0.5  # weight of the critic's squared error
-    entropy_coef: float = 0.01  # weight of the bonus for undecidedness
+    compute_gae = staticmethod(compute_gae)
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot work.
+    def __init__(self, clip_epsilon: float = 0.2, value_loss_coef: float = 0.5, entropy_coef: float = 0.01) -> None:
+        """A module without parameters.
+
+        Args:
+            clip_epsilon: how far the ratio may leave 1.
+            value_loss_coef: weight of the critic's squared error.
+            entropy_coef: weight of the entropy bonus.
 
         Raises:
             ConfigError: for a clip_epsilon outside 0 to 1 or a negative coefficient.
         """
-        _check_clip(self.clip_epsilon)
-        check_limits("value_loss_coef", self.value_loss_coef, 0.0, math.inf)
-        check_limits("entropy_coef", self.entropy_coef, 0.0, math.inf)
+        super().__init__()
+        _check_clip(clip_epsilon)
+        check_limits("value_loss_coef", value_loss_coef, 0.0, math.inf)
+        check_limits("entropy_coef", entropy_coef, 0.0, math.inf)
+        self.clip_epsilon, self.value_loss_coef, self.entropy_coef = clip_epsilon, value_loss_coef, entropy_coef
+
+    def extra_repr(self) -> str:
+        return (
+            f"clip_epsilon={self.clip_epsilon}, value_loss_coef={self.value_loss_coef}, "
+            f"entropy_coef={self.entropy_coef}"
+        )
 
     @property
     def algorithm(self) -> Algorithm:
@@ -193,7 +213,7 @@ class PPOLoss:
             entropy_coefficient=self.entropy_coef,
         )
 
-    def __call__(
+    def forward(
         self,
         policy_logprobs: Tensor,
         old_policy_logprobs: Tensor,

@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import KLPenalty
-from covey.articles.base import LanguageTrainer, Model, OnStep, TrainerOptions, open_model, policy_of, with_rewards
+from covey.articles.base import (
+    LanguageTrainer,
+    Model,
+    OnStep,
+    TrainerOptions,
+    open_model,
+    option_names,
+    policy_of,
+    with_rewards,
+)
 from covey.articles.batches import batch_of, weighed
 from covey.articles.losses import PPOLoss, check_limits, compute_gae
-from covey.articles.prompts import Prompts, read_prompts
+from covey.articles.names import check_names
+from covey.articles.prompts import Prompts
 from covey.config import ConfigError
 from covey.config.origins import CRITIC_FOLDER
 from covey.core import kl, schedules
@@ -46,7 +56,7 @@ class PPOTrainer(LanguageTrainer):
 
     def __init__(
         self,
-        actor_model: Model,
+        actor_model: Model | None = None,
         critic_model: Model | None = None,
         ref_model: Model | None = None,
         clip_epsilon: float = 0.2,
@@ -80,8 +90,11 @@ class PPOTrainer(LanguageTrainer):
             options: the fields of `TrainerOptions`, as for `GRPOTrainer`.
 
         Raises:
-            ConfigError: for an impossible value, or a model that cannot be loaded.
+            ConfigError: for an impossible value, a name of TRL's trainer, or a model that cannot be loaded.
         """
+        check_names("PPOTrainer", options, option_names())
+        if actor_model is None:
+            raise ConfigError("there is no actor_model: give a model of transformers, or a name or folder of one")
         check_limits("gamma", gamma, 0.0, 1.0)
         check_limits("lam", lam, 0.0, 1.0)
         check_limits("kl_beta", kl_beta, 0.0, math.inf)
@@ -108,13 +121,14 @@ class PPOTrainer(LanguageTrainer):
             a dict. Per token, [batch, seq_len], 0 at padding: "outputs" (token ids; padded with the tokenizer's pad),
             "mask" (True where a token was sampled), "old_logprobs" (of the policy as it is now), "sampler_logprobs"
             (the same, as the sampler computed them), "values" (of the critic) and "rewards" (the answer's reward at its
-            last token, minus kl_beta times the KL of each). Per answer, [batch]: "scores" (the reward alone). Also
-            "prompt_ids", a tuple of token ids for each prompt, and "metrics". An answer that could not be graded is
+            last token, minus kl_beta times the KL of each). Per answer, [batch]: "scores" (the reward alone) and
+            "sequence_logprobs" (the sum of "old_logprobs"). Also "prompt_ids", a tuple of token ids for each prompt,
+            and "metrics". An answer that could not be graded is
             left out of all but the metrics.
         """
         outputs, logprobs = (tensor[:, 0] for tensor in self._sample(prompts, 1, max_new_tokens))
         scores = self.compute_rewards(prompts, outputs)
-        groups = self._groups(read_prompts(prompts), outputs[:, None], logprobs[:, None])
+        groups = self._groups(self._starts(prompts), outputs[:, None], logprobs[:, None])
         groups = with_rewards(groups, scores[..., None])
         batch, found = annotate(
             collate(groups),
@@ -127,11 +141,13 @@ class PPOTrainer(LanguageTrainer):
             mask_truncated=False,
         )
         assert batch.proximal_logprobs_BT is not None
+        old_logprobs = torch.where(batch.mask_BT, batch.proximal_logprobs_BT, 0.0)
         return {
             "prompt_ids": list(batch.context),
             "outputs": batch.actions_BT.masked_fill(~batch.mask_BT, self._padding()),
             "mask": batch.mask_BT,
-            "old_logprobs": torch.where(batch.mask_BT, batch.proximal_logprobs_BT, 0.0),
+            "old_logprobs": old_logprobs,
+            "sequence_logprobs": old_logprobs.sum(-1),
             "sampler_logprobs": batch.behavior_logprobs_BT,
             "values": batch.values_BT,
             "rewards": batch.rewards_BT,

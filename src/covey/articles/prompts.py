@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from covey.config import ConfigError
 from covey.data import Start, Task
-from covey.llm.tasks.jsonl import order_of_pass, row_of
+from covey.llm.data_file import row_of
+from covey.llm.tasks.jsonl import order_of_pass
 
 PROMPT_COLUMNS = ("prompts", "prompt")
 
-Prompts = Iterable[Any] | Mapping[str, Sequence[Any]]
+Prompts = Tensor | Iterable[Any] | Mapping[str, Sequence[Any]]
 
 
 def read_prompts(prompts: Prompts) -> list[Start]:
@@ -24,21 +27,29 @@ def read_prompts(prompts: Prompts) -> list[Start]:
     >>> read_prompts([[{"role": "user", "content": "What is 2 + 2?"}]])
     >>> read_prompts([{"prompt": "2+2=", "answer": "4"}])
     >>> read_prompts({"prompts": ["2+2="], "answer": ["4"]})
+    >>> read_prompts(torch.tensor([[17, 4, 23], [17, 9, 23]]))
+    >>> read_prompts(tokenizer(["2+2=", "13+4="], padding=True, return_tensors="pt"))
+
+    A prompt of token ids becomes a tuple of them, its padding included unless there is an "attention_mask".
 
     Raises:
         ConfigError: naming the first that is none of them.
     """
     if isinstance(prompts, str):
         raise ConfigError("prompts is a single text: give a list of them, [text]")
+    if isinstance(prompts, Tensor) and prompts.dim() != 2:
+        raise ConfigError(f"prompts has shape {list(prompts.shape)}: token ids have [batch, length]")
     if isinstance(prompts, Mapping):
         prompts = _rows_of(prompts)
     starts = []
     for index, given in enumerate(prompts):
+        record = dict(given) if isinstance(given, Mapping) else {"prompt": given}
+        ids = _token_ids(record.get("prompt"))
         try:
-            row = row_of(index, given if isinstance(given, Mapping) else {"prompt": given})
+            row = row_of(index, record if ids is None else record | {"prompt": "token ids"})
         except ValueError as error:
             raise ConfigError(f"prompts[{index}]: {error}") from None
-        starts.append(Start(index, row.prompt, row.columns))
+        starts.append(Start(index, row.prompt if ids is None else ids, row.columns))
     if not starts:
         raise ConfigError("prompts is empty: give at least one")
     return starts
@@ -68,8 +79,19 @@ class PromptDeck:
         return as_columns([self._starts[order_of_pass(seed, place // size, size)[place % size]] for place in places])
 
 
+def _token_ids(prompt: Any) -> tuple[int, ...] | None:
+    """Token ids, if the prompt is a vector or a list of whole numbers."""
+    if isinstance(prompt, Tensor) and prompt.dim() == 1 and not prompt.is_floating_point():
+        return tuple(map(int, prompt.tolist()))
+    if isinstance(prompt, (list, tuple)) and prompt and all(type(token) is int for token in prompt):
+        return tuple(prompt)
+    return None
+
+
 def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Columns of equal length, turned into rows."""
+    if "input_ids" in columns:
+        columns = _without_padding(columns)
     name = next((name for name in PROMPT_COLUMNS if name in columns), None)
     if name is None:
         raise ConfigError(f"the batch has no 'prompts': its columns are {', '.join(columns) or 'none'}")
@@ -78,3 +100,16 @@ def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"the columns of the batch differ in length: {lengths}")
     return [dict(zip(renamed, row, strict=True)) for row in zip(*renamed.values(), strict=True)]
+
+
+def _without_padding(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tokenizer returns, as prompts of token ids: those that its attention mask keeps."""
+    rest = {name: values for name, values in columns.items() if name not in ("input_ids", "attention_mask")}
+    kept = columns.get("attention_mask")
+    rows = columns["input_ids"]
+    if kept is not None:
+        rows = [
+            [int(token) for token, keep in zip(row, mask, strict=True) if keep]
+            for row, mask in zip(rows, kept, strict=True)
+        ]
+    return {PROMPT_COLUMNS[0]: list(rows)} | rest

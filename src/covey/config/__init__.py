@@ -12,6 +12,7 @@ from covey.config.base import (
     CheckpointConfig,
     ConfigError,
     LossBase,
+    MachineError,
     RunBase,
     RunError,
     UpdateBase,
@@ -50,7 +51,7 @@ __all__ = [
     "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "GROUPS", "TASK_CONFIGS", "ArithmeticConfig",
     "CheckpointConfig", "ConfigError", "ControlConfig", "ControlEvaluationConfig", "ControlLossConfig",
     "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "EnvironmentConfig", "EvaluationConfig", "JsonlConfig",
-    "LossBase", "LossConfig", "PolicyConfig", "ProcessConfig", "ReferenceConfig", "RewardConfig", "RolloutsConfig",
-    "RunBase", "RunConfig", "RunError", "RunningTotalConfig", "SamplingConfig", "UpdateBase", "UpdateConfig",
-    "WordProblemsConfig", "option",
+    "LossBase", "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig", "ReferenceConfig", "RewardConfig",
+    "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig", "SamplingConfig", "UpdateBase",
+    "UpdateConfig", "WordProblemsConfig", "option",
 ]  # fmt: skip

@@ -17,6 +17,10 @@ class RunError(RuntimeError):
     """A run that cannot go on, told in one line; what was learned so far is in its run folder."""
 
 
+class MachineError(RuntimeError):
+    """A fault of the machine (disk, memory, permissions), in one line with the path and what to do about it."""
+
+
 def option(
     default: Any,
     text: str,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
+import warnings
 from typing import Any
 
 from covey.config import (
-    EMBEDDED_MODELS,
     TASK_CONFIGS,
     ConfigError,
     ControlConfig,
@@ -23,18 +21,19 @@ from covey.config import (
     UpdateBase,
     UpdateConfig,
 )
+from covey.config.files import shortened, user_path
+from covey.config.function_source import check_function_name
 from covey.config.gathering_checks import NOT_BY_GROUP, check_gathering
 from covey.config.kl_checks import check_kl, check_language_kl
-from covey.config.origins import architecture_of, check_origin, find_origin
+from covey.config.origins import locate_model
 from covey.config.process_checks import check_process, check_step_reward
+from covey.config.size_checks import check_control_size, check_size
 from covey.config.values import (
     check_fields,
-    check_function_name,
-    did_you_mean,
-    did_you_mean_file,
     either,
     is_a,
     leaves,
+    missing_file,
     shown,
 )
 
@@ -88,6 +87,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> 
     _check_sampling(config.sampling, config.algorithm)  # first, because its messages say why
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
+    check_size(config)
     _check_epochs(config.update, config.algorithm)
     _check_critic_warmup(config)
     _check_minibatches(config.sampling, config.update)
@@ -101,7 +101,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> 
     if sum(reward.score for reward in config.rewards) > 1:
         raise ConfigError("several [[rewards]] have score = true: evaluation counts one of them, so keep one")
     check_process(config, own_rewards=own_rewards)
-    check_model(config.model)
+    locate_model(config.model)
 
 
 def _validate_control(config: ControlConfig) -> None:
@@ -109,6 +109,7 @@ def _validate_control(config: ControlConfig) -> None:
         raise ConfigError('no environment: give the table [environment] an id, such as id = "CartPole-v1"')
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
+    check_control_size(config)
     rollouts = config.rollouts
     _check_groups(rollouts, config.algorithm)
     _check_epochs(config.update, config.algorithm)
@@ -119,7 +120,7 @@ def _validate_control(config: ControlConfig) -> None:
     if rollouts.groups == "fragments" and count % parts:
         raise ConfigError(
             f"the decisions of rollouts.fragment_steps x copies ({count}) cannot be split evenly into "
-            f"update.minibatches ({parts}); set minibatches to {_largest_divisor(count, parts)}"
+            f"update.minibatches ({parts}); set minibatches to {largest_divisor(count, parts)}"
         )
     _refuse_unused(config, rollouts.groups)
 
@@ -192,12 +193,13 @@ def _check_minibatches(sampling: SamplingConfig, update: UpdateConfig) -> None:
     if prompts % parts:
         raise ConfigError(
             f"sampling.prompts_per_step ({prompts}) cannot be split evenly into update.minibatches ({parts}); "
-            f"set minibatches to {_largest_divisor(prompts, parts)}, or prompts_per_step to a multiple of {parts}"
+            f"set minibatches to {largest_divisor(prompts, parts)}, or prompts_per_step to a multiple of {parts}"
         )
 
 
-def _largest_divisor(count: int, most: int) -> int:
-    return max(n for n in range(1, min(most, count) + 1) if count % n == 0)
+def largest_divisor(count: int, most: int) -> int:
+    """The largest number up to `most` that divides `count`."""
+    return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
 
 
 def _check_groups(rollouts: RolloutsConfig, algorithm: str) -> None:
@@ -249,11 +251,11 @@ def check_task(task: Any) -> None:
     if not task.path:
         raise ConfigError('the jsonl task needs a file: set path = "prompts.jsonl" in [task]')
     for name, value in (("path", task.path), ("held_out_path", task.held_out_path)):
-        path = Path(value).expanduser()
+        path = user_path(value, f"task.{name}: ")
         if value and path.is_dir():
             raise ConfigError(f"task.{name}: {value} is a folder; name a JSONL file")
         if value and not path.is_file():
-            raise ConfigError(f"task.{name}: there is no file {value}{did_you_mean_file(path)}")
+            raise ConfigError(f"task.{name}: {missing_file(path, value)}")
 
 
 def check_reward(reward: RewardConfig, where: str) -> None:
@@ -271,43 +273,25 @@ def check_reward(reward: RewardConfig, where: str) -> None:
         raise ConfigError(f"{where} is a format reward and needs a pattern, such as pattern = '-?[0-9]+'")
     if reward.name != "format" and reward.pattern:
         raise ConfigError(f"{where} has a pattern, which only the format reward uses: take it out")
-    try:
-        re.compile(reward.pattern)
-    except re.error as error:
-        raise ConfigError(f"{where}: pattern {reward.pattern!r} is no regular expression ({error})") from error
+    _check_pattern(reward.pattern, where)
     if reward.function:
         check_function_name(reward.function, f"{where}: function")
     check_step_reward(reward, where)
+    if reward.binary and reward.name:
+        raise ConfigError(f"{where} has binary = true, which is for functions of your own: take it out")
+    if reward.binary and reward.per_step:
+        raise ConfigError(
+            f"{where} has binary = true and per_step = true: what evaluations average of a step reward is its mean "
+            "over the steps, which is no accuracy; take binary out"
+        )
 
 
-def check_model(model: str) -> None:
-    """A model that names a file or folder must be there; a hub name must look like one.
-
-    Raises:
-        ConfigError: naming what is missing.
-    """
-    path = Path(model).expanduser()
-    if model in EMBEDDED_MODELS:
-        return
-    origin = find_origin(model)
-    if origin is not None:
-        check_origin(origin, model)
-        if origin.from_checkpoint:
-            check_model(architecture_of(model))
-        return
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"model: the folder {model} has no config.json, so it is no Hugging Face model")
-        return
-    is_gguf = model.endswith(".gguf")
-    if is_gguf and not path.is_file():
-        raise ConfigError(f"model: there is no file {model}{did_you_mean_file(path)}")
-    if is_gguf:
-        return
-    if path.is_file():
-        raise ConfigError(f"model: {model} is a file; give the model's folder, a hub name or a .gguf file")
-    if model.startswith((".", "~", os.sep)) or model.endswith(os.sep) or model.count("/") > 1:
-        raise ConfigError(f"model: there is no folder {model}{did_you_mean_file(path)}")
-    suggestion = did_you_mean(model.lower(), list(EMBEDDED_MODELS))
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or ("/" not in model and suggestion):
-        raise ConfigError(f"model: {model!r} is no embedded model, folder, .gguf file or hub name{suggestion}")
+def _check_pattern(pattern: str, where: str) -> None:
+    """Refuse what the module re cannot compile."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of sets such as [[a], which are read as they stand
+            re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{where}: pattern {shortened(pattern)} is no regular expression ({reason})") from error

@@ -25,16 +25,19 @@ class EnvironmentConfig:
         choices=("disabled", "same_step", "next_step"),
     )
     action_repeat: int = option(1, "environment steps that every action is held for", least=1)
+    timeout_seconds: float = option(60.0, "longest time that one step or reset of all copies may take", above=0)
     max_episode_steps: int = option(0, "an episode is truncated after so many; 0 is the environment's own", least=0)
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    hidden: tuple[int, ...] = option((64, 64), "widths of the hidden layers", least=1)
+    hidden: tuple[int, ...] = option((64, 64), "widths of the hidden layers", least=1, most=1_000_000)
     activation: str = option("tanh", "between the layers", choices=("tanh", "relu"))
     normalise_observations: bool = option(False, "scale observations by their running mean and standard deviation")
     initial_std: float = option(1.0, "standard deviation of continuous actions at the start", above=0)
-    critic_hidden: tuple[int, ...] = option((), "widths of ppo's critic; empty is the same as the policy's", least=1)
+    critic_hidden: tuple[int, ...] = option(
+        (), "widths of ppo's critic; empty is the same as the policy's", least=1, most=1_000_000
+    )
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class ControlUpdateConfig(UpdateBase):
 
 @dataclass(frozen=True)
 class ControlEvaluationConfig:
-    episodes: int = option(100, "episodes played greedily before and after training", least=1)
+    episodes: int = option(100, "episodes played greedily before and after training", least=1, most=1_000_000)
     every: int = option(0, "also evaluate every so many steps; 0 is only before and after", least=0)
     expected_return: float | None = option(None, "mean return that this recipe should reach")
 

@@ -10,6 +10,7 @@ from covey.config.base import CheckpointConfig, LossBase, RunBase, UpdateBase, o
 
 EMBEDDED_MODELS = ("smollm2-135m",)
 STEP_REWARDS = ("step_numbers",)  # built-in rewards that pay every reasoning step
+BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right, 0 for wrong
 DAPO_REDRAWS = 3
 PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
 DAPO_OVERLONG_SHARE = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
@@ -21,10 +22,18 @@ class SamplingConfig:
     group_size: int = option(
         16, "rollouts from each prompt; they are compared with each other, so at least 2, but for ppo", least=1
     )
-    max_new_tokens: int = option(64, "longest completion, in tokens, the end token included", least=1)
-    temperature: float = option(1.0, "divides the logits while sampling and in the log-probabilities", above=0)
+    max_new_tokens: int = option(64, "longest completion, in tokens, the end token included", least=1, most=1_000_000)
+    temperature: float = option(
+        1.0, "divides the logits while sampling and in the log-probabilities", least=1e-4, most=1e4
+    )
     top_p: float = option(1.0, "must stay 1.0 while training: cutting the tail biases the ratio")
     top_k: int = option(0, "must stay 0 while training: cutting the tail biases the ratio")
+    long_prompts: str = option(
+        "refuse",
+        "what becomes of a prompt that leaves no room for max_new_tokens in the positions that the model knows: the "
+        "run is refused before it trains, or the prompt is dropped",
+        choices=("refuse", "drop"),
+    )
     rows_at_once: int = option(0, "rollouts decoded together; 0 chooses by memory", least=0)
     group_size_last: int | None = option(
         None, "group size of the last step, from group_size on it changes evenly; unset is fixed", least=2
@@ -77,7 +86,12 @@ class UpdateConfig(UpdateBase):
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    problems: int = option(256, "held-out problems, answered greedily before and after training", least=1)
+    problems: int = option(
+        256,
+        "held-out problems, answered greedily before and after training; all where there are fewer",
+        least=1,
+        most=1_000_000,
+    )
     every: int = option(0, "also evaluate every so many steps; 0 is only before and after", least=0)
     token_limits: tuple[int, ...] = option((), "token limits to report; empty is the training's own limit", least=1)
 
@@ -86,7 +100,7 @@ class EvaluationConfig:
 class ArithmeticConfig:
     digits: tuple[int, ...] = option((2,), "digits of an operand, drawn evenly from this list", least=1, most=12)
     operators: tuple[str, ...] = option(("+", "-"), "drawn evenly from this list of + - *", choices=("+", "-", "*"))
-    terms: tuple[int, ...] = option((2,), "numbers in an expression, drawn evenly from this list", least=2)
+    terms: tuple[int, ...] = option((2,), "numbers in an expression, drawn evenly from this list", least=2, most=100)
     negative: bool = option(False, "whether answers may be below 0, as that of 17 - 45 is")
     instruction: str = option("Reply with the number only.", "sentence added to the question")
     held_out_digits: tuple[int, ...] = option(
@@ -122,7 +136,18 @@ class RunningTotalConfig:
 class JsonlConfig:
     path: str = option("", "JSONL file; each line has a 'prompt' (string or chat messages) and any other columns")
     held_out_path: str = option("", "JSONL file of held-out prompts; empty takes held_out_share of `path`")
-    held_out_share: float = option(0.1, "share of lines kept from training for evaluation", above=0, below=1)
+    held_out_share: float = option(
+        0.1,
+        "share of the different prompts of `path` kept from training for evaluation, at least one",
+        above=0,
+        below=1,
+    )
+    overlap: str = option(
+        "refuse",
+        "what becomes of a line of `path` whose prompt is in `held_out_path` too: the run is refused, or the line is "
+        "dropped from training",
+        choices=("refuse", "drop"),
+    )
 
 
 TASK_CONFIGS: dict[str, type] = {
@@ -143,8 +168,17 @@ class RewardConfig:
     weight: float = option(1.0, "weight in the sum of rewards")
     pattern: str = option("", "regular expression of the format reward, matched against the whole completion")
     answer_column: str = option("answer", "column that holds the right answer; of step_numbers a list of them")
-    timeout_seconds: float = option(10.0, "a call of your own function that takes longer has failed", above=0)
-    score: bool = option(False, "this reward (1 = right) is what evaluation counts; default: the first")
+    timeout_seconds: float = option(
+        10.0,
+        "a call of your own function that takes longer has failed; importing its file may take as long, at least 10 s",
+        above=0,
+        most=86_400,
+    )
+    score: bool = option(False, "this reward is what evaluations average; default: the first")
+    binary: bool = option(
+        False,
+        "your own function returns 1 (right) or 0 (wrong), so its mean is an accuracy; unset, its mean is a score",
+    )
     per_step: bool = option(
         False, "your own function returns a list for each completion, one number for each of its reasoning steps"
     )
@@ -153,6 +187,11 @@ class RewardConfig:
     def is_per_step(self) -> bool:
         """Whether it pays reasoning steps rather than whole completions."""
         return self.per_step or self.name in STEP_REWARDS
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether it is 1 for right and 0 for wrong by its kind, so that its mean is an accuracy."""
+        return self.binary or self.name in BINARY_REWARDS
 
 
 @dataclass(frozen=True)
@@ -194,7 +233,7 @@ class RunConfig(RunBase):
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     precision: str = option("auto", "of products: bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32"))
     rewards: tuple[RewardConfig, ...] = option((), "[[rewards]] tables; empty is the task's own reward")
-    token_budget: int = option(0, "the run also ends after so many sampled tokens; 0 is no limit", least=0)
+    token_budget: int = option(0, "the run also ends after so many sampled tokens; 0 is no limit", least=0, most=2**53)
     sampling: SamplingConfig = option(SamplingConfig(), "[sampling] table")
     loss: LossConfig = option(LossConfig(), "[loss] table")
     update: UpdateConfig = option(UpdateConfig(), "[update] table")

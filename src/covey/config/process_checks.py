@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from covey.config import ConfigError, RewardConfig, RunConfig
+from covey.config.function_source import check_function_name
 from covey.config.gathering_checks import NOT_BY_GROUP
 from covey.config.language import STEP_REWARDS
-from covey.config.values import check_function_name, did_you_mean
+from covey.config.values import did_you_mean
 
 RULES = ("line", "paragraph", "sentence")
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
-import tomllib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RewardConfig, RunConfig
 from covey.config.checks import validate
-from covey.config.values import describe_type, did_you_mean, did_you_mean_file, plain_type
+from covey.config.dependents import follow
+from covey.config.files import read_toml, unusual_kind, user_path
+from covey.config.values import describe_type, did_you_mean, did_you_mean_file, get_type_hints, plain_type
+
+_log = logging.getLogger(__name__)
 
 PACKAGED_RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -37,16 +42,34 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     A field is named by its dotted name (`--sampling.group_size 8`) or, where only one table has it, by its last part
     (`--group-size 8`); dashes and underscores are the same. Lists are written with commas: `--digits 1,2`.
-    `--task NAME` changes the task and drops the recipe's fields of the other one. A recipe with an [environment] table
-    is a ControlConfig, any other a RunConfig.
+    `--task NAME` changes the task and drops the recipe's fields of the other one. Fields of the recipe that depend on
+    what was given follow (`covey.config.dependents`), which a line of the log says. A recipe with an [environment]
+    table is a ControlConfig, any other a RunConfig.
 
     Raises:
         ConfigError: one line that names the mistake and the fix.
     """
     tables = read_tables(path)
-    apply_overrides(tables, split_overrides(overrides))
+    written = copy.deepcopy(tables)
+    given = apply_overrides(tables, split_overrides(overrides))
     config = config_from_dict(tables)
+    if given:
+        config = _with_dependents(written, config, given)
     validate(config)
+    return config
+
+
+def _with_dependents(written: dict[str, Any], config: Config, given: list[str]) -> Config:
+    """The config with the fields of its recipe that follow what the command line gave; says which in one line."""
+    try:
+        recipe = config_from_dict(written)
+    except ConfigError:  # the command line put it right
+        return config
+    if type(recipe) is not type(config):
+        return config
+    config, changes = follow(recipe, config, given)
+    if changes:
+        _log.info(changes)
     return config
 
 
@@ -56,13 +79,7 @@ def read_tables(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: if the file is missing, unreadable, or no TOML.
     """
-    path = find_recipe(path)
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    return read_toml(find_recipe(path))
 
 
 def find_recipe(recipe: str | Path) -> Path:
@@ -71,7 +88,7 @@ def find_recipe(recipe: str | Path) -> Path:
     Raises:
         ConfigError: if there is neither; lists the packaged recipes.
     """
-    path = Path(recipe).expanduser()
+    path = user_path(recipe)
     name = path.stem if path.parent == Path("recipes") and path.suffix == ".toml" else str(recipe)
     packaged = PACKAGED_RECIPES / f"{name}.toml"
     if path.is_file():
@@ -80,6 +97,8 @@ def find_recipe(recipe: str | Path) -> Path:
         return packaged
     if path.is_dir():
         raise ConfigError(f"{recipe} is a folder; name a recipe file, or continue a run with: covey train --resume")
+    if unusual_kind(path):
+        raise ConfigError(f"{recipe} is {unusual_kind(path)}; name a recipe file")
     names = sorted(file.stem for file in PACKAGED_RECIPES.glob("*.toml"))
     near = did_you_mean(name, names) or did_you_mean_file(path)
     raise ConfigError(f"there is no recipe {recipe}{near}; packaged recipes: {', '.join(names) or 'none'}")
@@ -91,7 +110,7 @@ def split_overrides(tokens: Sequence[str]) -> list[tuple[str, str]]:
     while position < len(tokens):
         token = tokens[position]
         if not token.startswith("--") or token == "--":
-            raise ConfigError(f"unexpected argument {token!r}: fields are given as --field value")
+            raise ConfigError(f"{token!r} is neither a field nor its value: fields are given as --field value")
         name, equals, value = token[2:].partition("=")
         if not equals:
             position += 1
@@ -103,15 +122,17 @@ def split_overrides(tokens: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> None:
-    """Write command-line values into a recipe's tables, in place.
+def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Write command-line values into a recipe's tables, in place; returns the dotted names of their fields.
 
     Raises:
         ConfigError: for a field that does not exist, is ambiguous, or whose value cannot be read as its type.
     """
     pairs = [(name.replace("-", "_"), value) for name, value in pairs]
     root = root_of(tables)
+    given = []
     if root is RunConfig:
+        given = ["task" for name, _ in pairs if name in ("task", "task.name")]
         pairs = _choose_task(tables, pairs)
     hints = _known_fields(root, tables)
     for name, value in pairs:
@@ -121,6 +142,8 @@ def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) ->
         if not isinstance(table, dict):
             raise ConfigError(f"{section} must be a table: write [{section}] and its fields below it")
         table[leaf] = parse_value(value, hints[dotted], f"--{name}".replace("_", "-"))
+        given.append(dotted)
+    return given
 
 
 def _choose_task(tables: dict[str, Any], pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -255,7 +278,7 @@ def read_task(table: Any) -> Any:
     if not table:
         return None
     name = table.get("name")
-    if name not in TASK_CONFIGS:
+    if not isinstance(name, str) or name not in TASK_CONFIGS:
         wrong = f"unknown task {name!r}{did_you_mean(str(name), list(TASK_CONFIGS))}" if "name" in table else "no name"
         raise ConfigError(f"[task]: {wrong}; tasks are {', '.join(TASK_CONFIGS)}")
     rest = {key: value for key, value in table.items() if key != "name"}
@@ -310,6 +333,19 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return tables
 
 
+def first_difference(first: Any, second: Any, where: str = "") -> str:
+    """The dotted name of the first value in which two nested tables differ; '' where they are equal."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in [*first, *(key for key in second if key not in first)]:
+            name = f"{where}.{key}" if where else str(key)
+            if key not in first or key not in second:
+                return name
+            if found := first_difference(first[key], second[key], name):
+                return found
+        return ""
+    return "" if first == second else where
+
+
 def task_name(task: Any) -> str:
     """The name by which a recipe chooses the task of this config."""
     return next(name for name, kind in TASK_CONFIGS.items() if kind is type(task))
@@ -344,10 +380,11 @@ def _line(name: str, value: Any) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A plain value in TOML. JSON's string escapes are TOML's, but for DEL, which TOML wants escaped."""
+    """A plain value in TOML. JSON's string escapes are TOML's; what is not printable is escaped as well."""
     if isinstance(value, list):
         return f"[{', '.join(_toml(item) for item in value)}]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
 def describe_fields(root: type = RunConfig) -> list[FieldHelp]:

@@ -5,15 +5,36 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import shlex
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
+from typing import get_type_hints as uncached_type_hints
 
 from covey.config.base import ConfigError
+from covey.config.files import unusual_kind
+
+LARGEST_INTEGER = 2**31 - 1  # of a field without a limit of its own
+LARGEST_NUMBER = 1e30  # of a field, in either direction: fp32 holds it
+LONGEST_TEXT = 10_000  # characters of a field
+LONGEST_LIST = 1000  # values of a field
 
 TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
+
+
+@cache
+def get_type_hints(kind: Any) -> dict[str, Any]:
+    """Those of `typing.get_type_hints`, which evaluates every annotation anew."""
+    return uncached_type_hints(kind)
+
+
+def plural(count: int, noun: str) -> str:
+    """'1 problem', '1,024 problems'."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
@@ -28,7 +49,8 @@ def check_fields(config: Any, prefix: str = "") -> None:
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any, Any]]:
     """Every plain value below a config dataclass: (dotted name, field, type hint, value)."""
-    hints = get_type_hints(type(config))
+    kind: Any = type(config)
+    hints = get_type_hints(kind)
     for item in fields(config):
         value = getattr(config, item.name)
         name = f"{prefix}{item.name}"
@@ -55,6 +77,11 @@ def describe_type(hint: Any) -> str:
     return LIST_NAMES[kind] if is_list else TYPE_NAMES.get(kind, f"a {kind.__name__}")
 
 
+def command(*words: object) -> str:
+    """A command line of covey, quoted for a shell, as messages name it."""
+    return shlex.join(["covey", *map(str, words)])
+
+
 def did_you_mean(word: str, known: list[str]) -> str:
     """' (did you mean ...?)' with the nearest known word, or '' where none is near."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -75,18 +102,26 @@ def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
         raise ConfigError(f"{where} must be {describe_type(hint)} (is {value!r})")
     if is_list and not value and item.default != ():
         raise ConfigError(f"{where} is empty: give at least one value, or leave it out")
+    if is_list and len(value) > LONGEST_LIST:
+        raise ConfigError(f"{where} has {len(value):,} values: at most {LONGEST_LIST:,} are read")
     for single in value if is_list else (value,):
         if not is_a(single, kind):
             raise ConfigError(f"{where} must be {describe_type(hint)} (is {shown(value)})")
+        if type(single) is int and single.bit_length() > 64:
+            raise ConfigError(f"{where} is an integer of more than 64 bits")
         if kind is float and not math.isfinite(single):
             raise ConfigError(f"{where} must be a finite number (is {single})")
-        if kind is str and not single.isascii() and single.encode("utf-8", "replace").decode() != single:
-            raise ConfigError(f"{where} holds characters that are no valid text: {single!r}")
+        if kind is str:
+            check_text(single, where)
         choices = item.metadata["choices"]
         optional_text = kind is str and single == "" == item.default
         if choices and single not in choices and not optional_text:
             raise ConfigError(f"{where} must be {either(choices)} (is {single!r}){did_you_mean(str(single), choices)}")
         check_limits(where, item.metadata["limits"], single)
+        if kind is int and item.metadata["limits"]["most"] is None and abs(single) > LARGEST_INTEGER:
+            raise ConfigError(f"{where} must be at most {LARGEST_INTEGER} (is {single})")
+        if kind is float and abs(single) > LARGEST_NUMBER:
+            raise ConfigError(f"{where} must be at most {LARGEST_NUMBER:g} (is {single})")
 
 
 def check_limits(where: str, limits: dict[str, float | None], value: Any) -> None:
@@ -104,6 +139,25 @@ def check_limits(where: str, limits: dict[str, float | None], value: Any) -> Non
         raise ConfigError(f"{where} must be above {above:.12g} (is {value})")
     if below is not None and value >= below:
         raise ConfigError(f"{where} must be below {below:.12g} (is {value})")
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse text that no file or terminal should be given: control characters, halves of characters, too much of it.
+
+    Raises:
+        ConfigError: beginning with `where`, which names the field.
+    """
+    if len(text) > LONGEST_TEXT:
+        raise ConfigError(f"{where} has {len(text):,} characters: at most {LONGEST_TEXT:,} are read")
+    if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
+        raise ConfigError(f"{where} holds characters that are no valid text: {text!r}")
+    if any(unicodedata.category(character) == "Cc" and character not in "\n\t" for character in text):
+        raise ConfigError(f"{where} holds control characters: {text!r}; only line ends and tabs may be among them")
+
+
+def printable(text: str) -> str:
+    """Text without characters that could command a terminal; line ends and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def is_a(value: Any, kind: type) -> bool:
@@ -130,17 +184,7 @@ def did_you_mean_file(path: Path) -> str:
     return near.replace("mean '", f"mean '{path.parent}{os.sep}") if near and str(path.parent) != "." else near
 
 
-def check_function_name(function: str, where: str) -> None:
-    """`file.py:function` or `module:function`; the file must exist, a module is looked up when it is imported.
-
-    Raises:
-        ConfigError: beginning with `where`, which names the field.
-    """
-    source, _, name = function.rpartition(":")
-    if not source or not name.isidentifier():
-        raise ConfigError(f"{where} must be file.py:function or module:function (is {function!r})")
-    path = Path(source).expanduser()
-    if source.endswith(".py") and not path.is_file():
-        raise ConfigError(f"{where}: there is no file {source}{did_you_mean_file(path)}")
-    if not source.endswith(".py") and os.sep in source:
-        raise ConfigError(f"{where}: {source} is no Python file; a file's name ends with .py")
+def missing_file(path: Path, name: str) -> str:
+    """What is said of a name that leads to no plain file: there is none, or it is a folder, a pipe or a device."""
+    kind = unusual_kind(path)
+    return f"{name} is {kind}, no file" if kind else f"there is no file {name}{did_you_mean_file(path)}"

@@ -10,7 +10,9 @@ Shape legend: N slots (copies), D numbers in a flattened observation, A numbers 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,11 +24,21 @@ from numpy.typing import NDArray
 
 from covey.config import ConfigError, EnvironmentConfig
 from covey.control.cartpole import BatchedCartPole
+from covey.control.checked import EnvironmentFault, Watchdog
 from covey.control.registry import find_spec, refuse_broken
-from covey.control.resting import RAW_STEPS, HeldAction, RestingEntryPoint, RestingSync, copies_exactly
-from covey.control.spaces import ActionSpace
+from covey.control.resting import (
+    RAW_STEPS,
+    AsyncWithDeadline,
+    HeldAction,
+    RestingEntryPoint,
+    RestingSync,
+    copies_exactly,
+)
+from covey.control.spaces import ActionSpace, Discrete, MultiDiscrete
 from covey.control.translation import Translation
 
+PROBED_STEPS = 1000  # random decisions in which an environment without a time limit must show an end
+PROBED_SECONDS = 3.0
 CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
 
 
@@ -51,10 +63,19 @@ class Environments:
     """
 
     def __init__(
-        self, vector: VectorEnv, autoreset: AutoresetMode, where: str, make_one: Callable[[], gym.Env] | None = None
+        self,
+        vector: VectorEnv,
+        autoreset: AutoresetMode,
+        config: EnvironmentConfig,
+        make_one: Callable[[], gym.Env] | None = None,
     ) -> None:
         self._vector = vector
-        self._translation = Translation(vector.single_observation_space, vector.single_action_space, where)
+        self._name = config.id
+        self._translation = Translation(vector.single_observation_space, vector.single_action_space, config.id)
+        # Processes have deadlines of their own.
+        self._watchdog: AbstractContextManager[None] = nullcontext()
+        if not isinstance(vector, AsyncWithDeadline | BatchedCartPole):
+            self._watchdog = Watchdog(config.timeout_seconds, f"environment {config.id!r}")
         self._autoreset = autoreset
         self._make_one = make_one
         self._snapshots: bool | None = None
@@ -65,6 +86,7 @@ class Environments:
         self.seeded = autoreset is AutoresetMode.DISABLED
         self.observation_size: int = self._translation.observation_size
         self.actions: ActionSpace = self._translation.actions
+        self.note: str = self._translation.note  # what a user should know of the observations; empty: nothing
         self.metadata: dict[str, Any] = dict(vector.metadata)  # Gymnasium's: render_modes, render_fps
 
     @property
@@ -89,9 +111,10 @@ class Environments:
         numbers = [int(seed) for seed in seeds]
         listed = self.seeded or isinstance(self._vector, SyncVectorEnv | AsyncVectorEnv)
         seed: Any = numbers if listed else int(np.random.SeedSequence(numbers).generate_state(1)[0])
-        observations, _ = self._vector.reset(seed=seed)
+        with self._watchdog:
+            observations, _ = self._vector.reset(seed=seed)
         self._ended_N[:] = False
-        return self._translation.flatten(observations)
+        return self._finite(self._translation.flatten(observations))
 
     def begin(self, slots: NDArray[np.int64], seeds: Sequence[int]) -> NDArray[np.float32]:
         """Begin an episode in some slots, whatever they were doing; returns their first observations [K, D].
@@ -106,9 +129,10 @@ class Environments:
         seed_of: list[int | None] = [None] * self.count
         for slot, seed in zip(slots, seeds, strict=True):
             seed_of[slot] = int(seed)
-        observations, _ = self._vector.reset(seed=seed_of, options={"reset_mask": mask_N})  # type: ignore[arg-type]
+        with self._watchdog:
+            observations, _ = self._vector.reset(seed=seed_of, options={"reset_mask": mask_N})  # type: ignore[arg-type]
         self._ended_N[slots] = False
-        return self._translation.flatten(observations)[slots]
+        return self._finite(self._translation.flatten(observations))[slots]
 
     def step(self, actions: NDArray[Any]) -> Step:
         """Act in every slot: int64 [N], or float32 [N, A], which are clipped to the bounds of the action space.
@@ -116,10 +140,11 @@ class Environments:
         Slots that rest (`seeded`) or only reset (autoreset "next_step") ignore their action: `acted_N` is False.
         """
         acted_N = self._all_N if self._autoreset is AutoresetMode.SAME_STEP else ~self._ended_N
-        observations, rewards, terminated_N, truncated_N, infos = self._vector.step(
-            self._translation.to_environment(actions)
-        )
-        next_ND = observation_ND = self._translation.flatten(observations)
+        with self._watchdog:
+            observations, rewards, terminated_N, truncated_N, infos = self._vector.step(
+                self._translation.to_environment(actions)
+            )
+        next_ND = observation_ND = self._finite(self._translation.flatten(observations))
         if self._autoreset is AutoresetMode.DISABLED:
             self._ended_N |= terminated_N
             self._ended_N |= truncated_N
@@ -136,6 +161,18 @@ class Environments:
             next_ND=next_ND,
             steps_N=_raw_steps(acted_N, infos),
         )
+
+    def random_actions(self, position: int) -> NDArray[Any]:
+        """An action for every slot, drawn uniformly (continuous: within the bounds, or from -1 to 1 without)."""
+        generator = np.random.default_rng(position)
+        actions = self.actions
+        if isinstance(actions, Discrete):
+            return generator.integers(actions.count, size=self.count)
+        if isinstance(actions, MultiDiscrete):
+            return generator.integers(actions.counts, size=(self.count, actions.size))
+        bounded_A = np.isfinite(actions.low_A) & np.isfinite(actions.high_A)
+        low_A, high_A = np.where(bounded_A, actions.low_A, -1.0), np.where(bounded_A, actions.high_A, 1.0)
+        return generator.uniform(low_A, high_A, size=(self.count, actions.size)).astype(np.float32)
 
     def snapshot(self, slot: int) -> Any:
         """The state of a slot, generator included, for `restore`; it may be restored any number of times.
@@ -162,12 +199,26 @@ class Environments:
         """End the copies, processes included."""
         self._vector.close()
 
+    def _finite(self, observation_ND: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The same observations.
+
+        Raises:
+            EnvironmentFault: if a number in them is NaN or infinite.
+        """
+        if np.isfinite(observation_ND).all():
+            return observation_ND
+        slot, number = (int(index) for index in np.argwhere(~np.isfinite(observation_ND))[0])
+        place = f"environment {self._name!r}, copy {slot}"
+        if isinstance(self._vector, SyncVectorEnv | AsyncVectorEnv):
+            place = self._vector.get_attr("place")[slot]
+        raise EnvironmentFault(f"{place}: number {number} of its observation is {observation_ND[slot, number]}")
+
     def _with_last_observations(self, next_ND: NDArray[np.float32], final: NDArray[Any]) -> NDArray[np.float32]:
         """`next_ND` with the rows of finished episodes replaced by the last observations of these."""
         observation_ND = next_ND.copy()
         for slot in np.flatnonzero(self._ended_N):
             observation_ND[slot] = self._translation.flatten_one(final[slot])
-        return observation_ND
+        return self._finite(observation_ND)
 
 
 def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str | None = None) -> Environments:
@@ -190,17 +241,17 @@ def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str
     }[config.autoreset]
     with refuse_broken(config.id):
         if config.vectorization == "entry_point":
-            return Environments(_by_entry_point(config, spec, count, mode), mode, config.id)
+            return Environments(_by_entry_point(config, spec, count, mode), mode, config)
         if config.vectorization == "auto" and render_mode is None and _is_plain_cartpole(config, spec):
             limit = config.max_episode_steps or spec.max_episode_steps
             assert limit is not None
-            return Environments(BatchedCartPole(count, limit), mode, config.id)
+            return Environments(BatchedCartPole(count, limit), mode, config)
         make_one = partial(_make_one, config, spec, render_mode)
         Translation(*_spaces(make_one), config.id)  # refuses spaces before processes are started
         kind: Any = RestingSync if mode is AutoresetMode.DISABLED else SyncVectorEnv
         if config.vectorization == "async":
-            kind = AsyncVectorEnv
-        return Environments(kind([make_one] * count, autoreset_mode=mode), mode, config.id, make_one)
+            kind = partial(AsyncWithDeadline, name=config.id, timeout_seconds=config.timeout_seconds)
+        return Environments(kind([make_one] * count, autoreset_mode=mode), mode, config, make_one)
 
 
 def longest_episode(config: EnvironmentConfig) -> int | None:
@@ -214,13 +265,32 @@ def longest_episode(config: EnvironmentConfig) -> int | None:
 
 
 def check_environment(config: EnvironmentConfig) -> None:
-    """Refuse an environment that cannot be used, by making one copy.
+    """Refuse an environment that cannot be used, by making one copy and acting in it at random.
 
     Raises:
-        ConfigError: as `make_environments`.
+        ConfigError: as `make_environments`; for an environment that raises or answers something unusable, and for one
+            without a time limit of which no episode ends in `PROBED_STEPS`.
     """
     in_process = replace(config, vectorization="sync") if config.vectorization == "async" else config
-    make_environments(in_process, 1).close()
+    environments = make_environments(in_process, 1)
+    endless = longest_episode(config) is None
+    until = time.monotonic() + PROBED_SECONDS
+    try:
+        environments.reset([0])
+        for made in range(PROBED_STEPS if endless else PROBED_STEPS // 50):
+            step = environments.step(environments.random_actions(made))
+            ended = bool(step.terminated_N[0] or step.truncated_N[0])
+            if ended or time.monotonic() > until:
+                break
+    except EnvironmentFault as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        environments.close()
+    if endless and not ended:
+        raise ConfigError(
+            f"environment.id: {config.id!r} has no time limit, and none of its episodes ended in {made + 1:,} random "
+            "steps: set environment.max_episode_steps"
+        )
 
 
 def _by_entry_point(
@@ -247,8 +317,9 @@ def _by_entry_point(
 def _make_one(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, render_mode: str | None) -> HeldAction:
     """One copy, as sync and async vector environments hold them."""
     options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
-    env = gym.make(spec, max_episode_steps=config.max_episode_steps or None, **options)
-    return HeldAction(env, config.action_repeat, rests=config.autoreset == "disabled")
+    limit = config.max_episode_steps or None
+    env = gym.make(spec, max_episode_steps=limit, disable_env_checker=True, **options)  # `HeldAction` checks more
+    return HeldAction(env, config.action_repeat, config.autoreset == "disabled", config.id)
 
 
 def _spaces(make_one: Callable[[], gym.Env]) -> tuple[gym.Space, gym.Space]:

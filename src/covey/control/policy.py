@@ -1,7 +1,7 @@
 """Actor and critic of an environment: small networks over flat observations.
 
 Shape legend: B rollouts, T decisions, N environments or decided columns, D numbers in an observation, V actions to
-choose from, A numbers in an action.
+choose from (of several choices at once: those of all), A numbers in an action.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from covey.config import ConfigError
 from covey.control.network import DecidedObservations, FastForward, Network, scatter
 from covey.control.normaliser import RunningMoments
-from covey.control.spaces import ActionSpace, Continuous, Discrete
+from covey.control.spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
 from covey.data import Batch, Evaluation
 
 _TENSORS, _SHAPE = "policy.safetensors", "policy.json"
@@ -42,6 +42,8 @@ class Actor(nn.Module):
 class ControlPolicy:
     """Chooses among V actions by a softmax, or draws A numbers from a Gaussian; meets `covey.data.Policy`.
 
+    Several choices at once (`MultiDiscrete`) are independent given the observation: log-probabilities, entropies and
+    KLs are sums over the choices.
     The Gaussian is diagonal; its mean comes from the network, its standard deviations are A parameters of their own.
     Log-probabilities are those of the drawn vector, before the environment clips it to its bounds.
 
@@ -70,13 +72,15 @@ class ControlPolicy:
         self.actions = actions
         self.hidden = tuple(hidden)
         self.normaliser = normaliser
-        outputs = actions.count if isinstance(actions, Discrete) else actions.size
-        log_std_A = None if isinstance(actions, Discrete) else torch.full((outputs,), math.log(initial_std))
+        outputs = actions.outputs
+        log_std_A = torch.full((outputs,), math.log(initial_std)) if isinstance(actions, Continuous) else None
         # The critic of the same seed draws from a stream of its own.
         network = Network(observation_size, hidden, outputs, activation=activation, head_gain=0.01, seed=2 * seed)
         self.module = Actor(network, log_std_A)
         self._forward = FastForward(network, normaliser)
         self._observations = DecidedObservations(normaliser)
+        self._counts = list(actions.counts) if isinstance(actions, MultiDiscrete) else [outputs]
+        self._offset_A = np.cumsum([0, *self._counts[:-1]])  # of the logits of each choice
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Log-probability and entropy of every decision, in nats; 0 in columns that were not decided.
@@ -89,8 +93,7 @@ class ControlPolicy:
         action = batch.actions_BT.flatten(0, 1).index_select(0, place_N)
         log_std_A = self.module.log_std_A
         if log_std_A is None:
-            logp_NV = output.log_softmax(dim=1)
-            logprob_N = logp_NV.gather(1, action[:, None])[:, 0]
+            logp_NV, logprob_N = self._logprobs(output, action)
             entropy_N = -(logp_NV.exp() * logp_NV).sum(dim=1)
             return Evaluation(
                 scatter(logprob_N, place_N, mask_BT),
@@ -102,6 +105,14 @@ class ControlPolicy:
         entropy = (log_std_A + (_HALF_LOG_2PI + 0.5)).sum()
         return Evaluation(scatter(logprob_N, place_N, mask_BT), entropy * mask_BT)
 
+    def _logprobs(self, logits_NV: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """logp_NV of everything that could be chosen, and logprob_N of what was."""
+        if isinstance(self.actions, Discrete):
+            logp_NV = logits_NV.log_softmax(dim=1)
+            return logp_NV, logp_NV.gather(1, action[:, None])[:, 0]
+        logp_NV = torch.cat([part.log_softmax(dim=1) for part in logits_NV.split(self._counts, dim=1)], dim=1)
+        return logp_NV, logp_NV.gather(1, action + torch.from_numpy(self._offset_A)).sum(dim=1)
+
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
         """All rows at once: the networks are small."""
         yield torch.arange(len(batch))
@@ -111,21 +122,30 @@ class ControlPolicy:
 
         Args:
             observation_ND: float32, raw.
-            uniform_NA: in [0, 1); one number an environment for Discrete ([N] or [N, 1]), A for Continuous.
+            uniform_NA: in [0, 1); for Discrete also [N].
 
         Returns:
-            actions (int64 [N]; float32 [N, A], not yet clipped to the bounds) and logprobs_N, float32, in nats.
+            actions (int64 [N] for Discrete, int64 [N, A] for MultiDiscrete, float32 [N, A] for Continuous, not yet
+            clipped to the bounds) and logprobs_N, float32, in nats.
         """
         output = self._forward(observation_ND)
         if isinstance(self.actions, Continuous):
             return self._draw(output, uniform_NA)
+        if isinstance(self.actions, MultiDiscrete):
+            drawn = [_choose(part, uniform_NA[:, i]) for i, part in enumerate(self._by_choice(output))]
+            return np.stack([action_N for action_N, _ in drawn], axis=1), sum(logprob_N for _, logprob_N in drawn)
         uniform_N = uniform_NA.reshape(-1)
         return _choose_of_two(output, uniform_N) if self.actions.count == 2 else _choose(output, uniform_N)
 
     def best(self, observation_ND: NDArray[np.float32]) -> Any:
-        """The likeliest action of each of N environments: int64 [N]; the mean, float32 [N, A]."""
+        """The likeliest action of each of N environments: int64 [N] or [N, A]; the mean, float32 [N, A]."""
         output = self._forward(observation_ND)
+        if isinstance(self.actions, MultiDiscrete):
+            return np.stack([part.argmax(axis=1) for part in self._by_choice(output)], axis=1)
         return output.copy() if isinstance(self.actions, Continuous) else output.argmax(axis=1)
+
+    def _by_choice(self, logits_NV: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        return np.split(logits_NV, self._offset_A[1:], axis=1)
 
     def metrics(self) -> dict[str, float]:
         """The mean standard deviation of continuous actions."""
@@ -142,7 +162,7 @@ class ControlPolicy:
         shape = {
             "format": 1,
             "observation_size": self.observation_size,
-            "actions": self.actions.count if isinstance(self.actions, Discrete) else None,
+            "actions": _saved(self.actions),
             "hidden": self.hidden,
             "activation": self.module.network.activation,
             "normalised": self.normaliser is not None,
@@ -185,6 +205,13 @@ def _choose(logits_NV: NDArray[np.float32], uniform_N: NDArray[np.float64]) -> t
     return action_N, logits_NV[np.arange(len(action_N)), action_N] - np.log(total_N)
 
 
+def _saved(actions: ActionSpace) -> int | tuple[int, ...] | None:
+    """What JSON holds of an action space: the number of actions, the numbers of several choices, or null."""
+    if isinstance(actions, Discrete):
+        return actions.count
+    return actions.counts if isinstance(actions, MultiDiscrete) else None
+
+
 def load_policy(folder: Path) -> ControlPolicy:
     """A policy that `ControlPolicy.save` wrote.
 
@@ -200,6 +227,8 @@ def load_policy(folder: Path) -> ControlPolicy:
         actions: ActionSpace
         if shape["actions"] is None:
             actions = Continuous(tensors["low_A"].numpy(), tensors["high_A"].numpy())
+        elif isinstance(shape["actions"], list):
+            actions = MultiDiscrete(tuple(shape["actions"]))
         else:
             actions = Discrete(shape["actions"])
         size = shape["observation_size"]

@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
 from covey.config import ConfigError
 from covey.config.values import did_you_mean
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package whose environments Gymnasium does not know until it is imported."""
+
+    module: str
+    install: str
+
+
+# By the beginning of an id.
+PACKAGES = {
+    "ALE/": Package("ale_py", "'covey[atari]'"),
+    "MiniGrid-": Package("minigrid", "minigrid"),
+    "BabyAI-": Package("minigrid", "minigrid"),
+    "highway-": Package("highway_env", "highway-env"),
+    "mo-": Package("mo_gymnasium", "mo-gymnasium"),
+    "Fetch": Package("gymnasium_robotics", "gymnasium-robotics"),
+    "HandManipulate": Package("gymnasium_robotics", "gymnasium-robotics"),
+    "AntMaze": Package("gymnasium_robotics", "gymnasium-robotics"),
+    "PointMaze": Package("gymnasium_robotics", "gymnasium-robotics"),
+    "MiniWorld-": Package("miniworld", "miniworld"),
+    "procgen": Package("procgen", "procgen"),
+}
+# By a word of Gymnasium's message about a package that is missing: what covey calls it.
+EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale_py": "atari", "ale-py": "atari"}
 
 
 def find_spec(name: str) -> EnvSpec:
@@ -26,6 +54,13 @@ def find_spec(name: str) -> EnvSpec:
     module, _, short = name.rpartition(":")
     if module:
         _import(module, name)
+    package = next((package for start, package in PACKAGES.items() if short.startswith(start)), None)
+    if short not in gym.registry and package is not None and not module:
+        if importlib.util.find_spec(package.module) is None:
+            raise ConfigError(
+                f"environment.id: {short!r} is in a package that is not installed: pip install {package.install}"
+            )
+        _import(package.module, name)
     spec = gym.registry.get(short)
     if spec is None:
         more = "" if module else "; your own is named module:Env-v0, with the module that registers it"
@@ -47,8 +82,9 @@ def refuse_broken(name: str) -> Iterator[None]:
     except ConfigError:
         raise
     except gym.error.DependencyNotInstalled as error:
-        first = str(error).splitlines()[0]
-        hint = "pip install 'covey[box2d]'" if "box2d" in first.lower() else first
+        first = (str(error).splitlines() or [""])[0]
+        extra = next((extra for word, extra in EXTRAS.items() if word in first.lower()), None)
+        hint = f"pip install 'covey[{extra}]'" if extra else first
         raise ConfigError(f"environment.id: {name!r} needs a package that is not installed: {hint}") from error
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from covey.config import ConfigError, EnvironmentConfig
-from covey.control.environments import make_environments
+from covey.control.environments import Environments, make_environments
 from covey.control.registry import refuse_broken
 
 MOST_FRAMES = 300  # more make files that mail and web pages refuse
@@ -40,16 +40,9 @@ def render_episode(
     Raises:
         ConfigError: an environment that cannot be drawn.
     """
-    # Drawing goes to memory; without these, pygame looks for a screen and loudspeakers and greets on stdout.
-    for name, value in (
-        ("SDL_VIDEODRIVER", "dummy"),
-        ("SDL_AUDIODRIVER", "dummy"),
-        ("PYGAME_HIDE_SUPPORT_PROMPT", "1"),
-    ):
-        os.environ.setdefault(name, value)
     single = replace(config, vectorization="sync", autoreset="disabled")
     speed = _decisions_per_second(single)
-    environments = make_environments(single, 1, render_mode="rgb_array")
+    environments = _make_drawn(single)
     film = _Film(speed)
     total = 0.0
     try:
@@ -67,6 +60,35 @@ def render_episode(
         environments.close()
     film.write(path)
     return total
+
+
+def can_draw(config: EnvironmentConfig) -> bool:
+    """Whether `render_episode` works here: the environment offers pixels, and what draws them is installed."""
+    single = replace(config, vectorization="sync", autoreset="disabled")
+    try:
+        _decisions_per_second(single)
+        environments = _make_drawn(single)
+        try:
+            with refuse_broken(config.id):
+                environments.reset([0])
+                Image.fromarray(environments.render())
+        finally:
+            environments.close()
+    except ConfigError:
+        return False
+    return True
+
+
+def _make_drawn(config: EnvironmentConfig) -> Environments:
+    """One copy that draws to memory."""
+    # Without these, pygame looks for a screen and loudspeakers and greets on stdout.
+    for name, value in (
+        ("SDL_VIDEODRIVER", "dummy"),
+        ("SDL_AUDIODRIVER", "dummy"),
+        ("PYGAME_HIDE_SUPPORT_PROMPT", "1"),
+    ):
+        os.environ.setdefault(name, value)
+    return make_environments(config, 1, render_mode="rgb_array")
 
 
 def _decisions_per_second(config: EnvironmentConfig) -> float:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from covey.control.environments import Environments
 from covey.control.policy import ControlPolicy
 from covey.control.rewards import RewardScale
-from covey.control.spaces import Continuous
 from covey.control.tape import Draws, FinishedTape, Segment, Tape, ending, play
 from covey.control.task import reset_seeds
 from covey.data import EndReason, Group, Rollout, Start
@@ -75,9 +74,8 @@ class ControlSampler:
             self.policy.normaliser.load_state_dict(state["normaliser"])
 
     def _draws(self, step: int, slots: int, stream: int = SAMPLING) -> Draws:
-        """The policy's random numbers of a training step: one an action, or one for each number of a vector."""
-        actions = self.policy.actions
-        return Draws(self.seed, step, slots, actions.size if isinstance(actions, Continuous) else 1, stream)
+        """The policy's random numbers of a training step: one for each number in an action."""
+        return Draws(self.seed, step, slots, self.policy.actions.size, stream)
 
     def _rewarded(self, tape: FinishedTape, segments: Sequence[Segment], *, go_on: bool = False) -> list[Rollout]:
         """The segments as rollouts with their rewards; moves the scale of rewards and notes the observations.

@@ -1,4 +1,4 @@
-"""What an agent can do: choose one of a few actions, or push with some numbers.
+"""What an agent can do: choose one action, choose several at once, or give a vector of numbers.
 
 Shape legend: N environments side by side, A numbers in an action.
 """
@@ -16,6 +16,29 @@ class Discrete:
     """One of `count` actions, numbered from 0."""
 
     count: int
+    size = 1  # numbers in an action
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the policy's network computes for an observation: a logit an action."""
+        return self.count
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """A choices at once, independent of each other given the observation; choice i is one of `counts[i]` actions."""
+
+    counts: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """A."""
+        return len(self.counts)
+
+    @property
+    def outputs(self) -> int:
+        """The logits of all choices, side by side."""
+        return sum(self.counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +50,13 @@ class Continuous:
 
     @property
     def size(self) -> int:
+        """A."""
+        return len(self.low_A)
+
+    @property
+    def outputs(self) -> int:
+        """The means of a Gaussian."""
         return len(self.low_A)
 
 
-ActionSpace = Discrete | Continuous
+ActionSpace = Discrete | MultiDiscrete | Continuous

@@ -22,7 +22,7 @@ class Task(Protocol):
         """
 
     def held_out(self, count: int) -> list[Start]:
-        """`count` starts that training never sees."""
+        """`count` starts that training never sees, or where there are fewer, all of them."""
 
 
 class Sampler(Protocol):

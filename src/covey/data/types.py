@@ -60,7 +60,10 @@ class Rollout:
     step_ends: Sequence[int] | None = None  # decisions that end a reasoning step, ascending; None: the whole is one
     reward: float | None = None  # None: the grader failed, the rollout leaves its group
     reward_parts: dict[str, float | None] = field(default_factory=dict)
-    score: float | None = None  # what evaluation averages: 1 right, 0 wrong; a return in control
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # reward -> column -> value, by `log_extra`
+    score: float | None = (
+        None  # what evaluations average: a score, 1 or 0 where it is an accuracy; in control the return
+    )
     version: int = 0  # of the weights that made it
 
 
@@ -71,6 +74,8 @@ class Group:
     start: Start
     rollouts: list[Rollout]
     dropped: bool = False  # sampled in vain: another group was drawn in its place, nothing learns from this one
+    # Values that reward functions logged, by "reward/metric"; those of one call for several groups are in the first.
+    logged: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -60,6 +60,8 @@ def _attention(
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise UnsupportedAttentionError(name)
+    if attention_mask is not None and (attention_mask.dtype != torch.bool or attention_mask.numel() != 1):
+        raise UnsupportedAttentionError("a mask that the model adds to, perhaps what it learns")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     return layout.attend(layer, query[0], key[0], value[0], scale)[None], None

@@ -27,17 +27,28 @@ def choose(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[T
 
     Returns:
         tokens_R (int64) and logprobs_R (nats).
+
+    Raises:
+        FloatingPointError: if the logits of a row contain NaN or +infinity, or are all -infinity.
     """
     if temperature == 0.0:
         z_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+        total_R = z_RV.logsumexp(dim=1)
+        _check_finite(total_R)
         tokens_R = z_RV.argmax(dim=1)
-        return tokens_R, z_RV.gather(1, tokens_R[:, None])[:, 0] - z_RV.logsumexp(dim=1)
+        return tokens_R, z_RV.gather(1, tokens_R[:, None])[:, 0] - total_R
     kernels = kernels_for(logits_RV.dtype, logits_RV.device)
     if kernels is not None:
         return kernels.choose(logits_RV.contiguous(), uniforms_R, temperature)
     pieces = zip(logits_RV.split(ROWS), uniforms_R.split(ROWS), strict=True)
     tokens, logprobs = zip(*(_draw(logits, uniforms, temperature) for logits, uniforms in pieces), strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _check_finite(total_R: Tensor) -> None:
+    failed = int((~total_R.isfinite()).sum())
+    if failed:
+        raise FloatingPointError(f"{failed} rows of logits define no distribution")
 
 
 def _draw(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -49,6 +60,7 @@ def _draw(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Te
     mass_RCV = pad(mass_RV, (0, -mass_RV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     upto_RC = mass_RCV.sum(dim=2).double().cumsum(dim=1)
     total_R = upto_RC[:, -1]
+    _check_finite(total_R)
 
     wanted_R1 = (uniforms_R * total_R)[:, None]
     block_R1 = torch.searchsorted(upto_RC, wanted_R1, right=True).clamp(max=upto_RC.shape[1] - 1)

@@ -11,11 +11,13 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from covey.config import ConfigError
 from covey.data import Batch
+from covey.llm.model_folder import read_weight_files
 from covey.llm.policy import LanguagePolicy
+from covey.llm.pretrained import build, read_config, trunk_class
 from covey.llm.trunk import hidden_at_decisions
 
 HEAD_FILE = "value_head.safetensors"
@@ -48,7 +50,8 @@ class LanguageCritic:
     def __init__(self, policy: LanguagePolicy, *, own_trunk: bool = True) -> None:
         decoder = policy.module.base_model
         assert isinstance(decoder, PreTrainedModel)
-        width = policy.module.config.get_text_config().hidden_size
+        # Of what the output layer reads: some models project their hidden states to another width before it.
+        width = policy.module.get_output_embeddings().weight.shape[1]
         self.trunk: PreTrainedModel = copy.deepcopy(decoder) if own_trunk else decoder
         self.own_trunk = own_trunk
         self.packed = policy.shares_prompts
@@ -95,10 +98,17 @@ class LanguageCritic:
             )
         try:
             head = safetensors.torch.load_file(folder / HEAD_FILE)
-            trunk = AutoModel.from_pretrained(folder).state_dict() if self.own_trunk else {}
             self.head.linear.load_state_dict(head)
             if self.own_trunk:
-                self.trunk.load_state_dict(trunk)
+                self._load_trunk(folder)
         except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"the critic in {folder} does not fit ({reason}): take the folder away") from error
+
+    def _load_trunk(self, folder: Path) -> None:
+        config = read_config(folder, str(folder))
+        with read_weight_files(folder, str(folder)).open() as tensors:
+            trunk, misfits = build(trunk_class(config, str(folder)), config, tensors, self.trunk.dtype, str(folder))
+        if misfits:
+            raise ConfigError("; ".join(misfits))
+        self.trunk.load_state_dict(trunk.state_dict())

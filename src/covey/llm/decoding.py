@@ -10,18 +10,19 @@ V vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from covey.llm.attention import Layout, PackedLayout, PromptSlots, forward
-from covey.llm.families import is_llama_like
+from covey.llm.families import is_llama_like, vocabulary_of
 from covey.llm.layers import LlamaLayers
 from covey.llm.native.library import PAD
 from covey.llm.packed import PackedLinears
+from covey.llm.plain import accepted
 
 GROWTH = PAD  # tokens for which rows are given room together, as in the kernels (memory.py counts on it)
 
@@ -132,10 +133,11 @@ class _DecodingLayout:
     def __init__(self, stored: PrefillLayout, prompt_of_row: Tensor) -> None:
         self.keys_KSPD, self.values_KSPD = stored.keys, stored.values
         self.lengths_S = torch.tensor(stored.prompt_lengths, device=prompt_of_row.device)
-        first = stored.keys[0]
-        nothing = first.new_empty(first.shape[0], len(prompt_of_row), 0, first.shape[3])
-        self.own_keys = [nothing for _ in stored.keys]
-        self.own_values = [nothing for _ in stored.keys]
+        rows = len(prompt_of_row)
+        self.own_keys, self.own_values = (
+            [prompt_KSPD.new_empty(prompt_KSPD.shape[0], rows, 0, prompt_KSPD.shape[3]) for prompt_KSPD in tensors]
+            for tensors in (stored.keys, stored.values)
+        )
         self.decoded = 0
         self.prompt_of_row = prompt_of_row
         self.slots = PromptSlots(self.lengths_S, prompt_of_row)
@@ -165,7 +167,7 @@ class _DecodingLayout:
         self.slots = PromptSlots(self.lengths_S, prompt_of_row)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        heads, rows, width = query.shape
+        heads, rows, _ = query.shape
         own_keys, own_values = self.own_keys[layer], self.own_values[layer]
         own_keys[:, :, self.decoded - 1] = key
         own_values[:, :, self.decoded - 1] = value
@@ -180,60 +182,179 @@ class _DecodingLayout:
             own_values,
             self.unwritten_1T,
         )
-        return out.transpose(0, 1).reshape(rows, heads, width)
+        return out.transpose(0, 1).reshape(rows, heads, -1)  # values may be narrower than keys
 
 
 class CacheDecoder:
-    """For every other decoder: transformers' own cache, prompts padded on the left and repeated for every row."""
+    """For every other model that has a cache: transformers' own, with the prompt repeated for every row.
 
-    patience = 0.125  # a departure copies the keys of the rows that stay
+    Rows whose prompts have the same length are decoded together (a cohort), without padding. With `pads`, all rows are,
+    and shorter prompts are padded on the left: faster, but only right for models that ignore what is masked.
+    """
+
+    patience = 0.125  # a departure copies the state of the rows that stay
+    branches = True
+
+    def __init__(self, module: PreTrainedModel, rows: int, *, pads: bool) -> None:
+        self.module = module
+        self.rows = rows
+        self.pads = pads
+        self.packed = PackedLinears(module)
+        self.cohorts: list[_Cohort] = []
+
+    def room(self) -> int:
+        return 0 if self.cohorts else self.rows
+
+    @torch.inference_mode()
+    def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
+        lengths = [0 if self.pads else len(prompt) for prompt in prompts]
+        numbers = torch.arange(len(prompts) * group_size, device=self.module.device).view(len(prompts), group_size)
+        found: dict[int, Tensor] = {}
+        for length in sorted(set(lengths)):
+            chosen = [place for place, other in enumerate(lengths) if other == length]
+            cohort = _Cohort(self.module, numbers[chosen].flatten(), pads=self.pads)
+            logits_SV = cohort.begin([prompts[place] for place in chosen])
+            cohort.select(torch.arange(len(chosen), device=self.module.device).repeat_interleave(group_size))
+            found |= zip(chosen, logits_SV, strict=True)
+            self.cohorts.append(cohort)
+        return torch.stack([found[place] for place in range(len(prompts))])
+
+    @torch.inference_mode()
+    def step(self, tokens_R: Tensor) -> Tensor:
+        with self.packed:
+            parts = [cohort.step(tokens_R[cohort.numbers_C]) for cohort in self.cohorts]
+        if len(parts) == 1:
+            return parts[0]
+        logits_RV = parts[0].new_empty(len(tokens_R), parts[0].shape[1])
+        for cohort, logits_CV in zip(self.cohorts, parts, strict=True):
+            logits_RV[cohort.numbers_C] = logits_CV
+        return logits_RV
+
+    @torch.inference_mode()
+    def keep(self, rows: Tensor) -> None:
+        new = torch.arange(len(rows), device=rows.device)
+        for cohort in self.cohorts:
+            inside_RC = rows[:, None] == cohort.numbers_C
+            kept = inside_RC.any(dim=1)
+            cohort.numbers_C = new[kept]
+            if len(cohort.numbers_C):
+                cohort.select(inside_RC[kept].int().argmax(dim=1))
+        self.cohorts = [cohort for cohort in self.cohorts if len(cohort.numbers_C)]
+
+    def state_bytes(self) -> int:
+        """Of all tensors that the rows' caches hold."""
+        return sum(_bytes_in(cohort.cache, set()) for cohort in self.cohorts)
+
+
+# Under which name a model returns its cache and takes it again.
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
+
+
+class _Cohort:
+    """Rows of a `CacheDecoder` that share a cache of transformers.
+
+    Shapes: C rows of the cohort, S its prompts, P tokens of the longest one.
+    """
+
+    def __init__(self, module: PreTrainedModel, numbers_C: Tensor, *, pads: bool) -> None:
+        self.module = module
+        self.numbers_C = numbers_C  # of its rows, among all of the decoder
+        self.pads = pads
+        self.cache: Any = None
+        self.mask_CL: Tensor | None = None  # which tokens are not padding
+
+    def begin(self, prompts: list[list[int]]) -> Tensor:
+        """logits_SV of the token after each prompt."""
+        device = self.module.device
+        width = max(len(prompt) for prompt in prompts)
+        tokens_SP = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+        if not self.pads:
+            return self._forward(tokens_SP)
+        lengths_S = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.mask_CL = (torch.arange(width, device=device) >= width - lengths_S[:, None]).long()
+        return self._forward(tokens_SP, (self.mask_CL.cumsum(1) - 1).clamp(min=0))
+
+    def step(self, tokens_C: Tensor) -> Tensor:
+        """logits_CV of the next token."""
+        if self.mask_CL is None:
+            return self._forward(tokens_C[:, None])
+        self.mask_CL = torch.cat([self.mask_CL, self.mask_CL.new_ones(len(tokens_C), 1)], dim=1)
+        return self._forward(tokens_C[:, None], self.mask_CL.sum(dim=1, keepdim=True) - 1)
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows, some of them perhaps several times."""
+        if self.mask_CL is not None:
+            self.mask_CL = self.mask_CL[rows]
+        if isinstance(self.cache, list):  # of tensors, the rows first
+            self.cache = [state[rows] for state in self.cache]
+        else:
+            self.cache.reorder_cache(rows)
+
+    def _forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        wanted: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+        if positions is not None:
+            wanted |= {"attention_mask": self.mask_CL, "position_ids": positions}
+        if self.cache is not None:
+            wanted |= dict.fromkeys(CACHE_NAMES, self.cache)
+        output = self.module(input_ids=tokens, **accepted(self.module, **wanted))
+        self.cache = next(output[name] for name in CACHE_NAMES if output.get(name) is not None)
+        return output.logits[:, -1]
+
+
+def _bytes_in(state: Any, seen: set[int]) -> int:
+    """Of the tensors that an object holds, whatever holds them."""
+    if id(state) in seen:
+        return 0
+    seen.add(id(state))
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    parts = state if isinstance(state, (list, tuple, dict)) else getattr(state, "__dict__", {})
+    parts = parts.values() if isinstance(parts, dict) else parts
+    return sum(_bytes_in(part, seen) for part in parts)
+
+
+class FullForwardDecoder:
+    """For models without a cache that can be used: every row is fed whole for every token.
+
+    Rows of the same length are fed together, without padding. The cost grows with the square of the length.
+    """
+
+    patience = 0.0
     branches = True
 
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
         self.rows = rows
-        self.packed = PackedLinears(module)
-        self.cache: DynamicCache | None = None
+        self.tokens: list[list[int]] = []  # of every row
 
     def room(self) -> int:
-        return self.rows if self.cache is None else 0
+        return self.rows - len(self.tokens)
 
     @torch.inference_mode()
     def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
-        device = self.module.device
-        width = max(len(prompt) for prompt in prompts)
-        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        attended = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        self.mask = torch.tensor(attended, device=device)
-        self.cache = DynamicCache(config=self.module.config)
-        logits_SV = self._forward(torch.tensor(padded, device=device), (self.mask.cumsum(1) - 1).clamp(min=0))
-        prompt_of_row = torch.arange(len(prompts), device=device).repeat_interleave(group_size)
-        self.cache.batch_select_indices(prompt_of_row)
-        self.mask = self.mask[prompt_of_row]
-        return logits_SV
+        self.tokens += [list(prompt) for prompt in prompts for _ in range(group_size)]
+        return self._forward(prompts)
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens_R), 1)], dim=1)
-        with self.packed:
-            return self._forward(tokens_R[:, None], self.mask.sum(dim=1, keepdim=True) - 1)
+        for row, token in zip(self.tokens, tokens_R.tolist(), strict=True):
+            row.append(token)
+        return self._forward(self.tokens)
 
-    @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
-        assert self.cache is not None
-        if len(rows):
-            self.cache.batch_select_indices(rows)
-            self.mask = self.mask[rows]
-        else:
-            self.cache = None
+        self.tokens = [list(self.tokens[row]) for row in rows.tolist()]
 
-    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        output = self.module(
-            input_ids=tokens,
-            attention_mask=self.mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
+    def state_bytes(self) -> int:
+        """Of what a forward pass holds at a time, roughly: some vectors of every token."""
+        config = self.module.config.get_text_config()
+        widths = 16 * config.hidden_size + vocabulary_of(self.module)
+        return sum(map(len, self.tokens)) * widths * self.module.dtype.itemsize
+
+    def _forward(self, rows: list[list[int]]) -> Tensor:
+        found: dict[int, Tensor] = {}
+        for length in sorted({len(row) for row in rows}):
+            chosen = [place for place, row in enumerate(rows) if len(row) == length]
+            tokens = torch.tensor([rows[place] for place in chosen], device=self.module.device)
+            known = accepted(self.module, use_cache=False, logits_to_keep=1)
+            found |= zip(chosen, self.module(input_ids=tokens, **known).logits[:, -1], strict=True)
+        return torch.stack([found[place] for place in range(len(rows))])

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from gguf import GGUFReader
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from covey.config import EMBEDDED_MODELS, ConfigError
-from covey.config.origins import architecture_of
+from covey.config import ConfigError
+from covey.config.files import user_path
+from covey.config.origins import MODEL_CONFIG_FILE, ModelKind, locate_model
 from covey.llm.families import is_llama_like
+from covey.llm.foreign_files import check_model_config, read_model_config, reading
+from covey.llm.model_folder import check_config
+from covey.llm.pretrained import config_of, skeleton
 
 SMOLLM2_135M = {
     "model_type": "llama",
@@ -29,8 +32,6 @@ SMOLLM2_135M = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
-
-NOT_A_MODEL = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError, ImportError)
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Dimensions:
         return self.kv_heads * self.head_dim
 
 
-def read_dimensions(model_config: dict[str, Any]) -> Dimensions:
-    """The dimensions of the model that the dict of a `config.json` describes.
+def read_dimensions(model_config: dict[str, Any], model: str = "of this config.json") -> Dimensions:
+    """The dimensions of the model that the dict of a `config.json` describes; `model` names it in messages.
 
     transformers builds the model on torch's meta device, where tensors have shapes and no memory, so the weights of
     every architecture that it knows are counted exactly.
@@ -74,25 +75,27 @@ def read_dimensions(model_config: dict[str, Any]) -> Dimensions:
         ConfigError: if the dict describes no causal language model that transformers knows.
     """
     fields = {name: value for name, value in model_config.items() if name != "quantization_config"}
-    kind = fields.pop("model_type", None)
-    if kind is None:
-        raise ConfigError("the model's config.json has no model_type, so its memory cannot be predicted")
-    try:
-        config = AutoConfig.for_model(kind, **fields)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        text = config.get_text_config()
-        heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
-        layers, vocabulary = int(text.num_hidden_layers), int(text.vocab_size)
-    except (*NOT_A_MODEL, StrictDataclassError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"the model's config.json describes no language model known here: {reason}") from error
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    check_config(fields, model)
+    config = config_of(fields, model)
+    module = skeleton(config, model)
+    with reading(f"model {model}: its config.json describes no language model known here", "check it"):
+        return _dimensions(config, module)
+
+
+def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions:
+    text = config.get_text_config()
+    # A recurrent model has no attention heads. Its state is counted as one head, which is more than it needs.
+    heads, hidden = int(getattr(text, "num_attention_heads", 1)), int(text.hidden_size)
+    layers, vocabulary = int(text.num_hidden_layers), int(text.vocab_size)
+    for name, value in (("heads", heads), ("hidden units", hidden), ("layers", layers), ("tokens", vocabulary)):
+        if value < 1:
+            raise ConfigError(f"the model's config.json describes no language model: it has {value} {name}")
+    names = {name.rpartition(".")[2] for name, _ in module.named_modules()}
     own = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or getattr(text, "n_inner", None)
-    head = model.get_output_embeddings()
+    head = module.get_output_embeddings()
     return Dimensions(
-        parameters=_count(model),
-        trunk_parameters=_count(model.base_model),
+        parameters=_count(module),
+        trunk_parameters=_count(module.base_model),
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -101,11 +104,11 @@ def read_dimensions(model_config: dict[str, Any]) -> Dimensions:
         intermediate=own or 4 * hidden,
         vocabulary=vocabulary,
         feed_forward_kept=_feed_forward_kept(text, is_gated="gate_proj" in names or "gate_up_proj" in names),
-        is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
-        has_rms_norm=any("RMSNorm" in type(part).__name__ for part in model.modules()),
+        is_tied=head is not None and head.weight is module.get_input_embeddings().weight,
+        has_rms_norm=any("RMSNorm" in type(part).__name__ for part in module.modules()),
         has_head_norms="q_norm" in names,
-        packed_parameters=sum(part.weight.numel() for part in model.modules() if type(part) is nn.Linear),
-        has_kernels=is_llama_like(model),
+        packed_parameters=sum(part.weight.numel() for part in module.modules() if type(part) is nn.Linear),
+        has_kernels=is_llama_like(module),
     )
 
 
@@ -124,49 +127,45 @@ def _feed_forward_kept(text: Any, *, is_gated: bool) -> int:
 
 
 def find_model_config(model: str) -> dict[str, Any] | None:
-    """The `config.json` of a model by the name that a recipe gives it, or by its own path; None where it is not on this
-    machine.
+    """The `config.json` of a model by the name that a recipe gives it, or by its own path; None for a hub's model that
+    is not on this machine. Asks no hub.
 
     Raises:
-        ConfigError: for a file that cannot be read, or a run without a language model.
+        ConfigError: if there is no such model, or its config cannot be read.
     """
-    model = architecture_of(model)
-    if model in EMBEDDED_MODELS:
+    if model.endswith(".json"):
+        return read_model_config(user_path(model, "model: "))
+    source = locate_model(model)
+    if source.kind is ModelKind.EMBEDDED:
         return SMOLLM2_135M
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return _gguf_config(path)
-    files = [path] if path.is_file() else [folder / "config.json" for folder in (path, path / "model")]
-    if not path.exists():
-        try:
-            cached = try_to_load_from_cache(model, "config.json")
-        except HFValidationError:  # a path, and nothing is there
-            return None
-        files = [Path(cached)] if isinstance(cached, (str, os.PathLike)) else []
-    for file in files:
-        if file.is_file():
-            return _read_json(file)
-    return None
+    if source.kind is ModelKind.GGUF:
+        return read_gguf_config(source.path)
+    if source.kind is ModelKind.HUB:
+        return _cached_config(source.name)
+    assert source.description is not None
+    return read_model_config(source.description / MODEL_CONFIG_FILE)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _cached_config(name: str) -> dict[str, Any] | None:
+    """The `config.json` of a hub's model, if it was downloaded before."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is no valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} is no config.json of a model: it must hold an object")
-    return config
+        cached = try_to_load_from_cache(name, MODEL_CONFIG_FILE)
+    except HFValidationError:
+        return None
+    return read_model_config(Path(cached)) if isinstance(cached, (str, os.PathLike)) else None
 
 
-def _gguf_config(path: Path) -> dict[str, Any]:
-    """The dimensions in the head of a GGUF file, under the names of a `config.json`."""
-    from gguf import GGUFReader
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """The dimensions in the head of a GGUF file, under the names of a `config.json`.
 
-    try:
-        reader = GGUFReader(path)
-    except ValueError as error:
-        raise ConfigError(f"{path} is no GGUF file: {error}") from error
+    Raises:
+        ConfigError: if it is no GGUF file of a language model.
+    """
+    with reading(f"{path} is no GGUF file of a language model"):
+        return _config_of(GGUFReader(path), path)
+
+
+def _config_of(reader: GGUFReader, path: Path) -> dict[str, Any]:
     kind = reader.fields["general.architecture"].contents()
     names = {
         "embedding_length": "hidden_size",
@@ -181,4 +180,5 @@ def _gguf_config(path: Path) -> dict[str, Any]:
     config: dict[str, Any] = {name: int(field.contents()) for name, field in found.items() if field is not None}
     tensors = {tensor.name: tensor.shape for tensor in reader.tensors}
     config["vocab_size"] = int(tensors["token_embd.weight"][1])
+    check_model_config(config, str(path))
     return config | {"model_type": kind, "tie_word_embeddings": "output.weight" not in tensors}

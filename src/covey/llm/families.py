@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,56 @@ def is_llama_like(module: PreTrainedModel) -> bool:
         and len({parameter.dtype for parameter in module.parameters()}) == 1  # the kernels are told one type
         and all(type(layer) is nn.Linear for layer in module.modules() if hasattr(layer, "in_features"))
     )
+
+
+# Fields of a config that say how far attention looks back, or into what pieces it cuts a sequence.
+_LIMITS_ATTENTION = re.compile(r"window|chunk|local|block|index|budget|sparse|compress|span|stride")
+
+
+def windows_of(config: Any) -> list[int]:
+    """Every number of tokens that a config names as a window, a chunk or the like.
+
+    A few that mean something else may be among them: a trial that is longer than needed does no harm.
+    """
+    return sorted({size for size in _windows(config.to_dict(), named=False) if size > 0})
+
+
+def _windows(fields: dict[Any, Any], *, named: bool) -> Iterator[int]:
+    for name, value in fields.items():
+        limits = named or bool(_LIMITS_ATTENTION.search(str(name)))
+        if isinstance(value, dict):
+            yield from _windows(value, named=limits)
+        elif limits and type(value) is int and "layer" not in str(name) and "expert" not in str(name):
+            yield value
+
+
+def vocabulary_of(module: PreTrainedModel) -> int:
+    """How many tokens may be fed."""
+    table: Any = module.get_input_embeddings()
+    return int(table.weight.shape[0])
+
+
+def exact_length(config: Any) -> tuple[int, str] | None:
+    """The number of tokens up to which a row's numbers are its own, and why not beyond; None if there is no such limit.
+
+    Two kinds of rotary scaling choose the frequencies of all rows of a call by the longest one. Attention that selects
+    the keys with the highest scores depends on rounding if scores are equal.
+    """
+    config = config.get_text_config()
+    named = getattr(config, "rope_parameters", None) or {}
+    kinds = [part for part in named.values() if isinstance(part, dict)] or [named]
+    limits: list[tuple[int, str]] = []
+    for kind in kinds:
+        limit = position_limit(config)
+        if kind.get("rope_type") == "longrope":
+            original = getattr(config, "original_max_position_embeddings", None)
+            limit = kind.get("original_max_position_embeddings") or original or limit
+        if kind.get("rope_type") in ("longrope", "dynamic") and limit:
+            limits.append((int(limit), "its rotary scaling depends on the longest row that is computed with it"))
+    for field in ("index_topk", "indexer_budget"):
+        if count := getattr(config, field, None):
+            limits.append((int(count), "its attention selects keys by scores, of which several may be equal"))
+    return min(limits, default=None)
 
 
 @dataclass(frozen=True)
@@ -68,3 +120,17 @@ class Parts:
             gate_up=[mlp.gate_proj, mlp.up_proj],
             down=mlp.down_proj,
         )
+
+
+# The names that architectures give the number of positions a model knows, the usual one first.
+POSITION_FIELDS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length", "max_target_positions",
+    "seq_length", "model_max_length",
+)  # fmt: skip
+
+
+def position_limit(config: Any) -> int | None:
+    """How many tokens a model can be fed in a row; None if its config names no limit."""
+    text = config.get_text_config()
+    limits = (getattr(text, name, None) for name in POSITION_FIELDS)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)

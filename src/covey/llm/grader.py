@@ -17,11 +17,12 @@ from covey.config.checks import check_reward
 from covey.config.values import check_fields
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm import rewards as builtin
-from covey.llm.callers import Caller, Hanging, InProcess
+from covey.llm.callers import Caller, Hanging, InProcess, RewardProcess
 from covey.llm.chat import Chat
 from covey.llm.process import StepSplitter
-from covey.llm.reward_worker import CallFailed, RewardProcess, TookTooLong, WrongResults
+from covey.llm.reward_call import CallFailed, TookTooLong, WrongResults
 
+LARGEST_REWARD = 1e18  # in size: its square is finite in float32
 FAILURES_ALLOWED = 0.2  # share of a step's rollouts
 BOUNDARY = "process.boundary"  # what a message calls a boundary function
 # The dry run has two completions, a step has hundreds: it gets a tenth of the time, and a hang is found at once.
@@ -51,10 +52,11 @@ class WeightedReward:
     caller: Caller
     options: Mapping[str, Any]  # arguments that come from the config, not from the data
     weight: float = 1.0
-    score: bool = False  # evaluation counts this one
+    score: bool = False  # evaluations average this one
     timeout_seconds: float = 10.0
     shaping: bool = False  # the run's own addition: counts only where one of the user's rewards gave a value
     per_step: bool = False  # a number for each reasoning step of a completion
+    binary: bool = False  # 1 for right, 0 for wrong: its mean is an accuracy
 
     @staticmethod
     def from_function(
@@ -64,10 +66,24 @@ class WeightedReward:
         score: bool = False,
         timeout_seconds: float = 60.0,
         per_step: bool = False,
+        binary: bool = False,
     ) -> WeightedReward:
-        """A Python callable with TRL's signature, called in a thread of this process."""
+        """A Python callable with TRL's signature, called in a thread of this process.
+
+        Args:
+            score: evaluations average this reward; else the first of the run.
+            per_step: it returns a list for each completion, one number for each reasoning step.
+            binary: it returns 1 (right) or 0 (wrong), so that its mean is an accuracy; else it is a score.
+
+        Raises:
+            ConfigError: where it is to be both binary and paid by step.
+        """
+        if per_step and binary:
+            raise ConfigError("a reward that pays steps is not binary: leave out per_step or binary")
         name = getattr(function, "__name__", type(function).__name__)
-        return WeightedReward(name, InProcess(function), {}, weight, score, timeout_seconds, per_step=per_step)
+        return WeightedReward(
+            name, InProcess(function), {}, weight, score, timeout_seconds, per_step=per_step, binary=binary
+        )
 
     @staticmethod
     def from_config(config: RewardConfig) -> WeightedReward:
@@ -82,7 +98,7 @@ class WeightedReward:
         caller: Caller
         options: dict[str, Any] = {}
         if config.function:
-            caller = RewardProcess(config.function)
+            caller = RewardProcess(config.function, config.timeout_seconds)
         elif config.name == "format":  # a regular expression can run away
             caller, options = RewardProcess(f"{builtin.__name__}:format_match"), {"pattern": config.pattern}
         else:
@@ -90,7 +106,14 @@ class WeightedReward:
             if config.name != "countdown":
                 options = {"answer_column": config.answer_column}
         return WeightedReward(
-            name, caller, options, config.weight, config.score, config.timeout_seconds, per_step=config.is_per_step
+            name,
+            caller,
+            options,
+            config.weight,
+            config.score,
+            config.timeout_seconds,
+            per_step=config.is_per_step,
+            binary=config.is_binary,
         )
 
     @staticmethod
@@ -100,7 +123,7 @@ class WeightedReward:
         return WeightedReward("overlong", InProcess(builtin.overlong), options, shaping=True)
 
     def evaluate(self, groups: Sequence[Group], seconds: float) -> list[Verdict]:
-        """What the function says of every rollout of `groups`, in one call."""
+        """Verdicts of the function on every rollout of `groups`, in one call; what it logs is noted in the groups."""
         rows = [(group.start, rollout) for group in groups for rollout in group.rollouts]
         columns = dict.fromkeys(name for start, _ in rows for name in start.columns)
         arguments = {
@@ -114,7 +137,13 @@ class WeightedReward:
         if self.per_step:
             steps = [list(rollout.step_texts or [rollout.text]) for _, rollout in rows]
             arguments["steps"], counts = steps, [len(texts) for texts in steps]
-        return [_verdict(result) for result in self.caller.call(arguments, rows[0][1].version, seconds, counts)]
+        results = self.caller.call(arguments, rows[0][1].version, seconds, counts)
+        for metric, numbers in results.metrics.items():
+            groups[0].logged.setdefault(f"{self.name}/{metric}", []).extend(numbers)
+        for column, values in results.extras.items():
+            for (_, rollout), value in zip(rows, values, strict=True):
+                rollout.extras.setdefault(self.name, {})[column] = value
+        return [_verdict(result, binary=self.binary) for result in results.values]
 
 
 @dataclass(frozen=True)
@@ -159,6 +188,7 @@ class RewardGrader:
             self.rewards.append(reward if same == 1 else replace(reward, name=f"{reward.name}_{same}"))
         by_preference = sorted(self.rewards, key=lambda reward: (not reward.score, reward.per_step))
         self.score_name = by_preference[0].name
+        self.score_kind = "accuracy" if by_preference[0].binary else "score"  # a key of observe's SCORE_KINDS
         self.splitter = StepSplitter(boundary) if any(reward.per_step for reward in self.rewards) else None
 
     def use_chat(self, chat: Chat) -> None:
@@ -339,12 +369,14 @@ def _right_rollout(start: Start) -> Rollout:
     return Rollout(context=(), actions=(0,), behavior_logprobs=(0.0,), end=EndReason.STOP, text=text)
 
 
-def _verdict(result: float | list[float] | None) -> Verdict:
+def _verdict(result: float | list[float] | None, *, binary: bool) -> Verdict:
     if result is None:
         return Verdict(None)
+    if binary and math.isfinite(result) and result not in (0, 1):  # type: ignore[arg-type]  # steps are not binary
+        return Verdict(None, f"returned {result:g}, but it is binary: let it return 0 or 1, or take out binary = true")
     numbers = result if isinstance(result, list) else [result]
     for number in numbers:
-        if not math.isfinite(number):
+        if not abs(number) <= LARGEST_REWARD:  # NaN is not
             return Verdict(None, f"returned {number}")
     return Verdict(math.fsum(numbers), steps=numbers) if isinstance(result, list) else Verdict(result)
 

@@ -166,9 +166,12 @@ class Slots:
     def __init__(self, stored: PrefillLayout, group_size: int) -> None:
         first = stored.keys[0]
         self.group_size = group_size
-        nothing = first.new_empty(first.shape[0], 0, 0, first.shape[3])
-        self.prompt_keys, self.prompt_values = ([nothing for _ in stored.keys] for _ in range(2))  # [K, S, P, D]
-        self.own_keys, self.own_values = ([nothing for _ in stored.keys] for _ in range(2))  # [K, R, T, D]
+        nothing = [
+            [part.new_empty(part.shape[0], 0, 0, part.shape[3]) for part in parts]
+            for parts in (stored.keys, stored.values)
+        ]
+        self.prompt_keys, self.prompt_values = (list(parts) for parts in nothing)  # [K, S, P, D]
+        self.own_keys, self.own_values = (list(parts) for parts in nothing)  # [K, R, T, D]
         self.count = self.prompt_room = self.own_room = 0
         self.lengths_S, self.decoded_R, self.tokens_R = (
             torch.empty(0, dtype=torch.int64, device=first.device) for _ in range(3)
@@ -220,14 +223,14 @@ class Slots:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """As `Layout` tells."""
-        heads, rows, width = query.shape
+        heads, rows, _ = query.shape
         own_keys, own_values = self.own_keys[layer], self.own_values[layer]
         own_keys[:, self.rows_R, self.decoded_R] = key
         own_values[:, self.rows_R, self.decoded_R] = value
         query_KRMD = (query * scaling).unflatten(0, (len(key), -1)).transpose(1, 2).contiguous()
         prompt = self.prompt_keys[layer], self.prompt_values[layer]
         out = self.shared.attend(query_KRMD, *prompt, own_keys, own_values, self.unwritten)
-        return out.transpose(0, 1).reshape(rows, heads, width)
+        return out.transpose(0, 1).reshape(rows, heads, -1)
 
     def _indices(self, places: np.ndarray) -> Tensor:
         return torch.from_numpy(places).to(self.lengths_S.device)

@@ -15,17 +15,14 @@ from transformers import PreTrainedModel
 
 from covey.core import kl
 from covey.data import Batch, Evaluation
-from covey.llm.attention import IMPLEMENTATION
-from covey.llm.beginnings import LEAST_COMMON
-from covey.llm.decoding import CacheDecoder, Decoder, SharedPrefixDecoder
+from covey.llm.backend import Backend, choose_backend
+from covey.llm.decoding import Decoder
 from covey.llm.exact_kl import exact_kl
 from covey.llm.families import is_llama_like
-from covey.llm.graphs import GraphDecoder
 from covey.llm.head import token_logprobs
 from covey.llm.microbatches import cut, in_order
-from covey.llm.native.decoder import NativeDecoder
 from covey.llm.native.fused import fuse
-from covey.llm.native.library import kernels_for
+from covey.llm.plain import exact_logprobs, next_token_logits
 from covey.llm.trunk import hidden_at_decisions, row_lengths, row_tokens, spread
 
 
@@ -33,11 +30,22 @@ class LanguagePolicy:
     """A transformers decoder with a causal head.
 
     Models whose attention takes a layout share the prompt of a group in every forward pass (`shares_prompts`); the
-    others are evaluated rollout by rollout, slower, with the same numbers. Which it is is found out by trying: both
-    ways must agree on random tokens.
+    others are evaluated rollout by rollout, slower, with the same numbers. `backend` says which.
     """
 
-    def __init__(self, module: PreTrainedModel, *, temperature: float = 1.0, microbatch_tokens: int = 4096) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        microbatch_tokens: int = 4096,
+        backend: Backend | None = None,
+    ) -> None:
+        """`backend`: that of another policy of the same model; None chooses one by trying (see `choose_backend`).
+
+        Raises:
+            ConfigError: if the model cannot be trained, in one line that names its architecture.
+        """
         self.module: PreTrainedModel = module.eval()  # no dropout: the ratio compares policies, not noise
         self.temperature = temperature
         self.microbatch_tokens = microbatch_tokens
@@ -45,9 +53,14 @@ class LanguagePolicy:
         # Weights of another time. With an anchor, an evaluation that has a gradient also tells the exact KL to it, at
         # the price of the anchor's forward pass.
         self.anchor: LanguagePolicy | None = None
-        self.shares_prompts = self._can_share_prompts()
+        self.backend = choose_backend(module) if backend is None else backend
         if self.shares_prompts and is_llama_like(module):
             fuse(module)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the prompt of a group is computed once."""
+        return self.backend.shares_prompts
 
     @property
     def device(self) -> torch.device:
@@ -69,15 +82,8 @@ class LanguagePolicy:
             yield torch.tensor([row.number for row in piece])
 
     def decoder(self, rows: int, max_new_tokens: int) -> Decoder:
-        """A decoder on this policy's own weights, for so many rows at a time: the fastest that fits the model."""
-        if not self.shares_prompts:
-            return CacheDecoder(self.module, rows)
-        if self.device.type != "cpu":
-            return GraphDecoder(self.module, rows, max_new_tokens)
-        kernels = kernels_for(self.module.dtype, self.device)
-        if kernels is None or not is_llama_like(self.module):
-            return SharedPrefixDecoder(self.module, rows)
-        return NativeDecoder(self.module, kernels, rows, max_new_tokens)
+        """A decoder on this policy's own weights, for this many rows at a time."""
+        return self.backend.decoder(self.module, rows, max_new_tokens)
 
     def save(self, folder: Path) -> None:
         """Write the weights and the config so that transformers loads them unchanged."""
@@ -134,42 +140,4 @@ class LanguagePolicy:
 
     def _distribution(self, tokens_L: Tensor, decisions: int) -> Tensor:
         """logp_TV over every token at the last `decisions` places, by the model's own forward."""
-        logits = self.module(input_ids=tokens_L[None, :-1], use_cache=False, logits_to_keep=decisions).logits[0]
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        return (logits[-decisions:].to(exact) / self.temperature).log_softmax(dim=1)
-
-    @torch.no_grad()
-    def _can_share_prompts(self) -> bool:
-        """Whether the packed way gives the model's own numbers on two short groups."""
-        try:
-            self.module.set_attn_implementation(IMPLEMENTATION)
-            batch = _probe_batch(self.module.config.get_text_config().vocab_size)
-            packed, plain = self._evaluate_packed(batch.to(self.device)), self._evaluate_rows(batch.to(self.device))
-        except (NotImplementedError, ValueError, TypeError, AttributeError, AssertionError, RuntimeError):
-            self.module.set_attn_implementation("sdpa")
-            return False
-        tolerance = 0.25 if next(self.module.parameters()).dtype == torch.bfloat16 else 1e-3
-        gap = (packed.logprobs_BT - plain.logprobs_BT).abs().max()
-        return bool(gap < tolerance)
-
-
-def _probe_batch(vocabulary: int) -> Batch:
-    """Two groups of two short rollouts over a few spread-out token ids. Their prompts begin alike."""
-    ids = [(7 * i * i + 11 * i + 5) % vocabulary for i in range(24)]
-    one, other = (tuple(ids[:LEAST_COMMON] + rest) for rest in (ids[8:12], ids[14:16]))
-    contexts = (one, one, other, other)
-    actions_BT = torch.tensor(ids[8:24]).view(4, 4)
-    mask_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
-    zeros_B = torch.zeros(4)
-    return Batch(
-        context=contexts,
-        actions_BT=actions_BT,
-        mask_BT=mask_BT,
-        behavior_logprobs_BT=torch.zeros(4, 4),
-        reward_B=zeros_B,
-        rewards_BT=torch.zeros(4, 4),
-        valid_B=zeros_B == 0,
-        truncated_B=zeros_B != 0,
-        group_B=torch.tensor([0, 0, 1, 1]),
-        step_end_BT=torch.zeros(4, 4, dtype=torch.bool),
-    )
+        return exact_logprobs(next_token_logits(self.module, tokens_L, decisions), self.temperature)

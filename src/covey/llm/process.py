@@ -11,8 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from covey.data import Rollout
+from covey.llm.callers import RewardProcess
 from covey.llm.chat import Chat
-from covey.llm.reward_worker import RewardProcess, WrongResults
+from covey.llm.reward_call import WrongResults
 
 Boundary = Callable[[str], Sequence[int]]  # text -> positions (in characters) after its steps
 

@@ -1,4 +1,5 @@
-"""The built-in rewards: right number, right text, right form, right countdown expression. 1 for right, 0 for wrong.
+"""The built-in rewards: right number, right text, right form, right countdown expression. 1 for right, 0 for wrong
+(`covey.config.language.BINARY_REWARDS`), but for `digits` and `step_numbers`, which give partial credit.
 
 They have TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list of float`, so they also work
 in other trainers. They never evaluate a completion as code, and what they do is bounded by its length.
@@ -28,6 +29,7 @@ _ANY_NUMBER = re.compile(_NUMBER)
 _ANSWER_IS = re.compile(
     r"(?i:\banswer)\W{0,4}(?:(?i:is)|:|=)[\s*_`$(\\:=]{0,10}" + _NUMBER + r"(?!\s*[-+−–*×/÷=^]\s*[0-9(])"
 )
+_NO_COLUMNS = ("prompts", "completion_ids", "trainer_state", "log_metric", "log_extra")
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9]{1,100})\}\{([0-9]{1,100})\}")
@@ -197,7 +199,7 @@ def format_match(completions: Sequence[Any], *, pattern: str) -> list[float]:
 
 def _column(columns: dict[str, Any], name: str) -> Any:
     if name not in columns:
-        there = ", ".join(name for name in columns if name not in ("prompts", "completion_ids")) or "no column"
+        there = ", ".join(name for name in columns if name not in _NO_COLUMNS) or "no column"
         raise ValueError(f"the data has no column {name!r}, it has {there}; set answer_column")
     return columns[name]
 

@@ -6,7 +6,7 @@ Shapes: S prompts, R rows (rollouts), B branches (what some siblings have writte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from covey.config import ConfigError
+from covey.config import ConfigError, RunError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.chat import Chat
 from covey.llm.choosing import choose
-from covey.llm.families import Heads
 from covey.llm.policy import LanguagePolicy
+from covey.llm.prompt_limit import length_fault
 from covey.runtime.seeding import uniforms
 
 # Keys and values of rows decoded together may take this much memory where the config leaves it open.
@@ -76,23 +76,16 @@ class LanguageSampler:
         """Nothing to take over."""
 
     def _refuse_too_long(self, prompt_tokens: int) -> None:
-        """A model knows positions up to a limit; some crash beyond it, others write nonsense."""
-        limit = getattr(self.policy.module.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and prompt_tokens + self.max_new_tokens > limit:
-            raise ConfigError(
-                f"a prompt of {prompt_tokens} tokens and max_new_tokens = {self.max_new_tokens} exceed the model's "
-                f"{limit} positions: shorten the prompts or lower max_new_tokens"
-            )
+        if fault := length_fault(self.policy.module.config, prompt_tokens, self.max_new_tokens):
+            raise ConfigError(fault)
 
     def _rows_together(self, prompts: Sequence[tuple[int, ...]]) -> int:
         """How many rows fit into memory together."""
         if self.rows_at_once:
             return self.rows_at_once
-        module, heads = self.policy.module, Heads.of(self.policy.module)
-        layers = module.config.get_text_config().num_hidden_layers
-        per_token = 2 * layers * heads.keys * heads.width * module.dtype.itemsize
-        longest = max(len(prompt) for prompt in prompts) if not self.policy.shares_prompts else 0
-        return CACHE_BYTES // (per_token * (self.max_new_tokens + longest))
+        backend = self.policy.backend
+        longest = max(len(prompt) for prompt in prompts) if not backend.shares_prompts else 0
+        return CACHE_BYTES // (backend.row_bytes + backend.token_bytes * (self.max_new_tokens + longest))
 
     def _rollout(self, prompt: tuple[int, ...], row: _Row) -> Rollout:
         ended = row.tokens[-1] in self.chat.end_ids
@@ -161,7 +154,13 @@ class LanguageSampler:
         device = logits_BV.device
         alone = np.array_equal(branches, np.arange(len(logits_BV)))
         logits_RV = logits_BV if alone else logits_BV[torch.from_numpy(branches).to(device)]
-        tokens_R, logprobs_R = choose(logits_RV, torch.from_numpy(uniforms_R).to(device), self.temperature)
+        try:
+            tokens_R, logprobs_R = choose(logits_RV, torch.from_numpy(uniforms_R).to(device), self.temperature)
+        except FloatingPointError:
+            raise RunError(
+                "the model's logits are not finite, so no token can be drawn: its weights have diverged. Go back to an "
+                "earlier checkpoint and lower the learning rate"
+            ) from None
         return tokens_R.cpu().numpy(), logprobs_R.double().cpu().numpy()
 
     def _uniforms(self, step: int, groups_R: NDArray[np.int64], rollouts_R: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -182,4 +181,4 @@ class _Row:
 
 def greedy(sampler: LanguageSampler, max_new_tokens: int) -> LanguageSampler:
     """A sampler of likeliest tokens on the same policy, for evaluation."""
-    return LanguageSampler(sampler.policy, sampler.chat, sampler.seed, max_new_tokens, temperature=0.0)
+    return replace(sampler, max_new_tokens=max_new_tokens, temperature=0.0, rows_at_once=0)

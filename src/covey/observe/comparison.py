@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from covey.config import ConfigError
 from covey.observe.run_store import SUMMARY_FILE, read_metrics
-from covey.observe.worlds import CONTROL, LANGUAGE, SECONDS, Wording
+from covey.observe.worlds import SECONDS, Wording, find_wording
 
 Floats = NDArray[np.float64]
 
@@ -155,14 +155,13 @@ def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
         summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
         after = summary["evaluations"][0]["after"]
         final, count, peak = float(after["score"]), int(after["count"]), int(summary["peak_memory_bytes"])
+        world = find_wording(summary)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"{run_dir} holds no finished run that can be compared ({error}): delete it") from error
     seconds = np.cumsum(_column(records, "time/step"))
-    if any("environment/episodes" in record for record in records):
-        world = CONTROL
+    if world.world == "control":
         spent = (_column(records, "environment/episodes"), _column(records, "environment/steps"), seconds)
     else:
-        world = LANGUAGE
         spent = (_column(records, "step"), np.cumsum(_column(records, "decisions/sampled")), seconds)
     return SeedRun(
         seed=seed,
@@ -187,7 +186,7 @@ def trailing_mean(run: SeedRun) -> Floats:
 
     Steps before the first 100 episodes have the mean of what there is. A step counts by its episodes.
     """
-    if run.world is not CONTROL:
+    if run.world.world != "control":
         return run.returns_S
     ended_S = run.spent["episodes"]
     counts_S = np.where(np.isnan(run.returns_S), 0.0, np.diff(ended_S, prepend=0.0))

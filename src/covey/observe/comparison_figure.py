@@ -9,11 +9,11 @@ import numpy as np
 from matplotlib.figure import Figure  # used without pyplot: nothing opens a window, nothing is kept
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
 
 from covey.observe.comparison import interquartile_mean_estimate, learning_curve
 from covey.observe.comparison_report import Comparison, find_thresholds
-from covey.observe.worlds import LANGUAGE, SECONDS
+from covey.observe.worlds import SECONDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,9 +44,8 @@ def draw_learning_curves(comparison: Comparison, path: Path) -> Path:
     panels = figure.subplots(1, len(axes_names), sharey=True)
     for panel, axis in zip(panels, axes_names, strict=True):
         _draw_panel(panel, comparison, axis)
-    panels[0].set_ylabel(f"{comparison.world.score} while training, sampled actions", color=MUTED, fontsize=10)
-    if comparison.world is LANGUAGE:
-        panels[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    panels[0].set_ylabel(f"{comparison.world.kind.name} while training, sampled actions", color=MUTED, fontsize=10)
+    panels[0].yaxis.set_major_formatter(_score_ticks(comparison))
     seen = np.concatenate(
         [run.returns_S[~np.isnan(run.returns_S)] for runs in comparison.runs.values() for run in runs]
     )
@@ -106,7 +105,7 @@ def _draw_threshold(panel: Axes, comparison: Comparison, axis: str) -> list[floa
 
 def draw_final_scores(comparison: Comparison, path: Path) -> Path:
     """Every seed's final score, and the interquartile mean with its 95 % interval; returns the picture's path."""
-    runs = comparison.runs
+    runs, kind = comparison.runs, comparison.world.kind
     figure = Figure(figsize=(9, 1.9 + 0.85 * len(runs)), dpi=150, facecolor="white", layout="constrained")
     panel = figure.subplots()
     _decorate(panel, grid="x")
@@ -119,7 +118,7 @@ def draw_final_scores(comparison: Comparison, path: Path) -> Path:
         panel.plot([middle.low, middle.high], [number - 0.2] * 2, color=color, linewidth=3,
                    solid_capstyle="butt", zorder=4)  # fmt: skip
         panel.plot(middle.value, number - 0.2, "D", color=color, markersize=9, markeredgecolor="white", zorder=5)
-        panel.annotate(_write(middle.value, comparison), (middle.value, number - 0.2), xytext=(0, 9), ha="center",
+        panel.annotate(kind.write(middle.value), (middle.value, number - 0.2), xytext=(0, 9), ha="center",
                        textcoords="offset points", fontsize=9.5, fontweight="bold", color=color)  # fmt: skip
     if comparison.threshold is not None:
         panel.axvline(comparison.threshold, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
@@ -127,10 +126,9 @@ def draw_final_scores(comparison: Comparison, path: Path) -> Path:
     panel.set_ylim(len(runs) - 0.4, -0.6)
     panel.margins(x=0.06)
     count = next(iter(runs.values()))[0].final_count
-    what = "held-out problems" if comparison.world is LANGUAGE else "episodes"
-    panel.set_xlabel(f"final {comparison.world.score}, mean of {count} {what}", color=INK, fontsize=10)
-    if comparison.world is LANGUAGE:
-        panel.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    what = comparison.world.count_measured(count)
+    panel.set_xlabel(f"final {comparison.world.kind.name}, mean of {what}", color=INK, fontsize=10)
+    panel.xaxis.set_major_formatter(_score_ticks(comparison))
     panel.set_title(f"{comparison.subject}: where each seed ended", loc="left", fontsize=13, fontweight="bold",
                     color=INK, pad=22)  # fmt: skip
     panel.text(0, 1.03, "dots: seeds; diamond and bar: interquartile mean and its 95 % interval",
@@ -144,8 +142,8 @@ def _spread(count: int) -> np.ndarray:
     return (np.arange(count) * 0.618034 % 1) - 0.5
 
 
-def _write(value: float, comparison: Comparison) -> str:
-    return f"{value:.1%}" if comparison.world is LANGUAGE else f"{value:.1f}"
+def _score_ticks(comparison: Comparison) -> FuncFormatter:
+    return FuncFormatter(lambda value, _: comparison.world.kind.write_tick(value))
 
 
 def _head(figure: Figure, comparison: Comparison, columns: int) -> None:
@@ -158,7 +156,7 @@ def _head(figure: Figure, comparison: Comparison, columns: int) -> None:
     if comparison.threshold is not None:
         note += f" Marker: median seed reaches {comparison.threshold:g}."
     inch = 1 / figure.get_figheight()
-    title = f"{comparison.subject}: {comparison.world.score} by what it cost"
+    title = f"{comparison.subject}: {comparison.world.kind.name} by what it cost"
     figure.text(0.012, 1 - 0.14 * inch, title, fontsize=15, fontweight="bold", color=INK, va="top")
     figure.text(0.012, 1 - 0.46 * inch, note, fontsize=10, color=MUTED, va="top")
     handles = []

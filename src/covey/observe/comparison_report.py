@@ -20,7 +20,8 @@ from covey.observe.comparison import (
     interquartile_mean_estimate,
     probability_of_improvement,
 )
-from covey.observe.worlds import LANGUAGE, SECONDS, Wording
+from covey.observe.score_kinds import SCORE_KINDS
+from covey.observe.worlds import SECONDS, Wording
 
 CURVES_PICTURE, FINAL_PICTURE = "learning_curves.png", "final_scores.png"
 LEAST_SEEDS = 3  # fewer cannot carry a claim
@@ -70,7 +71,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
             recipes[label] |= _describe_thresholds(thresholds[label], comparison.world)
     return {
         "subject": comparison.subject,
-        "score": comparison.world.score,
+        "score": comparison.world.kind.name,
         "counted": comparison.world.counted,
         "final_count": next(iter(comparison.runs.values()))[0].final_count,
         "threshold": comparison.threshold,
@@ -114,7 +115,9 @@ def _compare_pair(
 ) -> list[dict[str, Any]]:
     """The probability of improvement by every measure; less is better in all but the first."""
     runs = comparison.runs
-    measures = {f"final {comparison.world.score}": [[run.final for run in runs[label]] for label in (first, second)]}
+    measures = {
+        f"final {comparison.world.kind.name}": [[run.final for run in runs[label]] for label in (first, second)]
+    }
     for axis in comparison.world.axes if thresholds else ():
         spent = [[-one.spent[axis] for one in thresholds[label]] for label in (first, second)]
         measures[f"{axis} to {comparison.threshold:g}"] = spent
@@ -156,7 +159,7 @@ def markdown_report(comparison: Comparison, summary: dict[str, Any]) -> str:
     ]
     sections = [_final_section(summary), _threshold_section(summary), _cost_section(summary), _pairs_section(summary)]
     body = [line for section in sections if section for line in ("", *section)]
-    return "\n".join([*head, *body, "", *_how_measured(summary)]) + "\n"
+    return "\n".join([*head, *body, "", *_how_measured(summary, comparison.world)]) + "\n"
 
 
 def findings(summary: dict[str, Any]) -> list[str]:
@@ -197,7 +200,7 @@ def cautions(summary: dict[str, Any]) -> list[str]:
 
 def _final_section(summary: dict[str, Any]) -> list[str]:
     score = summary["score"]
-    write = score_writer(summary)
+    write = SCORE_KINDS[summary["score"]].write
     lines = [
         f"## Final {score}",
         "",
@@ -271,9 +274,8 @@ def _pairs_section(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _how_measured(summary: dict[str, Any]) -> list[str]:
-    score, count = summary["score"], summary["final_count"]
-    after = f"{count} held-out problems" if score == LANGUAGE.score else f"{count} episodes"
+def _how_measured(summary: dict[str, Any], world: Wording) -> list[str]:
+    score, after = summary["score"], world.count_measured(summary["final_count"])
     lines = [
         "## How this was measured",
         "",
@@ -287,12 +289,8 @@ def _how_measured(summary: dict[str, Any]) -> list[str]:
         "seeds.",
     ]
     if summary["threshold"] is not None:
-        measure = {
-            "evaluation": "the evaluations while training",
-            "training": "the mean score of the last 100 training episodes, with sampled actions",
-        }[summary["threshold_measured_by"]]
-        if score == LANGUAGE.score and summary["threshold_measured_by"] == "training":
-            measure = "the mean score of a training step, with sampled answers"
+        by_evaluation = summary["threshold_measured_by"] == "evaluation"
+        measure = "the evaluations while training" if by_evaluation else world.training_score
         lines.append(f"- The threshold goes by {measure}, and at the last step by the final {score}.")
     if summary["machine"]:
         lines.append(f"- Machine: {summary['machine']}.")
@@ -301,7 +299,7 @@ def _how_measured(summary: dict[str, Any]) -> list[str]:
 
 def terminal_table(summary: dict[str, Any]) -> Table:
     """The report's main numbers, one recipe a column."""
-    write = score_writer(summary)
+    write = SCORE_KINDS[summary["score"]].write
     recipes = summary["recipes"].values()
     table = Table(title=f"{summary['subject']}: final {summary['score']}", title_style="bold")
     table.add_column()
@@ -324,11 +322,6 @@ def terminal_table(summary: dict[str, Any]) -> Table:
     table.add_row(f"seconds per 1,000 {summary['counted']}", *prices)
     table.add_row("peak memory", *(f"{recipe['peak_bytes'] / 2**20:,.0f} MiB" for recipe in recipes))
     return table
-
-
-def score_writer(summary: dict[str, Any]) -> Any:
-    """How a score is written: shares of right answers in percent, returns as they are."""
-    return (lambda value: f"{value:.1%}") if summary["score"] == LANGUAGE.score else (lambda value: f"{value:.1f}")
 
 
 def amount(value: float) -> str:

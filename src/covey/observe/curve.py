@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure  # used without pyplot: nothing opens a window, nothing is kept
-from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
 from covey.observe.run_store import CURVE_FILE, SUMMARY_FILE, read_metrics
-from covey.observe.worlds import CONTROL, LANGUAGE, Panel, Wording
+from covey.observe.worlds import CONTROL, Panel, Wording, find_wording
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +24,9 @@ TRAINING, EVALUATION, SMALL = "#2563eb", "#c2410c", "#0f766e"
 def draw_curve(run_dir: str | Path) -> Path:
     """Draw the score while training, the evaluations, and small panels below; returns the picture's path.
 
-    A language model's accuracy goes by training steps, a return by environment steps. Reads `metrics.jsonl`, and
-    `summary.json` where there is one. A run without a score shows its reward instead.
+    What a language model scores goes by training steps, a return by environment steps. Reads `metrics.jsonl`, and
+    `summary.json` where there is one: without it, nothing says that a score is an accuracy. A run without a score shows
+    its reward instead.
 
     Raises:
         ConfigError: if there is no metrics file.
@@ -34,7 +35,9 @@ def draw_curve(run_dir: str | Path) -> Path:
     records = read_metrics(run_dir)
     summary_path = run_dir / SUMMARY_FILE
     summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {}
-    world = CONTROL if any(CONTROL.x_metric in record for record in records) else LANGUAGE
+    in_control = any(CONTROL.x_metric in record for record in records)
+    by_metrics = ("control", "return") if in_control else ("language", "score")
+    world = find_wording(summary or dict(zip(("world", "score_kind"), by_metrics, strict=True)))
 
     figure = Figure(figsize=(9, 6.4), dpi=160, facecolor="white", layout="constrained")
     grid = figure.add_gridspec(2, len(world.panels), height_ratios=(2.6, 1))
@@ -55,7 +58,7 @@ def points_of(records: Sequence[dict[str, Any]], name: str, x_metric: str) -> tu
 def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str, Any], world: Wording) -> None:
     """The large panel: what training is for."""
     has_scores = any(record.get("score/mean") is not None for record in records)
-    name, label = ("score/mean", world.score) if has_scores else ("reward/mean", "reward")
+    name, label = ("score/mean", world.kind.name) if has_scores else ("reward/mean", "reward")
     title = f"{summary['recipe']}: {label} while it trains" if "recipe" in summary else f"{label} while it trains"
     _decorate(axes, label)
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, pad=12)
@@ -76,11 +79,12 @@ def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str,
     if summary.get("expected_return") is not None:
         expected = summary["expected_return"]
         axes.axhline(expected, color=INK, linewidth=1, linestyle=(0, (5, 4)), zorder=1,
-                     label=f"expected return, {world.write_label(expected)}")  # fmt: skip
-    if has_scores and world.score_limits:
-        axes.set_ylim(world.score_limits)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    label_length = max((len(world.write_label(result["score"])) for result in results), default=3)
+                     label=f"expected return, {world.kind.write_label(expected)}")  # fmt: skip
+    if has_scores:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: world.kind.write_tick(value)))
+        if world.kind.limits:
+            axes.set_ylim(world.kind.limits)
+    label_length = max((len(world.kind.write_label(result["score"])) for result in results), default=3)
     margin = max(last * (0.03 + 0.014 * label_length), 0.5)
     axes.set_xlim(-margin, last + margin)
     if axes.get_legend_handles_labels()[0]:
@@ -89,14 +93,16 @@ def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str,
 
 def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: float, world: Wording) -> None:
     """The evaluations before and after training, with their intervals and their values beside them."""
-    label = world.evaluation.format(count=results[1]["count"])
+    label = world.evaluation.format(measured=world.count_measured(results[1]["count"]))
+    label += " (95 % interval)" if results[1]["low"] is not None else ""
     for x, result, side in zip((0, last), results, (-1, 1), strict=True):
         score = result["score"]
-        axes.plot([x, x], [result["low"], result["high"]], color=EVALUATION, linewidth=2, zorder=5)
-        axes.plot([x] * 2, [result["low"], result["high"]], "_", color=EVALUATION, markersize=9, zorder=5)
+        if result["low"] is not None:
+            axes.plot([x, x], [result["low"], result["high"]], color=EVALUATION, linewidth=2, zorder=5)
+            axes.plot([x] * 2, [result["low"], result["high"]], "_", color=EVALUATION, markersize=9, zorder=5)
         axes.plot(x, score, "o", color=EVALUATION, markersize=9, markeredgecolor="white", zorder=6,
                   label=label if side > 0 else None)  # fmt: skip
-        axes.annotate(world.write_label(score), (x, score), xytext=(9 * side, 0), textcoords="offset points",
+        axes.annotate(world.kind.write_label(score), (x, score), xytext=(9 * side, 0), textcoords="offset points",
                       va="center", ha="left" if side > 0 else "right", fontsize=12, fontweight="bold",
                       color=EVALUATION)  # fmt: skip
 

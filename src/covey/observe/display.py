@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from covey.observe.worlds import WORLDS, Shown
+from covey.config.values import printable
+from covey.observe.score_kinds import is_above
+from covey.observe.worlds import Shown, Wording, find_wording
 
 if TYPE_CHECKING:  # covey.data imports torch, which a mistake in a recipe must not wait for
     from covey.data import Group as RolloutGroup
@@ -34,7 +35,7 @@ QUIET_SECONDS = 1.0  # between two lines of a log, where steps are quick
 class Display:
     """Shows a run. An `Observer` of the loop and a context manager.
 
-    `world` is a key of `covey.observe.worlds.WORLDS`: "language" or "control".
+    `world` and `score_kind` choose the words, as `covey.observe.worlds.find_wording` takes them.
     With `total_steps` 0 there is no panel: only notes and progress bars, for commands that do not train.
     """
 
@@ -44,12 +45,13 @@ class Display:
         show_rollouts_every: int = 0,
         *,
         world: str = "language",
+        score_kind: str = "accuracy",
         title: str = "covey",
         console: Console | None = None,
     ) -> None:
         self.total_steps = total_steps
         self.show_rollouts_every = show_rollouts_every
-        self.world = WORLDS[world]
+        self.world: Wording = find_wording({"world": world, "score_kind": score_kind})
         self.title = title
         self.step = 0
         self.console = console or Console()
@@ -118,11 +120,11 @@ class Display:
             self._print(Text(f"{label}: done in {seconds:.1f} s"))
         self._last_record += seconds  # an evaluation is no part of a step's pace
 
-    def show_summary(self, summary: dict[str, Any]) -> None:
-        """The end of a run: before and after, what it cost, and what to try next."""
+    def show_summary(self, summary: dict[str, Any], advice: str) -> None:
+        """The end of a run: before and after, what it cost, and what to do next."""
         self.console.print(before_after_table(summary))
         self._print(Text(cost_line(summary)))
-        self._print(Text(next_step(summary)))
+        self._print(Text(advice))
 
     def seconds_left(self) -> float | None:
         """By the pace of the last steps; None before the first."""
@@ -247,11 +249,6 @@ def readable(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 2] + " …"
 
 
-def printable(text: str) -> str:
-    """Text from a model without characters that could command the terminal; line ends and tabs stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
-
-
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
     """The course of a number in a few characters: at most `width`, each the mean of its share of the values."""
     count = min(width, len(values))
@@ -272,21 +269,21 @@ def clock(seconds: float) -> str:
 
 def before_after_table(summary: dict[str, Any]) -> Table:
     """The evaluations before and after training, one row each."""
-    world = WORLDS[summary["world"]]
-    count = summary["evaluations"][0]["after"]["count"]
-    table = Table(title=world.table_title.format(count=count), title_style="bold")
+    world = find_wording(summary)
+    measured = world.count_measured(summary["evaluations"][0]["after"]["count"])
+    table = Table(title=world.table_title.format(measured=measured), title_style="bold")
     table.add_column(world.case, justify="right")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right", style="bold")
     table.add_column("change", justify="right")
     for evaluation in summary["evaluations"]:
         before, after = evaluation["before"], evaluation["after"]
-        style = "green" if after["low"] > before["high"] else "red" if after["high"] < before["low"] else "yellow"
+        style = "green" if is_above(after, before) else "red" if is_above(before, after) else "yellow"
         table.add_row(
             world.case_of(summary, evaluation),
-            world.write_interval(before),
-            world.write_interval(after),
-            Text(world.write_change(after["score"] - before["score"]), style),
+            world.kind.write_interval(before),
+            world.kind.write_interval(after),
+            Text(world.kind.write_change(after["score"] - before["score"]), style),
         )
     return table
 
@@ -294,24 +291,9 @@ def before_after_table(summary: dict[str, Any]) -> Table:
 def cost_line(summary: dict[str, Any]) -> str:
     """What the run took, and where it lies."""
     return (
-        f"{summary['steps']} steps in {clock(summary['seconds'])}, {WORLDS[summary['world']].cost.format(**summary)}, "
+        f"{summary['steps']} steps in {clock(summary['seconds'])}, {find_wording(summary).cost.format(**summary)}, "
         f"peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB. Everything is in {summary['run_dir']}"
     )
-
-
-def next_step(summary: dict[str, Any]) -> str:
-    """One suggestion, by what the first evaluation showed. Its command works as it stands."""
-    world, found, expected = WORLDS[summary["world"]], verdict(summary), summary.get("expected_return")
-    advice = world.advice[found].format(
-        run_dir=shlex.quote(summary["run_dir"]),
-        recipe=shlex.quote(summary["recipe"]),
-        twice_the_steps=2 * summary["steps"],
-        next_seed=summary["seed"] + 1,
-    )
-    if expected is None:
-        return advice
-    reached = "reached" if found == "reached" else "not reached"
-    return f"The expected return of {world.write_score(expected)} is {reached}. {advice}"
 
 
 def verdict(summary: dict[str, Any]) -> str:
@@ -320,6 +302,6 @@ def verdict(summary: dict[str, Any]) -> str:
     before, after = summary["evaluations"][0]["before"], summary["evaluations"][0]["after"]
     if expected is not None and after["score"] >= expected:
         return "reached"
-    if after["low"] > before["high"]:
+    if is_above(after, before):
         return "better" if expected is None else "short"
-    return "worse" if after["high"] < before["low"] else "unclear"
+    return "worse" if is_above(before, after) else "unclear"

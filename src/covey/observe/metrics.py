@@ -56,16 +56,25 @@ METRICS: dict[str, Metric] = _glossary(
         "each rises, or stays high; one that rises while score/mean falls is being gamed",
     ),
     Metric(
+        "reward/<reward>/<name>",
+        "as logged",
+        "mean of the finite values that a reward function logged by `log_metric(name, value)` in its calls of the step",
+        "as its author expects",
+    ),
+    Metric(
         "score/mean",
-        "share; return",
-        "accuracy on the training prompts, at the sampling temperature; in control the mean return of the episodes "
+        "score; return",
+        "score on the training prompts, at the sampling temperature: an accuracy (a share of right answers) where the "
+        "reward is right or wrong by its kind, else the mean of the reward that evaluations average; in control the "
+        "mean return of the episodes "
         "that ended in the step, actions sampled",
         "rises; lies below eval/score, whose answers and actions are the most probable ones",
     ),
     Metric(
         "eval/score",
-        "share; return",
-        "accuracy on held-out problems with greedy answers; in control the mean return of the evaluation episodes with "
+        "score; return",
+        "score on held-out problems with greedy answers, of the same kind as score/mean; in control the mean "
+        "return of the evaluation episodes with "
         "the best actions; on the steps that evaluate",
         "rises with score/mean; if it stays behind, a language model memorises its prompts",
     ),
@@ -227,6 +236,13 @@ METRICS: dict[str, Metric] = _glossary(
         "adaptive: what is left of prompts_per_step x group_size, because no group varied or those that did were full",
         "near 0; if it stays high, raise group_size_first, or group_size_most",
     ),
+    Metric(
+        "prompts/left_out",
+        "count",
+        "prompts that a task made up for the step and the model cannot take: left out, and replaced by others if the "
+        "task has some; where there were any",
+        "not there: prompts and max_new_tokens fit the model's positions",
+    ),
     Metric("groups/failed_rollouts", "count", "rollouts whose grading failed; they leave their group", "0"),
     Metric(
         "mismatch/mean",
@@ -320,7 +336,8 @@ METRICS: dict[str, Metric] = _glossary(
 
 
 def find(name: str) -> Metric:
-    """The definition of a metric as it stands in `metrics.jsonl`; `reward/format` finds `reward/<name>`.
+    """The definition of a metric as it stands in `metrics.jsonl`; `reward/format` finds `reward/<name>`, and
+    `reward/format/length` finds `reward/<reward>/<name>`.
 
     Raises:
         KeyError: for a name that the glossary does not define.
@@ -328,8 +345,9 @@ def find(name: str) -> Metric:
     if name in METRICS:
         return METRICS[name]
     section, slash, rest = name.partition("/")
-    if slash and rest and f"{section}/<name>" in METRICS:
-        return METRICS[f"{section}/<name>"]
+    family = f"{section}/<{section}>/<name>" if "/" in rest else f"{section}/<name>"
+    if slash and rest and family in METRICS:
+        return METRICS[family]
     raise KeyError(f"the metric {name!r} is not defined in covey.observe.metrics")
 
 

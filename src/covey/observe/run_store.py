@@ -3,10 +3,12 @@
 runs/arithmetic_grpo-001/
   config.toml                   the resolved config; reads back equal
   metrics.jsonl                 one line a step
-  rollouts/step_000012.jsonl    one line a rollout
+  rollouts/step_000012.jsonl    one line a rollout: prompt, columns of the data, completion, rewards (`rollout_record`)
+  held_out/step_000000.jsonl    one line a held-out answer (`answer_record`); of a language model
   checkpoints/                  what `covey train --resume` needs
   model/                        the trained model, as transformers loads it; in control the policy
   summary.json, curve.png       the result
+  covey.lock                    the process that writes here has it locked, and it names that process
 
 A run that is killed loses no finished step, for what was written is then the operating system's to keep. A power cut
 may cost the record of the steps since the last checkpoint (`RunStore.sync` runs before each), which a resumed run does
@@ -19,45 +21,65 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.config import ConfigError
+from covey.config.faults import faults_of
 from covey.config.origins import CHECKPOINTS_FOLDER, CONFIG_FILE, CRITIC_FOLDER, MODEL_FOLDER  # noqa: F401 -- see above
+from covey.observe.run_folder import (
+    HELD_OUT_FOLDER,
+    METRICS_FILE,
+    ROLLOUTS_FOLDER,
+    discard_unstarted,
+    open_run_dir,
+    sync,
+    write_atomically,
+)
 
 if TYPE_CHECKING:  # covey.data imports torch, which a mistake in a recipe must not wait for
     from covey.data import Group, Rollout, Start
 
-METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
-ROLLOUTS_FOLDER = "rollouts"
+_LAST_BYTES = 1 << 16  # of a file of rollouts: as a rule more than its last line
 
 
 class RunStore:
-    """Writes a run folder. An `Observer` of the loop."""
+    """Writes a run folder, which it locks until `close`. An `Observer` of the loop, and a context manager."""
 
     def __init__(self, run_dir: str | Path, *, resume: bool = False) -> None:
         """Create the folder, or with `resume` open one that holds a run.
 
         Raises:
-            ConfigError: if the folder cannot be written, already holds a run, or (with `resume`) holds none.
+            ConfigError: if the folder is no place for a run, already holds one, is being written by another process,
+                or (with `resume`) holds none.
+            MachineError: if it cannot be written.
         """
-        self.run_dir = Path(run_dir).expanduser()
-        self._unsynced: list[Path] = []
-        check_run_dir(run_dir, resume=resume)
-        try:
-            (self.run_dir / ROLLOUTS_FOLDER).mkdir(parents=True, exist_ok=True)
+        self._lock = open_run_dir(run_dir, resume=resume)
+        self.run_dir = self._lock.folder
+        self._began = resume  # whether there may be something worth keeping
+        self._unsynced: list[Path] = [self.run_dir / CONFIG_FILE]
+        with faults_of(self.run_dir):
+            (self.run_dir / ROLLOUTS_FOLDER).mkdir(exist_ok=True)
             with open(self.run_dir / METRICS_FILE, "ab"):
                 pass
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the run folder {run_dir} ({error.strerror}): name another with --run-dir"
-            ) from error
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes write here. The folder of a run that ended before its first step is removed."""
+        if not self._began:
+            with suppress(OSError):
+                discard_unstarted(self.run_dir)
+        self._lock.release()
 
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Append a finished step. Its rollouts are written before its metrics, so a line promises its rollouts."""
@@ -66,48 +88,100 @@ class RunStore:
             for group in groups
             for rollout in group.rollouts
         ]
+        self._lock.check()
+        self._began = True
         path = self.rollouts_path(step)
-        path.write_bytes(b"".join(lines))
+        with faults_of(path):
+            path.write_bytes(b"".join(lines))
         self._unsynced.append(path)
-        with open(self.run_dir / METRICS_FILE, "ab") as file:
+        with faults_of(self.run_dir / METRICS_FILE), open(self.run_dir / METRICS_FILE, "ab") as file:
             file.write(encode({"step": step, **metrics}) + b"\n")
+
+    def record_evaluation(self, step: int, answers: Sequence[dict[str, Any]]) -> None:
+        """Write the held-out answers of the weights after `step` steps (0 is before training), whole or not at all.
+
+        The same weights may be evaluated again, at more token limits: the file then holds what it held, and more.
+        """
+        self._lock.check()
+        path = self.held_out_path(step)
+        with faults_of(path):
+            path.parent.mkdir(exist_ok=True)
+        write_records(path, answers)
 
     def sync(self) -> None:
         """Bring every recorded step to the disk. To be called before a checkpoint that counts on them."""
+        self._lock.check()
         for path in (*self._unsynced, self.run_dir / ROLLOUTS_FOLDER, self.run_dir / METRICS_FILE, self.run_dir):
             if path.exists():  # somebody may have made room
-                _sync(path)
+                with faults_of(path):
+                    sync(path)
         self._unsynced.clear()
 
-    def rewind(self, step: int) -> None:
-        """Forget every step after `step`, so that a resumed run writes them anew; those lines may be damaged.
+    def rewind(self, step: int) -> list[str]:
+        """Forget every step after `step`, so that a resumed run writes them anew.
+
+        Training reads nothing of what was recorded, so a record that is lost or damaged does not stop it. A metrics
+        file with a damaged line is kept beside the new one.
+
+        Returns:
+            one line for each kind of record that is lost.
 
         Raises:
-            ConfigError: if a line that is kept cannot be read.
+            MachineError: if the files cannot be read or written.
         """
         path = self.run_dir / METRICS_FILE
-        lines = path.read_bytes().splitlines()
-        kept = [line for line in islice(_parsed(lines, path), step) if line["step"] <= step]  # one line a step, from 1
-        write_atomically(path, b"".join(encode(line) + b"\n" for line in kept))
-        for rollouts in (self.run_dir / ROLLOUTS_FOLDER).glob("step_*.jsonl"):
-            number = re.fullmatch(r"step_(\d+)\.jsonl", rollouts.name)
-            if number and int(number[1]) > step:
-                rollouts.unlink()
+        with faults_of(path):
+            lines = path.read_bytes().splitlines()
+        records = [record for record in map(_read_record, lines) if record is not None]
+        kept = {record["step"]: record for record in records if 1 <= record["step"] <= step}
+        lost = sorted(set(range(1, step + 1)) - kept.keys())
+        notes = []
+        if lost:
+            notes.append(f"{METRICS_FILE} has lost the numbers of {_steps_in_words(lost)}; training does not need them")
+        if lost and len(records) < len(lines):
+            write_atomically(path.with_name(f"{METRICS_FILE}.damaged"), b"\n".join(lines) + b"\n")
+            notes[-1] += f" (the damaged file is kept as {METRICS_FILE}.damaged)"
+        write_records(path, [kept[number] for number in sorted(kept)])
+        for folder in (HELD_OUT_FOLDER, ROLLOUTS_FOLDER):
+            with faults_of(self.run_dir / folder):
+                for file in (self.run_dir / folder).glob("step_*.jsonl"):
+                    number = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
+                    if number and int(number[1]) > step and not file.is_dir():
+                        file.unlink()
+        with faults_of(self.run_dir / ROLLOUTS_FOLDER):
+            unread = [number for number in range(1, step + 1) if not _has_rollouts(self.rollouts_path(number), number)]
+        if unread:
+            notes.append(f"{ROLLOUTS_FOLDER}/ has lost those of {_steps_in_words(unread)}; training does not need them")
+        return notes
+
+    def last_recorded(self) -> int:
+        """The last step in the metrics file, damaged lines aside; 0 before the first.
+
+        Raises:
+            MachineError: if the file cannot be read.
+        """
+        path = self.run_dir / METRICS_FILE
+        with faults_of(path):
+            records = map(_read_record, path.read_bytes().splitlines())
+        return max((record["step"] for record in records if record is not None), default=0)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write `summary.json`, whole or not at all.
 
         The display and the curve read these keys of it, and others may stand beside them:
 
-            {"world": "language", "run_dir": "runs/arithmetic_grpo-001", "recipe": "arithmetic_grpo", "seed": 0,
-             "steps": 60, "seconds": 1310.2, "decisions_sampled": 184320, "peak_memory_bytes": 2417483776,
+            {"world": "language", "score_kind": "accuracy", "run_dir": "runs/arithmetic_grpo-001",
+             "recipe": "arithmetic_grpo", "seed": 0, "steps": 60, "seconds": 1310.2, "decisions_sampled": 184320,
+             "peak_memory_bytes": 2417483776,
              "evaluations": [{"max_new_tokens": 12,
                               "before": {"score": 0.09, "low": 0.06, "high": 0.13, "count": 256},
                               "after": {"score": 0.62, "low": 0.56, "high": 0.68, "count": 256}}]}
 
-        The first evaluation is the one at the training's token limit; `covey.observe.statistics.mean_score` makes the
-        inner tables. With "world": "control" a score is a mean return, the count is that of the episodes, there is no
-        "max_new_tokens", and four more keys stand beside the others:
+        The first evaluation is the one at the training's token limit. "score_kind" is a key of
+        `covey.observe.score_kinds.SCORE_KINDS`, whose `estimate` makes the inner tables: "accuracy" where the reward
+        says right or wrong by its kind, else "score". "low" and "high" are null where a score of one problem has no
+        interval. With "world": "control" a score is a mean return ("score_kind": "return"), the count is that of the
+        episodes, there is no "max_new_tokens", and four more keys stand beside the others:
 
             {"environment": "CartPole-v1", "environment_steps": 98304, "episodes": 1210, "expected_return": 475.0}
 
@@ -119,43 +193,14 @@ class RunStore:
         """The file of one step's rollouts."""
         return self.run_dir / ROLLOUTS_FOLDER / f"step_{step:06d}.jsonl"
 
-
-def check_run_dir(run_dir: str | Path, *, resume: bool = False) -> None:
-    """Refuse a run folder that `RunStore` could not use, leaving nothing behind.
-
-    Raises:
-        ConfigError: if the folder cannot be written, already holds a run, or (with `resume`) holds none.
-    """
-    folder = Path(run_dir).expanduser()
-    if resume and not holds_run(folder):
-        raise ConfigError(f"there is no run to resume in {run_dir}: no step is recorded there")
-    if not resume and holds_run(folder):
-        raise ConfigError(
-            f"{run_dir} already holds a run: continue it with covey train --resume {run_dir}, "
-            "or name another folder with --run-dir"
-        )
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):  # trying is the only sure way: root may write where it cannot
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the run folder {run_dir} ({existing}: {error.strerror}): name another with --run-dir"
-        ) from error
+    def held_out_path(self, step: int) -> Path:
+        """The file of the held-out answers after a step; step 0 is before training."""
+        return self.run_dir / HELD_OUT_FOLDER / f"step_{step:06d}.jsonl"
 
 
-def holds_run(run_dir: Path) -> bool:
-    """True where a run has left something worth keeping. One that stopped before its first step has not."""
-    metrics, checkpoints = run_dir / METRICS_FILE, run_dir / CHECKPOINTS_FOLDER
-    return (metrics.is_file() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
-
-
-def next_run_dir(recipe_name: str, root: Path = Path("runs")) -> Path:
-    """The first unused folder after every `<root>/<recipe>-<number>`: runs/arithmetic_grpo-001."""
-    pattern = re.compile(re.escape(recipe_name) + r"-(\d+)")
-    matches = (pattern.fullmatch(path.name) for path in (root.iterdir() if root.is_dir() else ()))
-    last = max((int(match[1]) for match in matches if match), default=0)
-    return root / f"{recipe_name}-{last + 1:03d}"
+def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write a JSONL file, whole or not at all."""
+    write_atomically(path, b"".join(encode(record) + b"\n" for record in records))
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -174,14 +219,46 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def _parsed(lines: list[bytes], path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            int(record["step"])
-        except (ValueError, KeyError, TypeError) as error:
+        record = _read_record(line)
+        if record is None:
             if number == len(lines):
                 return
-            raise ConfigError(f"{path}, line {number} is damaged: mend or delete it") from error
+            raise ConfigError(f"{path}, line {number} is damaged: mend or delete it")
         yield record
+
+
+def _read_record(line: bytes) -> dict[str, Any] | None:
+    """A line of the metrics file: a step and its numbers. None if it is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int or record["step"] < 1:
+        return None
+    return record if all(value is None or type(value) in (int, float) for value in record.values()) else None
+
+
+def _has_rollouts(path: Path, step: int) -> bool:
+    """Whether a step's file of rollouts is there and whole, as far as its last line and its first bytes show."""
+    try:
+        with open(path, "rb") as file:
+            first = file.readline()
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            tail = file.read()
+        last = tail.rstrip(b"\n").rpartition(b"\n")[2] if len(tail) < _LAST_BYTES else b"{}"
+        return tail.endswith(b"\n") and json.loads(first)["step"] == step and isinstance(json.loads(last), dict)
+    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _steps_in_words(steps: Sequence[int]) -> str:
+    """[2] as 'step 2', [2, 5, 6, 7] as 'steps 2 and 5 to 7'; the first few of many."""
+    ends = [step for step in steps if step + 1 not in steps]
+    begins = [step for step in steps if step - 1 not in steps]
+    ranges = [str(a) if a == b else f"{a} to {b}" for a, b in zip(begins, ends, strict=True)]
+    shown = ranges if len(ranges) <= 5 else [*ranges[:4], f"{len(ranges) - 4} other ranges"]
+    words = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"step{'s' if len(steps) > 1 else ''} {words}"
 
 
 def rollout_record(step: int, start: Start, rollout: Rollout, *, dropped: bool = False) -> dict[str, Any]:
@@ -192,18 +269,45 @@ def rollout_record(step: int, start: Start, rollout: Rollout, *, dropped: bool =
     record = {
         "step": step,
         "group": start.index,
-        "prompt": start.prompt,
-        "text": rollout.text,
-        "reward": rollout.reward,
-        "reward_parts": rollout.reward_parts,
-        "score": rollout.score,
+        **_attempt(start, rollout),
         "end": str(rollout.end),
         "decisions": len(rollout.actions),
         "version": rollout.version,
     }
     record |= {"dropped": True} if dropped else {}
-    record |= _steps(rollout)
-    return record | ({"answer": start.columns["answer"]} if "answer" in start.columns else {})
+    return record | _steps(rollout)
+
+
+def answer_record(step: int, max_new_tokens: int, start: Start, rollout: Rollout) -> dict[str, Any]:
+    """A held-out answer as a line of its file; `problem` is the start's index among the held-out problems.
+
+    >>> {"step": 20, "max_new_tokens": 64, "problem": 0, "prompt": "2+2=", "columns": {"answer": "4"}, "text": "5",
+    ...  "reward": 0.0, "reward_parts": {"numeric": 0.0}, "score": 0.0, "tokens": 2, "truncated": False}
+
+    "score" is what the evaluation averages, "reward" the weighted sum of "reward_parts"; null: not graded. "truncated"
+    says that the token limit cut the answer.
+    """
+    return {
+        "step": step,
+        "max_new_tokens": max_new_tokens,
+        "problem": start.index,
+        **_attempt(start, rollout),
+        "tokens": len(rollout.actions),
+        "truncated": rollout.end.is_limit,
+    } | _steps(rollout)
+
+
+def _attempt(start: Start, rollout: Rollout) -> dict[str, Any]:
+    """The fields that rollouts and held-out answers share: the prompt with its columns, the completion, the rewards."""
+    return {
+        "prompt": start.prompt,
+        "columns": dict(start.columns),
+        "text": rollout.text,
+        "reward": rollout.reward,
+        "reward_parts": rollout.reward_parts,
+        "score": rollout.score,
+        **({"extra": rollout.extras} if rollout.extras else {}),
+    }
 
 
 def _steps(rollout: Rollout) -> dict[str, Any]:
@@ -236,20 +340,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
     return str(value)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that a crash leaves the old one or the new one, never half."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    _sync(temporary)
-    os.replace(temporary, path)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,18 +1,22 @@
-"""How sure a measured mean is: intervals for accuracies and returns, and pass@k without bias."""
+"""How sure a measured mean is: intervals for accuracies, scores and returns; pass@k and best@k without bias."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
+
+Estimate = dict[str, Any]  # {"score": float, "low": float | None, "high": float | None, "count": int}
 
 Z_95 = 1.959963984540054  # the standard normal's 97.5 % point
 BOOTSTRAP_DRAWS = 10_000
 DRAWN_AT_ONCE = 1_000_000  # values, to bound the memory
 
 
-def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, float]:
+def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
     """The Wilson score interval of a share: `successes` out of `n` independent tries.
 
     Unlike share ± z * standard error it never leaves [0, 1] and stays honest near 0 and 1 and for few tries.
@@ -89,18 +93,110 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0, draws: int = BOOT
     return float(low), float(high)
 
 
-def mean_score(scores: Sequence[float], seed: int = 0) -> dict[str, float]:
-    """The mean of independent scores with its 95 % interval, as `summary.json` holds it.
+def best_at_k(scores: Sequence[float], k: int) -> float:
+    """The expected best score of k answers, estimated from the scores of n >= k answers to one problem.
 
-    A score is what one problem (1 right, 0 wrong) or one episode (its return) came to. Where all are 0 or 1 the
-    interval is Wilson's, else the bootstrap's.
+    sum_i C(i - 1, k - 1) / C(n, k) * x_(i), with x_(1) <= ... <= x_(n): the mean of the maximum over all subsets of k.
+    Of scores that are 0 or 1 it is `pass_at_k`; with k = 1 it is the mean.
 
-    >>> mean_score([1, 1, 0, 0])
+    Raises:
+        ValueError: unless 1 <= k <= n.
+    """
+    n = len(scores)
+    if not 1 <= k <= n:
+        raise ValueError(f"need 1 <= k <= n (n {n}, k {k})")
+    subsets = math.comb(n, k)
+    return math.fsum(math.comb(i, k - 1) / subsets * x for i, x in enumerate(sorted(scores)))
+
+
+@cache
+def t_quantile_95(degrees: int) -> float:
+    """The 97.5 % point of Student's t distribution: half the width of a 95 % interval in standard errors.
+
+    By bisection on the finite series of its distribution function.
+
+    Source: Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 26.7.3 and 26.7.4.
+
+    Raises:
+        ValueError: for less than one degree of freedom.
+    """
+    if degrees < 1:
+        raise ValueError(f"the t distribution needs at least one degree of freedom (is {degrees})")
+    if degrees > 1000:  # the series grows with the degrees; here the next term is below 1e-9
+        cubic, quintic = Z_95**3 + Z_95, 5 * Z_95**5 + 16 * Z_95**3 + 3 * Z_95
+        return Z_95 + cubic / (4 * degrees) + quintic / (96 * degrees**2)
+    low, high = 0.0, 20.0  # 12.706 with one degree of freedom
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_inside(middle, degrees) < 0.95 else (low, middle)
+    return (low + high) / 2
+
+
+def _t_inside(t: float, degrees: int) -> float:
+    """The probability that |T| <= t."""
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term = total = cosine if odd else 1.0
+    if degrees == 1:
+        total = 0.0
+    for i in range(2 + odd, degrees - 1, 2):
+        term *= cosine * cosine * (i - 1) / i
+        total += term
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def accuracy(scores: Sequence[float]) -> Estimate:
+    """The share of right answers with its Wilson interval, as `summary.json` holds it.
+
+    >>> accuracy([1, 1, 0, 0])
     {'score': 0.5, 'low': 0.15003898915214947, 'high': 0.8499610108478506, 'count': 4}
+
+    Raises:
+        ValueError: for a score that is neither 0 nor 1, or for none.
+    """
+    if not scores or not set(scores) <= {0, 1}:
+        raise ValueError("an accuracy needs scores, each 0 or 1")
+    low, high = wilson_interval(int(sum(scores)), len(scores))
+    return {"score": float(sum(scores)) / len(scores), "low": low, "high": high, "count": len(scores)}
+
+
+def mean_score(scores: Sequence[float]) -> Estimate:
+    """The mean of independent scores with its 95 % t interval, as `summary.json` holds it.
+
+    A score is what one problem or one episode (its return) came to. One score alone says nothing of the spread: its
+    interval is None. The interval may leave the range of the scores, which is not known here.
+
+    >>> mean_score([1.0, 2.0, 3.0])["low"]
+    -0.4841377117186747
+
+    Raises:
+        ValueError: if there are no scores.
     """
     count = len(scores)
-    if set(scores) <= {0, 1}:
-        low, high = wilson_interval(int(sum(scores)), count)
-    else:
-        low, high = bootstrap_interval(scores, seed)
-    return {"score": float(sum(scores)) / max(count, 1), "low": low, "high": high, "count": count}
+    if not count:
+        raise ValueError("a mean needs at least one score")
+    scale = 2.0 ** math.frexp(max(abs(score) for score in scores))[1] or 1.0  # squares of large scores overflow
+    mean = math.fsum(score / scale for score in scores) / count
+    if count == 1:
+        return {"score": mean * scale, "low": None, "high": None, "count": 1}
+    deviation = math.sqrt(math.fsum((score / scale - mean) ** 2 for score in scores) / (count - 1))
+    half = t_quantile_95(count - 1) * deviation / math.sqrt(count) * scale
+    mean *= scale
+    return {"score": mean, "low": mean - half, "high": mean + half, "count": count}
+
+
+def mean_share(shares: Sequence[float]) -> Estimate:
+    """The mean of independent probabilities, such as pass@k of each problem, with a 95 % interval inside [0, 1].
+
+    The t interval, cut at 0 and 1. Where all are the same (or there is one) it is Wilson's with the sum as the number
+    of successes, which is not too narrow: a variable in [0, 1] with mean p varies no more than right and wrong do.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    found = mean_score(shares)
+    if len(set(shares)) > 1:
+        return found | {"low": max(found["low"], 0.0), "high": min(found["high"], 1.0)}
+    low, high = wilson_interval(math.fsum(shares), len(shares))
+    return found | {"low": low, "high": high}

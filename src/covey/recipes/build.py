@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,7 +39,15 @@ class Assembled:
 class World(Protocol):
     """One of covey's two worlds, as a run sees it."""
 
-    name: str  # a key of covey.observe.worlds.WORLDS
+    name: str  # "language" or "control"
+
+    @property
+    def score_kind(self) -> str:
+        """The kind of what evaluations average: a key of `covey.observe.score_kinds.SCORE_KINDS`."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know before the run, one line each; often nothing."""
 
     @property
     def config(self) -> RunConfig | ControlConfig:
@@ -53,6 +61,9 @@ class World(Protocol):
 
     def machine(self) -> dict[str, Any]:
         """What the bits of a result depend on beside seed and config."""
+
+    def drawable(self) -> bool:
+        """Whether an episode can be rendered here."""
 
     def close(self) -> None:
         """End processes that it started."""

@@ -16,6 +16,7 @@ import platform
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +25,11 @@ from typing import Any
 from rich.console import Console
 
 from covey.config import ConfigError, ControlConfig, RunConfig, RunError
-from covey.config.reader import config_to_dict, find_recipe, read_recipe, split_overrides, task_name
+from covey.config.faults import faults_of
+from covey.config.files import shortened, user_path
+from covey.config.machine import processors
+from covey.config.reader import config_to_dict, find_recipe, first_difference, read_recipe, split_overrides, task_name
+from covey.config.size_checks import check_threads
 from covey.observe.comparison import read_seed_run
 from covey.observe.comparison_report import (
     CURVES_PICTURE,
@@ -36,10 +41,13 @@ from covey.observe.comparison_report import (
     summarise,
     terminal_table,
 )
-from covey.observe.run_store import SUMMARY_FILE, check_run_dir, encode, holds_run, write_atomically
+from covey.observe.run_folder import LOCK_FILE, FolderLock, check_run_dir, holds_run, write_atomically
+from covey.observe.run_store import SUMMARY_FILE, encode
+from covey.recipes.advice import Launch
 from covey.recipes.side_by_side import SeedJob, SideBySide
 
 SETTINGS_FILE, REPORT_FILE, NUMBERS_FILE = "settings.json", "report.md", "report.json"
+MOST_SEEDS = 10_000
 CHOSEN_HERE = ("seed", "run_dir")
 
 
@@ -50,6 +58,7 @@ class Contestant:
     label: str  # 'cartpole_grpo', or 'cartpole_grpo --group-size 16'
     recipe: str  # the recipe alone, as typed
     config: RunConfig | ControlConfig
+    fields: tuple[str, ...] = ()  # the `--field value` words behind it
 
     @property
     def folder(self) -> str:
@@ -84,17 +93,24 @@ def compare(
         ConfigError: for a mistake, before anything is trained where that is possible.
         RunError: where a run could not be finished; the report of the others is written first.
     """
-    if seeds < 1 or jobs < 0:
-        raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0 (are {seeds} and {jobs})")
+    if not 1 <= seeds <= MOST_SEEDS or jobs < 0:
+        raise ConfigError(f"--seeds must be from 1 to {MOST_SEEDS} and --jobs at least 0 (are {seeds} and {jobs})")
+    check_threads(jobs, "--jobs")
     if threshold is not None and not math.isfinite(threshold):
         raise ConfigError(f"--threshold must be a finite number (is {threshold})")
     contestants = read_contestants(recipes, overrides)
     folder = output or Path("runs") / "-".join(["compare", *(one.folder for one in contestants)])
-    open_folder(folder, contestants)
+    command = command_line(recipes, seeds, threshold, overrides)
+    with open_folder(folder, contestants):
+        _train_and_report(contestants, folder, seeds, jobs or runs_at_once(contestants), threshold, command)
+
+
+def _train_and_report(
+    contestants: Sequence[Contestant], folder: Path, seeds: int, at_once: int, threshold: float | None, command: str
+) -> None:
+    """`compare` in a folder that is locked."""
     planned = plan(contestants, seeds, folder)
     missing = [job for job in planned if not (job.run_dir / SUMMARY_FILE).is_file()]
-    at_once = jobs or runs_at_once(contestants)
-
     console = Console()
     done = f", {len(planned) - len(missing)} of them finished already" if len(missing) < len(planned) else ""
     _say(console, f"{len(planned)} runs{done}; {min(at_once, len(missing))} at a time; everything goes to {folder}")
@@ -125,7 +141,7 @@ def compare(
         runs=runs,
         threshold=find_goal(contestants) if threshold is None else threshold,
         failures=failures,
-        command=command_line(recipes, seeds, threshold, overrides),
+        command=command,
         machine=f"{os.cpu_count()} cores, {platform.machine()}, {at_once} runs at a time",
     )
     _say(console, write_report(comparison, folder, console))
@@ -141,7 +157,7 @@ def read_contestants(recipes: Sequence[str], overrides: Sequence[str] = ()) -> l
     """
     contestants = []
     for recipe in recipes:
-        words = [recipe] if Path(recipe).expanduser().is_file() else shlex.split(recipe)
+        words = words_of(recipe)
         if not words:
             raise ConfigError("a recipe's name is empty: give a file, or the name of a packaged recipe")
         fields = [*overrides, *words[1:]]
@@ -149,7 +165,7 @@ def read_contestants(recipes: Sequence[str], overrides: Sequence[str] = ()) -> l
             if name.replace("-", "_") in CHOSEN_HERE:
                 raise ConfigError(f"a comparison gives every run its own --{name}: use --seeds N and --output DIR")
         label = shlex.join([find_recipe(words[0]).stem, *words[1:]])
-        contestants.append(Contestant(label, words[0], read_recipe(words[0], fields)))
+        contestants.append(Contestant(label, words[0], read_recipe(words[0], fields), tuple(fields)))
     folders = [one.folder for one in contestants]
     for folder in folders:
         if folders.count(folder) > 1:
@@ -158,12 +174,41 @@ def read_contestants(recipes: Sequence[str], overrides: Sequence[str] = ()) -> l
     if len(subjects) > 1:
         both = " and ".join(f"{one.label} trains on {name}" for name, one in list(subjects.items())[:2])
         raise ConfigError(f"{both}: their scores cannot be compared, so compare recipes on the same problem")
+    kinds = {score_kind(one.config): one for one in contestants}
+    if len(kinds) > 1:
+        both = " and ".join(f"{one.label} by its {name}" for name, one in kinds.items())
+        raise ConfigError(f"{both} is measured: give all recipes the same reward with score = true")
     return contestants
+
+
+def words_of(recipe: str) -> list[str]:
+    """A recipe and the fields of its own that stand behind it; the name of a file is taken as it is.
+
+    Raises:
+        ConfigError: if a quotation mark is not closed.
+    """
+    with suppress(ConfigError):
+        if user_path(recipe).is_file():
+            return [recipe]
+    try:
+        return shlex.split(recipe)
+    except ValueError as error:
+        raise ConfigError(
+            f"{shortened(recipe)} cannot be split into words ({error}): close its quotation marks"
+        ) from error
 
 
 def subject(config: RunConfig | ControlConfig) -> str:
     """What a recipe trains on: runs on different ones have scores that cannot be compared."""
     return config.environment.id if isinstance(config, ControlConfig) else task_name(config.task)
+
+
+def score_kind(config: RunConfig | ControlConfig) -> str:
+    """The kind of what evaluations of a run average. The rewards that tasks bring themselves are right or wrong."""
+    if isinstance(config, ControlConfig):
+        return "return"
+    scored = min(config.rewards, key=lambda reward: (not reward.score, reward.is_per_step), default=None)
+    return "accuracy" if scored is None or scored.is_binary else "score"
 
 
 def find_goal(contestants: Sequence[Contestant]) -> float | None:
@@ -175,15 +220,17 @@ def find_goal(contestants: Sequence[Contestant]) -> float | None:
 
 def runs_at_once(contestants: Sequence[Contestant]) -> int:
     """As many as fit on the cores with the threads that each may use; 0 threads are all cores, so one at a time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = processors()
     return max(1, cores // max(one.config.threads or cores for one in contestants))
 
 
-def open_folder(folder: Path, contestants: Sequence[Contestant]) -> None:
-    """Make the folder of a comparison, or see that it belongs to this one.
+def open_folder(folder: Path, contestants: Sequence[Contestant]) -> FolderLock:
+    """Make the folder of a comparison, or see that it belongs to this one, and lock it.
 
     Raises:
-        ConfigError: if it cannot be written or was made with other recipes or settings; names one that differs.
+        ConfigError: if it cannot be written, is being written by another process, or was made with other recipes or
+            settings; names one that differs.
+        MachineError: if it cannot be written because of the disk or its permissions.
     """
     resolved = {one.label: config_to_dict(replace(one.config, seed=0, run_dir="")) for one in contestants}
     settings = json.loads(encode({"covey": version("covey"), "recipes": resolved}))
@@ -193,33 +240,23 @@ def open_folder(folder: Path, contestants: Sequence[Contestant]) -> None:
             before = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"{path} is damaged: name another folder with --output") from error
-        changed = difference(before, settings)
+        changed = first_difference(before, settings)
         if changed:
             raise ConfigError(
                 f"{folder} holds a comparison that was made with another {changed}: name another with --output"
             )
-        return
-    if folder.is_dir() and any(folder.iterdir()):
+        return FolderLock(folder)
+    if folder.is_dir() and any(entry.name != LOCK_FILE for entry in folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and holds no comparison: name another with --output")
     try:
         check_run_dir(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ConfigError) as error:
+    except ConfigError as error:
         raise ConfigError(f"cannot write the folder {folder}: name another with --output ({error})") from error
+    with faults_of(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder)
     write_atomically(path, encode(settings, indent=2) + b"\n")
-
-
-def difference(first: Any, second: Any, where: str = "") -> str:
-    """The dotted name of the first value in which two nested tables differ; '' where they are equal."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        for key in [*first, *(key for key in second if key not in first)]:
-            name = f"{where}.{key}" if where else str(key)
-            if key not in first or key not in second:
-                return name
-            if found := difference(first[key], second[key], name):
-                return found
-        return ""
-    return "" if first == second else where
+    return lock
 
 
 def plan(contestants: Sequence[Contestant], seeds: int, folder: Path) -> list[SeedJob]:
@@ -229,7 +266,8 @@ def plan(contestants: Sequence[Contestant], seeds: int, folder: Path) -> list[Se
         for one in contestants:
             run_dir = folder / one.folder / f"seed_{seed:03d}"
             config = replace(one.config, seed=seed, run_dir=str(run_dir))
-            jobs.append(SeedJob(one.label, one.recipe, seed, config, run_dir))
+            fields = (*one.fields, "--seed", str(seed))
+            jobs.append(SeedJob(one.label, one.recipe, seed, config, run_dir, fields))
     return jobs
 
 
@@ -237,7 +275,9 @@ def train_seed(job: SeedJob) -> Any:
     """Train one seed, or go on with it; runs in a process of its own."""
     from covey.recipes.run import resume, run
 
-    return resume(job.run_dir) if holds_run(job.run_dir) else run(job.config, recipe_name=job.recipe)
+    if holds_run(job.run_dir):
+        return resume(job.run_dir)
+    return run(job.config, recipe_name=job.recipe, launch=Launch.of_command(job.recipe, job.fields))
 
 
 def write_report(comparison: Comparison, folder: Path, console: Console) -> str:

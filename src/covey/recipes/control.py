@@ -14,12 +14,15 @@ from typing import Any
 import torch
 
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
+from covey.config.faults import faults_of
+from covey.config.files import user_path
 from covey.config.reader import config_from_dict, read_tables
+from covey.config.values import command
 from covey.control.branches import BranchSampler, refuse_uncopyable
 from covey.control.environments import Environments, check_environment, longest_episode, make_environments
 from covey.control.normaliser import RunningMoments
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
-from covey.control.render import render_episode
+from covey.control.render import can_draw, render_episode
 from covey.control.rewards import AsPaid, ByRunningStd, Clipped, RewardScale
 from covey.control.sampler import ControlSampler, EpisodeSampler, FragmentSampler
 from covey.control.spaces import Continuous
@@ -27,8 +30,9 @@ from covey.control.tape import play
 from covey.control.task import EnvironmentPays, EpisodeStarts, reset_seeds
 from covey.credits import Credit, outcome, reward_to_go, within_rollout
 from covey.observe.display import Display
+from covey.observe.run_folder import FolderLock
 from covey.observe.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
-from covey.observe.statistics import mean_score
+from covey.observe.score_kinds import RETURN
 from covey.recipes.build import (
     Assembled,
     Evaluation,
@@ -59,6 +63,7 @@ class ControlWorld:
     """A run on a Gymnasium environment; meets `covey.recipes.build.World`."""
 
     name = "control"
+    score_kind = "return"
 
     def __init__(self, config: ControlConfig) -> None:
         """Makes the environments, so that a mistake is found at once.
@@ -79,6 +84,7 @@ class ControlWorld:
                 "environment.max_episode_steps"
             )
         self.environments = make_environments(config.environment, rollouts.copies)
+        self.notes = (self.environments.note,) if self.environments.note else ()  # what a user should know
         self.trunks = None
         self._evaluation: Environments | None = None
         if rollouts.groups == "branches":
@@ -163,6 +169,9 @@ class ControlWorld:
             lambda: self._facts(sampler),
         )
 
+    def drawable(self) -> bool:
+        return can_draw(self.config.environment)
+
     def close(self) -> None:
         for environments in (self.environments, self.trunks, self._evaluation):
             if environments is not None:
@@ -209,7 +218,7 @@ class EpisodeEvaluation:
         with self.display.progress(f"evaluation {label}", len(self.seeds)) as advance:
             returns = episode_returns(self.policy, self.environments, self.seeds)
             advance(len(self.seeds))
-        return [{**mean_score(returns), "seconds": time.perf_counter() - began}]
+        return [{**RETURN.estimate(returns), "seconds": time.perf_counter() - began}]
 
     def due(self, step: int) -> dict[str, float]:
         """The metric `eval/score` after a step where the config asks for it."""
@@ -259,30 +268,36 @@ def evaluation_environment(config: ControlConfig) -> EnvironmentConfig:
     return replace(config.environment, autoreset="disabled", vectorization="entry_point" if own else "auto")
 
 
-def evaluate_run(run_dir: Path, *, episodes: int, render: bool = False, seed: int | None = None) -> Evaluation:
+def evaluate_run(
+    run_dir: str | Path, *, episodes: int | None = None, render: bool = False, seed: int | None = None
+) -> Evaluation:
     """Greedy episodes of a finished run's policy.
 
     Args:
         run_dir: the run folder.
-        episodes: how many to play.
+        episodes: how many to play; None: as many as the run's own evaluations.
         render: also write a moving picture of one of them into the run folder.
         seed: of the episodes; None: those that every run is measured on.
 
     Returns:
-        {"score", "low", "high", "count", "returns"}, with "picture" (its path) where one was made.
+        {"score", "low", "high", "count", "returns", "drawable"}, with "picture" (its path) if one was made. "drawable"
+        says whether the environment can be rendered here.
 
     Raises:
-        ConfigError: where the run is not finished, or its environment cannot be made.
+        ConfigError: where the run is not finished, its environment cannot be made, or (with `render`) another process
+            is writing into its folder.
     """
+    run_dir = user_path(run_dir)
     config = config_from_dict(read_tables(run_dir / CONFIG_FILE))
     if not isinstance(config, ControlConfig):
         raise ConfigError(f"{run_dir} is no run on an environment")
     if not (run_dir / MODEL_FOLDER).is_dir():
         raise ConfigError(
-            f"the run in {run_dir} has not saved its policy yet: finish it with covey train --resume {run_dir}"
+            f"the run in {run_dir} has not saved its policy yet: finish it with {command('train', '--resume', run_dir)}"
         )
     set_threads(config.threads)
     policy = load_policy(run_dir / MODEL_FOLDER)
+    episodes = config.evaluation.episodes if episodes is None else episodes
     if seed is None:
         seeds = [start.prompt for start in EpisodeStarts().held_out(episodes)]
     else:
@@ -293,9 +308,10 @@ def evaluate_run(run_dir: Path, *, episodes: int, render: bool = False, seed: in
         returns = episode_returns(policy, environments, seeds)
     finally:
         environments.close()
-    result: Evaluation = {**mean_score(returns), "returns": returns}
+    result: Evaluation = {**RETURN.estimate(returns), "returns": returns, "drawable": render or can_draw(played)}
     if render:
         path = run_dir / PICTURE
-        render_episode(played, policy.best, seeds[0], path)
+        with FolderLock(run_dir), faults_of(path):
+            render_episode(played, policy.best, seeds[0], path)
         result["picture"] = str(path)
     return result

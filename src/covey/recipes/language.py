@@ -12,26 +12,37 @@ from typing import Any
 import torch
 
 from covey.algorithms import Algorithm
-from covey.config import ConfigError, EvaluationConfig, RewardConfig, RunConfig, SamplingConfig
+from covey.config import ConfigError, RunConfig, SamplingConfig
 from covey.config.gathering_checks import NOT_BY_GROUP
-from covey.config.origins import find_origin
+from covey.config.origins import ARCHITECTURE_FOLDER, find_origin
 from covey.config.process_checks import no_step_reward
+from covey.config.values import plural
 from covey.core import kl
 from covey.credits import Credit, outcome, process, process_by_step, process_return
-from covey.data import Group, Start, Task
+from covey.data import Start, Task
 from covey.llm.chat import Chat
 from covey.llm.critic import LanguageCritic
 from covey.llm.grader import RewardGrader, WeightedReward, build_grader
-from covey.llm.loading import load_model, pin_model, take_over
+from covey.llm.loading import find_chat, load_model, pin_model, save_architecture, take_over
 from covey.llm.native.library import kernels_for
 from covey.llm.policy import LanguagePolicy
+from covey.llm.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
 from covey.llm.sampler import LanguageSampler
-from covey.llm.tasks import build_task
+from covey.llm.tasks import Jsonl, build_task
+from covey.llm.unfinished_call import CALL_FILE, NotedGrader
 from covey.observe.display import Display
+from covey.observe.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.observe.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
 from covey.recipes.build import Assembled, build_algorithm, build_checkpoints, build_optimizer, learning_rate
-from covey.recipes.held_out import HeldOut, answers
-from covey.runtime.device import choose_device, choose_precision, environment, keep_freed_memory, set_threads
+from covey.recipes.held_out import HeldOut
+from covey.runtime.device import (
+    choose_device,
+    choose_precision,
+    environment,
+    keep_freed_memory,
+    limit_kernel_caches,
+    set_threads,
+)
 from covey.runtime.following import FollowingWeights
 from covey.train.gather import Gathering
 from covey.train.loop import Parts, Settings
@@ -53,6 +64,24 @@ class Problem:
 
     task: Task
     grader: RewardGrader
+    held_out: list[Start]  # at least one, at most evaluation.problems
+
+    def metrics(self) -> dict[str, float]:
+        """What the task counted since the last call."""
+        return self.task.metrics() if isinstance(self.task, FittingTask) else {}
+
+    def notes(self, asked: int, name: str) -> list[str]:
+        """What a user should know of the data: how much there is, where that is not as much as was asked for.
+
+        Args:
+            asked: how many held-out problems.
+            name: of the field or option that asked.
+        """
+        notes = [self.task.describe()] if isinstance(self.task, Jsonl) else []
+        if len(self.held_out) < asked:
+            there = plural(len(self.held_out), "held-out problem")
+            notes.append(f"evaluation: {there}, all that there are ({name} is {asked:,})")
+        return notes
 
 
 @dataclass(frozen=True)
@@ -85,13 +114,42 @@ def build_problem(config: RunConfig, task: Task | None = None, rewards: Sequence
     grader = build_grader(rewards or config.rewards, default, _shaping(config), config.process.boundary)
     if config.loss.credit != "outcome" and grader.splitter is None:
         raise ConfigError(no_step_reward(config.loss.credit))
-    task.held_out(config.evaluation.problems)
     try:
+        held_out = list(task.held_out(config.evaluation.problems))[: config.evaluation.problems]
+        if not held_out:
+            raise ConfigError("the task has no held-out problem, and evaluation needs at least one")
         grader.check(task.draw(config.seed, 1, 2, first=0, before=0))
     except ConfigError:
         grader.close()
         raise
-    return Problem(task, grader)
+    return Problem(task, grader, held_out)
+
+
+def fit_prompts(
+    problem: Problem, config: RunConfig, chat: Chat, model_config: Any, note: Note, *, training: bool = True
+) -> Problem:
+    """The problem without the prompts that the model cannot take, or with a task that replaces them.
+
+    Args:
+        model_config: as transformers reads it.
+        note: is told of held-out prompts and, while it draws, of training prompts that were left out.
+        training: whether training prompts matter, or held-out prompts alone.
+
+    Raises:
+        ConfigError: naming the first prompt that is refused; a line of a file by its number.
+    """
+    drop, sampling = config.sampling.long_prompts == "drop", config.sampling
+    limit = PromptLimit(chat, model_config, sampling.max_new_tokens, drop)
+    longest = max(sampling.max_new_tokens, *config.evaluation.token_limits, 0)
+    evaluated = replace(limit, max_new_tokens=longest)
+    task = problem.task
+    if isinstance(task, Jsonl):
+        task.keep_fitting(limit if training else None, evaluated)
+        return replace(problem, held_out=task.held_out(config.evaluation.problems))
+    held_out = evaluated.taken(problem.held_out, note)
+    if training and not drop:
+        refuse_first_starts(task, limit, config.seed, config.steps, sampling.prompts_per_step)
+    return replace(problem, task=FittingTask(task, limit, note), held_out=held_out)
 
 
 def _shaping(config: RunConfig) -> list[WeightedReward]:
@@ -109,6 +167,7 @@ def build_machine(device: str, precision: str, threads: int) -> Machine:
     """
     set_threads(threads)
     keep_freed_memory()
+    limit_kernel_caches()
     chosen = choose_device(device)
     return Machine(chosen, choose_precision(precision, chosen))
 
@@ -160,6 +219,30 @@ class LanguageWorld:
         self.config = replace(config, model=pin_model(config.model))
         self.chosen = build_machine(config.device, config.precision, config.threads)
         self.problem = build_problem(config, task, rewards)
+        self._fits = False  # whether the prompts are known to fit the model
+        found = find_chat(self.config.model) if isinstance(self.problem.task, Jsonl) else None
+        if found is not None:
+            self._fit_prompts(*found, lambda text: None)
+
+    def _fit_prompts(self, chat: Chat, model_config: Any, note: Note) -> Problem:
+        """The problem with prompts that the model can take; a file's are looked at once, the others when drawn."""
+        if self._fits:
+            return self.problem
+        try:
+            self.problem = fit_prompts(self.problem, self.config, chat, model_config, note)
+        except ConfigError:
+            self.problem.grader.close()
+            raise
+        self._fits = True
+        return self.problem
+
+    @property
+    def score_kind(self) -> str:
+        return self.problem.grader.score_kind
+
+    @property
+    def notes(self) -> list[str]:
+        return self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
@@ -178,11 +261,10 @@ class LanguageWorld:
 
     def assemble(self, store: RunStore, display: Display) -> Assembled:
         """Load the model, and a second copy of it as the reference."""
-        config, problem = self.config, self.problem
-        loaded = load_policy(config, self.chosen)
-        if not loaded.policy.shares_prompts:
-            display.note("this model's attention is not known to covey: prompts are not shared, which is slower")
+        config = self.config
+        loaded = self._load(store, display)
         update = config.update
+        problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
         self._tell_of_steps(display)
         critic = build_critic(config, loaded.policy, display) if config.algorithm == "ppo" else None
@@ -190,15 +272,16 @@ class LanguageWorld:
             copy.deepcopy(loaded.policy.module).requires_grad_(False),
             temperature=config.sampling.temperature,
             microbatch_tokens=update.microbatch_tokens,
+            backend=loaded.policy.backend,
         )
         algorithm = _algorithm(config)
         if algorithm.kl.by_policy and config.kl_coefficient != 0:
             loaded.policy.anchor = reference
-        held_out = HeldOut(config.evaluation, problem.task, problem.grader, loaded.sampler, display)
+        held_out = HeldOut(config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store)
         parts = Parts(
             task=problem.task,
             sampler=loaded.sampler,
-            grader=problem.grader,
+            grader=_noted(problem.grader, store, display),
             policy=loaded.policy,
             reference=reference,
             follower=_follower(config, reference, loaded.policy),
@@ -206,7 +289,7 @@ class LanguageWorld:
             optimizer=build_optimizer(loaded.policy.module, update),
             observers=(store, display),
             checkpoints=build_checkpoints(store, config.checkpoint.keep),
-            evaluate=held_out.due,
+            evaluate=lambda step: held_out.due(step) | problem.metrics(),
             critic=critic,
             critic_optimizer=build_optimizer(critic.module, update) if critic else None,
         )
@@ -233,9 +316,17 @@ class LanguageWorld:
             decision_budget=config.token_budget,
         )
         return Assembled(
-            parts, settings, lambda label: held_out.measure(f"held-out accuracy {label}"),
+            parts, settings, held_out.measure,
             lambda run_dir: _save(run_dir, loaded, critic), lambda: {"model": config.model},
         )  # fmt: skip
+
+    def _load(self, store: RunStore, display: Display) -> LoadedPolicy:
+        """The policy; writes down what the checkpoints of the run will not hold of it."""
+        loaded = load_policy(self.config, self.chosen)
+        module, tokenizer = loaded.policy.module, loaded.chat.tokenizer
+        write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
+        display.note(loaded.policy.backend.describe(loaded.policy.module))
+        return loaded
 
     def _tell_of_steps(self, display: Display) -> None:
         config = self.config
@@ -243,8 +334,19 @@ class LanguageWorld:
         if by_outcome and self.problem.grader.splitter is not None:
             display.note("step rewards are only added up; loss.credit = process_return would compare steps")
 
+    def drawable(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.problem.grader.close()
+
+
+def _noted(grader: RewardGrader, store: RunStore, display: Display) -> NotedGrader:
+    """The grader of a run's steps; says here if the last call of a resumed run was not finished."""
+    noted = NotedGrader(grader, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
+    if note := noted.take_note():
+        display.note(note)
+    return noted
 
 
 def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) -> LanguageCritic:
@@ -306,62 +408,6 @@ def _gathering(config: RunConfig) -> Gathering:
         adaptive_most=sampling.group_size_most,
         redraws=config.redraws,
     )
-
-
-def evaluate_model(
-    model: str,
-    task: Any,
-    rewards: tuple[RewardConfig, ...],
-    *,
-    problems: int,
-    samples: int,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-    device: str = "auto",
-    precision: str = "auto",
-    threads: int = 0,
-) -> dict[str, Any]:
-    """Answers of a model to held-out problems, and their scores.
-
-    Args:
-        task: a config object of `covey.config.TASK_CONFIGS`.
-        samples: answers to each problem.
-        temperature: 0 is greedy.
-
-    Returns:
-        {"problems": [{"prompt": ..., "text": [...], "scores": [...]}, ...]}, one entry a problem.
-    """
-    config = RunConfig(
-        task=task,
-        model=model,
-        seed=seed,
-        rewards=rewards,
-        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
-        evaluation=EvaluationConfig(problems=problems),
-    )
-    problem = build_problem(config)
-    try:
-        loaded = load_policy(config, build_machine(device, precision, threads))
-        sampler = replace(loaded.sampler, temperature=temperature)
-        starts = problem.task.held_out(problems)
-        groups: list[Group] = []
-        with Display() as display, display.progress("answering", len(starts)) as advance:
-            for piece in answers(sampler, starts, samples):
-                groups += problem.grader.grade(piece)
-                advance(len(piece))
-    finally:
-        problem.grader.close()
-    return {
-        "problems": [
-            {
-                "prompt": group.start.prompt,
-                "text": [rollout.text for rollout in group.rollouts],
-                "scores": [rollout.score or 0.0 for rollout in group.rollouts],
-            }
-            for group in groups
-        ]
-    }
 
 
 def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:

@@ -79,7 +79,7 @@ def plan_memory(
             f"there is no config.json of {model} on this machine: give its path (it is a few hundred bytes on the "
             "model's page), a model folder, a .gguf file, or smollm2-135m"
         )
-    size = read_dimensions(model_config)
+    size = read_dimensions(model_config, model)
     first = next(iter(configs.values()))
     place = Place.of(first)
 
@@ -104,7 +104,7 @@ def check_memory(config: RunConfig) -> str:
     if model_config is None:
         return f"estimated memory: unknown until {config.model} has been downloaded"
     place = Place.of(config)
-    plan = predict(read_dimensions(model_config), config, device=place.device, width=place.dtype.itemsize)
+    plan = predict(read_dimensions(model_config, config.model), config, device=place.device, width=place.dtype.itemsize)
     lines = [f"  {name:<{NAME_WIDTH}} {size / 2**30:6.2f} GiB" for name, size in plan.parts.items() if size]
     return "\n".join(
         [f"estimated memory: {plan.peak / 2**30:.1f} GiB at the most (sampling and update take turns)", *lines]

@@ -6,25 +6,30 @@ What the two worlds add is in `covey.recipes.language` and `covey.recipes.contro
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError, ControlConfig, RunConfig
+from covey.config import ConfigError, ControlConfig, MachineError, RunConfig
 from covey.config.checks import validate
-from covey.config.reader import config_from_dict, read_tables, write_config
+from covey.config.faults import faults_of, machine_error
+from covey.config.reader import write_config
+from covey.config.values import command
 from covey.data import Task
 from covey.observe.curve import draw_curve
 from covey.observe.display import Display
-from covey.observe.run_store import CONFIG_FILE, RunStore, next_run_dir, read_metrics, write_atomically
+from covey.observe.output import outlasting_output
+from covey.observe.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
+from covey.observe.run_store import CONFIG_FILE, CURVE_FILE, RunStore, read_metrics
+from covey.recipes import advice
+from covey.recipes.advice import Launch
 from covey.recipes.build import Evaluation, World
+from covey.recipes.resuming import Origin, new_origin, read_beginning, take_up
 from covey.runtime.device import differences, peak_memory_bytes
-from covey.train.loop import Progress, load_checkpoint, train
-
-ORIGIN_FILE = "origin.json"  # what a resumed run must know beside its config
+from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
+from covey.train.loop import Progress, train
 
 Summary = dict[str, Any]
 Reward = Callable[..., Any]  # TRL's signature; or a covey.llm.grader.WeightedReward
@@ -35,7 +40,8 @@ def run(
     *,
     task: Task | None = None,
     rewards: Sequence[Reward] = (),
-    recipe_name: str = "run",
+    recipe_name: str = advice.PYTHON_NAME,
+    launch: Launch | None = None,
 ) -> Summary | None:
     """Train a policy and measure it before and after.
 
@@ -43,43 +49,47 @@ def run(
         config: of the run; an empty `run_dir` is numbered.
         task: of a language model: a task of your own instead of the config's.
         rewards: of a language model: reward functions of your own instead of the config's.
-        recipe_name: names the run folder and the advice at the end.
+        recipe_name: names the run folder.
+        launch: the command that starts the run, for the advice at its end; None advises calls of this function.
 
     Returns:
-        what `summary.json` holds, or None if the run was stopped before its end (Ctrl-C).
+        what `summary.json` holds, or None if Ctrl-C stopped the run between two steps.
 
     Raises:
         ConfigError: for a mistake in what was asked for, before the model is loaded where that is possible.
         RunError: where training cannot go on.
+        MachineError: for a fault of the machine, such as a full disk; the run can be resumed from its last checkpoint.
     """
     validate(config, own_task=task is not None, own_rewards=bool(rewards))
-    config = replace(config, run_dir=config.run_dir or str(next_run_dir(recipe_name)))
     world = open_world(config, task, rewards)
     try:
-        store = RunStore(config.run_dir)
-        write_config(world.config, store.run_dir / CONFIG_FILE)
-        return _carry_out(world, store, recipe_name, resuming=False)
+        run_dir = config.run_dir or claim_run_dir(Path(recipe_name).stem)
+        with RunStore(run_dir) as store, _faults_of_run(store.run_dir):
+            with faults_of(store.run_dir / CONFIG_FILE):
+                write_config(replace(world.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
+            return _carry_out(world, store, launch or Launch.from_python(recipe_name, task, rewards))
     finally:
         world.close()
 
 
-def resume(run_dir: Path, *, task: Task | None = None, rewards: Sequence[Reward] = ()) -> Summary | None:
+def resume(run_dir: str | Path, *, task: Task | None = None, rewards: Sequence[Reward] = ()) -> Summary | None:
     """Go on with a run that was stopped or killed; it ends as if it had never stopped.
 
     A run that was started with a task or rewards of its own in Python must be given them again.
 
     Raises:
-        ConfigError: where the folder holds no run that can be resumed.
+        ConfigError: where the folder holds no run that can be resumed, or its settings have changed since it began.
+        MachineError: for a fault of the machine; what the run had reached stays.
     """
-    config = replace(config_from_dict(read_tables(run_dir / CONFIG_FILE)), run_dir=str(run_dir))
-    validate(config, own_task=task is not None, own_rewards=bool(rewards))
-    world = open_world(config, task, rewards)
-    try:
-        store = RunStore(run_dir, resume=True)
-        origin = json.loads((run_dir / ORIGIN_FILE).read_text())
-        return _carry_out(world, store, origin["recipe"], resuming=True)
-    finally:
-        world.close()
+    with RunStore(run_dir, resume=True) as store, _faults_of_run(store.run_dir):
+        origin, config, notes = read_beginning(store.run_dir)
+        validate(config, own_task=task is not None, own_rewards=bool(rewards))
+        world = open_world(config, task, rewards)
+        try:
+            launch = advice.read_launch(store.run_dir) or Launch(str(store.run_dir / CONFIG_FILE))
+            return _carry_out(world, store, launch, origin, notes, resuming=True)
+        finally:
+            world.close()
 
 
 def open_world(config: RunConfig | ControlConfig, task: Task | None = None, rewards: Sequence[Reward] = ()) -> World:
@@ -100,61 +110,108 @@ def open_world(config: RunConfig | ControlConfig, task: Task | None = None, rewa
     return ControlWorld(config)
 
 
-def _carry_out(world: World, store: RunStore, recipe_name: str, *, resuming: bool) -> Summary | None:
+def _carry_out(
+    world: World,
+    store: RunStore,
+    launch: Launch,
+    origin: Origin | None = None,
+    notes: Sequence[str] = (),
+    *,
+    resuming: bool = False,
+) -> Summary | None:
     config = world.config
-    display = Display(config.steps, config.show_rollouts_every, title=f"covey: {recipe_name}", world=world.name)
+    display = Display(
+        config.steps,
+        config.show_rollouts_every,
+        title=f"covey: {launch.title}",
+        world=world.name,
+        score_kind=world.score_kind,
+    )
     display.note(f"{world.describe()}; everything goes to {store.run_dir}")
+    for line in (*world.notes, *notes):
+        display.note(line)
+    set_last_words(lambda: f"interrupted. {_how_to_continue(world, store.run_dir, launch)}")
+    try:
+        with outlasting_output():
+            return _train(world, store, launch, display, origin, resuming=resuming)
+    except KeyboardInterrupt:
+        say_last_words()
+        raise
+
+
+def _train(
+    world: World, store: RunStore, launch: Launch, display: Display, origin: Origin | None, *, resuming: bool
+) -> Summary | None:
     assembled = world.assemble(store, display)
     parts, settings = assembled.parts, assembled.settings
-    now = world.machine()
-    origin_path = store.run_dir / ORIGIN_FILE
-    progress = Progress()
-    if resuming:
-        origin = json.loads(origin_path.read_text())
-        for line in differences(origin["environment"], now):
-            display.note(f"resuming on another footing, so the last bits may differ: {line}")
-        latest = parts.checkpoints.latest()
-        if latest is not None:
-            progress = load_checkpoint(parts, parts.checkpoints.load(latest))
-        store.rewind(progress.step)
-        display.resume(progress.step, read_metrics(store.run_dir))
-        display.note(f"resuming after step {progress.step}")
-    with display, _ctrl_c() as stopped:
-        if not resuming:
-            origin = {"recipe": recipe_name, "environment": now, "before": assembled.measure("before")}
-            write_atomically(origin_path, json.dumps(origin, indent=2).encode())
-        train(parts, settings, progress, should_stop=stopped)
-        if not settings.is_done(progress):
-            display.note(f"stopped after step {progress.step}. Go on with: covey train --resume {store.run_dir}")
+    with display:
+        machine = world.machine()
+        if origin is None:  # the weights are still those that training begins with
+            origin = new_origin(launch, world.config, machine, assembled.measure("before"))
+            write_atomically(store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
+        progress = Progress()
+        if resuming:
+            for line in differences(origin["environment"], machine):
+                display.note(f"resuming on another footing, so the last bits may differ: {line}")
+            progress = take_up(parts, store, display, settings.checkpoint_every)
+        with stop_requests(display.note) as stopped:
+            train(parts, settings, progress, should_stop=stopped)
+        if stopped() or not settings.is_done(progress):
+            display.note(f"stopped after step {progress.step}. {_how_to_continue(world, store.run_dir, launch)}")
             return None
         after = assembled.measure("after")
-    assembled.save(store.run_dir)
+    write_folders(store.run_dir, assembled.save)
     summary = _summarise(world, store, progress, origin, after) | assembled.facts()
     store.write_summary(summary)
-    draw_curve(store.run_dir)
-    display.show_summary(summary)
+    with faults_of(store.run_dir / CURVE_FILE):
+        draw_curve(store.run_dir)
+    finished = advice.Finished(launch, world.config, str(store.run_dir), world.drawable())
+    display.show_summary(summary, advice.after_training(finished, summary))
     return summary
+
+
+def _how_to_continue(world: World, run_dir: Path, launch: Launch) -> str:
+    if holds_run(run_dir):
+        return f"Go on with: {advice.go_on(launch, run_dir)}"
+    return f"Start again with: {advice.start(launch, world.config, {}, keep_folder=True)}"
+
+
+@contextmanager
+def _faults_of_run(run_dir: Path) -> Iterator[None]:
+    """A fault of the machine with the way to go on after it."""
+    try:
+        yield
+    except Exception as error:
+        fault = machine_error(error)
+        if fault is None:
+            raise
+        then = "start the run again"
+        with suppress(OSError):
+            if holds_run(run_dir):
+                then = f"go on with: {command('train', '--resume', run_dir)}"
+        raise MachineError(f"{fault}; then {then}") from error
 
 
 def _summarise(
     world: World,
     store: RunStore,
     progress: Progress,
-    origin: dict[str, Any],
+    origin: Origin,
     after: list[Evaluation],
 ) -> Summary:
     steps = read_metrics(store.run_dir)
     measured = [*origin["before"], *after]
     return {
         "world": world.name,
+        "score_kind": world.score_kind,
         "run_dir": str(store.run_dir),
         "recipe": origin["recipe"],
         "algorithm": world.config.algorithm,
         "seed": world.config.seed,
         "steps": progress.step,
-        "seconds": sum(step["time/step"] for step in steps) + sum(result["seconds"] for result in measured),
+        "seconds": sum(step.get("time/step", 0.0) for step in steps) + sum(result["seconds"] for result in measured),
         "decisions_sampled": progress.decisions,
-        "peak_memory_bytes": max([peak_memory_bytes(), *(int(step["memory/peak_bytes"]) for step in steps)]),
+        "peak_memory_bytes": max([peak_memory_bytes(), *(int(step.get("memory/peak_bytes", 0)) for step in steps)]),
         "machine": origin["environment"],
         "evaluations": [
             {key: first[key] for key in ("max_new_tokens",) if key in first} | {"before": first, "after": second}
@@ -163,32 +220,21 @@ def _summarise(
     }
 
 
-@contextmanager
-def _ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C (or a polite kill) end the run after the current step; the second ends it at once."""
-    asked: list[int] = []
+def check(config: RunConfig | ControlConfig) -> list[str]:
+    """Try out the data, the rewards and the model's files of a recipe, or its environment, without training or loading
+    a weight.
 
-    def note(number: int, frame: object) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: signals are somebody else's
-        before = {}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def check(config: RunConfig | ControlConfig) -> None:
-    """Try out the data and the rewards of a recipe, or its environment, without training or loading a model.
+    Returns:
+        what a user should know before the run, one line each.
 
     Raises:
         ConfigError: for the first thing that is wrong.
     """
     validate(config)
-    open_world(config).close()
+    world = open_world(config)
+    world.close()
+    if isinstance(config, RunConfig):
+        from covey.llm.loading import check_model_files
+
+        check_model_files(config.model)
+    return list(world.notes)

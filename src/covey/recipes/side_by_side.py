@@ -23,10 +23,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from covey.config import ConfigError, ControlConfig, RunConfig, RunError
-from covey.observe.run_store import METRICS_FILE
+from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError
+from covey.config.faults import machine_error
+from covey.observe.run_folder import LOG_FILE, METRICS_FILE
 
-LOG_FILE = "output.log"  # what a run would have shown on the terminal
 LOOK_SECONDS = 0.5  # between looks at how far the runs have come
 STOP_SECONDS = 60.0  # a run that was asked to stop ends after its step; one that does not is ended
 TAIL_BYTES = 1 << 16  # of a metrics file: more than its last line
@@ -37,10 +37,11 @@ class SeedJob:
     """One run of a comparison."""
 
     label: str  # of its recipe
-    recipe: str  # as typed, for the run's own advice
+    recipe: str  # as typed, for the run's own advice, as `fields` is
     seed: int
     config: RunConfig | ControlConfig  # with the seed and the folder
     run_dir: Path
+    fields: tuple[str, ...] = ()  # the `--field value` words
 
     @property
     def name(self) -> str:
@@ -74,6 +75,7 @@ class SideBySide:
 
         Raises:
             ConfigError: a mistake that one of them reported; it concerns them all.
+            MachineError: a fault of the machine, which concerns them all too.
             KeyboardInterrupt: after Ctrl-C, when the runs have written their checkpoints.
         """
         failures: dict[str, str] = {}
@@ -128,6 +130,8 @@ class SideBySide:
             kind, text = "failed", f"its process ended with code {one.process.exitcode}; see {log}"
         if kind == "mistake":
             raise ConfigError(f"{one.job.name}: {text}")
+        if kind == "machine":
+            raise MachineError(f"{one.job.name}: {text}")
         if kind == "stopped":
             raise KeyboardInterrupt
         if kind == "failed":
@@ -182,6 +186,9 @@ def _child(work: Callable[[SeedJob], Any], job: SeedJob, outcome: Connection) ->
     except RunError as error:
         outcome.send(("failed", str(error)))
     except Exception as error:
+        if fault := machine_error(error):
+            outcome.send(("machine", str(fault)))
+            return
         outcome.send(("failed", f"unexpected {type(error).__name__}: {error}; see {job.run_dir / LOG_FILE}"))
         raise
 

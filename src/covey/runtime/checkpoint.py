@@ -1,33 +1,39 @@
 """Checkpoints that are either complete or absent, whatever happened while they were written.
 
 A checkpoint is the folder `step-00000020` with three files: `tensors.safetensors`, `state.json` (everything else, with
-a reference where each tensor stood) and `manifest.json` (size and SHA-256 of the other two). It is written under a
-temporary name, every file is flushed to the disk, the manifest last, and then the folder is renamed.
+a reference where each tensor stood) and `manifest.json` (size and SHA-256 of the other two, and the version of covey
+that wrote them). It is written under a temporary name, every file is flushed to the disk, the manifest last, and then
+the folder is renamed. Whatever else lies among the checkpoints is left alone.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from covey.config import ConfigError
+from covey.config import ConfigError, MachineError
+from covey.config.faults import faults_of
 from covey.config.origins import CHECKPOINT_NAME, MANIFEST_FILE
 
 _log = logging.getLogger(__name__)
 
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
+_FORMAT = 1  # of the files; another number is another version's
 _UNFINISHED = ".unfinished-"  # prefix of what a crash may leave behind
+_MASTERS = "/masters/"  # in the name of a tensor: the weights that an optimizer trains
 _REFERENCE = "$tensor"  # {"$tensor": name} in state.json stands for a tensor
 _SPARE_BYTES = 1 << 20  # for the manifest and the file system's own records
 
@@ -38,7 +44,11 @@ _DTYPE_NAMES = {
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be written or read; one line that says why and what to do."""
+    """A checkpoint that cannot be used; one line that says why and what to do."""
+
+
+class OtherVersion(CheckpointError):
+    """A checkpoint that another version of covey wrote."""
 
 
 class CheckpointFolder:
@@ -64,9 +74,14 @@ class CheckpointFolder:
         Raises:
             TypeError: if the state holds something that cannot be stored exactly.
             ValueError: if two names hold the same tensor (tied weights): store one of them.
-            CheckpointError: if the disk is full; older checkpoints are untouched.
+            MachineError: if it cannot be written, because the disk is full or for another fault of the machine; older
+                checkpoints are untouched.
         """
         self.before_save()
+        with faults_of(self.path):
+            self._save(step, state)
+
+    def _save(self, step: int, state: dict[str, Any]) -> None:
         tensors: dict[str, Tensor] = {}
         document = json.dumps(_take_out_tensors(state, "", tensors)).encode()
         _refuse_shared(tensors)
@@ -80,24 +95,24 @@ class CheckpointFolder:
                 _TENSORS: _write(draft / _TENSORS, _safetensors_pieces(tensors)),
                 _STATE: _write(draft / _STATE, [document]),
             }
-            manifest = {"format": 1, "step": step, "files": files}
+            manifest = {"format": _FORMAT, "covey": version("covey"), "step": step, "files": files}
             _write(draft / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
             _sync_folder(draft)
             self._publish(draft, self.folder(step))
-        except BaseException as error:
+        except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CheckpointError(
-                    f"the disk of {self.path} filled up while the checkpoint of step {step} was written: "
-                    "free some space and resume, older checkpoints are untouched"
-                ) from error
             raise
         self._remove_old(step)
 
     def latest(self) -> int | None:
-        """The newest step whose checkpoint is complete and undamaged, or None; reads it through once to be sure."""
+        """The newest step whose checkpoint is complete and undamaged, or None; reads it through once to be sure.
+
+        Raises:
+            OtherVersion: if another version of covey wrote it.
+            MachineError: if the disk does not let it be read.
+        """
         for step in reversed(self.steps()):
-            damage = _damage(self.folder(step))
+            damage = self._find_damage(step)
             if damage is None:
                 return step
             _log.warning("checkpoint %s is damaged (%s); trying the one before", self.folder(step), damage)
@@ -110,8 +125,15 @@ class CheckpointFolder:
             CheckpointError: if that checkpoint is missing or damaged.
         """
         folder = self._undamaged(step)
-        tensors = safetensors.torch.load_file(folder / _TENSORS)
-        state: dict[str, Any] = _put_in_tensors(json.loads((folder / _STATE).read_bytes()), tensors)
+        with faults_of(folder):
+            tensors = safetensors.torch.load_file(folder / _TENSORS)
+            document = (folder / _STATE).read_bytes()
+        try:
+            state: dict[str, Any] = _put_in_tensors(json.loads(document), tensors)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"checkpoint {folder} is not one that covey writes ({type(error).__name__} in {_STATE}): use another"
+            ) from error
         return state
 
     def tensors(self, step: int, below: str) -> dict[str, Tensor]:
@@ -129,40 +151,49 @@ class CheckpointFolder:
 
     def _undamaged(self, step: int) -> Path:
         folder = self.folder(step)
-        damage = _damage(folder)
+        damage = self._find_damage(step)
         if damage is not None:
             raise CheckpointError(f"checkpoint {folder} cannot be loaded ({damage}): resume from an earlier one")
         return folder
+
+    def _find_damage(self, step: int) -> str | None:
+        with faults_of(self.folder(step)):
+            return _damage(self.folder(step)) or _not_finite(self.folder(step) / _TENSORS)
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of `step` is or would be."""
         return self.path / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, ascending, damaged ones included."""
+        """Steps that have a checkpoint folder, ascending, damaged ones included. Other files and links are no steps."""
         if not self.path.is_dir():
             return []
-        matches = (CHECKPOINT_NAME.fullmatch(entry.name) for entry in self.path.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
+        with faults_of(self.path):
+            names = [entry.name for entry in self.path.iterdir() if entry.is_dir()]
+        steps = (int(match[1]) for match in map(CHECKPOINT_NAME.fullmatch, names) if match)
+        return sorted(step for step in steps if self.folder(step).name in names)
 
     def _check_free_space(self, needed: int) -> None:
         free = shutil.disk_usage(self.path).free
         if free < needed:
-            raise CheckpointError(
+            raise MachineError(
                 f"a checkpoint needs {_megabytes(needed)} but the disk of {self.path} has {_megabytes(free)} free: "
-                "free some space or set run_dir to another disk"
+                "free some space on that disk"
             )
 
     def _publish(self, draft: Path, target: Path) -> None:
-        if target.exists():  # a run that went back repeats a step; a folder cannot be renamed over another
-            target.rename(self.path / f"{_UNFINISHED}replaced-{target.name}")
+        if os.path.lexists(target):  # a run that went back repeats a step; nothing can be renamed over a folder
+            foreign = (self.path / f"{target.name}.foreign{number or ''}" for number in count())
+            replaced = self.path / f"{_UNFINISHED}replaced-{target.name}"
+            target.rename(replaced if _is_own(target) else next(path for path in foreign if not os.path.lexists(path)))
         draft.rename(target)
         _sync_folder(self.path)
 
     def _remove_old(self, newest: int) -> None:
         self._remove_leftovers()
-        intact = [step for step in self.steps() if step <= newest and _damage(self.folder(step), hashes=False) is None]
-        for step in set(self.steps()) - set(intact[-self.keep :]):
+        own = [step for step in self.steps() if _is_own(self.folder(step))]
+        intact = [step for step in own if step <= newest and _damage(self.folder(step), hashes=False) is None]
+        for step in set(own) - set(intact[-self.keep :]):
             # Renamed first, so that a crash half-way leaves no damaged checkpoint behind.
             doomed = self.path / f"{_UNFINISHED}removed-{step:08d}"
             self.folder(step).rename(doomed)
@@ -170,7 +201,10 @@ class CheckpointFolder:
 
     def _remove_leftovers(self) -> None:
         for entry in self.path.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(entry)
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
 
 
 def _take_out_tensors(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -252,24 +286,66 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 
 def _damage(folder: Path, *, hashes: bool = True) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """What is wrong with the files of a checkpoint, or None.
+
+    Raises:
+        OtherVersion: if another version of covey wrote it.
+        OSError: if the disk does not let it be read.
+    """
     try:
-        files = json.loads((folder / MANIFEST_FILE).read_bytes())["files"]
+        manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
+        if type(manifest["format"]) is int and manifest["format"] != _FORMAT:
+            raise OtherVersion(
+                f"checkpoint {folder} was written by covey {manifest.get('covey', '(unknown)')!s:.20} (format "
+                f"{manifest['format']}), and this is covey {version('covey')} (format {_FORMAT}): use that version"
+            )
+        files = manifest["files"]
         if set(files) != {_TENSORS, _STATE}:
             return f"{MANIFEST_FILE} names other files"
+        if f"step-{manifest['step']:08d}" != folder.name:
+            return f"{MANIFEST_FILE} names another step"
         for name, expected in files.items():
             size = (folder / name).stat().st_size
             if size != expected["bytes"]:
-                return f"{name} has {size} bytes instead of {expected['bytes']}"
+                return f"{name} has {size} bytes instead of {expected['bytes']!r:.20}"
         for name, expected in files.items() if hashes else ():
             with open(folder / name, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
                     return f"{name} has changed since it was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
+    except (IsADirectoryError, NotADirectoryError) as error:
+        return f"{Path(error.filename).name} is no file"
+    except OtherVersion:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST_FILE} cannot be read ({type(error).__name__})"
     return None
+
+
+def _not_finite(path: Path) -> str | None:
+    """The first weight of a checkpoint that is NaN or infinite, in words; or None."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 -- it is no dict
+                if _MASTERS in name and not torch.isfinite(file.get_tensor(name)).all():
+                    return f"the weights {name.partition(_MASTERS)[2]} are not finite"
+    except safetensors.SafetensorError as error:
+        return f"{path.name} cannot be read ({str(error)[:60]})"
+    return None
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder holds what a checkpoint of this format does, whole or in part, and nothing else."""
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    if not {entry.name for entry in folder.iterdir()} <= {_TENSORS, _STATE, MANIFEST_FILE}:
+        return False
+    try:
+        _damage(folder, hashes=False)
+    except OtherVersion:
+        return False
+    return True
 
 
 def _sync_folder(path: Path) -> None:

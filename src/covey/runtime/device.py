@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError
+from covey.config.machine import memory_bytes, processors
+from covey.config.size_checks import check_threads
 
 _log = logging.getLogger(__name__)
 
@@ -66,13 +68,13 @@ def set_threads(count: int) -> int:
     """Compute on `count` CPU threads, 0 for every core (or OMP_NUM_THREADS where that is set); returns the number.
 
     Raises:
-        ConfigError: if the count is negative.
+        ConfigError: if the count is negative, or more than could help.
     """
     if count < 0:
         raise ConfigError(f"threads must be 0 (every core) or more, got {count}")
     if count == 0 and "OMP_NUM_THREADS" not in os.environ:
-        # What this process may use, which taskset and containers may have made less than the machine has.
-        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = processors()
+    check_threads(count or torch.get_num_threads(), "threads" if count else "OMP_NUM_THREADS")
     if count:
         torch.set_num_threads(count)
     return torch.get_num_threads()
@@ -89,6 +91,17 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # what glibc would choose itself, were the other not set
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def limit_kernel_caches() -> None:
+    """Let oneDNN keep code for at most 128 shapes of matrix products; to be called before the first product.
+
+    A shape is compiled when it first occurs, and every update has another number of tokens. By default the code of
+    1,024 shapes is kept, by torch and by oneDNN: up to some hundred MB. 128 are more than one microbatch has; to
+    compile a shape again takes a millisecond. Values that the user has set stay.
+    """
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, "128")
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
@@ -141,13 +154,7 @@ def total_memory_bytes(device: torch.device) -> int | None:
     """What the device has altogether: of this machine, or of what a container may use of it; None where unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else ""
-    try:
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
-    return min(machine, int(text)) if text.isdecimal() else machine
+    return memory_bytes()
 
 
 def _multiplies_bf16(device: torch.device) -> bool:

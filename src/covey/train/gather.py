@@ -110,8 +110,8 @@ def _adaptive(source: _Source, starts: Sequence[Start], size: int, first: int, m
     left = len(starts) * (size - first)
     more = min(left // len(live), most - first) if live else 0
     added = source.rollouts([group.start for group in live], more, first_rollout=first) if more else []
-    further = {group.start.index: group.rollouts for group in added}
-    groups = [Group(group.start, group.rollouts + further.get(group.start.index, [])) for group in judged]
+    further = {group.start.index: group for group in added}
+    groups = [_joined(group, further.get(group.start.index)) for group in judged]
     unspent = {"groups/unspent": float(left - more * len(live))}
     return Gathered(groups, unselected=judged, metrics=_sizes(groups) | unspent)
 
@@ -174,6 +174,15 @@ class _Source:
         batch = collate(groups)
         alive: list[bool] = alive_groups(batch, self.parts.algorithm.advantage(batch).advantages_BT).tolist()
         return alive
+
+
+def _joined(group: Group, further: Group | None) -> Group:
+    """A group with the rollouts of a second round."""
+    if further is None:
+        return replace(group)
+    names = group.logged | further.logged
+    logged = {name: group.logged.get(name, []) + further.logged.get(name, []) for name in names}
+    return replace(group, rollouts=group.rollouts + further.rollouts, logged=logged)
 
 
 def _sizes(groups: Sequence[Group]) -> dict[str, float]:

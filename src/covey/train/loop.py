@@ -174,7 +174,12 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.actions) for rollout in rollouts]
     steps = [len(rollout.step_ends) for rollout in rollouts if rollout.step_ends is not None]
+    logged: dict[str, list[float]] = {}
+    for group in groups:
+        for name, values in group.logged.items():
+            logged.setdefault(f"reward/{name}", []).extend(values)
     return describe_rewards(groups) | {
+        **{name: fmean(values) for name, values in logged.items()},
         **({"length/steps": fmean(steps)} if steps else {}),
         "groups/failed_rollouts": float(sum(rollout.reward is None for rollout in rollouts)),
         "length/mean": fmean(lengths),

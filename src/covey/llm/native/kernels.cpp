@@ -48,9 +48,9 @@
         keep_prompt(keys, values, kept_keys, kept_values, kv_heads, tokens, width);                                 \
     }                                                                                                               \
     extern "C" void attend_##suffix(const Attention* attention) { attend<Value>(*attention); }                      \
-    extern "C" void choose_##suffix(const Value* logits, const double* uniforms, float temperature,                 \
+    extern "C" int choose_##suffix(const Value* logits, const double* uniforms, float temperature,                  \
         int64_t* tokens, float* logprobs, int rows, int vocabulary, int threads) {                                  \
-        choose(logits, uniforms, temperature, tokens, logprobs, rows, vocabulary, threads);                         \
+        return choose(logits, uniforms, temperature, tokens, logprobs, rows, vocabulary, threads);                  \
     }                                                                                                               \
     extern "C" void measure_logits_##suffix(const Value* logits, const int64_t* tokens, float temperature,          \
         float* logprobs, float* entropies, float* log_totals, int rows, int vocabulary, int threads) {              \
@@ -79,3 +79,20 @@ extern "C" void decode_bf16(const Step* step) { decode(*step); }
 // On those with AMX.
 extern "C" bool has_tiles() { return may_use_tiles(); }
 extern "C" void weight_gradients_bf16(const WeightGradients* shape) { weight_gradients(*shape); }
+
+// Called by build.py in a process of its own before a library is kept: one that crashes or miscalculates is refused.
+extern "C" bool self_test() {
+    constexpr int WIDTH = 2 * PAD, ROWS = 16;
+    alignas(64) static float x[WIDTH], weight[WIDTH], out[WIDTH], scale;
+    std::fill_n(x, WIDTH, 2.0f);
+    std::fill_n(weight, WIDTH, 3.0f);
+    normalise_fp32(x, weight, out, &scale, 1, WIDTH, 0.0f, 2);
+    if (std::any_of(out, out + WIDTH, [](float y) { return !(std::abs(y - 3.0f) < 1e-5f); })) return false;
+    if (!has_pairs()) return true;
+    alignas(64) static bf16 ones[WIDTH * WIDTH], tiles[WIDTH * WIDTH], products[ROWS * WIDTH];
+    for (bf16& one : ones) narrow(1.0f, &one);
+    tile_weight_bf16(ones, WIDTH, WIDTH, tiles, 1);
+    Linear linear{tiles, nullptr, WIDTH, WIDTH};
+    multiply_bf16(ones, &linear, products, ROWS, 1);
+    return std::all_of(products, products + ROWS * WIDTH, [](bf16 y) { return widen(y) == WIDTH; });
+}

@@ -1,4 +1,4 @@
-"""The kernels, kernels.cpp and its headers: compiled once by this machine, kept in a cache, called through ctypes.
+"""The kernels, kernels.cpp and its headers, called through ctypes; build.py compiles them.
 
 Shapes: R rows, W hidden width, I width inside the MLP, H heads, K key-value heads, D head width, V vocabulary; of a
 linear layer: T tokens, M outputs, N inputs.
@@ -7,30 +7,22 @@ linear layer: T tokens, M outputs, N inputs.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covey.llm.loading import cache_folder
-from covey.runtime.device import cpu_info
+from covey.config import ConfigError
+from covey.llm.native.build import BuildError, find_compiler, load_library
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
 PAD = 32  # `PAD` in vectors.h: keys and values lie in rows of a multiple of it
 SWITCH = "COVEY_NATIVE"  # 0 in the environment: torch alone
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-shared")
 _log = logging.getLogger("covey")
 
 
@@ -108,9 +100,9 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-        def entry(name: str, *types: Any) -> Callable[..., None]:
+        def entry(name: str, *types: Any, returns: type | None = None) -> Callable[..., Any]:
             function = getattr(library, f"{name}_{_SUFFIXES[dtype]}")
-            function.argtypes, function.restype = types, None
+            function.argtypes, function.restype = types, returns
             return function  # type: ignore[no-any-return]
 
         address, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -124,7 +116,9 @@ class Kernels:
         self._share_attention = entry("share_attention", ctypes.POINTER(SharedAttention))
         self._keep_prompt = entry("keep_prompt", *[address] * 4, number, number, number)
         self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
-        self._choose = entry("choose", address, address, real, address, address, number, number, number)
+        self._choose = entry(
+            "choose", address, address, real, address, address, number, number, number, returns=ctypes.c_int
+        )
         self._measure = entry("measure_logits", address, address, real, *[address] * 3, number, number, number)
         library.has_pairs.restype = library.has_tiles.restype = ctypes.c_bool
         # Whether the processor multiplies pairs of bf16 (AVX512-BF16), and whether whole tiles of them (AMX).
@@ -257,13 +251,19 @@ class Kernels:
         self._decode(ctypes.byref(step))
 
     def choose(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """What `choosing.choose` does, for a temperature above 0."""
+        """What `choosing.choose` does, for a temperature above 0.
+
+        Raises:
+            FloatingPointError: if the logits of a row define no distribution.
+        """
         tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
         logprobs_R = torch.empty(len(logits_RV), dtype=torch.float32)
         where = tokens_R.data_ptr(), logprobs_R.data_ptr()
-        self._choose(
+        failed = self._choose(
             logits_RV.data_ptr(), uniforms_R.data_ptr(), temperature, *where, *logits_RV.shape, torch.get_num_threads()
         )
+        if failed:
+            raise FloatingPointError(f"{failed} rows of logits define no distribution")
         return tokens_R, logprobs_R
 
     def measure_logits(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, out: Sequence[Tensor]) -> None:
@@ -312,44 +312,13 @@ def _kernels(dtype: torch.dtype) -> Kernels | None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Compiled where the cache does not hold it. Says in one line why there is none."""
+    """The compiled kernels; if there are none, one line says why."""
     if os.environ.get(SWITCH) == "0":
         return None
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        _log.warning("no C++ compiler was found, so sampling goes without covey's kernels: slower, the same numbers")
-        return None
     try:
-        return ctypes.CDLL(str(compiled(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or str(error)
-        first = next((line for line in reason.splitlines() if "error" in line.lower()), reason.strip()[:200])
-        _log.warning("covey's kernels could not be compiled, so sampling goes without them, slower: %s", first)
+        return load_library(find_compiler())
+    except (BuildError, ConfigError) as error:
+        _log.warning(
+            "covey's kernels are not used, so sampling and updates are slower and bf16 is rounded elsewhere: %s", error
+        )
         return None
-
-
-def compiled(compiler: str, flags: Sequence[str] = FLAGS) -> Path:
-    """The shared library, named by all that it depends on."""
-    told = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    runtime = _openmp_of_torch()
-    # What -march=native makes of the source depends on the processor, and a home folder may be shared by several.
-    processor = [platform.machine(), *(cpu_info(field) for field in ("model name", "flags", "CPU part", "Features"))]
-    sources = sorted([SOURCE, *SOURCE.parent.glob("*.h")])
-    named = [*(source.read_text() for source in sources), told, *flags, str(runtime), *processor]
-    target = cache_folder() / f"kernels-{hashlib.sha256('|'.join(named).encode()).hexdigest()[:16]}.so"
-    if target.is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".compiling-", dir=target.parent) as folder:
-        draft = Path(folder) / target.name
-        command = [compiler, *flags, str(SOURCE), *([str(runtime)] if runtime else []), "-o", str(draft)]
-        subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-        draft.rename(target)  # at once: another process finds all of it or none
-    return target
-
-
-def _openmp_of_torch() -> Path | None:
-    """The OpenMP library that torch brought along. Another one would bring a second set of threads."""
-    folder = Path(torch.__file__).parent
-    found = sorted([*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*")])
-    return found[0] if found else None

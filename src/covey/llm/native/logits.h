@@ -36,11 +36,13 @@ inline float highest_logit(const Value* z, int vocabulary, float temperature) {
 constexpr int BLOCK = 256;
 
 // The token that choosing.py draws: min {v : sum_{w <= v} p_w > u}, first among sums over blocks, then in the block.
+// Returns the number of rows without a distribution (a logit is NaN or +infinity, or all are -infinity); their token
+// is -1.
 template <typename Value>
-void choose(const Value* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs, int rows,
+int choose(const Value* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs, int rows,
     int vocabulary, int threads) {
-    int blocks = (vocabulary + BLOCK - 1) / BLOCK;
-#pragma omp parallel num_threads(threads)
+    int blocks = (vocabulary + BLOCK - 1) / BLOCK, failed = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : failed)
     {
         std::vector<double> upto(blocks);
         std::vector<float> inside(BLOCK);
@@ -59,6 +61,12 @@ void choose(const Value* logits, const double* uniforms, float temperature, int6
                 masses(block, [&](int, Floats part) { mass += part; });
                 upto[block] = total += sum(mass);
             }
+            if (!(highest > IMPOSSIBLE) || !std::isfinite(total)) {
+                failed++;
+                tokens[row] = -1;
+                logprobs[row] = NAN;
+                continue;
+            }
             double wanted = uniforms[row] * total;
             int block = std::min<int>(std::upper_bound(upto.begin(), upto.end(), wanted) - upto.begin(), blocks - 1);
             std::fill(inside.begin(), inside.end(), 0.0f);
@@ -74,6 +82,7 @@ void choose(const Value* logits, const double* uniforms, float temperature, int6
             logprobs[row] = widen(z[tokens[row]]) / temperature - highest - float(std::log(total));
         }
     }
+    return failed;
 }
 
 // Of every row: log p of its token, entropy, and log sum exp of the logits.

@@ -6,7 +6,6 @@ disjoint whatever the seeds are, and stay disjoint between differently configure
 
 from __future__ import annotations
 
-import hashlib
 import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 from covey.config import ConfigError, RewardConfig
 from covey.config.values import check_fields
 from covey.data import Start
+from covey.llm.data_file import stable_hash
 
 Config = TypeVar("Config")
 
@@ -30,12 +30,6 @@ class Problem:
     question: str
     columns: dict[str, Any]
     examples: tuple[tuple[str, str], ...] = ()  # questions and answers shown before, as earlier turns of the chat
-
-
-def stable_hash(*parts: Any) -> int:
-    """64 bits that depend on the parts alone; Python's own hash() differs between processes."""
-    digest = hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
 
 
 def is_held_out(key: str) -> bool:
@@ -61,10 +55,10 @@ class GeneratedTask(ABC):
         ]
 
     def held_out(self, count: int) -> list[Start]:
-        """The first `count` of this task's fixed sequence of different held-out problems.
+        """The first `count` of this task's fixed sequence of different held-out problems, or all where it has fewer.
 
         Raises:
-            ConfigError: if the task has fewer.
+            ConfigError: if it has none.
         """
         rng = random.Random(stable_hash("held out"))
         found: dict[str, Problem] = {}
@@ -75,10 +69,9 @@ class GeneratedTask(ABC):
                 found[problem.question] = problem
                 fruitless = 0
             elif (fruitless := fruitless + 1) > GIVE_UP_AFTER:
-                raise ConfigError(
-                    f"task {self.name} has only {len(found)} different held-out problems, {count} are asked for: "
-                    f"evaluate fewer or make the task larger"
-                )
+                break
+        if not found:
+            raise ConfigError(f"task {self.name} has no problem that is held out: make the task larger")
         return [_start(index, problem) for index, problem in enumerate(found.values())]
 
     def _training_problem(self, rng: random.Random) -> Problem:

@@ -1,0 +1,23 @@
+"""The command `covey`, also as `python -m covey`."""
+
+import os
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C while its modules are still imported leaves no traceback."""
+    if not sys.stderr.isatty():  # in a log, the progress bars of other libraries would be one long line
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+    try:
+        from covey import cli
+        from covey.runtime.interrupts import leave
+
+        leave(cli.main())
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Paths that the user names and the TOML and JSON below them, parsed once: a path that can exist, a plain file of a
+bounded size, UTF-8, values nested a bounded number of levels, integers of 64 bits, no key twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from covey.config.base import ConfigError
+
+LARGEST_DOCUMENT = 16 << 20  # bytes of a JSON document; real ones have a few kilobytes
+LONGEST_MODEL_CONFIG = 1 << 20  # bytes of a config.json
+LARGEST_RECIPE = 1 << 20  # bytes of a TOML file
+DEEPEST = 64  # levels of lists and tables within each other
+LONGEST_INTEGER = 1000  # digits in JSON
+MOST_DOTS = 1000  # in a line of TOML before its value: the time to read a dotted key grows with their square
+SHOWN_CHARACTERS = 80  # of a value in a message
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def shortened(text: str) -> str:
+    """A text as a message shows it: in quotes, and only its beginning where it is long."""
+    return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "...")
+
+
+def user_path(name: str | Path, where: str = "") -> Path:
+    """A path that the user wrote, with `~` replaced by the home folder. It need not exist, but it can.
+
+    Args:
+        where: names the field or option at the beginning of a message, such as "task.path: ".
+
+    Raises:
+        ConfigError: for a name that no file can have, such as one with a NUL character or over-long parts, an unknown
+            user's home folder, a loop of links, or a folder on the way that may not be entered.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise ConfigError(f"{where}{shortened(str(name))} cannot be used as a path: {error.strerror}") from error
+    except RuntimeError as error:
+        raise ConfigError(f"{where}{shortened(str(name))}: the home folder of that user is not known") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}{shortened(str(name))} holds characters that no path can have") from error
+    return path
+
+
+def unusual_kind(path: Path) -> str:
+    """'a folder', 'a pipe', 'a socket' or 'a device'; '' for a plain file and for what is not there."""
+    try:
+        return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "")
+    except OSError:
+        return ""
+
+
+def read_file(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
+    """The bytes of a plain file.
+
+    Raises:
+        ConfigError: if it is missing, unreadable, no plain file, or larger than `most` bytes.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe must not wait
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'no file')}; name a file")
+            if status.st_size > most:
+                raise ConfigError(f"{path} has {status.st_size / 1e6:,.0f} MB; at most {most / 1e6:,.0f} MB are read")
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; a byte order mark at its beginning is skipped.
+
+    Raises:
+        ConfigError: if it cannot be read or is not valid TOML, for values nested too deeply and integers over 64 bits.
+    """
+    try:
+        text = read_file(path, LARGEST_RECIPE).decode("utf-8-sig")
+        for number, line in enumerate(text.splitlines(), start=1):
+            if line.partition("=")[0].count(".") > MOST_DOTS:
+                raise ValueError(f"nested too deeply (at line {number})")
+        tables = tomllib.loads(text)
+        check_nesting(tables)
+        for where, value in walk(tables):
+            if type(value) is int and not -(2**63) <= value < 2**63:
+                raise ValueError(f"{where} is an integer of more than 64 bits")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: it is not UTF-8 text ({error.reason})") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not valid TOML: nested too deeply") from error
+    except ValueError as error:
+        reason = "an integer has too many digits" if "integer string conversion" in str(error) else error
+        raise ConfigError(f"{path} is not valid TOML: {reason}") from error
+    return tables
+
+
+def parse_json(text: bytes | str, *, strict: bool = True) -> Any:
+    """A JSON document.
+
+    Args:
+        strict: refuse NaN and infinities, which are no JSON; covey's own files may hold them.
+
+    Raises:
+        ValueError: in one line, for what is not valid JSON or UTF-8, a key that an object has twice, values nested too
+            deeply, or an integer of more than 1,000 digits.
+    """
+    try:
+        decoded = text.decode() if isinstance(text, bytes) else text
+        constants: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite} if strict else {}
+        document = json.loads(decoded, object_pairs_hook=_unique, parse_int=_integer, **constants)
+        if decoded.count("[") + decoded.count("{") > DEEPEST:  # else it cannot be nested deeper
+            check_nesting(document)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} character {error.colno}" if error.lineno > 1 else f"character {error.colno}"
+        raise ValueError(f"not valid JSON: {error.msg} at {where}") from None
+    except UnicodeDecodeError:
+        raise ValueError("not valid UTF-8") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return document
+
+
+def read_json(path: Path, most: int = LARGEST_DOCUMENT, *, strict: bool = True) -> Any:
+    """A JSON file, as `parse_json`.
+
+    Raises:
+        ConfigError: if it cannot be read or is not valid.
+    """
+    try:
+        return parse_json(read_file(path, most), strict=strict)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+
+
+def check_nesting(document: Any) -> None:
+    """Refuse lists and dicts that are nested more than `DEEPEST` levels.
+
+    Raises:
+        ValueError: for such a document.
+    """
+    level = [document]
+    for _ in range(DEEPEST + 1):
+        level = [inner for value in level for inner in _items(value)]
+        if not level:
+            return
+    raise ValueError("nested too deeply")
+
+
+def walk(document: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value below a document that `check_nesting` accepts, with its dotted name."""
+    pairs = document.items() if isinstance(document, dict) else enumerate(document, start=1)
+    for key, value in pairs:
+        name = f"{where}.{key}" if where else str(key)
+        if isinstance(value, (dict, list)):
+            yield from walk(value, name)
+        else:
+            yield name, value
+
+
+def _items(value: Any) -> list[Any]:
+    """The lists and dicts directly below a value."""
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in below if isinstance(item, (dict, list))]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        seen: set[str] = set()
+        again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shortened(again)} is there twice")
+    return document
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > LONGEST_INTEGER:
+        raise ValueError(f"an integer has {len(digits):,} digits, more than {LONGEST_INTEGER:,}")
+    return int(digits)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON: write null or a number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"the number {shortened(digits)} is too large")
+    return number

@@ -1,0 +1,23 @@
+"""The machine's processors and memory, asked without torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def processors() -> int:
+    """How many processors this process may use, which taskset and containers may have made fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """The memory of this machine, or what a container may use of it; None if it is unknown."""
+    try:
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.exists() else ""
+    except (ValueError, OSError, AttributeError):
+        return None
+    return min(machine, int(limit)) if limit.isdecimal() else machine

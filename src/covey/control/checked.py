@@ -1,0 +1,150 @@
+"""What a foreign environment may answer, and one line that names environment, episode and step where it does not."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from covey.config import RunError
+
+_UNPACKED = re.compile(r"\(expected 5, got (\d+)\)|\(expected 5\)")  # of Python's ValueError, in Gymnasium's wrappers
+
+
+class EnvironmentFault(RunError):
+    """An environment raised, answered something unusable, or did not answer."""
+
+
+def checked_observation(observation: Any, space: Space) -> Any:
+    """An observation with the shape of its space.
+
+    Raises:
+        TypeError, ValueError: if it cannot be one of this space.
+    """
+    if isinstance(space, spaces.Box):
+        if type(observation) is np.ndarray and observation.shape == space.shape and observation.dtype.kind in "fiub":
+            return observation
+        array = np.asarray(observation)
+        if array.dtype.kind not in "fiub":
+            raise TypeError(f"its observation is {_shown(observation)}, not {space.shape} numbers")
+        if array.shape != space.shape:
+            raise ValueError(f"its observation has the shape {array.shape}, not {space.shape} as its space says")
+        return array
+    try:
+        spaces.flatten(space, observation)
+    except Exception as error:  # whatever a foreign space raises
+        raise ValueError(f"its observation {_shown(observation)} does not belong to {space}") from error
+    return observation
+
+
+def checked_reward(reward: Any) -> float:
+    """A reward as a finite float.
+
+    Raises:
+        TypeError, ValueError: if it is none.
+    """
+    if type(reward) is not float:
+        array = np.asarray(reward)
+        if array.size != 1 or array.dtype.kind not in "fiub":
+            raise TypeError(f"its reward is {_shown(reward)}, not a number")
+        reward = float(array.item())
+    if reward - reward != 0.0:
+        raise ValueError(f"its reward is {reward}")
+    return reward
+
+
+def checked_flag(flag: Any, name: str) -> bool:
+    """`terminated` or `truncated` as a bool.
+
+    Raises:
+        TypeError: if it is neither true nor false.
+    """
+    if flag is True or flag is False:
+        return flag
+    array = np.asarray(flag)
+    if array.size != 1 or array.dtype.kind not in "bi":
+        raise TypeError(f"{name} is {_shown(flag)}, neither True nor False")
+    return bool(array.item())
+
+
+def fault_of(error: Exception, where: str) -> EnvironmentFault:
+    """The one line for whatever an environment raised; `where` names the environment, the episode and the step."""
+    if isinstance(error, EnvironmentFault):
+        return error
+    unpacked = _UNPACKED.search(str(error)) if isinstance(error, ValueError) else None
+    if unpacked:
+        count = unpacked[1] or "more"
+        return EnvironmentFault(
+            f"{where}: it returned {count} values instead of 5 (observation, reward, terminated, truncated, info): "
+            "adapt it to the API of Gymnasium 1"
+        )
+    try:
+        told = " ".join(str(error).split())
+    except Exception:  # an exception whose text raises
+        told = ""
+    kind = type(error).__name__
+    own = isinstance(error, TypeError | ValueError) and told.startswith(("its ", "terminated is", "truncated is"))
+    return EnvironmentFault(f"{where}: {told[:300] if own else f'{kind}: {told[:300]}' if told else kind}")
+
+
+def _shown(value: Any) -> str:
+    """A foreign value, short and on one line."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a value whose repr raises
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class _Overdue(BaseException):
+    """Raised by a `Watchdog` in the thread that it watches; passes through `except Exception` of an environment."""
+
+
+class Watchdog:
+    """Ends calls that take too long, in this process: a context manager around each call.
+
+    Python code is interrupted where it stands. Code in C is interrupted when it returns; a process of its own
+    (vectorization = "async") can be killed instead.
+    """
+
+    def __init__(self, seconds: float, where: str) -> None:
+        self.seconds, self.where = seconds, where
+        self._due = float("inf")
+        self._fired = False
+        self._thread_id = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="covey-watchdog")
+            self._thread.start()
+        self._thread_id = threading.get_ident()
+        self._due = time.monotonic() + self.seconds
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._lock:
+            self._due = float("inf")
+            fired, self._fired = self._fired, False
+            if fired and kind is not _Overdue:  # it came back just now: take the exception back
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), None)
+        if fired:
+            raise EnvironmentFault(
+                f"{self.where} did not answer within {self.seconds:g} s: if it is only slow, raise "
+                "environment.timeout_seconds"
+            ) from None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(self.seconds / 4, 1.0))
+            with self._lock:
+                if not self._fired and time.monotonic() > self._due:
+                    self._fired = True
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(self._thread_id), ctypes.py_object(_Overdue)
+                    )

@@ -1,0 +1,195 @@
+"""The rows of a JSONL file of the user's own, checked line by line.
+
+This module loads no torch, so that a mistake in the data is reported at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from covey.config import ConfigError, JsonlConfig
+from covey.config.files import parse_json, read_file, shortened, user_path
+from covey.config.machine import memory_bytes
+from covey.config.values import did_you_mean, either
+
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
+MEMORY_PER_BYTE = 8  # of a file, while its rows are read
+BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors write at the beginning of a file
+LONGEST_LINE = 64 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the file, checked."""
+
+    line: int
+    prompt: Any  # a string or chat messages
+    columns: dict[str, Any]
+
+    @property
+    def content(self) -> str:
+        """What makes two prompts the same."""
+        return json.dumps(self.prompt, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The rows of a run."""
+
+    training: list[Row]
+    held_out: list[Row]
+    overlap: int  # training rows that were dropped because their prompts are held out
+
+
+def read_data(config: JsonlConfig) -> Data:
+    """The rows that a [task] table of jsonl names. A file that has not changed is read once.
+
+    Raises:
+        ConfigError: if a file is missing, empty or too large, or has an unusable line; if no row is left to train on or
+            to hold out.
+    """
+    rows = read_rows(config.path)
+    if not config.held_out_path:
+        return Data(*_split(rows, config), overlap=0)
+    held_out = read_rows(config.held_out_path)
+    training = _without_held_out(rows, held_out, config)
+    return Data(training, held_out, overlap=len(rows) - len(training))
+
+
+def read_rows(path: str) -> list[Row]:
+    """All rows of a JSONL file; blank lines are skipped.
+
+    Raises:
+        ConfigError: "data.jsonl line 7: ..." for the first line that is unusable.
+    """
+    file = user_path(path)
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    return _read_rows(path, file.absolute(), (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=2)  # `covey check` and `covey train` read the data before torch is loaded, the task after it
+def _read_rows(path: str, file: Path, _version: tuple[int, ...]) -> list[Row]:
+    most = (memory_bytes() or 2**40) // MEMORY_PER_BYTE
+    lines = read_file(file, most).split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_row(number, line))
+        except ValueError as error:
+            raise ConfigError(f"{path} line {number}: {error}") from None
+    if not rows:
+        raise ConfigError(f"{path} is empty: it needs one JSON object with a 'prompt' on each line")
+    return rows
+
+
+def _row(number: int, line: bytes) -> Row:
+    """Raises ValueError with what is wrong with the line."""
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"the line has {len(line) / 1e6:,.0f} MB; at most {LONGEST_LINE / 1e6:,.0f} MB are read")
+    record = parse_json(line.removeprefix(BOM) if number == 1 else line)
+    if b"\\u" in line and _has_surrogate(record):  # only an escape can write one: UTF-8 has none
+        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff), which is no text")
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON object is needed, this is {_kind(record)}")
+    return row_of(number, record)
+
+
+def row_of(number: int, record: Mapping[str, Any]) -> Row:
+    """A row of a data set, checked. Raises ValueError with what is wrong with it."""
+    columns = dict(record)
+    if "prompt" in columns:
+        prompt = columns.pop("prompt")
+    elif isinstance(columns.get("question"), str):  # reasoning-gym, GSM8K
+        prompt = [{"role": "user", "content": columns.pop("question")}]
+    else:
+        raise ValueError("there is no 'prompt'")
+    _check_prompt(prompt)
+    verl = columns.get("reward_model")
+    if "answer" not in columns and isinstance(verl, dict) and "ground_truth" in verl:
+        columns["answer"] = verl["ground_truth"]
+    for name in RESERVED:
+        if name in columns:
+            raise ValueError(f"the column name {name!r} is reserved; rename the column")
+    return Row(number, prompt, columns)
+
+
+def _check_prompt(prompt: Any) -> None:
+    if not isinstance(prompt, (str, list)):
+        raise ValueError(f"'prompt' must be a string or a list of chat messages, this is {_kind(prompt)}")
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ValueError("'prompt' is empty")
+    if isinstance(prompt, list):
+        for position, message in enumerate(prompt, start=1):
+            for key in ("role", "content"):
+                if not isinstance(message, dict) or not isinstance(message.get(key), str):
+                    raise ValueError(f"message {position} of 'prompt' needs a {key!r} that is a string")
+            if message["role"] not in ROLES:
+                role = shortened(message["role"])
+                near = did_you_mean(message["role"], list(ROLES))
+                raise ValueError(f"message {position} of 'prompt' has the role {role}, not {either(ROLES)}{near}")
+        if not any(message["content"].strip() for message in prompt):
+            raise ValueError("'prompt' is empty: no message has any content")
+
+
+def _has_surrogate(record: Any) -> bool:
+    """Whether some text of a record holds half of a surrogate pair."""
+    text = json.dumps(record, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode() != text
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _without_held_out(rows: list[Row], kept: list[Row], config: JsonlConfig) -> list[Row]:
+    """The training rows whose prompts are not held out; `overlap` says whether there may be others."""
+    path, held_out_path = config.path, config.held_out_path
+    held_out = {row.content: row.line for row in reversed(kept)}
+    shared = [row for row in rows if row.content in held_out]
+    if shared and config.overlap == "refuse":
+        more = f" ({len(shared):,} such lines)" if len(shared) > 1 else ""
+        raise ConfigError(
+            f"{path} line {shared[0].line}: this prompt is also in {held_out_path} line "
+            f"{held_out[shared[0].content]}, so training would see a held-out prompt{more}; set task.overlap = "
+            '"drop" to leave such lines out of training, or remove them'
+        )
+    if len(shared) == len(rows):
+        raise ConfigError(f"every prompt of {path} is also in {held_out_path}, so none is left for training")
+    return [row for row in rows if row.content not in held_out]
+
+
+def _split(rows: list[Row], config: JsonlConfig) -> tuple[list[Row], list[Row]]:
+    """Training rows and held-out rows; rows with the same prompt stay together."""
+    contents = sorted({row.content for row in rows}, key=prompt_hash)
+    if len(contents) < 2:
+        raise ConfigError(
+            f"{config.path} has only one prompt, so none is left for evaluation: add prompts, or name a file of "
+            "held-out prompts with task.held_out_path"
+        )
+    count = min(max(1, round(config.held_out_share * len(contents))), len(contents) - 1)
+    held_out = set(contents[:count])
+    return [row for row in rows if row.content not in held_out], [row for row in rows if row.content in held_out]
+
+
+def prompt_hash(content: str) -> int:
+    """Orders prompts, and so decides which are held out."""
+    return stable_hash("prompt", content)
+
+
+def stable_hash(*parts: Any) -> int:
+    """64 bits that depend on the parts alone; Python's own hash() differs between processes."""
+    digest = hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")

@@ -1,0 +1,80 @@
+"""Files that other programs wrote, such as models: whatever a library raises while it reads one becomes one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+from covey.config import ConfigError
+from covey.config.faults import machine_error
+from covey.config.files import LONGEST_MODEL_CONFIG, read_json, walk
+
+LARGEST_SIZE = 2**40  # of an integer in a config.json
+MOST_LAYERS = 1000  # real models have up to a few hundred
+MOST_EXPERTS = 10_000
+
+_LIMITS = ((re.compile("layer|block|depth"), MOST_LAYERS), (re.compile("expert"), MOST_EXPERTS))
+
+
+@contextmanager
+def reading(what: str, advice: str = "the file may be damaged") -> Iterator[None]:
+    """Turn any exception of the block into a ConfigError; transformers logs nothing but errors meanwhile.
+
+    Libraries document hardly any of their exceptions, and a damaged file can bring out all of Python's.
+
+    Args:
+        what: cannot be done, at the beginning of the message, such as "model 'x' cannot be loaded".
+        advice: at its end.
+
+    Raises:
+        ConfigError: for a file that is not what it should be.
+        MachineError: for a fault of the machine.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if fault := machine_error(error):
+            raise fault from error
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise ConfigError(f"{what} ({reason}): {advice}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """The object in a `config.json`.
+
+    Raises:
+        ConfigError: if it cannot be read, holds no object, or a number that no model has.
+    """
+    config = read_json(path, LONGEST_MODEL_CONFIG, strict=False)  # some have infinities
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no config.json of a model: it must hold an object")
+    check_model_config(config, str(path))
+    return config
+
+
+def check_model_config(config: dict[str, Any], where: str) -> None:
+    """Refuse numbers that no model has, before something is built of them: a billion layers take hours.
+
+    Raises:
+        ConfigError: beginning with `where`.
+    """
+    for name, value in walk(config):
+        if type(value) is not int:
+            continue
+        key = name.rpartition(".")[2]
+        most = min((limit for pattern, limit in _LIMITS if pattern.search(key)), default=LARGEST_SIZE)
+        if abs(value) > most:
+            raise ConfigError(f"{where}: {name} is {value}, and no model has more than {most}")

@@ -1,0 +1,175 @@
+"""Compiles kernels.cpp once, keeps the library in the user's cache, and loads it only if nobody can have changed it.
+
+A library is named by a hash of everything that it depends on. Its checksum lies beside it, so that a file that is
+damaged or half written is found before it is loaded, and compiled anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from covey.runtime.cache import cache_folder, check_private, make_folder
+from covey.runtime.device import cpu_info
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-shared")
+COMPILE_SECONDS = 300.0
+SCRATCH = ".compiling-"  # prefix of the folders in which compilers write
+CHECKSUM = ".sha256"  # suffix of the file that holds a library's checksum
+
+# A library that crashes when it is loaded or called must not take the run with it: another process tries it first.
+SELF_TEST = "import ctypes, sys; sys.exit(not ctypes.CDLL(sys.argv[1]).self_test())"
+
+_log = logging.getLogger("covey")
+
+
+class BuildError(Exception):
+    """There is no library; one line says why."""
+
+
+def find_compiler() -> list[str]:
+    """The command of the C++ compiler: `$CXX`, which may have arguments, else the first that is installed.
+
+    Raises:
+        BuildError: if there is none.
+    """
+    named = os.environ.get("CXX", "").strip()
+    if named:
+        try:
+            return shlex.split(named)
+        except ValueError as error:
+            raise BuildError(f"CXX is not a command ({error})") from error
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if found is None:
+        raise BuildError("no C++ compiler was found")
+    return [found]
+
+
+def load_library(compiler: Sequence[str], flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
+    """The compiled kernels, from the cache or compiled now.
+
+    Args:
+        compiler: the command that `find_compiler` names.
+        flags: of the compiler; the library is another one for others.
+
+    Raises:
+        BuildError: if the kernels cannot be compiled, or the cache cannot be trusted or written.
+    """
+    try:
+        folder = cache_folder() / f"kernels-{os.geteuid()}"  # several users may share a cache, but no libraries
+        make_folder(folder)
+        check_private(folder)
+        library = folder / f"kernels-{_fingerprint(compiler, flags)}.so"
+        if not _is_whole(library):
+            with _lock(folder):
+                if not _is_whole(library):  # another process may have compiled it meanwhile
+                    if library.exists():
+                        _log.warning("the compiled kernels %s are damaged and will be compiled anew", library)
+                    _compile(compiler, flags, library)
+        return ctypes.CDLL(str(library))
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"the compiler {compiler[0]} did not finish in {error.timeout:g} s") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in a name
+        raise BuildError(str(error)) from error
+
+
+def _fingerprint(compiler: Sequence[str], flags: Sequence[str]) -> str:
+    """A hash of sources, compiler, flags, processor and OpenMP library."""
+    told = _output_of([*compiler, "--version"], timeout_seconds=60)
+    # What -march=native makes of the source depends on the processor, and a home folder may be shared by several.
+    processor = [platform.machine(), *(cpu_info(field) for field in ("model name", "flags", "CPU part", "Features"))]
+    sources = sorted([SOURCE, *SOURCE.parent.glob("*.h")])
+    named = [*(source.read_text() for source in sources), *compiler, told, *flags, str(_openmp_of_torch()), *processor]
+    return hashlib.sha256("\0".join(named).encode()).hexdigest()[:16]
+
+
+def _is_whole(library: Path) -> bool:
+    """True if the library and its checksum are there and agree.
+
+    Raises:
+        PermissionError: if somebody else may have written one of them.
+    """
+    checksum = library.with_suffix(CHECKSUM)
+    if not (os.path.lexists(library) and os.path.lexists(checksum)):
+        return False
+    check_private(library)
+    check_private(checksum)
+    return checksum.read_bytes() == _checksum_of(library)
+
+
+def _checksum_of(library: Path) -> bytes:
+    return hashlib.sha256(library.read_bytes()).hexdigest().encode()
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Let one process compile at a time. The lock ends with its process."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with suppress(OSError):  # some network file systems have no locks; compiling twice only takes longer
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for left in folder.glob(f"{SCRATCH}*"):  # of a compiler that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
+    """Write the library and its checksum, each whole or not at all."""
+    _log.info("compiling covey's kernels once (about 20 s)")
+    runtime = _openmp_of_torch()
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=library.parent) as scratch:
+        draft, checksum = Path(scratch) / library.name, Path(scratch) / "checksum"
+        _output_of(
+            [*compiler, *flags, str(SOURCE), *([str(runtime)] if runtime else []), "-o", str(draft)],
+            timeout_seconds=COMPILE_SECONDS,
+        )
+        if not draft.is_file():
+            raise BuildError(f"the compiler {compiler[0]} wrote no library")
+        draft.chmod(0o700)
+        _output_of([sys.executable, "-I", "-c", SELF_TEST, str(draft)], timeout_seconds=60)
+        checksum.write_bytes(_checksum_of(draft))
+        checksum.chmod(0o600)
+        library.with_suffix(CHECKSUM).unlink(missing_ok=True)
+        draft.replace(library)
+        checksum.replace(library.with_suffix(CHECKSUM))
+
+
+def _output_of(command: Sequence[str], timeout_seconds: float) -> str:
+    """What a command prints.
+
+    Raises:
+        BuildError: if it fails, with the first line that names an error.
+    """
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=timeout_seconds
+    )
+    if done.returncode == 0:
+        return done.stdout
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    told = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
+    reason = "".join(c for c in told if c.isprintable())[:200] or f"exit status {done.returncode}"
+    raise BuildError(f"{Path(command[0]).name}: {reason}")
+
+
+def _openmp_of_torch() -> Path | None:
+    """The OpenMP library that torch brought along. Another one would bring a second set of threads."""
+    folder = Path(torch.__file__).parent
+    found = sorted([*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*")])
+    return found[0] if found else None

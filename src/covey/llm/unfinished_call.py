@@ -1,0 +1,40 @@
+"""A note in the run folder while reward functions are called: if one ends the run's process, a resumed run says so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from covey.data import Group
+from covey.llm.grader import RewardGrader
+
+CALL_FILE = "unfinished_call.json"
+
+
+@dataclass(frozen=True)
+class NotedGrader:
+    """Implements `covey.data.Grader`: a grader whose calls leave `file` behind if the process ends in one."""
+
+    grader: RewardGrader
+    file: Path
+
+    def grade(self, groups: list[Group]) -> list[Group]:
+        """As `RewardGrader.grade`."""
+        self.file.write_text(json.dumps([reward.name for reward in self.grader.rewards]))
+        try:
+            return self.grader.grade(groups)
+        finally:
+            self.file.unlink(missing_ok=True)
+
+    def take_note(self) -> str:
+        """One line on a call that was not finished, which is then forgotten; empty if there was none."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            names = json.loads(self.file.read_text())
+            self.file.unlink()
+            return (
+                f"the process of this run ended while its rewards were computed ({', '.join(map(str, names))}): unless "
+                "it was stopped from outside, a reward function ended it, by os._exit or a signal, and may do so again"
+            )
+        return ""

@@ -1,0 +1,60 @@
+"""Standard output that outlives its reader: `covey train ... | head` goes on after head has gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+class _Outlasting:
+    """A text stream whose writes never fail: what nobody can read any more is thrown away, and that is said once."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except (OSError, ValueError) as error:
+            self._lost(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._lost(error)
+
+    def _lost(self, error: Exception) -> None:
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # what is still in the stream's buffer goes there too
+            os.close(nowhere)
+        if self._stream is sys.__stdout__:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            _log.warning("the output cannot be written any more (%s): the command goes on without it", why)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def outlasting_output() -> Iterator[None]:
+    """Within it, nothing fails because standard output or error cannot be written."""
+    before = sys.stdout, sys.stderr
+    if isinstance(before[0], _Outlasting):
+        yield
+        return
+    sys.stdout, sys.stderr = _Outlasting(before[0]), _Outlasting(before[1])  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before

@@ -1,0 +1,56 @@
+"""The user's cache: what is made once and used by every run, such as converted models and compiled kernels."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from covey.config import ConfigError
+from covey.config.files import user_path
+
+VARIABLE = "COVEY_CACHE"
+
+
+def cache_folder() -> Path:
+    """`$COVEY_CACHE`, else `covey/` in `$XDG_CACHE_HOME`, else `~/.cache/covey`; it need not exist.
+
+    An empty variable counts as unset. An `$XDG_CACHE_HOME` that is not absolute is ignored, as the XDG Base Directory
+    Specification asks.
+
+    Raises:
+        ConfigError: if the home folder cannot be determined.
+    """
+    try:
+        if named := os.environ.get(VARIABLE):
+            return user_path(named, f"{VARIABLE}: ").absolute()
+        root = os.environ.get("XDG_CACHE_HOME", "")
+        return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "covey"
+    except RuntimeError as error:
+        raise ConfigError(f"there is no home folder for the cache: set {VARIABLE} to a folder") from error
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its missing parents with mode 700.
+
+    Raises:
+        OSError: if it cannot be created.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)  # another process may be faster
+
+
+def check_private(path: Path) -> None:
+    """Refuse a file or a folder that does not belong to this user, or that other users may write.
+
+    Raises:
+        OSError: if it does not exist; PermissionError also if it is refused.
+    """
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise PermissionError(f"{path} is a symbolic link: remove it")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to another user: set {VARIABLE} to a folder of your own")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"other users may write {path}: chmod go-w it, or set {VARIABLE} to another folder")

@@ -1,0 +1,183 @@
+"""Ctrl-C, a polite kill and a closed terminal: they end a command within two seconds, and a run after its step.
+
+Anywhere in a command the first of these signals raises KeyboardInterrupt. Within `stop_requests` it only asks: a run
+finishes its step and saves a checkpoint, and the second signal raises KeyboardInterrupt. Python delivers a signal
+between two bytecodes, so a long call of a library delays it; in `watched`, which commands run in, a thread of its own
+then ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+GRACE_SECONDS = 1.5  # that an interrupted command has for its own cleaning up
+EXIT_CODE = 130  # what shells use after Ctrl-C
+SHOW_CURSOR = b"\x1b[?25h"
+
+
+class _State:
+    """What the next signal means. One for the process, as its signal handlers are."""
+
+    def __init__(self) -> None:
+        self.asks = False  # the next signal asks a run to stop, and does not end anything
+        self.asked = threading.Event()
+        self.patience = 0  # further signals that come before the process is ended
+        self.say: Callable[[str], None] | None = None  # where the run answers
+        self.last_words: Callable[[], str] = lambda: ""
+        self.said = False
+        self.watched = False
+
+
+_state = _State()
+
+
+@contextmanager
+def watched(last_words: Callable[[], str]) -> Iterator[None]:
+    """Within it, a signal ends the process at most `GRACE_SECONDS` later, whatever the main thread is busy with.
+
+    Args:
+        last_words: what is printed then, such as the command that goes on.
+    """
+    _state.__init__()  # type: ignore[misc]  # a process may run one command after another
+    _state.last_words = last_words
+    if threading.current_thread() is not threading.main_thread():  # signals are somebody else's
+        yield
+        return
+    here, there = os.pipe()
+    os.set_blocking(there, False)
+    threading.Thread(target=_watch, args=(here,), daemon=True).start()
+    wakeup = signal.set_wakeup_fd(there, warn_on_full_buffer=False)
+    before = _handle_signals()
+    _state.watched = True
+    try:
+        yield
+    finally:
+        _state.watched = False
+        signal.set_wakeup_fd(wakeup)
+        _restore(before)
+        os.close(there)  # ends the thread
+
+
+@contextmanager
+def stop_requests(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Let the first signal ask for an end; what it yields says whether one did. The second raises KeyboardInterrupt.
+
+    Args:
+        say: shows a line to the user; called from another thread.
+    """
+    before = {} if _state.watched else _handle_signals()
+    _state.asked.clear()
+    _state.asks, _state.patience, _state.say = True, 1, say
+    try:
+        yield _state.asked.is_set
+    finally:
+        _state.asks, _state.patience, _state.say = False, 0, None
+        _restore(before)
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """Within it, only the second signal ends the process; the first raises KeyboardInterrupt without a deadline."""
+    _state.patience = 1
+    try:
+        yield
+    finally:
+        _state.patience = 0
+
+
+def set_last_words(last_words: Callable[[], str]) -> None:
+    """What an interrupted command prints from now on."""
+    _state.last_words, _state.said = last_words, False
+
+
+def say_last_words() -> None:
+    """Print them, once."""
+    if not _state.said:
+        _state.said = True
+        with suppress(OSError, ValueError):
+            print(f"\n{_state.last_words()}", file=sys.stderr, flush=True)
+
+
+def end_now() -> None:
+    """End the process with its children and without waiting for threads, as after Ctrl-C."""
+    if not _state.said:
+        with suppress(OSError):  # past sys.stderr, which the main thread may be stuck in
+            os.write(2, f"\n{_state.last_words()}\n".encode(errors="replace"))
+    for child in _children():
+        with suppress(OSError):
+            os.kill(child, signal.SIGTERM)
+    with suppress(OSError):
+        if os.isatty(1):
+            os.write(1, SHOW_CURSOR)  # a live display hides it
+    os._exit(EXIT_CODE)
+
+
+def _handle_signals() -> dict[int, object]:
+    """Install the handlers; returns those before. A signal that is ignored, as by nohup, stays so."""
+    try:
+        found = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in found.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, _on_signal)
+    except ValueError:  # not in the main thread
+        return {}
+    return dict(found)
+
+
+def _restore(handlers: dict[int, object]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def _on_signal(number: int, frame: object) -> None:
+    """Runs in the main thread. Where a thread watches, it has seen the signal too, perhaps later."""
+    if _state.asks and not _state.asked.is_set():
+        _state.asked.set()
+        return
+    raise KeyboardInterrupt
+
+
+def _watch(pipe: int) -> None:
+    """Runs in a thread of its own: one byte a signal, as soon as the signal came."""
+    deadline: threading.Timer | None = None
+    while number := os.read(pipe, 1):
+        if number[0] not in SIGNALS:
+            continue
+        if _state.patience:
+            _state.patience -= 1
+            if _state.say is not None:
+                with suppress(Exception):
+                    _state.say("stopping after this step, with a checkpoint; Ctrl-C again stops at once")
+        elif deadline is None:
+            deadline = threading.Timer(GRACE_SECONDS, end_now)
+            deadline.daemon = True
+            deadline.start()
+    os.close(pipe)
+    if deadline is not None:
+        deadline.cancel()
+
+
+def _children() -> list[int]:
+    """Processes that this one started, where the system says (Linux)."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError, ValueError):
+            found += [int(word) for word in task.read_text().split()]
+    return found
+
+
+def leave(code: int) -> None:
+    """End the process with this exit code; after an interrupt without waiting for its threads."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    if code == EXIT_CODE:
+        end_now()
+    sys.exit(code)

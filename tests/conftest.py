@@ -1,0 +1,63 @@
+"""Every test is a function of the code: not of chance, of the tests before it, or of the machine's load."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; processes that a test starts inherit it
+# covey sets these in its own process when it draws an environment, and when it limits oneDNN's caches.
+os.environ |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
+os.environ |= {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy", "PYGAME_HIDE_SUPPORT_PROMPT": "1"}
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, settings
+
+# `derandomize` draws the same examples every time. There is no database of failures of earlier runs.
+settings.register_profile("tests", derandomize=True, deadline=None, database=None, max_examples=100)
+# For the mutants: a test must notice each of them by its explicit examples alone.
+settings.register_profile("explicit", settings.get_profile("tests"), phases=[Phase.explicit])
+settings.load_profile("tests")
+
+UNWATCHED = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # the second is set when torch first needs its compiler
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD]  # SIGALRM is pytest-timeout's
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Tests may use the global generators and set the number of threads; each begins with the same of both."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """Fail a test that changes what the tests after it would see; `monkeypatch` changes things for one test."""
+    before = _state()
+    yield
+    after = _state()
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    assert not changed, f"the test left these changed: {', '.join(changed)}"
+
+
+def _state() -> dict[str, Any]:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    variables = {f"${name}": value for name, value in os.environ.items() if name not in UNWATCHED}
+    return variables | {
+        "working folder": os.getcwd(),
+        "umask": mask,
+        "sys.path": list(sys.path),
+        "signal handlers": [signal.getsignal(number) for number in SIGNALS],
+        "default type of torch": torch.get_default_dtype(),
+        "gradients of torch": torch.is_grad_enabled(),
+        "deterministic algorithms of torch": torch.are_deterministic_algorithms_enabled(),
+    }

@@ -1,0 +1,84 @@
+"""Malformed inputs of every kind: one line that names the mistake, exit code 2, nothing left behind, within seconds.
+
+Each is a command in a fork of one process that has imported everything (`helpers.forks`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from helpers import damage
+from helpers import malformed_tables as tables
+from helpers.forks import LIGHT, Forks
+from helpers.malformed import Input, cases, faults
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks() as started:
+        yield started
+
+
+def check(forks: Forks, inputs: Sequence[Input], folder: Path) -> None:
+    """Every input is answered as it should be."""
+    wrong = {
+        given.name: (found, outcome.errors[-400:])
+        for given, outcome in zip(inputs, forks.run(list(cases(inputs, folder))), strict=True)
+        if (found := faults(given, outcome))
+    }
+    assert not wrong, f"{len(wrong)} of {len(inputs)}"
+
+
+@pytest.mark.parametrize("table", [tables.data, tables.reward_files])
+def test_mistakes_in_data_and_reward_files_are_told_before_torch_is_loaded(table, tmp_path: Path) -> None:
+    given = [one for one in table() if not one.accepted]
+    given += [replace(one, words=("train", *one.words[1:])) for one in given]
+    with Forks(LIGHT) as light:
+        outcomes = light.run(list(cases(given, tmp_path)))
+    wrong = {
+        one.name: (found, outcome.modules, outcome.errors[-400:])
+        for one, outcome in zip(given, outcomes, strict=True)
+        if (found := faults(one, outcome)) or outcome.modules
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("table", [tables.recipes, tables.patterns, tables.failing_rewards, tables.commands])
+def test_malformed_inputs_are_one_line_each(table, forks: Forks, tmp_path: Path) -> None:
+    check(forks, list(table()), tmp_path)
+
+
+def test_names_that_are_no_path_are_one_line_each(forks: Forks, tmp_path: Path) -> None:
+    check(forks, list(islice(tables.paths(), 0, None, 5)), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_names_that_are_no_path_are_one_line_each_wherever_one_is_named(forks: Forks, tmp_path: Path) -> None:
+    check(forks, list(tables.paths()), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> damage.Samples:
+    return damage.make_samples(tmp_path_factory.mktemp("samples"))
+
+
+@pytest.mark.parametrize("generator", damage.GENERATORS)
+def test_damaged_inputs_are_one_line_each(
+    generator: str, samples: damage.Samples, forks: Forks, tmp_path: Path
+) -> None:
+    check(forks, list(damage.GENERATORS[generator](samples, random.Random(20), 25)), tmp_path)
+
+
+def test_what_is_whole_or_can_be_read_is_accepted(samples: damage.Samples, forks: Forks, tmp_path: Path) -> None:
+    given = [*damage.undamaged(samples), *(one for one in tables.data() if one.accepted)]
+    outcomes = forks.run(list(cases(given, tmp_path)))
+    assert {
+        case.name: (outcome.code, outcome.errors) for case, outcome in zip(given, outcomes, strict=True) if outcome.code
+    } == {}
