@@ -450,9 +450,9 @@ def paths() -> Iterator[Input]:
         }
         for place, (words, more) in places.items():
             environment = {"COVEY_CACHE": path} if place == "cache" and "\0" not in path and path.isascii() else {}
-            yield Input(
-                f"path: {place} is {name}", words, {**files, **more}, environment, accepted=(place, name) in ACCEPTED
-            )
+            accepted = (place, name) in ACCEPTED
+            what = f"path: {place} is {name}"
+            yield Input(what, words, {**files, **more}, environment, accepted=accepted, needs_model=accepted)
 
 
 # ---- words ----

@@ -66,8 +66,8 @@ class Origin:
         tables = read_toml(path)
         if "environment" in tables:
             raise ConfigError(
-                f"model: the run in {self.run_dir} trained an agent, no language model: see it act with "
-                f"{command('eval', self.run_dir)}"
+                f"model: the run in {_shown(self.run_dir)} trained an agent, no language model: see it act with "
+                f"{command('eval', _shown(self.run_dir))}"
             )
         if not isinstance(tables.get("model"), str) or not isinstance(tables.get("algorithm"), str):
             raise ConfigError(f"{path} is not what a run writes down: it names no model or no algorithm")
@@ -188,17 +188,23 @@ def check_origin(origin: Origin, model: str) -> None:
     name = _path_of(model).name
     if origin.step is not None and name not in whole:
         kept = f"it has {', '.join(whole)}" if whole else "it has none"
-        raise ConfigError(f"model: the run in {run_dir} has no checkpoint {name}: {kept}")
+        raise ConfigError(f"model: the run in {_shown(run_dir)} has no checkpoint {name}: {kept}")
     if not whole:
         raise ConfigError(
-            f"model: the run in {run_dir} has saved neither its model nor a checkpoint yet: go on with it by "
-            f"{command('train', '--resume', run_dir)}"
+            f"model: the run in {_shown(run_dir)} has saved neither its model nor a checkpoint yet: go on with it by "
+            f"{command('train', '--resume', _shown(run_dir))}"
         )
     if not (origin.architecture / MODEL_CONFIG_FILE).is_file():
         raise ConfigError(
-            f"model: {origin.architecture} has no {MODEL_CONFIG_FILE}, so the checkpoints of this run have no "
+            f"model: {_shown(origin.architecture)} has no {MODEL_CONFIG_FILE}, so the checkpoints of this run have no "
             "architecture: copy config.json and the tokenizer's files of the model that it began with there"
         )
+
+
+def _shown(path: Path) -> Path:
+    """An absolute path as a message names it: relative where it is below the working directory."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _path_of(model: str) -> Path:

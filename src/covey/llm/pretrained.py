@@ -5,7 +5,11 @@ What transformers raises about files that somebody else wrote is told in one lin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +156,20 @@ def trunk_class(config: PreTrainedConfig, model: str) -> type[PreTrainedModel]:
         return type(AutoModel.from_config(config, trust_remote_code=False))
 
 
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """Progress bars of libraries write to standard error even where that is a file, as one line without an end."""
+    with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
 def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model, in bf16, and tokenizer of a GGUF file.
 
     Raises:
         ConfigError: if the file is damaged, its architecture is unknown, or a weight is missing.
     """
-    with reading(f"model {file}: the GGUF file cannot be read"):
+    with reading(f"model {file}: the GGUF file cannot be read"), _bars_on_terminals_only():
         read: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True, **SAFELY
         )

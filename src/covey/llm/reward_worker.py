@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -28,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 MOST_REPLY_BYTES = 1 << 26  # of one reply, columns of log_extra included
@@ -38,13 +39,21 @@ END_SECONDS = 5.0  # for killed processes to disappear
 _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # of Linux's prctl
 
 
+class _SourceLoader(importlib.machinery.SourceFileLoader):
+    """Compiles the file as it is. Bytecode on disk may be of another text of the same second and the same length."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _module_at(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
+    loader = _SourceLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module
 
 
@@ -160,6 +169,7 @@ def load_function(name: str) -> Callable[..., Any]:
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
         path = Path(source).expanduser().resolve()
+        sys.dont_write_bytecode = True  # nothing is left beside the user's files
         sys.path.insert(0, str(path.parent))
         module = _module_at(path, f"reward_file_{path.stem}")
     else:
