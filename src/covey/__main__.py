@@ -10,6 +10,10 @@ def main() -> None:
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
     try:
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks which words may follow
+            from covey import completion
+
+            completion.answer()
         from covey import cli
         from covey.runtime.interrupts import leave
 

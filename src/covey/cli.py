@@ -1,4 +1,4 @@
-"""The command `covey`: train, check, plan, eval, compare, sample.
+"""The command `covey`: train, check, plan, eval, compare, sample, recipes, completion.
 
 Thin: it reads what the user wrote, calls one function, prints. Everything heavy is imported inside the commands, so
 that a mistake is reported before torch is loaded.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.command_line import MACHINE_FIELDS, parse
+from covey.command_line import MACHINE_FIELDS, OVERVIEW, parse
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, JsonlConfig, RunConfig, RunError
 from covey.config.checks import validate
 from covey.config.faults import machine_error
@@ -25,7 +27,9 @@ from covey.config.reader import (
     config_from_dict,
     config_to_dict,
     config_to_toml,
+    describe_recipe,
     find_recipe,
+    packaged_recipes,
     read_recipe,
     read_tables,
     root_of,
@@ -66,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _carry_out(words: list[str], debug: bool) -> int:
     try:
         check_surroundings()
+        if not words:
+            print(OVERVIEW)
+            return 0
         arguments, fields = parse(words)
         return COMMANDS[arguments.command](arguments, fields) or 0
     except KeyboardInterrupt:
@@ -374,6 +381,31 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
         print(f"[{number}] {printable(text)}")
 
 
+def recipes_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
+    """`covey recipes`."""
+    if arguments.recipe:
+        print(find_recipe(arguments.recipe).read_text(encoding="utf-8"), end="")
+        return
+    width = shutil.get_terminal_size().columns
+    for root, title in ((ControlConfig, "Agents in environments"), (RunConfig, "Language models")):
+        names = [name for name in packaged_recipes() if root_of(read_tables(name)) is root]
+        longest = max(map(len, names))
+        print(f"{title}:")
+        for name in names:
+            label, indent = f"  {name:<{longest}}  ", " " * (longest + 4)
+            text = textwrap.wrap(describe_recipe(name), max(width - 1, 60) - len(indent), break_on_hyphens=False)
+            print(label + f"\n{indent}".join(text))
+        print()
+    print(f"Next: {command('train', 'cartpole_grpo')}, or read one: {command('recipes', 'cartpole_grpo')}")
+
+
+def completion_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
+    """`covey completion`."""
+    from argcomplete import shellcode
+
+    print(shellcode(["covey"], shell=arguments.shell))
+
+
 COMMANDS = {
     "train": train_command,
     "check": check_command,
@@ -381,6 +413,8 @@ COMMANDS = {
     "eval": eval_command,
     "compare": compare_command,
     "sample": sample_command,
+    "recipes": recipes_command,
+    "completion": completion_command,
 }
 
 

@@ -10,13 +10,14 @@ from typing import Any, NoReturn
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.files import shortened
-from covey.config.reader import FieldHelp, describe_fields
-from covey.config.values import TYPE_NAMES
+from covey.config.reader import FieldHelp, describe_fields, packaged_recipes, split_overrides
+from covey.config.values import TYPE_NAMES, command, did_you_mean
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
 LARGEST_SEED = 2**32 - 1
 MOST_TOKENS = 1_000_000  # of an answer or a prompt
 COLDEST, HOTTEST = 1e-4, 1e4  # temperatures
+TAKE_FIELDS = ("train", "check", "plan", "eval", "compare")  # commands with --field value for fields of a recipe
 PLANNED_FIELDS = ("device", "precision", "prompts_per_step", "group_size", "max_new_tokens", "microbatch_tokens")
 
 
@@ -47,13 +48,46 @@ def temperature(text: str) -> float:
     return value
 
 
-EXIT_CODES = """\
+OVERVIEW = """\
+covey trains a language model or an agent by reinforcement: attempts are
+compared with each other (GRPO) or with a critic (PPO).
+
+see it work:
+  covey train cartpole_grpo      an agent balances a pole, in seconds
+  covey train arithmetic_grpo    a language model learns to add and subtract
+  covey recipes                  all packaged recipes, one line each
+
+train on prompts and rewards of your own:
+  covey recipes arithmetic_grpo > my.toml     a recipe to change
+  covey check my.toml                         find mistakes, predict memory
+  covey train my.toml                         writes to runs/my-001
+  covey eval runs/my-001                      score on held-out problems
+  covey sample runs/my-001 "What is 3 + 4?"   answers to one prompt
+
+covey --help lists the commands, covey train --help the fields of a recipe."""
+
+EPILOG = """\
+where to begin:
+  covey train cartpole_grpo, then covey train arithmetic_grpo;
+  covey without a command shows more examples
+
+completion with Tab:
+  eval "$(covey completion bash)", also for zsh and fish
+
 exit codes:
   0    all went well
   1    the run cannot go on
   2    a mistake in what was asked
   3    a fault of the machine: disk, memory or permission
   130  stopped by Ctrl-C"""
+
+
+SHELLS = ("bash", "zsh", "fish")
+COMPLETION = """\
+To have it in every shell, add one line to the file that your shell reads when it starts:
+  bash   ~/.bashrc                      eval "$(covey completion bash)"
+  zsh    ~/.zshrc, after compinit       eval "$(covey completion zsh)"
+  fish   ~/.config/fish/config.fish     covey completion fish | source"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,14 +104,38 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         ConfigError: for arguments that the command does not have.
     """
     parser, commands = build_parser()
-    if not words or words[0] not in commands:
-        arguments, rest = parser.parse_known_args(words)  # --help, --version, or a mistake
-        parser.error(f"unknown arguments: {' '.join(rest)}")
+    if not words or words[0] in parser._option_string_actions:
+        parser.parse_args(words[:1])  # --help or --version ends here
+        parser.error("name a command")
+    if words[0] not in commands:
+        parser.error(_no_command(words[0], list(commands), parser))
     own, fields = _split(words[1:], commands[words[0]])
     arguments = parser.parse_args([words[0], *own])
-    if fields and not arguments.takes_fields:
-        commands[words[0]].error(f"unknown argument {fields[0]}")
+    _check_fields(fields, commands[words[0]], arguments.takes_fields)
     return arguments, fields
+
+
+def _no_command(word: str, commands: list[str], parser: Parser) -> str:
+    if word.startswith("-"):
+        return f"unknown option {shortened(word)}{did_you_mean(word, list(parser._option_string_actions))}"
+    near = did_you_mean(word, commands)
+    if not near and (word in packaged_recipes() or word.endswith(".toml")):
+        return f"{word} is a recipe, not a command: write {command('train', word)}"
+    return f"there is no command {shortened(word) or repr(word)}{near}; commands: {', '.join(commands)}"
+
+
+def _check_fields(fields: list[str], parser: Parser, takes_fields: bool) -> None:
+    """Refuse a misspelt option of the command itself, before it is taken for a field of a recipe."""
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    for name, _ in split_overrides(fields) if takes_fields else [(field.lstrip("-"), "") for field in fields[:1]]:
+        option = f"--{name.partition('=')[0].replace('_', '-')}"
+        near = did_you_mean(option, options, likeness=0.8 if takes_fields else 0.6)
+        if not takes_fields or (near and name.replace("-", "_") not in _field_names()):
+            parser.error(f"unknown option {shortened(option)}{near}")
+
+
+def _field_names() -> set[str]:
+    return {row.name for root in (RunConfig, ControlConfig) for row in describe_fields(root)}
 
 
 def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]:
@@ -109,12 +167,12 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(
         prog="covey",
         description="Train a language model or an agent by comparing attempts with each other.",
-        epilog=EXIT_CODES,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"covey {version('covey')}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     parsers: dict[str, Parser] = {}
     for name, add_options, text in (
         ("train", _train_options, "train a language model, or an agent in an environment"),
@@ -123,10 +181,12 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
         ("compare", _compare_options, "train several recipes over several seeds and report what differs"),
         ("sample", _sample_options, "let a language model answer one prompt"),
+        ("recipes", _recipes_options, "list the packaged recipes, or print one"),
+        ("completion", _completion_options, "print what a shell needs to complete with Tab"),
     ):
         layout = argparse.RawDescriptionHelpFormatter
         command = commands.add_parser(name, help=text, description=text, formatter_class=layout, allow_abbrev=False)
-        command.set_defaults(command=name, takes_fields=name != "sample")
+        command.set_defaults(command=name, takes_fields=name in TAKE_FIELDS)
         add_options(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         parsers[name] = command
@@ -148,10 +208,10 @@ def _check_options(command: Parser) -> None:
 
 def _plan_options(command: Parser) -> None:
     command.usage = "covey plan MODEL [--algorithm NAME,NAME] [options] [--field value ...]"
-    rows = {row.name: row for row in describe_fields(RunConfig) if not row.section.startswith(("task", "rewards"))}
+    lines = {row.name: _field_line(option, row) for option, row in field_options(RunConfig)}
     command.epilog = "\n".join(
         ["fields of a recipe that matter most; the others (`covey train --help`) are options too:"]
-        + [_field_line(rows[name], dotted=False) for name in PLANNED_FIELDS]
+        + [lines[name] for name in PLANNED_FIELDS]
     )
     command.add_argument(
         "model", metavar="MODEL", help="a model's name, folder, config.json or .gguf file, or a run folder"
@@ -225,6 +285,18 @@ def _sample_options(command: Parser) -> None:
     )
 
 
+def _recipes_options(command: Parser) -> None:
+    command.usage = "covey recipes [RECIPE]"
+    command.epilog = "A recipe of your own can begin as a copy: covey recipes arithmetic_grpo > my.toml"
+    command.add_argument("recipe", nargs="?", metavar="RECIPE", help="print this one as it is, comments included")
+
+
+def _completion_options(command: Parser) -> None:
+    command.usage = "covey completion SHELL"
+    command.epilog = COMPLETION
+    command.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+
+
 def fields_help() -> str:
     """Every field of both kinds of recipe with its type, default and meaning, for `--help`."""
     language = _fields_of(RunConfig, "fields of a recipe for language models (one with a table [task])")
@@ -233,25 +305,33 @@ def fields_help() -> str:
     return "\n".join([how, "", *language, "", "", *control])
 
 
-def _fields_of(root: type, title: str) -> list[str]:
+def field_options(root: type) -> list[tuple[str, FieldHelp]]:
+    """Every field of a kind of recipe, behind the option that sets it; those of [[rewards]] have none."""
     rows = describe_fields(root)
     plain = [row for row in rows if not row.section.startswith(("task", "rewards"))]
     shared = {row.name for row in plain if sum(other.name == row.name for other in plain) > 1}
-    top = {row.name for row in plain if not row.section}
+    ambiguous = shared | {row.name for row in plain if not row.section}
+    return [(_option(row, dotted=bool(row.section) and row.name in ambiguous), row) for row in rows]
+
+
+def _fields_of(root: type, title: str) -> list[str]:
     lines, section = [f"==== {title} ===="], None
-    for row in rows:
+    for option, row in field_options(root):
         if row.section != section:
             section = row.section
             where = {"": "top level", "rewards": "[[rewards]], in the recipe file only"}
             lines += ["", where.get(section, f"[{section}]")]
-        lines.append(_field_line(row, dotted=bool(section) and row.name in shared | top))
+        lines.append(_field_line(option, row))
     return lines
 
 
-def _field_line(row: FieldHelp, *, dotted: bool) -> str:
-    name = row.name.replace("_", "-")
-    shown = f"--{row.section.split()[0]}.{name}" if dotted else f"--{name}"
+def _option(row: FieldHelp, *, dotted: bool) -> str:
     if row.section == "rewards":
-        shown = row.name
+        return row.name
+    name = row.name.replace("_", "-")
+    return f"--{row.section.split()[0]}.{name}" if dotted else f"--{name}"
+
+
+def _field_line(option: str, row: FieldHelp) -> str:
     default = f" [{row.default}]" if row.default not in ("", '""', "[]") else ""
-    return f"  {shown:<28} {row.text} ({row.type}){default}"
+    return f"  {option:<28} {row.text} ({row.type}){default}"

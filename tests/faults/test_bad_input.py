@@ -209,7 +209,7 @@ def test_command_line_mistakes(recipe: Path) -> None:
 
 def test_recipes_that_are_not_there(tmp_path: Path, recipe: Path) -> None:
     assert "did you mean" in message_of(tmp_path / "recipes.toml")
-    assert "packaged recipes:" in message_of(Path("no_such_recipe"))
+    assert "covey recipes lists the packaged ones" in message_of(Path("no_such_recipe"))
     assert "is a folder" in message_of(tmp_path)
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
@@ -357,7 +357,7 @@ def processor_seconds() -> float:
         (["eval", "./nowhere", "--task", "arithmetic"], "there is no folder ./nowhere"),
         (["eval", "smollm2-135m", "--task", "arithmetics"], "did you mean 'arithmetic'?"),
         (["sample", "./nowhere", "hello"], "there is no folder ./nowhere"),
-        (["trian", "RECIPE"], "invalid choice: 'trian'"),
+        (["trian", "RECIPE"], "there is no command 'trian' (did you mean 'train'?)"),
     ],
 )
 def test_a_mistake_is_one_line_within_three_seconds_and_without_torch(

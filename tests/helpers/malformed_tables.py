@@ -527,7 +527,6 @@ def spell(word: str) -> str:
 
 def commands() -> Iterator[Input]:
     """Command lines."""
-    yield Input("words: none", ())
     for command, lines in COMMANDS.items():
         for line in lines:
             words = tuple(spell(word) for word in f"{command} {line}".split())

@@ -208,7 +208,7 @@ def test_sample_prints_every_answer_safely(build: Build, capsys: pytest.CaptureF
     assert build.calls == [("sample_model", ("smollm2-135m", "What is 2 + 2?", 2, 0.5, 64, 0), {})]
     assert capsys.readouterr().out == "[1] one\n[2] t�[2Jwo\nlines\n"
     assert main(["sample", "smollm2-135m", "x", "--top-p", "0.9"]) == 2
-    assert "unknown argument --top-p" in capsys.readouterr().err
+    assert "unknown option '--top-p'" in capsys.readouterr().err
     assert main(["sample", "smollm2-135m", "x", "--n", "0"]) == 2
 
 

@@ -6,9 +6,11 @@ import copy
 import difflib
 import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +101,20 @@ def find_recipe(recipe: str | Path) -> Path:
         raise ConfigError(f"{recipe} is a folder; name a recipe file, or continue a run with: covey train --resume")
     if unusual_kind(path):
         raise ConfigError(f"{recipe} is {unusual_kind(path)}; name a recipe file")
-    names = sorted(file.stem for file in PACKAGED_RECIPES.glob("*.toml"))
-    near = did_you_mean(name, names) or did_you_mean_file(path)
-    raise ConfigError(f"there is no recipe {recipe}{near}; packaged recipes: {', '.join(names) or 'none'}")
+    near = did_you_mean(name, packaged_recipes()) or did_you_mean_file(path)
+    raise ConfigError(f"there is no recipe {recipe}{near}; covey recipes lists the packaged ones")
+
+
+def packaged_recipes() -> list[str]:
+    """The names of the recipes that come with covey, sorted."""
+    return sorted(file.stem for file in PACKAGED_RECIPES.glob("*.toml"))
+
+
+def describe_recipe(name: str) -> str:
+    """The first clause of the comment that a packaged recipe begins with."""
+    lines = (PACKAGED_RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+    return re.split(r"; |\. |\.$", comment)[0]
 
 
 def split_overrides(tokens: Sequence[str]) -> list[tuple[str, str]]:

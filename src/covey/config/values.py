@@ -82,9 +82,9 @@ def command(*words: object) -> str:
     return shlex.join(["covey", *map(str, words)])
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """' (did you mean ...?)' with the nearest known word, or '' where none is near."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+def did_you_mean(word: str, known: list[str], likeness: float = 0.6) -> str:
+    """' (did you mean ...?)' with the nearest known word, or '' where none is as near as `likeness`, from 0 to 1."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=likeness)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 

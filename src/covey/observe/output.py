@@ -17,6 +17,7 @@ class _Outlasting:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self.ending = False  # the command has nothing more to do
 
     def write(self, text: str) -> int:
         try:
@@ -36,7 +37,7 @@ class _Outlasting:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())  # what is still in the stream's buffer goes there too
             os.close(nowhere)
-        if self._stream is sys.__stdout__:
+        if self._stream is sys.__stdout__ and not self.ending:
             why = error.strerror if isinstance(error, OSError) else str(error)
             _log.warning("the output cannot be written any more (%s): the command goes on without it", why)
 
@@ -56,5 +57,7 @@ def outlasting_output() -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, _Outlasting):
+                stream.ending = True
             stream.flush()
         sys.stdout, sys.stderr = before
