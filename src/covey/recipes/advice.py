@@ -226,7 +226,7 @@ FINDINGS: dict[str, str] = {
     "short": "The policy got better.",
     "better": "The policy got better.",
     "worse": "The policy got worse.",
-    "unclear": "The intervals overlap, so the change may be chance.",
+    "unclear": "The change is within the uncertainty of the evaluations.",
 }
 ADVICE: dict[str, dict[str, tuple[Advice, ...]]] = {
     "language": {
