@@ -73,8 +73,6 @@ def test_an_interrupted_comparison_leaves_no_run_behind(tmp_path: Path, number: 
         [sys.executable, "-m", "helpers.fake_runs", str(tmp_path)],
         cwd=TESTS,
         stderr=subprocess.PIPE,
-        # Tests that run in the background of a shell ignore SIGINT, and so would this.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_until(lambda: all((tmp_path / name / "began").is_file() for name in "01"))
     process.send_signal(number)

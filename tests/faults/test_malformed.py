@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.llm.conversion import converted, embedded_file
 from helpers import damage
 from helpers import malformed_tables as tables
 from helpers.forks import LIGHT, Forks
@@ -21,6 +22,7 @@ from helpers.malformed import Input, cases, faults
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
+    converted(embedded_file())  # once, and not in every fork
     with Forks() as started:
         yield started
 

@@ -43,7 +43,15 @@ def steps_of(folder: Path, recipe: Path, program: str) -> list[dict[str, float]]
     return steps
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), [("llama", ""), ("qwen3", PPO), ("gpt2", ""), ("bloom", "")])
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [
+        ("llama", ""),
+        ("qwen3", PPO),
+        pytest.param("gpt2", "", marks=pytest.mark.slow),
+        pytest.param("bloom", "", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_on_a_pretended_gpu_has_the_numbers_of_a_cpu(tmp_path, kind, algorithm):
     recipe = write_recipe(tmp_path, tiny_folder(tmp_path / "model", kind), steps=3)
     recipe.write_text(algorithm + recipe.read_text())
