@@ -65,15 +65,15 @@ def measure_memory(job: SeedJob) -> dict[str, Any]:
 
 
 def note_others(job: SeedJob) -> dict[str, Any]:
-    """Writes its process, and how many runs there were while it ran; seed 0 waits until it is not alone."""
-    mine = job.run_dir.parent / f"running-{job.seed}"
+    """Writes its process, and how many runs there were while it ran; seeds 0 and 1 wait for each other."""
+    folder = job.run_dir.parent
+    mine = folder / f"running-{job.seed}"
     mine.write_text("")
+    (folder / f"began-{job.seed}").write_text("")
     deadline = time.monotonic() + 120
-    running = 1
-    while running == 1 and job.seed == 0 and time.monotonic() < deadline:
-        time.sleep(0.05)
-        running = len(list(mine.parent.glob("running-*")))
-    running = max(running, len(list(mine.parent.glob("running-*"))))
+    while job.seed < 2 and not (folder / f"began-{1 - job.seed}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    running = len(list(folder.glob("running-*")))
     (job.run_dir / "noted").write_text(json.dumps([os.getpid(), running]))
     mine.unlink()
     return {}
