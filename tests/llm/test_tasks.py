@@ -1,5 +1,6 @@
 """The tasks: right answers, disjoint sides, draws that depend on their arguments alone, and broken data files."""
 
+import ast
 import json
 import os
 import random
@@ -397,7 +398,11 @@ GOOD = '{"prompt": "p", "answer": "1"}'
     [
         ('{"prompt": "p"', "not valid JSON"),
         ('["p"]', "a JSON object is needed, this is a list"),
-        ('{"text": "p"}', "there is no 'prompt'"),
+        ('{"text": "p"}', "there is no 'prompt'; rename the column that holds it (columns: 'text')"),
+        ("{}", "there is no 'prompt'; rename the column that holds it (columns: none)"),
+        ('[{"prompt": "p"}]', "this is a list; write each of its objects on a line of its own"),
+        ('[\n {"prompt": "p"}\n]', "the line ends within a JSON value; write each object on a line"),
+        ('{\n "prompt": "p"\n}', "the line ends within a JSON value; write each object on a line"),
         ('{"prompt": 5}', "'prompt' must be a string or a list of chat messages, this is a number"),
         ('{"prompt": {"role": "user"}}', "this is an object"),
         ('{"prompt": "  "}', "'prompt' is empty"),
@@ -418,6 +423,15 @@ def test_jsonl_names_the_bad_line(tmp_path, line, message):
     with pytest.raises(ConfigError, match=rf"data\.jsonl line 4: .*{re.escape(message)}") as caught:
         Jsonl(path=str(path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.TSV", "data.parquet", "my data.xlsx"])
+def test_files_of_other_formats_are_told_how_to_be_converted(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("prompt,answer\n1 + 1,2\n")
+    with pytest.raises(ConfigError, match=r"is no JSONL file; convert it: pandas\.read_\w+\(.*\)\.to_json") as caught:
+        Jsonl(path=str(path))
+    ast.parse(str(caught.value).partition("convert it: ")[2])
 
 
 def test_jsonl_bad_bytes_empty_missing_and_unnamed_files(tmp_path):

@@ -77,9 +77,25 @@ def read_rows(path: str) -> list[Row]:
     return _read_rows(path, file.absolute(), (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
+# Suffix -> the function of pandas that reads such files. A .json file may hold JSON lines, so it is read as one.
+OTHER_FORMATS = {
+    ".csv": "read_csv",
+    ".tsv": "read_table",
+    ".parquet": "read_parquet",
+    ".feather": "read_feather",
+    ".arrow": "read_feather",
+    ".xlsx": "read_excel",
+}
+
+
 @lru_cache(maxsize=2)  # `covey check` and `covey train` read the data before torch is loaded, the task after it
 def _read_rows(path: str, file: Path, _version: tuple[int, ...]) -> list[Row]:
     most = (memory_bytes() or 2**40) // MEMORY_PER_BYTE
+    if reader := OTHER_FORMATS.get(file.suffix.lower()):
+        raise ConfigError(
+            f"{path} is no JSONL file; convert it: "
+            f"pandas.{reader}({path!r}).to_json({f'{file.stem}.jsonl'!r}, orient='records', lines=True)"
+        )
     lines = read_file(file, most).split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -98,11 +114,15 @@ def _row(number: int, line: bytes) -> Row:
     """Raises ValueError with what is wrong with the line."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"the line has {len(line) / 1e6:,.0f} MB; at most {LONGEST_LINE / 1e6:,.0f} MB are read")
-    record = parse_json(line.removeprefix(BOM) if number == 1 else line)
+    line = line.removeprefix(BOM) if number == 1 else line
+    if line.strip() in (b"[", b"{"):
+        raise ValueError("the line ends within a JSON value; write each object on a line of its own")
+    record = parse_json(line)
     if b"\\u" in line and _has_surrogate(record):  # only an escape can write one: UTF-8 has none
         raise ValueError("half of a surrogate pair (\\ud800 to \\udfff), which is no text")
     if not isinstance(record, dict):
-        raise ValueError(f"a JSON object is needed, this is {_kind(record)}")
+        fix = "; write each of its objects on a line of its own" if isinstance(record, list) else ""
+        raise ValueError(f"a JSON object is needed, this is {_kind(record)}{fix}")
     return row_of(number, record)
 
 
@@ -114,7 +134,8 @@ def row_of(number: int, record: Mapping[str, Any]) -> Row:
     elif isinstance(columns.get("question"), str):  # reasoning-gym, GSM8K
         prompt = [{"role": "user", "content": columns.pop("question")}]
     else:
-        raise ValueError("there is no 'prompt'")
+        found = ", ".join(map(shortened, list(columns)[:8])) or "none"
+        raise ValueError(f"there is no 'prompt'; rename the column that holds it (columns: {found})")
     _check_prompt(prompt)
     verl = columns.get("reward_model")
     if "answer" not in columns and isinstance(verl, dict) and "ground_truth" in verl:
