@@ -78,6 +78,13 @@ def test_a_group_size_that_is_given_is_that_of_every_step(caplog: pytest.LogCapt
     )
 
 
+def test_only_options_that_changed_something_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "covey")
+    read_recipe("cartpole_grpo", ["--seed", "3", "--environment", "Acrobot-v1", "--evaluation.episodes", "9"])
+    [record] = caplog.records
+    assert record.getMessage() == "--environment: so the recipe's evaluation.expected_return = unset (was 475.0)"
+
+
 def test_what_is_given_itself_does_not_follow() -> None:
     config = read_recipe("arithmetic_grpo", ["--group-size", "8", "--group-size-last", "32", "--evaluation.every", "9"])
     assert isinstance(config, RunConfig)

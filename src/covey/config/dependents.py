@@ -7,7 +7,7 @@ and were not given themselves follow, so that a recipe works with any single cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ class Rule:
     value: Callable[[Any, Any, str], Any]
 
 
-def follow(recipe: Config, config: Config, given: Iterable[str]) -> tuple[Config, str]:
+def follow(recipe: Config, config: Config, given: Collection[str]) -> tuple[Config, str]:
     """Let the fields follow that depend on what was given.
 
     Args:
@@ -50,18 +50,23 @@ def follow(recipe: Config, config: Config, given: Iterable[str]) -> tuple[Config
         check_fields(config)
     except (ConfigError, TypeError):
         return config, ""
-    given = set(given)
-    changed, said = set(given), []
+    causes = {name: {name} for name in given}  # of every field that has changed: the given ones that led to it
+    said = []
     for rule in RULES[type(config)]:
-        if rule.field in given or not changed.intersection(rule.causes):
+        if rule.field in given or not causes.keys() & set(rule.causes):
             continue
         before, after = get(config, rule.field), rule.value(recipe, config, rule.field)
         if after != before:
             config = put(config, rule.field, after)
-            changed.add(rule.field)
+            causes[rule.field] = set().union(*(causes[name] for name in rule.causes if name in causes))
             said.append(f"{rule.field} = {_written(after)} (was {_written(before)})")
-    causes = ", ".join(f"--{name.rpartition('.')[2].replace('_', '-')}" for name in sorted(given))
-    return config, f"{causes}: so the recipe's {', '.join(said)}" if said else ""
+    options = sorted(set().union(*(causes[name] for name in causes if name not in given)))
+    return config, f"{', '.join(map(_option, options))}: so the recipe's {', '.join(said)}" if said else ""
+
+
+def _option(name: str) -> str:
+    """The option that sets a field, as it is usually typed."""
+    return f"--{name.removesuffix('.id').rpartition('.')[2].replace('_', '-')}"
 
 
 def get(config: Any, name: str) -> Any:
