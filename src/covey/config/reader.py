@@ -18,6 +18,7 @@ from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RewardConfig,
 from covey.config.checks import validate
 from covey.config.dependents import follow
 from covey.config.files import read_toml, unusual_kind, user_path
+from covey.config.foreign_names import answer
 from covey.config.values import describe_type, did_you_mean, did_you_mean_file, get_type_hints, plain_type
 
 _log = logging.getLogger(__name__)
@@ -238,6 +239,8 @@ def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any
     elsewhere = _elsewhere(name.partition(".")[0], root)
     if elsewhere:
         raise ConfigError(f"unknown field --{shown}: it is {elsewhere}")
+    if foreign := _foreign_name(name, root):
+        raise ConfigError(f"unknown field --{shown}: {foreign}")
     leaves = [dotted.rpartition(".")[2] for dotted in hints]
     near = difflib.get_close_matches(name, [*hints, *leaves], n=1, cutoff=0.6)
     raise ConfigError(f"unknown field --{shown}" + (f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""))
@@ -246,6 +249,13 @@ def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any
 def _homes(key: str, root: type) -> list[str]:
     """The tables that have a field of this name."""
     return [section for section, kind in sections_of(root).items() if key in get_type_hints(kind)]
+
+
+def _foreign_name(key: str, root: type) -> str:
+    """What a name of another library is called here; '' if it is none."""
+    known = {f"{row.section.split()[0]}.{row.name}" if row.section else row.name for row in describe_fields(root)}
+    [other] = [words for kind, words in WORLDS.items() if kind is not root]
+    return answer(key, known, other)
 
 
 def _elsewhere(key: str, root: type) -> str:
@@ -330,6 +340,8 @@ def _refuse_unknown(table: dict[str, Any], hints: dict[str, Any], where: str, ro
             advice = f" ('{key}' belongs in [{_homes(key, root)[0]}])"
         elif _elsewhere(key, root):
             advice = f" ('{key}' is {_elsewhere(key, root)})"
+        elif foreign := _foreign_name(key, root):
+            advice = f": {foreign}"
         else:
             advice = did_you_mean(key, list(hints)) or did_you_mean(key, ["environment", "task"])
         raise ConfigError(f"unknown field '{key}' {where}{advice}")
