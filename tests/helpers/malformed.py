@@ -108,7 +108,7 @@ def faults(given: Input, outcome: Outcome) -> list[str]:
     elif len(told[0]) > 2000:
         wrong.append(f"a line of {len(told[0])} characters")
     everything = outcome.output + outcome.errors
-    wrong += [word for word in ("unexpected", "Traceback", "escaped from") if word in outcome.errors]
+    wrong += [word for word in ("error: unexpected", "Traceback", "escaped from") if word in outcome.errors]
     controls = {c for c in everything if not c.isprintable() and c not in "\n\t"}
     if controls:
         wrong.append(f"control characters {sorted(controls)!r}")
