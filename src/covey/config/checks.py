@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, cast
 
 from covey.config import (
     TASK_CONFIGS,
@@ -31,6 +32,7 @@ from covey.config.size_checks import check_control_size, check_size
 from covey.config.values import (
     check_fields,
     either,
+    get_type_hints,
     is_a,
     leaves,
     missing_file,
@@ -70,10 +72,30 @@ def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_r
     Raises:
         ConfigError: one line that names the field and the fix.
     """
+    _check_tables(config)
     if isinstance(config, ControlConfig):
         _validate_control(config)
     else:
         _validate_language(config, own_task, own_rewards)
+
+
+def _check_tables(config: Any) -> None:
+    """A config from Python may hold anything where a table belongs; one from a recipe cannot."""
+    if not isinstance(config, RunConfig | ControlConfig):
+        kind = type(config).__name__
+        raise ConfigError(f"the config is of type {kind}: give a RunConfig or a ControlConfig, as RunConfig(steps=20)")
+    tables: dict[str, Any] = get_type_hints(cast(Any, type(config)))
+    for name, table in tables.items():
+        value = getattr(config, name)
+        if is_dataclass(table) and not isinstance(value, cast(Any, table)):
+            raise ConfigError(f"{name} must be {cast(Any, table).__name__}(...) (is {shown(value)})")
+    rewards = getattr(config, "rewards", ())
+    for reward in rewards if isinstance(rewards, tuple | list) else (rewards,):
+        if not isinstance(reward, RewardConfig):
+            raise ConfigError(
+                f"the rewards of a config are RewardConfig(...), and one is of type {type(reward).__name__}; functions "
+                "are given to run(config, rewards=[...])"
+            )
 
 
 def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> None:

@@ -27,9 +27,9 @@ LONGEST_LINE = 64 << 20  # bytes
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the file, checked."""
+    """One prompt with its columns, checked."""
 
-    line: int
+    place: str  # "data.jsonl line 7", for messages
     prompt: Any  # a string or chat messages
     columns: dict[str, Any]
 
@@ -57,7 +57,7 @@ def read_data(config: JsonlConfig) -> Data:
     """
     rows = read_rows(config.path)
     if not config.held_out_path:
-        return Data(*_split(rows, config), overlap=0)
+        return split(rows, config)
     held_out = read_rows(config.held_out_path)
     training = _without_held_out(rows, held_out, config)
     return Data(training, held_out, overlap=len(rows) - len(training))
@@ -101,16 +101,17 @@ def _read_rows(path: str, file: Path, _version: tuple[int, ...]) -> list[Row]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        place = f"{path} line {number}"
         try:
-            rows.append(_row(number, line))
+            rows.append(row_of(place, _record(number, line)))
         except ValueError as error:
-            raise ConfigError(f"{path} line {number}: {error}") from None
+            raise ConfigError(f"{place}: {error}") from None
     if not rows:
         raise ConfigError(f"{path} is empty: it needs one JSON object with a 'prompt' on each line")
     return rows
 
 
-def _row(number: int, line: bytes) -> Row:
+def _record(number: int, line: bytes) -> dict[str, Any]:
     """Raises ValueError with what is wrong with the line."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"the line has {len(line) / 1e6:,.0f} MB; at most {LONGEST_LINE / 1e6:,.0f} MB are read")
@@ -123,10 +124,10 @@ def _row(number: int, line: bytes) -> Row:
     if not isinstance(record, dict):
         fix = "; write each of its objects on a line of its own" if isinstance(record, list) else ""
         raise ValueError(f"a JSON object is needed, this is {_kind(record)}{fix}")
-    return row_of(number, record)
+    return record
 
 
-def row_of(number: int, record: Mapping[str, Any]) -> Row:
+def row_of(place: str, record: Mapping[str, Any]) -> Row:
     """A row of a data set, checked. Raises ValueError with what is wrong with it."""
     columns = dict(record)
     if "prompt" in columns:
@@ -143,7 +144,7 @@ def row_of(number: int, record: Mapping[str, Any]) -> Row:
     for name in RESERVED:
         if name in columns:
             raise ValueError(f"the column name {name!r} is reserved; rename the column")
-    return Row(number, prompt, columns)
+    return Row(place, prompt, columns)
 
 
 def _check_prompt(prompt: Any) -> None:
@@ -178,22 +179,25 @@ def _kind(value: Any) -> str:
 def _without_held_out(rows: list[Row], kept: list[Row], config: JsonlConfig) -> list[Row]:
     """The training rows whose prompts are not held out; `overlap` says whether there may be others."""
     path, held_out_path = config.path, config.held_out_path
-    held_out = {row.content: row.line for row in reversed(kept)}
+    held_out = {row.content: row.place for row in reversed(kept)}
     shared = [row for row in rows if row.content in held_out]
     if shared and config.overlap == "refuse":
         more = f" ({len(shared):,} such lines)" if len(shared) > 1 else ""
         raise ConfigError(
-            f"{path} line {shared[0].line}: this prompt is also in {held_out_path} line "
-            f"{held_out[shared[0].content]}, so training would see a held-out prompt{more}; set task.overlap = "
-            '"drop" to leave such lines out of training, or remove them'
+            f"{shared[0].place}: this prompt is also in {held_out[shared[0].content]}, so training would see a "
+            f'held-out prompt{more}; set task.overlap = "drop" to leave such lines out of training, or remove them'
         )
     if len(shared) == len(rows):
         raise ConfigError(f"every prompt of {path} is also in {held_out_path}, so none is left for training")
     return [row for row in rows if row.content not in held_out]
 
 
-def _split(rows: list[Row], config: JsonlConfig) -> tuple[list[Row], list[Row]]:
-    """Training rows and held-out rows; rows with the same prompt stay together."""
+def split(rows: list[Row], config: JsonlConfig) -> Data:
+    """Hold out `config.held_out_share` of the different prompts; rows with the same prompt stay together.
+
+    Raises:
+        ConfigError: where there is one prompt only.
+    """
     contents = sorted({row.content for row in rows}, key=prompt_hash)
     if len(contents) < 2:
         raise ConfigError(
@@ -202,7 +206,8 @@ def _split(rows: list[Row], config: JsonlConfig) -> tuple[list[Row], list[Row]]:
         )
     count = min(max(1, round(config.held_out_share * len(contents))), len(contents) - 1)
     held_out = set(contents[:count])
-    return [row for row in rows if row.content not in held_out], [row for row in rows if row.content in held_out]
+    training = [row for row in rows if row.content not in held_out]
+    return Data(training, [row for row in rows if row.content in held_out], overlap=0)
 
 
 def prompt_hash(content: str) -> int:

@@ -330,12 +330,12 @@ class RewardGrader:
 
 
 def build_grader(
-    rewards: Sequence[RewardConfig | WeightedReward | Callable[..., Any]],
+    rewards: Sequence[RewardConfig | WeightedReward | str | Callable[..., Any]],
     default: Sequence[RewardConfig],
     shaping: Sequence[WeightedReward] = (),
     boundary: str = "line",
 ) -> RewardGrader:
-    """The grader of a run: `rewards` may mix config tables, functions and weighted functions.
+    """The grader of a run: `rewards` may mix config tables, names, functions and weighted functions.
 
     >>> build_grader([my_reward, RewardConfig(name="format", pattern="-?[0-9]+", weight=0.2)], task.default_rewards)
 
@@ -351,11 +351,18 @@ def build_grader(
     return RewardGrader([*(_weighted(reward) for reward in rewards or default), *shaping], boundary)
 
 
-def _weighted(reward: RewardConfig | WeightedReward | Callable[..., Any]) -> WeightedReward:
+def _weighted(reward: RewardConfig | WeightedReward | str | Callable[..., Any]) -> WeightedReward:
     if isinstance(reward, WeightedReward):
         return reward
-    return (
-        WeightedReward.from_config(reward) if isinstance(reward, RewardConfig) else WeightedReward.from_function(reward)
+    if isinstance(reward, str):
+        reward = RewardConfig(function=reward) if ":" in reward else RewardConfig(name=reward)
+    if isinstance(reward, RewardConfig):
+        return WeightedReward.from_config(reward)
+    if callable(reward):
+        return WeightedReward.from_function(reward)
+    raise ConfigError(
+        f"a reward is of type {type(reward).__name__}: give a function, a built-in reward's name, file.py:function or "
+        "a RewardConfig"
     )
 
 

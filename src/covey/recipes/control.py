@@ -288,6 +288,8 @@ def evaluate_run(
             is writing into its folder.
     """
     run_dir = user_path(run_dir)
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"there is no run in {run_dir}")
     config = config_from_dict(read_tables(run_dir / CONFIG_FILE))
     if not isinstance(config, ControlConfig):
         raise ConfigError(f"{run_dir} is no run on an environment")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from covey.algorithms import Algorithm
-from covey.config import ConfigError, RunConfig, SamplingConfig
+from covey.config import ConfigError, RewardConfig, RunConfig, SamplingConfig
 from covey.config.gathering_checks import NOT_BY_GROUP
 from covey.config.origins import ARCHITECTURE_FOLDER, find_origin
 from covey.config.process_checks import no_step_reward
@@ -28,7 +28,7 @@ from covey.llm.native.library import kernels_for
 from covey.llm.policy import LanguagePolicy
 from covey.llm.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
 from covey.llm.sampler import LanguageSampler
-from covey.llm.tasks import Jsonl, build_task
+from covey.llm.tasks import Jsonl, build_task, task_of
 from covey.llm.unfinished_call import CALL_FILE, NotedGrader
 from covey.observe.display import Display
 from covey.observe.run_folder import ROLLOUTS_FOLDER, write_folders
@@ -48,7 +48,7 @@ from covey.train.gather import Gathering
 from covey.train.loop import Parts, Settings
 from covey.train.update import UpdatePlan
 
-Reward = Callable[..., Any] | WeightedReward
+Reward = Callable[..., Any] | WeightedReward | RewardConfig | str
 
 CREDITS: dict[str, Credit] = {
     "outcome": outcome,
@@ -92,12 +92,12 @@ class Machine:
     dtype: torch.dtype
 
 
-def build_problem(config: RunConfig, task: Task | None = None, rewards: Sequence[Reward] = ()) -> Problem:
+def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward] = ()) -> Problem:
     """Task and grader, each tried out on a few prompts, so that a mistake is found before a model is loaded.
 
     Args:
         config: names the task and rewards that are not given.
-        task: one of your own, for scripts.
+        task: one of your own, for scripts: what `task_of` takes.
         rewards: Python functions with TRL's signature, for scripts.
 
     Raises:
@@ -105,7 +105,7 @@ def build_problem(config: RunConfig, task: Task | None = None, rewards: Sequence
     """
     if task is None and config.task is None:
         raise ConfigError("there is no task: add a [task] table, or hand one to run(config, task=...)")
-    task = task or build_task(config.task)
+    task = build_task(config.task) if task is None else task_of(task)
     default = getattr(task, "default_rewards", ())
     if not (rewards or config.rewards or default):
         raise ConfigError(
@@ -210,7 +210,7 @@ class LanguageWorld:
 
     name = "language"
 
-    def __init__(self, config: RunConfig, task: Task | None = None, rewards: Sequence[Reward] = ()) -> None:
+    def __init__(self, config: RunConfig, task: Any = None, rewards: Sequence[Reward] = ()) -> None:
         """Tries out the task and the rewards, so that a mistake is found before a model is loaded.
 
         Raises:

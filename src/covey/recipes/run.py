@@ -6,13 +6,13 @@ What the two worlds add is in `covey.recipes.language` and `covey.recipes.contro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError, ControlConfig, MachineError, RunConfig
+from covey.config import ConfigError, ControlConfig, MachineError, RewardConfig, RunConfig
 from covey.config.checks import validate
 from covey.config.faults import faults_of, machine_error
 from covey.config.reader import write_config
@@ -32,14 +32,16 @@ from covey.runtime.interrupts import say_last_words, set_last_words, stop_reques
 from covey.train.loop import Progress, train
 
 Summary = dict[str, Any]
-Reward = Callable[..., Any]  # TRL's signature; or a covey.llm.grader.WeightedReward
+# A function with TRL's signature, a built-in reward's name, file.py:function, a RewardConfig or a WeightedReward.
+Reward = Callable[..., Any] | str | RewardConfig
+Given = Task | Sequence[Mapping[str, Any]] | str | Path  # of a task: see covey.llm.tasks.task_of
 
 
 def run(
     config: RunConfig | ControlConfig,
     *,
-    task: Task | None = None,
-    rewards: Sequence[Reward] = (),
+    task: Given | None = None,
+    rewards: Reward | Sequence[Reward] = (),
     recipe_name: str = advice.PYTHON_NAME,
     launch: Launch | None = None,
 ) -> Summary | None:
@@ -47,8 +49,9 @@ def run(
 
     Args:
         config: of the run; an empty `run_dir` is numbered.
-        task: of a language model: a task of your own instead of the config's.
-        rewards: of a language model: reward functions of your own instead of the config's.
+        task: of a language model, instead of the config's: prompts (dicts with a `prompt` and any other columns), the
+            path of a JSONL file, a task's config, or an object with the methods of `covey.data.Task`.
+        rewards: of a language model, instead of the config's: functions, built-in rewards by name, file.py:function.
         recipe_name: names the run folder.
         launch: the command that starts the run, for the advice at its end; None advises calls of this function.
 
@@ -60,6 +63,7 @@ def run(
         RunError: where training cannot go on.
         MachineError: for a fault of the machine, such as a full disk; the run can be resumed from its last checkpoint.
     """
+    rewards = _listed(rewards)
     validate(config, own_task=task is not None, own_rewards=bool(rewards))
     world = open_world(config, task, rewards)
     try:
@@ -72,7 +76,9 @@ def run(
         world.close()
 
 
-def resume(run_dir: str | Path, *, task: Task | None = None, rewards: Sequence[Reward] = ()) -> Summary | None:
+def resume(
+    run_dir: str | Path, *, task: Given | None = None, rewards: Reward | Sequence[Reward] = ()
+) -> Summary | None:
     """Go on with a run that was stopped or killed; it ends as if it had never stopped.
 
     A run that was started with a task or rewards of its own in Python must be given them again.
@@ -81,6 +87,7 @@ def resume(run_dir: str | Path, *, task: Task | None = None, rewards: Sequence[R
         ConfigError: where the folder holds no run that can be resumed, or its settings have changed since it began.
         MachineError: for a fault of the machine; what the run had reached stays.
     """
+    rewards = _listed(rewards)
     with RunStore(run_dir, resume=True) as store, _faults_of_run(store.run_dir):
         origin, config, notes = read_beginning(store.run_dir)
         validate(config, own_task=task is not None, own_rewards=bool(rewards))
@@ -92,7 +99,11 @@ def resume(run_dir: str | Path, *, task: Task | None = None, rewards: Sequence[R
             world.close()
 
 
-def open_world(config: RunConfig | ControlConfig, task: Task | None = None, rewards: Sequence[Reward] = ()) -> World:
+def _listed(rewards: Reward | Sequence[Reward]) -> Sequence[Reward]:
+    return tuple(rewards) if isinstance(rewards, Sequence) and not isinstance(rewards, str) else (rewards,)
+
+
+def open_world(config: RunConfig | ControlConfig, task: Given | None = None, rewards: Sequence[Reward] = ()) -> World:
     """The world that a config is about, its light parts tried out.
 
     Raises:

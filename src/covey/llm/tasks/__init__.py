@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from covey.config import ArithmeticConfig, CountdownConfig, JsonlConfig, RunningTotalConfig, WordProblemsConfig
+from covey.config import (
+    ArithmeticConfig,
+    ConfigError,
+    CountdownConfig,
+    JsonlConfig,
+    RunningTotalConfig,
+    WordProblemsConfig,
+)
 from covey.data import Task
 from covey.llm.tasks.arithmetic import Arithmetic
 from covey.llm.tasks.countdown import Countdown
-from covey.llm.tasks.jsonl import Jsonl
+from covey.llm.tasks.jsonl import Jsonl, Rows
 from covey.llm.tasks.running_total import RunningTotal
 from covey.llm.tasks.word_problems import WordProblems
 
-__all__ = ["Arithmetic", "Countdown", "Jsonl", "RunningTotal", "WordProblems", "build_task"]
+__all__ = ["Arithmetic", "Countdown", "Jsonl", "Rows", "RunningTotal", "WordProblems", "build_task", "task_of"]
 
 _TASKS: dict[type, Callable[..., Task]] = {
     ArithmeticConfig: Arithmetic,
@@ -31,3 +39,24 @@ def build_task(config: Any) -> Task:
         ConfigError: if its fields are impossible, or its data cannot be read.
     """
     return _TASKS[type(config)](**vars(config))
+
+
+def task_of(given: Any) -> Task:
+    """What a script hands over as its task: a `Task`, the config of one, the path of a JSONL file, or rows.
+
+    Raises:
+        ConfigError: if it is none of these, or cannot be read.
+    """
+    if callable(getattr(given, "draw", None)) and callable(getattr(given, "held_out", None)):
+        task: Task = given
+        return task
+    if type(given) in _TASKS:
+        return build_task(given)
+    if isinstance(given, str | Path):
+        return Jsonl(path=str(given))
+    if hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, Mapping):
+        return Rows(given)
+    raise ConfigError(
+        f"task is of type {type(given).__name__}: give a list of dicts with a 'prompt', the path of a JSONL file, a "
+        "config such as ArithmeticConfig(), or an object with the methods draw and held_out"
+    )

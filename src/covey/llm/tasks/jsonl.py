@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,7 @@ from covey.config import ConfigError, JsonlConfig, RewardConfig
 from covey.config.checks import check_task
 from covey.config.values import plural
 from covey.data import Start
-from covey.llm.data_file import Row, prompt_hash, read_data, stable_hash
+from covey.llm.data_file import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
 from covey.llm.prompt_limit import PromptLimit
 from covey.llm.tasks.generated import checked
 
@@ -39,7 +39,9 @@ class Jsonl:
         """Takes the fields of JsonlConfig."""
         self.config = config = checked(JsonlConfig, fields)
         check_task(config)
-        data = read_data(config)
+        self._take(read_data(config))
+
+    def _take(self, data: Data) -> None:
         self._training, self._held_out, self._overlap = data.training, data.held_out, data.overlap
         self._too_long = 0
 
@@ -90,17 +92,47 @@ class Jsonl:
             try:
                 fault = limit.fault(row.prompt)
             except ConfigError as error:
-                raise ConfigError(f"{path} line {row.line}: {error}") from None
+                raise ConfigError(f"{row.place}: {error}") from None
             if fault and not limit.drop:
                 raise ConfigError(
-                    f'{path} line {row.line}: {fault}; or set sampling.long_prompts = "drop" to leave such lines out'
+                    f'{row.place}: {fault}; or set sampling.long_prompts = "drop" to leave such lines out'
                 )
             if not fault:
                 kept.append(row)
         if not kept:
-            raise ConfigError(f"every prompt of {path} is too long; line {rows[0].line}: {limit.fault(rows[0].prompt)}")
+            raise ConfigError(f"every prompt of {path} is too long; {rows[0].place}: {limit.fault(rows[0].prompt)}")
         self._too_long += len(rows) - len(kept)
         return kept
+
+
+class Rows(Jsonl):
+    """Prompts from Python instead of a file: dicts, or a data set of the package `datasets`; implements `Task`.
+
+    >>> run(RunConfig(), task=[{"prompt": "What is 2 + 2?", "answer": "4"}, ...], rewards=[mine])
+
+    Args:
+        rows: each with a `prompt` (string or chat messages) and any other columns.
+        held_out_share: share of the different prompts that is kept from training, at least one.
+
+    Raises:
+        ConfigError: naming the first row that is unusable; where there is one prompt only.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], held_out_share: float = 0.1):
+        self.config = checked(JsonlConfig, {"path": "task", "held_out_share": held_out_share})
+        taken = []
+        for number, record in enumerate(rows):
+            place = f"task[{number}]"
+            if not isinstance(record, Mapping):
+                kind = type(record).__name__
+                raise ConfigError(f"{place} is of type {kind}: give dicts, {{'prompt': ..., 'answer': ...}}")
+            try:
+                taken.append(row_of(place, record))
+            except ValueError as error:
+                raise ConfigError(f"{place}: {error}") from None
+        if not taken:
+            raise ConfigError("task is empty: give at least two prompts")
+        self._take(split(taken, self.config))
 
 
 @lru_cache(maxsize=4)
