@@ -19,6 +19,7 @@ from covey.llm.choosing import BLOCK, choose
 from covey.llm.decoding import CacheDecoder, SharedPrefixDecoder
 from covey.llm.native.decoder import NativeDecoder
 from covey.llm.native.library import kernels_for
+from covey.llm.plain import PlainPasses
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from helpers.tiny import PLAIN, SHARED, tiny_model, tiny_tokenizer
@@ -248,6 +249,54 @@ def test_the_embedding_of_the_padding_row_learns(tmp_path):
     batch.context = tuple((0, *context) for context in batch.context)  # the prompts hold the pad token
     language_policy.evaluate(batch).logprobs_BT.sum().backward()
     assert loaded.module.get_input_embeddings().weight.grad[0].abs().sum() > 0
+
+
+# ---- trying a model when a policy is made ----
+
+
+def count_passes(module) -> list[int]:
+    """The number of tokens of every pass through the model's first layer from now on."""
+    passes: list[int] = []
+    module.base_model.layers[0].register_forward_hook(lambda _, args, __: passes.append(args[0].shape[1]))
+    return passes
+
+
+def test_a_policy_is_tried_in_few_passes():
+    passes = count_passes(module := tiny_model("llama"))
+    assert LanguagePolicy(module).backend.sampling(module) == "native"
+    assert len(passes) <= 11, passes
+
+
+def test_plain_passes_serve_what_they_begin_with():
+    passes = count_passes(module := tiny_model("llama"))
+    plain = PlainPasses(module)
+    with torch.no_grad():
+        begun, whole, other = plain.after([[5, 6], [5, 6, 7, 8], [5, 9]])
+        (again,) = plain.after([[5, 6, 7]])
+        assert passes == [4, 2]
+        for tokens, logits_LV in (([5, 6], begun), ([5, 6, 7, 8], whole), ([5, 9], other), ([5, 6, 7], again)):
+            expected_LV = module(input_ids=torch.tensor([tokens])).logits[0]
+            assert torch.allclose(logits_LV, expected_LV, atol=1e-5)
+
+
+def test_a_model_whose_passes_differ_is_refused():
+    module = tiny_model("llama")
+    noise = torch.Generator().manual_seed(0)
+    module.base_model.layers[0].register_forward_hook(
+        lambda _, __, output: output + 0.1 * torch.randn(output.shape, generator=noise)
+    )
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot be trained: two forward passes .* differ"):
+        LanguagePolicy(module)
+
+
+def test_a_model_that_no_gradient_passes_through_is_refused():
+    module = tiny_model("llama")
+    module.base_model.layers[1].register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
+    module.lm_head.weight.requires_grad_(False)
+    module.base_model.norm.weight.requires_grad_(False)
+    module.base_model.layers[1].requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot be trained: .* no gradient"):
+        LanguagePolicy(module)
 
 
 # ---- randomness ----

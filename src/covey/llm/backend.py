@@ -34,7 +34,7 @@ from covey.llm.families import Heads, exact_length, is_llama_like, position_limi
 from covey.llm.graphs import GraphDecoder
 from covey.llm.native.decoder import NativeDecoder
 from covey.llm.native.library import kernels_for
-from covey.llm.plain import exact_logprobs, next_token_logits
+from covey.llm.plain import PlainPasses, exact_logprobs, next_token_logits
 from covey.llm.trunk import hidden_at_decisions, row_lengths, row_tokens
 
 SAMPLING_BY_CACHE = ("padded cache", "cache by length", "no cache")
@@ -139,6 +139,7 @@ class _Trial:
             ids[::11] = [pad] * len(ids[::11])  # to a policy it is a token like any other
         self.ids = ids
         self.device = module.device
+        self.plain = PlainPasses(module)
 
     def restore_attention(self) -> None:
         for config, implementation in self.attention:
@@ -147,12 +148,11 @@ class _Trial:
     def refuse_unusable(self) -> None:
         """Whatever the way it is computed, the model has to be an autoregressive function of tokens alone."""
         name = type(self.module).__name__
-        tokens_L = torch.tensor(self.ids[: self.longest + 5], device=self.device)
-        part = len(tokens_L) - 4
+        ids, alike = self.ids, self.longest - 4
+        sequence, other = ids[: self.longest + 5], ids[:alike] + ids[self.longest : self.longest + 2]
         sums = _sums(self.module)
         try:
-            whole, again = (next_token_logits(self.module, tokens_L, len(tokens_L) - 1) for _ in range(2))
-            before = next_token_logits(self.module, tokens_L[:part], part - 1)
+            whole, forked = self.plain.after([sequence, other])
         except Exception as error:  # whatever transformers raises for inputs that this model does not take
             raise ConfigError(
                 f"{name} cannot be trained: its forward pass over tokens alone fails ({_first_line(error)}); "
@@ -162,33 +162,41 @@ class _Trial:
             raise ConfigError(f"{name} cannot be trained: its logits are not numbers; the weights may be damaged")
         if sums != _sums(self.module):
             raise ConfigError(f"{name} cannot be trained: its forward pass changes its own weights")
+        if len(whole) == len(sequence) and _agree(forked[:alike], whole[:alike]):
+            return
+        # A random model gives two other passes as well, so a third one is needed only here, to tell the causes apart.
+        (again,) = PlainPasses(self.module).after([sequence])
         if not _agree(again, whole):
             raise ConfigError(f"{name} cannot be trained: two forward passes over the same tokens differ")
-        if len(before) != part - 1 or not _agree(before, whole[: part - 1]):
-            hint = "set is_decoder = true in its config.json" if _is_no_decoder(self.module) else "choose another model"
-            raise ConfigError(
-                f"{name} cannot be trained: its prediction of a token depends on the tokens after it, so it is not "
-                f"an autoregressive language model; {hint}"
-            )
+        hint = "set is_decoder = true in its config.json" if _is_no_decoder(self.module) else "choose another model"
+        raise ConfigError(
+            f"{name} cannot be trained: its prediction of a token depends on the tokens after it, so it is not "
+            f"an autoregressive language model; {hint}"
+        )
 
     def refuse_without_gradient(self) -> None:
         """The forward pass of a few models is written so that no gradient can flow back through it."""
         learning = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if not learning:
             return
-        tokens_L = torch.tensor(self.ids[:LEAST_TOKENS], device=self.device)
-        try:
-            with torch.enable_grad():
-                logits_TV = next_token_logits(self.module, tokens_L, 4)
-                gradients = torch.autograd.grad(exact_logprobs(logits_TV)[:, 0].sum(), learning, allow_unused=True)
-            known = any(gradient is not None for gradient in gradients)
-        except Exception:  # Reformer asserts that it is in training mode
-            known = False
-        if not known:
+        # A gradient of the embedding passes through all layers, without the time and the memory of every matrix's own.
+        embedding = [parameter for parameter in learning if parameter is self.module.get_input_embeddings().weight]
+        if not (self._has_gradient(embedding) or self._has_gradient(learning)):
             raise ConfigError(
                 f"{type(self.module).__name__} cannot be trained: transformers' code for it has no gradient on this "
                 "device; choose another model"
             )
+
+    def _has_gradient(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether a gradient reaches any of these."""
+        tokens_L = torch.tensor(self.ids[:8], device=self.device)
+        try:
+            with torch.enable_grad():
+                logits_TV = next_token_logits(self.module, tokens_L, 4)
+                gradients = torch.autograd.grad(exact_logprobs(logits_TV)[:, 0].sum(), parameters, allow_unused=True)
+        except Exception:  # Reformer asserts that it is in training mode
+            return False
+        return any(gradient is not None for gradient in gradients)
 
     def shares_prompts(self) -> bool:
         """Whether a packed forward pass gives the logits of the plain one; sets the model's attention if it does."""
@@ -218,11 +226,14 @@ class _Trial:
         return self._shares
 
     def _plain_of(self, batch: Batch) -> Tensor:
-        rows = []
-        for row, length in enumerate(row_lengths(batch)):
-            logits_TV = next_token_logits(self.module, row_tokens(batch, row, length), length)
-            rows.append(logits_TV[batch.mask_BT[row, :length]])
-        return torch.cat(rows)
+        lengths = row_lengths(batch)
+        fed = [row_tokens(batch, row, length).tolist()[:-1] for row, length in enumerate(lengths)]
+        return torch.cat(
+            [
+                logits_LV[-length:][mask_T[:length]]
+                for logits_LV, length, mask_T in zip(self.plain.after(fed), lengths, batch.mask_BT, strict=True)
+            ]
+        )
 
     def sampling_by_cache(self) -> str:
         """The first way that gives the numbers of the plain forward pass, and that runs in the model's precision."""
@@ -244,22 +255,10 @@ class _Trial:
             contexts, logits = self._decode(backend)
             if not exact:
                 return not any(bool(logits_V.isnan().any()) for logits_V in logits)
-            plain = self._plain_after(contexts)
+            plain = [logits_LV[-1] for logits_LV in self.plain.after(contexts)]
         except Exception:  # a cache that a model does not support may raise anything
             return False
         return _agree(torch.stack(logits), torch.stack(plain))
-
-    def _plain_after(self, contexts: list[list[int]]) -> list[Tensor]:
-        """logits_V that follow each context, from one forward pass for all that the same sequence begins with."""
-        found: dict[int, Tensor] = {}
-        for whole in sorted(contexts, key=len, reverse=True):
-            begun = [
-                number for number, part in enumerate(contexts) if part == whole[: len(part)] and number not in found
-            ]
-            if begun:
-                logits_TV = next_token_logits(self.module, torch.tensor([*whole, 0], device=self.device), len(whole))
-                found |= {number: logits_TV[len(contexts[number]) - 1] for number in begun}
-        return [found[number] for number in range(len(contexts))]
 
     def _decode(self, backend: Backend) -> tuple[list[list[int]], list[Tensor]]:
         """What was fed to every row before each of its logits, and these."""
@@ -270,7 +269,7 @@ class _Trial:
         seen, found = [list(prompt) for prompt in prompts], list(logits_SV)
         rows = [list(prompt) for prompt in prompts for _ in range(size)]
         fresh = iter(self.ids[::-1])
-        for keep in ([0, 0, 1, 1] if size == 1 else [0, 1, 2, 3], None, [0, 1, 3], None, None, [1, 2], [1], None):
+        for keep in ([0, 0, 1] if size == 1 else [0, 1, 2], None, [0, 2], None, [1], None):
             if keep is not None:
                 decoder.keep(torch.tensor(keep, device=self.device))
                 rows = [list(rows[row]) for row in keep]
@@ -302,7 +301,7 @@ def probe_batch(ids: list[int], length: int) -> Batch:
     """Two groups of two short rollouts, whose longest row has `length` tokens. Their prompts begin alike."""
     common = length - 8
     one, other = (tuple(ids[:common] + rest) for rest in (ids[common : common + 4], ids[common + 6 : common + 8]))
-    actions_BT = torch.tensor(ids[common + 8 : common + 24]).view(4, 4)
+    actions_BT = torch.tensor(ids[common + 4 : common + 20]).view(4, 4)  # the first row is the first of `ids`
     mask_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
     zeros_B = torch.zeros(4)
     return Batch(
@@ -331,7 +330,8 @@ def _agree(ours: Tensor, plain: Tensor) -> bool:
 
 
 def _sums(module: nn.Module) -> list[float]:
-    return torch.stack([parameter.sum(dtype=torch.float64) for parameter in module.parameters()]).tolist()
+    """Of every parameter: the same weights give the same sums, to the bit."""
+    return [float(parameter.sum()) for parameter in module.parameters()]
 
 
 def _head_is_last(module: PreTrainedModel, tokens_L: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 
 def next_token_logits(module: nn.Module, tokens_L: Tensor, decisions: int) -> Tensor:
@@ -20,6 +21,30 @@ def next_token_logits(module: nn.Module, tokens_L: Tensor, decisions: int) -> Te
     known = accepted(module, use_cache=False, logits_to_keep=decisions)
     logits: Tensor = module(input_ids=tokens_L[None, :-1], **known).logits[0]
     return logits[-decisions:]
+
+
+class PlainPasses:
+    """Plain forward passes of a model whose weights stay as they are: no sequence is computed twice."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+        self.known: dict[tuple[int, ...], Tensor] = {}  # logits_LV after each token of a sequence
+
+    def after(self, sequences: list[list[int]]) -> list[Tensor]:
+        """logits_LV after each token of every sequence. One pass serves all sequences that it begins with."""
+        for tokens in sorted(map(tuple, sequences), key=len, reverse=True):
+            if not any(begins(known, tokens) for known in self.known):
+                tokens_L = torch.tensor([*tokens, 0], device=self.module.device)
+                self.known[tokens] = next_token_logits(self.module, tokens_L, len(tokens))
+        return [
+            next(logits_LV[: len(tokens)] for known, logits_LV in self.known.items() if begins(known, tuple(tokens)))
+            for tokens in sequences
+        ]
+
+
+def begins(whole: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
+    """Whether a sequence begins with these tokens."""
+    return whole[: len(tokens)] == tokens
 
 
 def accepted(module: nn.Module, **arguments: Any) -> dict[str, Any]:
