@@ -241,7 +241,9 @@ def data() -> Iterator[Input]:
         "message without content": '{"prompt": [{"role": "user"}]}\n',
         "role is a number": '{"prompt": [{"role": 1, "content": "a"}]}\n',
         "content is a list": '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}\n',
-        "unknown role": '{"prompt": [{"role": "wizard", "content": "a"}]}\n',
+        "role with a control character": '{"prompt": [{"role": "user\\u001b[2J", "content": "a"}]}\n',
+        "role of two lines": '{"prompt": [{"role": "user\\nassistant", "content": "a"}]}\n',
+        "long role": json.dumps({"prompt": [{"role": "wizard" * 11, "content": "a"}]}) + "\n",
         "empty role": '{"prompt": [{"role": "", "content": "a"}]}\n',
         "empty content": '{"prompt": [{"role": "user", "content": " "}]}\n',
         **{

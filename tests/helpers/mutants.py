@@ -81,6 +81,8 @@ DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
 TORCH_DECODER = ("llm/decoding.py", ("llm/test_native.py", "parity/test_language_model.py"))
 TORCH_LAYERS = ("llm/layers.py", ("llm/test_native.py",))
 LAYOUT = ("llm/attention.py", ("parity/test_language_model.py",))
+PLAIN = ("llm/plain.py", (LAYOUT[1][0] + "::test_plain_passes_serve_what_they_begin_with",))
+TRIAL = ("llm/backend.py", (LAYOUT[1][0] + "::test_a_model_whose_passes_differ_is_refused",))
 COMMON = ("llm/beginnings.py", ("parity/test_language_model.py",))
 PACKED = ("llm/packed.py", ("llm/test_packed.py",))
 KL_CONTROL = "learning/test_kl_control.py::test_"
@@ -676,6 +678,16 @@ MUTANTS = [
     _mutant("critic_unlearns", ARTICLES, "policy_loss + algorithm", "policy_loss - algorithm"),
     _mutant("entropy_not_paid", ARTICLES, "entropy_coefficient=self.entropy_coef", "entropy_coefficient=0.0"),
     _mutant("value_loss_unweighted", ARTICLES, "value_coefficient=self.value_loss_coef", "value_coefficient=1.0"),
+    _mutant(
+        "rewards_scaled_though_forbidden",
+        ARTICLES,
+        "return algorithm if self.scale_rewards",
+        "return algorithm if True",
+    ),
+    _mutant("beginning_of_a_pass_taken_from_its_end", PLAIN, "logits_LV[: len(tokens)]", "logits_LV[-len(tokens) :]"),
+    _mutant(
+        "random_model_taken", TRIAL, "_agree(forked[:alike], whole[:alike])", "_agree(whole[:alike], whole[:alike])"
+    ),
     _mutant("kl_target_repels", SCHEDULES, "min(0.2, kl / target - 1)", "min(0.2, 1 - kl / target)"),
     _mutant("kl_error_not_clipped", SCHEDULES, "max(-0.2, min(0.2, kl / target - 1))", "kl / target - 1"),
     _mutant("kl_gain_by_step", SCHEDULES, "min(1.0, rollouts / horizon)", "1.0"),

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from covey.config import ConfigError
 from covey.llm.loading import adopt_model, check_model_files, load_model
 from covey.llm.model_checks import check_forward
+from covey.llm.model_folder import TEMPLATE_FILE
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny import CHARACTERS, tiny_folder, tiny_gguf, tiny_model, tiny_tokenizer
 
@@ -265,6 +266,20 @@ def end_token_beyond(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def template_in_latin_1(folder: Path) -> None:
+    (folder / TEMPLATE_FILE).write_bytes("{{ 'é' }}".encode("latin-1"))
+
+
+def template_folder(folder: Path) -> None:
+    (folder / TEMPLATE_FILE).unlink()
+    (folder / TEMPLATE_FILE).mkdir()
+
+
+def template_nowhere(folder: Path) -> None:
+    (folder / TEMPLATE_FILE).unlink()
+    (folder / TEMPLATE_FILE).symlink_to(folder / "nowhere.jinja")
+
+
 REFUSED = {
     "own architecture": (own_architecture, r"OwnForCausalLM \(model_type 'own'\) is code of the model's own"),
     "own head": (own_head_of_a_known_type, r"OwnForCausalLM .* is code of the model's own"),
@@ -319,6 +334,9 @@ REFUSED = {
     "tokenizer is no JSON": (file("tokenizer.json", "{"), "its tokenizer cannot be loaded"),
     "tokenizer is empty": (file("tokenizer.json", "{}"), "its tokenizer"),
     "tokenizer config": (file("tokenizer_config.json", "1"), "tokenizer_config.json is damaged"),
+    "template is no text": (template_in_latin_1, r"chat_template\.jinja is no text in UTF-8 "),
+    "template is a folder": (template_folder, r"cannot read .*chat_template\.jinja: Is a directory"),
+    "template leads nowhere": (template_nowhere, r"chat_template\.jinja"),
     "more tokens": (more_tokens, r"knows 2 tokens that have no embedding \(the first is '<tool>', number 84; "),
     "end token beyond": (end_token_beyond, r"knows 1 tokens that have no embedding \(the first is '<\|im_end\|>'"),
 }  # fmt: skip

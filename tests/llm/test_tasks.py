@@ -390,6 +390,14 @@ def test_jsonl_takes_rows_of_verl_and_of_reasoning_gym(tmp_path):
     assert rows["8"].prompt == "4 + 4?"
 
 
+def test_which_roles_there_are_is_left_to_the_chat_template(tmp_path):
+    chats = [[{"role": role, "content": "p"}] for role in ("wizard", "Küchenchef", "tool result", "r" * 64)]
+    path = write(tmp_path / "d.jsonl", [{"prompt": chat} for chat in chats])
+    task = Jsonl(path=path, held_out_share=0.25)
+    found = [start.prompt for start in (*task.draw(0, 1, 3), *task.held_out(1))]
+    assert sorted(found, key=str) == sorted(chats, key=str)
+
+
 GOOD = '{"prompt": "p", "answer": "1"}'
 
 
@@ -411,6 +419,9 @@ GOOD = '{"prompt": "p", "answer": "1"}'
         ('{"prompt": [{"role": "user", "content": "p"}, {"role": "user"}]}', "message 2 of 'prompt' needs a 'content'"),
         ('{"prompt": [{"role": "user", "content": 5}]}', "message 1 of 'prompt' needs a 'content'"),
         ('{"prompt": ["p"]}', "message 1 of 'prompt' needs a 'role'"),
+        ('{"prompt": [{"role": "", "content": "p"}]}', "message 1 of 'prompt' has the role '': a role is a printable"),
+        ('{"prompt": [{"role": "a\\nb", "content": "p"}]}', "has the role 'a\\nb': a role is a printable name"),
+        ('{"prompt": [{"role": "' + "r" * 65 + '", "content": "p"}]}', "printable name of at most 64 characters"),
         ('{"prompt": "p", "completions": 1}', "'completions' is reserved"),
         ('{"prompt": "p", "completion_ids": 1}', "'completion_ids' is reserved"),
         ('{"prompt": "p", "prompts": 1}', "'prompts' is reserved"),

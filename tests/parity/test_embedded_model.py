@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from covey.data import Start, collate
-from covey.llm.conversion import EMBEDDED
+from covey.llm.conversion import EMBEDDED, embedded_file
 from covey.llm.loading import find_model, load_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
@@ -105,10 +105,8 @@ def test_it_talks_in_its_chat_template_and_knows_its_end(exact, starts):
 
 
 def test_a_gguf_file_by_its_path_is_the_same_model(exact, monkeypatch, tmp_path):
-    from covey.llm import loading
-
     monkeypatch.setenv("COVEY_CACHE", str(tmp_path))
-    loaded = load_model(str(loading._embedded_file()), dtype=torch.float32, device=CPU)
+    loaded = load_model(str(embedded_file()), dtype=torch.float32, device=CPU)
     for (name, ours), (_, theirs) in zip(
         exact.module.named_parameters(), loaded.module.named_parameters(), strict=True
     ):

@@ -180,7 +180,11 @@ class _Trial:
         if not learning:
             return
         # A gradient of the embedding passes through all layers, without the time and the memory of every matrix's own.
-        embedding = [parameter for parameter in learning if parameter is self.module.get_input_embeddings().weight]
+        embedding = [
+            parameter
+            for parameter in learning
+            if parameter is getattr(self.module.get_input_embeddings(), "weight", None)
+        ]
         if not (self._has_gradient(embedding) or self._has_gradient(learning)):
             raise ConfigError(
                 f"{type(self.module).__name__} cannot be trained: transformers' code for it has no gradient on this "

@@ -16,10 +16,9 @@ from typing import Any
 from covey.config import ConfigError, JsonlConfig
 from covey.config.files import parse_json, read_file, shortened, user_path
 from covey.config.machine import memory_bytes
-from covey.config.values import did_you_mean, either
 
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
+LONGEST_ROLE = 64  # characters
 MEMORY_PER_BYTE = 8  # of a file, while its rows are read
 BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors write at the beginning of a file
 LONGEST_LINE = 64 << 20  # bytes
@@ -157,10 +156,12 @@ def _check_prompt(prompt: Any) -> None:
             for key in ("role", "content"):
                 if not isinstance(message, dict) or not isinstance(message.get(key), str):
                     raise ValueError(f"message {position} of 'prompt' needs a {key!r} that is a string")
-            if message["role"] not in ROLES:
-                role = shortened(message["role"])
-                near = did_you_mean(message["role"], list(ROLES))
-                raise ValueError(f"message {position} of 'prompt' has the role {role}, not {either(ROLES)}{near}")
+            role = message["role"]  # which ones there are is the chat template's business
+            if not (role.strip() and role.isprintable() and len(role) <= LONGEST_ROLE):
+                raise ValueError(
+                    f"message {position} of 'prompt' has the role {shortened(role)}: a role is a printable name of at "
+                    f"most {LONGEST_ROLE} characters, such as 'user'"
+                )
         if not any(message["content"].strip() for message in prompt):
             raise ValueError("'prompt' is empty: no message has any content")
 

@@ -6,6 +6,7 @@ quantised or absent, an architecture that is no causal language model, files tha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ LFS_START = b"version https://git-lfs"
 FLOATS = ("F64", "F32", "F16", "BF16")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
                    "sentencepiece.bpe.model", "tokenizer_config.json")  # fmt: skip
+TEMPLATE_FILE = "chat_template.jinja"
 
 Tensors = dict[str, Any]
 
@@ -135,6 +137,12 @@ def check_tokenizer_files(folder: Path, model: str) -> None:
             code = fields.get("auto_map") if name == "tokenizer_config.json" else None
             if code and not (folder / "tokenizer.json").is_file():
                 raise ConfigError(own_code(model, f"its tokenizer {fields.get('tokenizer_class', '')}".rstrip()))
+    template = folder / TEMPLATE_FILE
+    if os.path.lexists(template):  # transformers reads what is no file as no template
+        try:
+            files.read_file(template).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"model {model}: {template} is no text in UTF-8 ({error}): copy it again") from error
 
 
 def read_weight_files(folder: Path, model: str) -> WeightFiles:
