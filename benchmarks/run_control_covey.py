@@ -34,7 +34,9 @@ def assemble(recipe: str, overrides: Sequence[str], folder: str) -> Assembled:
     config = read_recipe(recipe, overrides)
     assert isinstance(config, ControlConfig)
     config = replace(config, evaluation=replace(config.evaluation, every=0))
-    return ControlWorld(config).assemble(RunStore(folder), Display(config.steps, world="control", title=recipe))
+    world = ControlWorld(config)
+    display = Display(config.steps, world=world.name, score_kind=world.score_kind, title=recipe)
+    return world.assemble(RunStore(folder), display)
 
 
 def reach(recipe: str, overrides: Sequence[str]) -> dict[str, float]:

@@ -289,13 +289,17 @@ def test_a_model_whose_passes_differ_is_refused():
         LanguagePolicy(module)
 
 
-def test_a_model_that_no_gradient_passes_through_is_refused():
-    module = tiny_model("llama")
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [(torch.float32, "choose another"), (torch.bfloat16, "try --precision fp32, or choose another")],
+)
+def test_a_model_that_no_gradient_passes_through_is_refused(dtype, advice):
+    module = tiny_model("llama", dtype=dtype)
     module.base_model.layers[1].register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
     module.lm_head.weight.requires_grad_(False)
     module.base_model.norm.weight.requires_grad_(False)
     module.base_model.layers[1].requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot be trained: .* no gradient"):
+    with pytest.raises(ConfigError, match=rf"LlamaForCausalLM cannot be trained: .* no gradient .*; {advice}"):
         LanguagePolicy(module)
 
 

@@ -13,6 +13,7 @@ from covey.llm.native.library import kernels_for
 from covey.runtime.device import choose_device, choose_precision
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "bench.py"
+CONTROL = BENCH.with_name("run_control_covey.py")
 SMALL = ["--prompts", "4", "--group-size", "8", "--prompt-tokens", "60", "--new-tokens", "48"]
 
 # A third to a half below what was measured at this shape (docs/speed.md): noise passes, a lost fast path does not.
@@ -37,3 +38,15 @@ def test_covey_is_still_several_times_faster_than_its_peers(tmp_path):
     measured = json.loads(output.read_text())
     best = {name: measured[name]["high"] for name in FLOORS}
     assert all(best[name] > floor for name, floor in FLOORS.items()), best
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_the_costs_of_control_are_measured():
+    work = {"measure": "costs", "counts": [8], "fragment_steps": [8], "fixed_count": 8}
+    done = subprocess.run([sys.executable, str(CONTROL), json.dumps(work)], check=True, capture_output=True, text=True)
+    costs = json.loads(done.stdout.splitlines()[-1])
+    for kind in ("grpo_by_environments", "ppo_by_environments", "ppo_by_steps"):
+        (cost,) = costs[kind]
+        assert cost["environment_steps"] >= 8
+        assert 0 < cost["sampling_seconds"] <= cost["collection_seconds"] <= cost["step_seconds"]

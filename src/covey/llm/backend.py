@@ -141,6 +141,12 @@ class _Trial:
         self.device = module.device
         self.plain = PlainPasses(module)
 
+    @property
+    def _advice(self) -> str:
+        """A few models work in fp32 only."""
+        exact = self.module.dtype in (torch.float32, torch.float64)
+        return "choose another model" if exact else "try --precision fp32, or choose another model"
+
     def restore_attention(self) -> None:
         for config, implementation in self.attention:
             config._attn_implementation_internal = implementation
@@ -188,7 +194,7 @@ class _Trial:
         if not (self._has_gradient(embedding) or self._has_gradient(learning)):
             raise ConfigError(
                 f"{type(self.module).__name__} cannot be trained: transformers' code for it has no gradient on this "
-                "device; choose another model"
+                f"device; {self._advice}"
             )
 
     def _has_gradient(self, parameters: list[nn.Parameter]) -> bool:
@@ -247,7 +253,7 @@ class _Trial:
                 fits = self.samples(backend, exact=True)
             if fits and self.samples(backend, exact=False):
                 return by_cache
-        raise ConfigError(f"{type(self.module).__name__} cannot be sampled by covey: choose another model")
+        raise ConfigError(f"{type(self.module).__name__} cannot be sampled by covey: {self._advice}")
 
     def samples(self, backend: Backend, *, exact: bool) -> bool:
         """Decode a few rows: prompts of unequal lengths, rows that leave and that are copied, beyond every window.
