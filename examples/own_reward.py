@@ -26,4 +26,5 @@ if __name__ == "__main__":
         sampling=SamplingConfig(prompts_per_step=8, group_size=8, max_new_tokens=48),
         update=UpdateConfig(learning_rate=2e-5),
     )
-    run(config, task=WordProblems(steps=(2,)), rewards=[short], recipe_name="own_reward")
+    task = WordProblems(steps=(2,))
+    run(config, task=task, rewards=[short], recipe_name="own_reward")

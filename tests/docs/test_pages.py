@@ -1,0 +1,115 @@
+"""What README, docs/ and examples/ print can be run: every command, option, program, recipe and link of them exists.
+
+`test_as_printed.py` runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium  # noqa: F401 -- before the tests: it changes the environment when it is first imported
+import pytest
+
+from covey.cli import evaluation_config
+from covey.command_line import build_parser, parse
+from covey.config import ControlConfig, RunConfig
+from covey.config.checks import validate
+from covey.config.reader import config_from_dict, describe_fields, read_recipe, read_tables
+from covey.recipes.compare import read_contestants
+from helpers.pages import EXAMPLES, PAGES, ROOT, Block, blocks_of, inline_commands, shown_alone, write_files
+
+BLOCKS = [block for page in [*PAGES, *EXAMPLES] for block in blocks_of(page)]
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with the files that the page prints."""
+    write_files(request.getfixturevalue("page"), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Read a command as covey does, as far as that is possible without a model and without the runs that it names."""
+    arguments, fields = parse(words[1:])
+    if any(word.startswith("runs/") for word in words):
+        return
+    if arguments.command in ("train", "check") and arguments.recipe:
+        read_recipe(arguments.recipe, fields)
+    elif arguments.command == "compare":
+        read_contestants(arguments.recipes, fields)
+    elif arguments.command == "eval":
+        evaluation_config(arguments, fields)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_of_a_page_is_read_without_a_mistake(page: Path, folder: Path) -> None:
+    for block in blocks_of(page):
+        for words in block.commands() if block.kind == "commands" else ():
+            if Path(words[0]).name == "covey":
+                check_words(words)
+    for words in inline_commands(page):
+        if not shown_alone(words):
+            check_words(words)
+
+
+def test_commands_are_found_on_the_pages() -> None:
+    """The tests of this folder would pass if nothing was found any more."""
+    commands = [words for block in BLOCKS if block.kind == "commands" for words in block.commands()]
+    assert sum(Path(words[0]).name == "covey" for words in commands) >= 40
+    assert sum(block.kind == "python" for block in BLOCKS) >= 12
+    assert {"my_recipe.toml", "my_agent.toml", "thermostat.toml", "things.toml"} <= {block.file for block in BLOCKS}
+
+
+def test_a_block_that_is_no_command_prints_none() -> None:
+    unseen = [block.where for block in BLOCKS if block.kind == "text" and re.search(r"^\s*covey ", block.text, re.M)]
+    assert not unseen
+
+
+def test_every_option_that_is_named_exists() -> None:
+    _, commands = build_parser()
+    known = {option for command in commands.values() for option in command._option_string_actions}
+    for row in [row for root in (RunConfig, ControlConfig) for row in describe_fields(root)]:
+        dashed = row.name.replace("_", "-")
+        known |= {f"--{dashed}", f"--{row.section.split()[0]}.{dashed}" if row.section else ""}
+    for page in PAGES:
+        spans = re.findall(r"`((?:covey |--)[^`]+)`", page.read_text(encoding="utf-8"))
+        assert {option for span in spans for option in re.findall(r"--[a-z][\w.-]*", span)} <= known, page.name
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "python"], ids=lambda block: block.where)
+def test_every_program_compiles_and_its_imports_exist(block: Block) -> None:
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                importlib.import_module(name.name)
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(str(node.module))
+            for name in node.names:
+                assert hasattr(module, name.name) or importlib.import_module(f"{node.module}.{name.name}")
+
+
+@pytest.mark.parametrize("page", [ROOT / block.page for block in BLOCKS if block.kind == "toml"], ids=lambda p: p.stem)
+def test_every_recipe_of_a_page_is_one(page: Path, folder: Path) -> None:
+    """A block without a task and an environment is a part of a recipe, here of the first that the page trains."""
+    for block in blocks_of(page):
+        if block.kind == "toml":
+            validate(config_from_dict(whole_recipe(block)))
+
+
+def whole_recipe(block: Block) -> dict[str, Any]:
+    tables = tomllib.loads(block.text)
+    return tables if {"task", "environment"} & set(tables) else read_tables("process_grpo") | tables
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
