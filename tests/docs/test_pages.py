@@ -8,10 +8,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import gymnasium  # noqa: F401 -- before the tests: it changes the environment when it is first imported
 import pytest
@@ -20,9 +18,19 @@ from covey.cli import evaluation_config
 from covey.command_line import build_parser, parse
 from covey.config import ControlConfig, RunConfig
 from covey.config.checks import validate
-from covey.config.reader import config_from_dict, describe_fields, read_recipe, read_tables
+from covey.config.reader import config_from_dict, describe_fields, read_recipe
 from covey.recipes.compare import read_contestants
-from helpers.pages import EXAMPLES, PAGES, ROOT, Block, blocks_of, inline_commands, shown_alone, write_files
+from helpers.pages import (
+    EXAMPLES,
+    PAGES,
+    ROOT,
+    Block,
+    blocks_of,
+    inline_commands,
+    shown_alone,
+    whole_recipe,
+    write_files,
+)
 
 BLOCKS = [block for page in [*PAGES, *EXAMPLES] for block in blocks_of(page)]
 
@@ -98,15 +106,9 @@ def test_every_program_compiles_and_its_imports_exist(block: Block) -> None:
 
 @pytest.mark.parametrize("page", [ROOT / block.page for block in BLOCKS if block.kind == "toml"], ids=lambda p: p.stem)
 def test_every_recipe_of_a_page_is_one(page: Path, folder: Path) -> None:
-    """A block without a task and an environment is a part of a recipe, here of the first that the page trains."""
     for block in blocks_of(page):
         if block.kind == "toml":
             validate(config_from_dict(whole_recipe(block)))
-
-
-def whole_recipe(block: Block) -> dict[str, Any]:
-    tables = tomllib.loads(block.text)
-    return tables if {"task", "environment"} & set(tables) else read_tables("process_grpo") | tables
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -51,19 +51,20 @@ def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def commanded(text: str) -> str:
     """The command or call at the end of a text."""
     last = text.strip().splitlines()[-1]
-    for begin in ("covey ", "run(", "resume(", "evaluate_run("):
+    for begin in ("covey ", "import covey; "):
         if f": {begin}" in last:
             return begin + last.partition(f": {begin}")[2]
     raise AssertionError(f"no advice in {last!r}")
 
 
 def execute(advised: str, **names: Any) -> Any:
-    """Run what was advised, as a user does: in a shell, or in a script that knows what the run was given."""
+    """Run what was advised, as a user does: in a shell, or in a script that has only what the run was given."""
     if advised.startswith("covey "):
         assert main(shlex.split(advised)[1:]) == 0, advised
         return None
-    scope: dict[str, Any] = {name: getattr(covey, name) for name in covey.__all__} | names
-    return eval(advised, scope)  # as it was printed
+    imported, call = advised.split("; ", 1)
+    exec(imported, names)
+    return eval(call, names)
 
 
 def newest_run() -> Path:
@@ -209,7 +210,7 @@ def test_advice_after_a_run_from_python(home: Path, capsys: pytest.CaptureFixtur
     given: dict[str, Any] = {"task": Arithmetic(digits=(1,)), "rewards": [longest]}
     assert covey.run(python_run(home, run_dir="by hand"), **given, recipe_name="mine")
     advised = commanded(capsys.readouterr().out)
-    assert advised.startswith("run(RunConfig(")
+    assert advised.startswith("import covey; covey.run(covey.RunConfig(")
     assert advised.endswith("), task=task, rewards=[longest], recipe_name='mine')")
     for verdict in ADVICE["language"]:
         run_dir = Path("by hand")
@@ -221,7 +222,7 @@ def test_advice_after_a_run_from_python(home: Path, capsys: pytest.CaptureFixtur
 def test_advice_after_a_run_from_python_with_a_task_of_covey(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert covey.run(python_run(home, task=ArithmeticConfig(digits=(1, 2)), run_dir="plain"))
     advised = commanded(capsys.readouterr().out)
-    assert "ArithmeticConfig(digits=(1, 2))" in advised
+    assert "covey.ArithmeticConfig(digits=(1, 2))" in advised
     assert execute(advised)
 
 
@@ -329,5 +330,5 @@ def test_advice_after_ctrl_c(
 def test_a_lambda_is_named_as_the_script_may_name_it() -> None:
     launch = Launch.from_python("run", None, [lambda completions, **columns: [0.0]])
     assert advice.start(launch, RunConfig(update=UpdateConfig(epochs=2)), {}) == (
-        "run(RunConfig(update=UpdateConfig(epochs=2)), rewards=rewards)"
+        "import covey; covey.run(covey.RunConfig(update=covey.UpdateConfig(epochs=2)), rewards=rewards)"
     )

@@ -6,8 +6,12 @@ import ast
 import json
 import re
 import shlex
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from covey.config.reader import read_tables
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
@@ -91,6 +95,12 @@ OWN_FILES = {
         "my_recipe.toml": '[task]\nname = "arithmetic"\n',
     },
 }
+
+
+def whole_recipe(block: Block) -> dict[str, Any]:
+    """The tables of a recipe; one without a task and an environment is a part, laid over a packaged recipe."""
+    tables = tomllib.loads(block.text)
+    return tables if {"task", "environment"} & set(tables) else read_tables("process_grpo") | tables
 
 
 def write_files(page: Path, folder: Path) -> None:

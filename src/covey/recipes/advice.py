@@ -1,7 +1,7 @@
 """What to do after a run: a command, or a Python call, that works as it stands and keeps the run's own settings.
 
 A run remembers how it was started (`Launch`, in its origin.json). A run of the command line is advised commands, with
-the same recipe and the same `--field value` words; a run of `covey.run` is advised Python calls.
+the same recipe and the same `--field value` words; a run of `covey.run` is advised Python calls, with their import.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _call(function: str, first: str, launch: Launch) -> str:
         arguments.append(f"rewards=[{', '.join(launch.own_rewards)}]" if named else "rewards=rewards")
     if launch.name != PYTHON_NAME:
         arguments.append(f"recipe_name={launch.name!r}")
-    return f"{function}({', '.join(arguments)})"
+    return f"import covey; covey.{function}({', '.join(arguments)})"
 
 
 def python_of(config: Any) -> str:
@@ -181,7 +181,7 @@ def python_of(config: Any) -> str:
         return repr(config)
     values = ((item, getattr(config, item.name)) for item in fields(config))
     given = [f"{item.name}={python_of(value)}" for item, value in values if value != item.default]
-    return f"{type(config).__name__}({', '.join(given)})"
+    return f"covey.{type(config).__name__}({', '.join(given)})"
 
 
 def _longer(run: Finished) -> str:
@@ -207,7 +207,7 @@ def _another_seed(run: Finished) -> str:
 def _watch(run: Finished) -> str:
     if run.launch.recipe:
         return command("eval", run.run_dir, "--render")
-    return f"evaluate_run({run.run_dir!r}, render=True)"
+    return f"import covey; covey.evaluate_run({run.run_dir!r}, render=True)"
 
 
 WATCH = Advice("watch the policy", _watch, lambda run: run.drawable)
