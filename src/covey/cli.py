@@ -317,10 +317,10 @@ def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Pa
 
 def return_report(result: dict[str, Any], expected: float | None) -> str:
     """The mean return with its 95 % interval, beside the return that the recipe names, and the picture's place."""
-    lines = [
-        f"mean return {result['score']:.1f} (95 % interval {result['low']:.1f} to {result['high']:.1f}) "
-        f"over {result['count']} episodes"
-    ]
+    interval = "no interval from one episode"
+    if result["low"] is not None:
+        interval = f"95 % interval {result['low']:.1f} to {result['high']:.1f}"
+    lines = [f"mean return {result['score']:.1f} ({interval}) over {plural(result['count'], 'episode')}"]
     if expected is not None:
         lines.append(f"expected {expected:g}: {'reached' if result['score'] >= expected else 'not reached'}")
     if result.get("picture"):
@@ -345,7 +345,7 @@ def score_report(scores: Sequence[Sequence[float]], kind: ScoreKind) -> str:
     if max(len(problem) for problem in scores) == 1:
         result = kind.estimate([problem[0] for problem in scores])
         return f"{kind.name} {kind.write(result['score'])} ({kind.name_interval(result)}), {kind.describe_mean(result)}"
-    lines = [f"{plural(count, 'problem')}, {samples} answers each (95 % interval over problems)"]
+    lines = [f"{plural(count, 'problem')}, {plural(samples, 'answer')} each (95 % interval over problems)"]
     for k in [k for k in (2**i for i in range(samples.bit_length())) if k < samples] + [samples]:
         result = kind.estimate_best([kind.best_at_k(problem, k) for problem in scores])
         lines.append(f"  {f'{kind.best_of}@{k}':<9} {kind.write_interval(result)}")

@@ -21,6 +21,7 @@ import pytest
 
 from covey.config import ControlConfig
 from covey.config.reader import PACKAGED_RECIPES, config_from_dict, config_to_toml, read_tables, root_of
+from covey.llm.conversion import EMBEDDED
 from helpers.installed import Environment
 from helpers.pages import EXAMPLES, PAGES, ROOT, Block, blocks_of, whole_recipe, write_files
 from helpers.tiny import tiny_folder
@@ -57,7 +58,7 @@ MAKE = {"make train": "covey train arithmetic_grpo"}  # what the Makefile runs
 ADVICE = re.compile(r"Next: (?:[^:\n]*: )?(covey .*)$", re.M)
 GO_ON = re.compile(r"Go on with: (covey .*)$", re.M)
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci_sample]
+pytestmark = [pytest.mark.slow, pytest.mark.ci_sample, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +178,8 @@ class Reader:
         command = words[0]
         if command in ("train", "check", "compare"):
             world = self.world_of(words[1].split()[0])
-            model = self.appended if world == "language" and "--model" not in words else []
+            named = "--model" in words and EMBEDDED not in words  # a run of the page, or the tiny model
+            model = self.appended if world == "language" and not named else []
             return [*words, *model, *shlex.split(f"{SHORT.get(command, '')} {SHORT[f'train {world}']}")]
         if command == "eval" and self.world_of(words[1]) == "language":
             return [*words, *shlex.split(SHORT["eval language"])]

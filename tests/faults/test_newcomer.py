@@ -66,7 +66,7 @@ def walk(folder: Path, model: str, steps: int, tokens: int, monkeypatch, capsys)
     for when, step in (("before", 0), ("after", steps)):
         [answer] = answers_of(run / "held_out" / f"step_{step:06d}.jsonl")
         assert answer["columns"] == {"topic": answer["prompt"][0]["content"].removeprefix("Name a ").rstrip(".")}
-        assert answer["score"] == answer["reward_parts"]["short"] == -len(answer["text"]) == evaluation[when]["score"]
+        assert answer["score"] == answer["reward_parts"]["short"] == scored([answer])[0] == evaluation[when]["score"]
         assert answer["step"] == step
         assert answer["tokens"] == tokens if answer["truncated"] else answer["tokens"] <= tokens
         assert evaluation[when]["count"] == 1
@@ -80,14 +80,25 @@ def walk(folder: Path, model: str, steps: int, tokens: int, monkeypatch, capsys)
     assert re.search(r"score -[0-9.]+ \(no interval from one problem\), mean of 1 problem\n", out)
     assert [line["text"] for line in answers_of(folder / "after.jsonl")] == [answer["text"]], "the run's own answer"
     out = covey("eval", "runs/mine-001", "--held-out-share", "0.5", "--output", "half.jsonl")
-    found = mean_score([line["score"] for line in answers_of(folder / "half.jsonl")])
+    half = answers_of(folder / "half.jsonl")
+    assert [line["score"] for line in half] == scored(half)
+    found = mean_score(scored(half))
     assert found["count"] == 6
+    assert found["score"] == sum(-len(line["text"]) for line in half) / 6
     assert (
         f"score {number(found['score'])} (95 % interval {number(found['low'])} to {number(found['high'])}), mean of 6"
         in out
     )
     assert "best@4" in covey("eval", "runs/mine-001", "--samples", "4")
     assert covey("sample", "runs/mine-001", "Name a fruit.", "--n", "2", "--max-new-tokens", "4").count("[") >= 2
+
+
+def scored(answers: list[dict]) -> list[float]:
+    """What the newcomer's function says of answers that a run has written down."""
+    names: dict = {}
+    exec(REWARD, names)
+    completions = [[{"role": "assistant", "content": answer["text"]}] for answer in answers]
+    return names["short"](completions, topic=[answer["columns"]["topic"] for answer in answers])
 
 
 def answers_of(path: Path) -> list[dict]:

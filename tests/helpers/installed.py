@@ -67,14 +67,20 @@ class Environment:
         self._server.stdin.flush()
         child = int(self._answer())
         said, stopped = "", False
-        with open(pipe, encoding="utf-8", errors="replace") as output:
-            for line in output:
-                said += line
-                if stop_at in said and not stopped:
-                    os.kill(child, signal.SIGINT)
-                    stopped = True
-        pipe.unlink()
-        return int(self._answer()), said
+        try:
+            with open(pipe, encoding="utf-8", errors="replace") as output:
+                for line in output:
+                    said += line
+                    if stop_at in said and not stopped:
+                        os.kill(child, signal.SIGINT)
+                        stopped = True
+        except BaseException:
+            os.kill(child, signal.SIGKILL)
+            raise
+        finally:
+            code = int(self._answer())
+            pipe.unlink()
+        return code, said
 
     def close(self) -> None:
         with self._server:  # closes its pipes and waits

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.config import ConfigError
+from covey.config.values import plural
 from covey.control.environments import Environments, Step
 from covey.control.policy import ControlPolicy
 from covey.data import EndReason, Rollout
@@ -130,7 +131,7 @@ class FinishedTape:
             actions=self.actions_NT[slot, start:stop],
             behavior_logprobs=self.logprobs_NT[slot, start:stop],
             end=segment.end,
-            text=f"{stop - start} steps, {segment.end}",
+            text=f"{plural(stop - start, 'step')}, {segment.end}",
             version=version,
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from covey.config import ConfigError, RewardConfig, RunError
 from covey.config.checks import check_reward
-from covey.config.values import check_fields
+from covey.config.values import check_fields, plural
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm import rewards as builtin
 from covey.llm.callers import Caller, Hanging, InProcess, RewardProcess
@@ -244,8 +244,8 @@ class RewardGrader:
             except WrongResults as error:
                 raise GradingError(f"{BOUNDARY} {self.splitter.boundary} {error}") from None
             if len(failed) > FAILURES_ALLOWED * len(rollouts):  # do not wait for the others' deadlines
-                count, why = f"at least {len(failed)} of {len(rollouts)}", failed[row].error
-                raise GradingError(f"{BOUNDARY} {self.splitter.boundary} failed on {count} completions: {why}")
+                count, why = f"at least {len(failed)} of {plural(len(rollouts), 'completion')}", failed[row].error
+                raise GradingError(f"{BOUNDARY} {self.splitter.boundary} failed on {count}: {why}")
         return failed
 
     def _pay_steps(self, rollout: Rollout, parts: Mapping[str, Verdict]) -> None:
@@ -281,8 +281,8 @@ class RewardGrader:
                 values.append(reward.evaluate(groups, seconds))
             except TookTooLong:
                 raise ConfigError(
-                    f"reward {reward.name!r} took longer than {seconds:g} s for {len(groups)} completions in a dry "
-                    f"run; if it is slow but sound, raise its timeout_seconds (now {reward.timeout_seconds:g})"
+                    f"reward {reward.name!r} took longer than {seconds:g} s for {plural(len(groups), 'completion')} in "
+                    f"a dry run; if it is slow but sound, raise its timeout_seconds (now {reward.timeout_seconds:g})"
                 ) from None
             except (CallFailed, WrongResults, Hanging) as error:
                 raise ConfigError(f"reward {reward.name!r}, in a dry run on the right answer: {error}") from None

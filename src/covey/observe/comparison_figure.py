@@ -11,6 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
 
+from covey.config.values import plural
 from covey.observe.comparison import interquartile_mean_estimate, learning_curve
 from covey.observe.comparison_report import Comparison, find_thresholds
 from covey.observe.worlds import SECONDS
@@ -150,8 +151,8 @@ def _head(figure: Figure, comparison: Comparison, columns: int) -> None:
     """Title, how to read it, and the legend, above the panels."""
     counts = sorted({len(runs) for runs in comparison.runs.values()})
     note = (
-        f"{' or '.join(map(str, counts))} seeds each. Thin: every seed, as it was. Thick: smoothed interquartile mean; "
-        "band: its 95 % bootstrap interval over seeds."
+        f"{' or '.join([*map(str, counts[:-1]), plural(counts[-1], 'seed')])} each. Thin: every seed, as it was. "
+        "Thick: smoothed interquartile mean; band: its 95 % bootstrap interval over seeds."
     )
     if comparison.threshold is not None:
         note += f" Marker: median seed reaches {comparison.threshold:g}."

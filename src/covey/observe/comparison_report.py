@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from covey.config.values import plural
 from covey.observe.comparison import (
     DRAWS,
     SeedRun,
@@ -148,7 +149,7 @@ def markdown_report(comparison: Comparison, summary: dict[str, Any]) -> str:
     head = [
         f"# {comparison.subject}: {', '.join(labels)}",
         "",
-        f"{' or '.join(str(count) for count in seeds)} seeds of each recipe"
+        f"{' or '.join([*map(str, seeds[:-1]), plural(seeds[-1], 'seed')])} of each recipe"
         + (f", made by `{comparison.command}`." if comparison.command else "."),
         "",
         *[f"- {line}" for line in findings(summary)],
@@ -172,7 +173,8 @@ def findings(summary: dict[str, Any]) -> list[str]:
         for label, recipe in summary["recipes"].items():
             reached, kept, seeds = recipe["reached"], recipe["kept"], recipe["seeds"]
             lines.append(
-                f"{label} reached {summary['threshold']:g} with {reached} of {seeds} seeds and stayed there with {kept}"
+                f"{label} reached {summary['threshold']:g} with {reached} of {plural(seeds, 'seed')} "
+                f"and stayed there with {kept}"
             )
     verdicts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for pair in summary["pairs"]:

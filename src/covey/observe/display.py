@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from covey.config.values import printable
+from covey.config.values import plural, printable
 from covey.observe.score_kinds import is_above
 from covey.observe.worlds import Shown, Wording, find_wording
 
@@ -291,7 +291,7 @@ def before_after_table(summary: dict[str, Any]) -> Table:
 def cost_line(summary: dict[str, Any]) -> str:
     """What the run took, and where it lies."""
     return (
-        f"{summary['steps']} steps in {clock(summary['seconds'])}, {find_wording(summary).cost.format(**summary)}, "
+        f"{plural(summary['steps'], 'step')} in {clock(summary['seconds'])}, {find_wording(summary).cost(summary)}, "
         f"peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB. Everything is in {summary['run_dir']}"
     )
 

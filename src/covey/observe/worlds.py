@@ -46,7 +46,7 @@ class Wording:
     table_title: str
     case: str  # heading of the table's first column
     case_of: Callable[[Mapping[str, Any], Mapping[str, Any]], str]  # its text, from the summary and an evaluation
-    cost: str
+    cost: Callable[[Mapping[str, Any]], str]  # what a run took beside its time, from its summary
     prompt: str  # what rollouts of a group have in common
     quick: bool  # steps take milliseconds: a log gets a line a second at the most
     shown: tuple[Shown, ...]
@@ -86,7 +86,7 @@ def _language(kind: ScoreKind) -> Wording:
         table_title=f"Held-out {kind.name} on {{measured}}, greedy answers (95 % interval)",
         case="token limit",
         case_of=lambda _, evaluation: str(evaluation["max_new_tokens"]),
-        cost="{decisions_sampled:,} tokens sampled",
+        cost=lambda summary: f"{plural(summary['decisions_sampled'], 'token')} sampled",
         prompt="prompt",
         quick=False,
         shown=(
@@ -122,7 +122,9 @@ CONTROL = Wording(
     table_title="Mean return of {measured}, best actions (95 % interval)",
     case="environment",
     case_of=lambda summary, _: str(summary["environment"]),
-    cost="{environment_steps:,} environment steps, {episodes:,} episodes",
+    cost=lambda summary: (
+        f"{plural(summary['environment_steps'], 'environment step')}, {plural(summary['episodes'], 'episode')}"
+    ),
     prompt="seed",
     quick=True,
     shown=(

@@ -30,6 +30,7 @@ from covey.config.files import shortened, user_path
 from covey.config.machine import processors
 from covey.config.reader import config_to_dict, find_recipe, first_difference, read_recipe, split_overrides, task_name
 from covey.config.size_checks import check_threads
+from covey.config.values import plural
 from covey.observe.comparison import read_seed_run
 from covey.observe.comparison_report import (
     CURVES_PICTURE,
@@ -113,7 +114,10 @@ def _train_and_report(
     missing = [job for job in planned if not (job.run_dir / SUMMARY_FILE).is_file()]
     console = Console()
     done = f", {len(planned) - len(missing)} of them finished already" if len(missing) < len(planned) else ""
-    _say(console, f"{len(planned)} runs{done}; {min(at_once, len(missing))} at a time; everything goes to {folder}")
+    _say(
+        console,
+        f"{plural(len(planned), 'run')}{done}; {min(at_once, len(missing))} at a time; everything goes to {folder}",
+    )
     if seeds < LEAST_SEEDS:
         _say(console, f"fewer than {LEAST_SEEDS} seeds: the curves will be drawn, but no difference will be claimed")
     world = "control" if isinstance(contestants[0].config, ControlConfig) else "language"
@@ -142,7 +146,7 @@ def _train_and_report(
         threshold=find_goal(contestants) if threshold is None else threshold,
         failures=failures,
         command=command,
-        machine=f"{os.cpu_count()} cores, {platform.machine()}, {at_once} runs at a time",
+        machine=f"{plural(os.cpu_count() or 1, 'core')}, {platform.machine()}, {plural(at_once, 'run')} at a time",
     )
     _say(console, write_report(comparison, folder, console))
     if failures:

@@ -17,7 +17,7 @@ from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.faults import faults_of
 from covey.config.files import user_path
 from covey.config.reader import config_from_dict, read_tables
-from covey.config.values import command
+from covey.config.values import command, plural
 from covey.control.branches import BranchSampler, refuse_uncopyable
 from covey.control.environments import Environments, check_environment, longest_episode, make_environments
 from covey.control.normaliser import RunningMoments
@@ -98,11 +98,12 @@ class ControlWorld:
     def describe(self) -> str:
         config, rollouts = self.config, self.config.rollouts
         what = (
-            f"{self.environments.count} environments x {rollouts.fragment_steps} steps"
+            f"{plural(self.environments.count, 'environment')} x {plural(rollouts.fragment_steps, 'step')}"
             if self.fragments
-            else f"{rollouts.starts_per_step} starts x {rollouts.group_size} rollouts ({rollouts.groups})"
+            else f"{plural(rollouts.starts_per_step, 'start')} x {plural(rollouts.group_size, 'rollout')} "
+            f"({rollouts.groups})"
         )
-        return f"{config.algorithm} on {config.environment.id}, {config.steps} steps of {what}"
+        return f"{config.algorithm} on {config.environment.id}, {plural(config.steps, 'step')} of {what}"
 
     def machine(self) -> dict[str, Any]:
         here = environment(torch.device("cpu"), torch.float32)

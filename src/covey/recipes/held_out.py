@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from covey.config import EvaluationConfig, RunError
+from covey.config.values import plural
 from covey.data import Group, Rollout, Start
 from covey.llm.grader import RewardGrader
 from covey.llm.sampler import LanguageSampler, greedy
@@ -54,7 +55,7 @@ class HeldOut:
             self._latest, self._answers, self._version = {}, {}, self.sampler.version
         new = [limit for limit in limits if limit not in self._latest]  # a run may end where an evaluation was due
         if new:
-            self._measure(new, f"held-out {self.grader.score_kind} {label}, at most {max(new)} tokens")
+            self._measure(new, f"held-out {self.grader.score_kind} {label}, at most {plural(max(new), 'token')}")
             self.store.record_evaluation(self._version, answer_records(self._version, self._answers))
         return [self._latest[limit] for limit in limits]
 
@@ -113,7 +114,7 @@ def scores_of(rollouts: Sequence[Rollout]) -> list[float]:
 
 def unscored(count: int, total: int) -> str:
     """The line that tells of answers without a score."""
-    return f"{count} of {total} answers have no score, because their reward failed or was None: they are left out"
+    return f"{count} of {plural(total, 'answer')} without a score, because their reward failed or was None: left out"
 
 
 def nothing_scored(grader: RewardGrader) -> str:

@@ -246,11 +246,12 @@ class LanguageWorld:
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
-        size = f"{sampling.group_size}" + (f" to {sampling.group_size_last}" if sampling.group_size_last else "")
+        first, last = sampling.group_size, sampling.group_size_last
+        size = f"{first} to {plural(last, 'rollout')}" if last else plural(first, "rollout")
         kind = " (adaptive)" if sampling.adaptive else ""
         return (
-            f"{config.algorithm} on {config.model}, {config.steps} steps of "
-            f"{sampling.prompts_per_step} prompts x {size} rollouts{kind}; "
+            f"{config.algorithm} on {config.model}, {plural(config.steps, 'step')} of "
+            f"{plural(sampling.prompts_per_step, 'prompt')} x {size}{kind}; "
             f"{self.chosen.device.type}, "
             f"{str(self.chosen.dtype).removeprefix('torch.')}"
         )

@@ -12,6 +12,7 @@ import torch
 from covey.config import ConfigError, RunConfig
 from covey.config.checks import validate
 from covey.config.reader import apply_overrides, config_from_dict, split_overrides
+from covey.config.values import plural
 from covey.llm.dimensions import find_model_config, read_dimensions
 from covey.llm.memory import PROMPT_TOKENS, SAMPLING, UPDATE, MemoryPlan, predict
 from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
@@ -91,8 +92,9 @@ def plan_memory(
     title = [
         f"Predicted memory of {model} ({size.parameters / 1e6:,.1f} million weights) in {place.precision} on "
         f"{place.device}, in GiB",
-        f"{sampling.prompts_per_step} prompts x {sampling.group_size} completions a step, {prompt_tokens} + "
-        f"{sampling.max_new_tokens} tokens, at most {first.update.microbatch_tokens} tokens in a microbatch",
+        f"{plural(sampling.prompts_per_step, 'prompt')} x {plural(sampling.group_size, 'completion')} a step, "
+        f"{prompt_tokens} + {plural(sampling.max_new_tokens, 'token')}, at most "
+        f"{plural(first.update.microbatch_tokens, 'token')} in a microbatch",
     ]
     advice = _advice(columns, place, planned, _next_command(model, fields))
     return "\n".join([*title, "", *_table(columns), "", *_comparison(columns), advice])
