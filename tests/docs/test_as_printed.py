@@ -58,7 +58,7 @@ MAKE = {"make train": "covey train arithmetic_grpo"}  # what the Makefile runs
 ADVICE = re.compile(r"Next: (?:[^:\n]*: )?(covey .*)$", re.M)
 GO_ON = re.compile(r"Go on with: (covey .*)$", re.M)
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci_sample, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

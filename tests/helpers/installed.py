@@ -14,7 +14,7 @@ from pathlib import Path
 from helpers.pages import ROOT
 
 SERVER = Path(__file__).with_name("entries.py")
-OURS = ("OMP_NUM_THREADS", "PYTHONPATH", "COLUMNS", "COVEY_CACHE", "VIRTUAL_ENV")  # variables of the tests
+OURS = ("PYTHONPATH", "COLUMNS", "COVEY_CACHE", "VIRTUAL_ENV")  # variables of the tests
 
 
 class Environment:
