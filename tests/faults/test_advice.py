@@ -327,6 +327,12 @@ def test_advice_after_ctrl_c(
     assert (run_dir / "summary.json").is_file()
 
 
+def test_a_reward_that_was_given_by_its_name_is_advised_by_it() -> None:
+    launch = Launch.from_python("run", None, ["numeric", longest])
+    advised = advice.start(launch, RunConfig(), {})
+    assert advised == "import covey; covey.run(covey.RunConfig(), rewards=['numeric', longest])"
+
+
 def test_a_lambda_is_named_as_the_script_may_name_it() -> None:
     launch = Launch.from_python("run", None, [lambda completions, **columns: [0.0]])
     assert advice.start(launch, RunConfig(update=UpdateConfig(epochs=2)), {}) == (

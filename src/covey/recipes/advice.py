@@ -37,7 +37,7 @@ class Launch:
     recipe_steps: int = 0  # steps of the recipe without those words; 0: there is no recipe
     name: str = PYTHON_NAME  # from Python: what the run is called
     own_task: bool = False  # from Python: it was given a task
-    own_rewards: tuple[str, ...] = ()  # from Python: names of the reward functions that it was given
+    own_rewards: tuple[str, ...] = ()  # from Python: names of its reward functions, built-in ones quoted
 
     @classmethod
     def of_command(cls, recipe: str, fields: Sequence[str]) -> Launch:
@@ -48,7 +48,7 @@ class Launch:
     @classmethod
     def from_python(cls, name: str, task: object, rewards: Sequence[object]) -> Launch:
         """Of a call of `covey.run`."""
-        names = tuple(str(getattr(reward, "__name__", "")) for reward in rewards)
+        names = tuple(repr(one) if isinstance(one, str) else str(getattr(one, "__name__", "")) for one in rewards)
         return cls(name=name, own_task=task is not None, own_rewards=names)
 
     @classmethod
@@ -165,7 +165,7 @@ def _call(function: str, first: str, launch: Launch) -> str:
     if launch.own_task:
         arguments.append("task=task")
     if launch.own_rewards:
-        named = all(name.isidentifier() for name in launch.own_rewards)
+        named = all(name.isidentifier() or name[:1] in ("'", '"') for name in launch.own_rewards)
         arguments.append(f"rewards=[{', '.join(launch.own_rewards)}]" if named else "rewards=rewards")
     if launch.name != PYTHON_NAME:
         arguments.append(f"recipe_name={launch.name!r}")
