@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from covey.command_line import MACHINE_FIELDS, OVERVIEW, parse
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, JsonlConfig, RunConfig, RunError
 from covey.config.checks import validate
-from covey.config.faults import machine_error
+from covey.config.faults import machine_error, told
 from covey.config.files import user_path
 from covey.config.origins import find_origin, locate_model
 from covey.config.reader import (
@@ -115,7 +115,7 @@ def check_surroundings() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise ConfigError(f"the working directory cannot be used ({error.strerror}): change to another one") from error
+        raise told(error, "the working directory cannot be used, change to another one") from error
     columns = os.environ.get("COLUMNS", "")
     if columns and not (columns.isdecimal() and WIDTHS[0] <= int(columns[:9]) <= WIDTHS[1]):
         del os.environ["COLUMNS"]

@@ -1,22 +1,36 @@
-"""Limits of the machine as they are: a small disk and a limit on file sizes. One line with the way on, exit code 3."""
+"""Faults of the machine as they are: a disk that is small or becomes read-only, limits, missing permissions, a run
+folder that is taken away. One line with the way on, exit code 3.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import re
 import resource
 import shlex
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import covey.recipes.control
+import covey.recipes.language
+import covey.recipes.run
 from covey.cli import main
 from covey.config.reader import write_config
+from covey.observe.run_store import RunStore
+from covey.runtime.checkpoint import CheckpointFolder
 from helpers import practice
-from helpers.runs import files, reproducible_metrics
+from helpers.runs import files, reproducible_metrics, write_recipe
+from helpers.tiny import tiny_folder
 
 STEPS = 8
 CONTROL = {
@@ -47,8 +61,6 @@ def command(words: list[object], folder: Path, prepare: Callable[[], object] = l
         try:
             for number, name in enumerate(names, start=1):
                 os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
-            import sys
-
             sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
             prepare()
             code = main([str(word) for word in words])
@@ -62,7 +74,7 @@ def way_on(outcome: Outcome, place: str, run_dir: Path, words: list[object]) -> 
     """The command that the line of the error names."""
     assert outcome.code == 3, outcome
     (line,) = outcome.errors.splitlines()
-    assert re.match(rf"error: .*{place}.*; then (go on with|start the run again)", line), line
+    assert re.match(rf"error: .*{re.escape(place)}.*; then (go on with|start the run again)", line), line
     _, _, resume = line.partition("; then go on with: covey ")
     if resume:
         assert shlex.split(resume) == ["train", "--resume", str(run_dir)]
@@ -125,3 +137,240 @@ def test_a_limit_on_the_size_of_files(kilobytes: int, place: Path, tmp_path: Pat
     outcome = command(way_on(outcome, "ulimit -f", run_dir, words), tmp_path)
     assert outcome.code == 0, outcome
     assert_same(run_dir, place / "whole")
+
+
+def when_called(owner: Any, name: str, times: int, act: Callable[[], object]) -> None:
+    """Act in this process when a function is called for the `times`-th time, just before it does anything."""
+    function, calls = getattr(owner, name), count(1)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == times:
+            act()
+        return function(*arguments, **options)
+
+    setattr(owner, name, called)
+
+
+MOMENTS: dict[str, tuple[Any, str, int]] = {
+    "a step": (RunStore, "record", 3),
+    "the beginning of a checkpoint": (CheckpointFolder, "_save", 2),
+    "the end of a checkpoint": (CheckpointFolder, "_publish", 2),
+    "the model": (covey.recipes.run, "write_folders", 1),
+    "the curve": (covey.recipes.run, "draw_curve", 1),
+}
+USUAL = ("a step", "the beginning of a checkpoint")  # the others are slow tests
+at_every_moment = pytest.mark.parametrize(
+    "moment",
+    [pytest.param(name, marks=() if name in USUAL else (pytest.mark.slow, pytest.mark.ci_sample)) for name in MOMENTS],
+)
+
+
+@at_every_moment
+def test_a_file_system_that_becomes_read_only(moment: str, place: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words: list[object] = ["train", place / "recipe.toml", "--run-dir", run_dir]
+
+    def remount() -> None:
+        for options in (["--bind", run_dir], ["-o", "remount,bind,ro"]):
+            subprocess.run(["mount", *options, run_dir], check=True, capture_output=True)
+
+    try:
+        outcome = command(words, tmp_path, lambda: when_called(*MOMENTS[moment], remount))
+        if "mount" in outcome.errors:
+            pytest.skip(f"nothing can be mounted here: {outcome.errors}")
+        again = way_on(outcome, "make the file system writable", run_dir, words)
+        assert "--resume" in again
+        outcome = command(again, tmp_path)
+        assert outcome.code == 3, "still read-only"
+    finally:
+        subprocess.run(["umount", run_dir], check=False, capture_output=True)
+    outcome = command(again, tmp_path)
+    assert outcome.code == 0, outcome
+    assert_same(run_dir, place / "whole")
+
+
+@at_every_moment
+def test_a_run_folder_that_is_moved_can_be_put_back(moment: str, place: Path, tmp_path: Path) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    words: list[object] = ["train", place / "recipe.toml", "--run-dir", run_dir]
+    outcome = command(words, tmp_path, lambda: when_called(*MOMENTS[moment], lambda: run_dir.rename(elsewhere)))
+    again = way_on(outcome, "was deleted or moved while the run wrote to it: put it back", run_dir, words)
+    assert "--resume" in again
+    assert not run_dir.exists(), "nothing is written where the folder was"
+    elsewhere.rename(run_dir)
+    outcome = command(again, tmp_path)
+    assert outcome.code == 0, outcome
+    assert_same(run_dir, place / "whole")
+
+
+@at_every_moment
+def test_a_run_folder_that_is_replaced_ends_the_run(moment: str, place: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words: list[object] = ["train", place / "recipe.toml", "--run-dir", run_dir]
+
+    def replace() -> None:
+        shutil.rmtree(run_dir)
+        run_dir.mkdir()
+
+    outcome = command(words, tmp_path, lambda: when_called(*MOMENTS[moment], replace))
+    way_on(outcome, "was deleted or moved while the run wrote to it", run_dir, words)
+
+
+def without_privileges() -> None:
+    """Root may read and write everything; from now on this process may do what the owner of its files may."""
+    if os.geteuid() == 0 and sys.platform == "linux":
+        version_3, this_process, none = 0x20080522, 0, [0] * 6
+        header, data = (ctypes.c_uint32 * 2)(version_3, this_process), (ctypes.c_uint32 * 6)(*none)
+        assert ctypes.CDLL(None).capset(header, data) == 0
+
+
+def forbid(path: Path) -> Callable[[], None]:
+    """Take a file or folder from its owner, for a process without privileges; returns what undoes it."""
+    before = path.stat()
+    if os.geteuid() == 0:
+        os.chown(path, before.st_uid + 1, -1)
+    path.chmod(0o700 if os.geteuid() == 0 else 0)
+
+    def undo() -> None:
+        os.chown(path, before.st_uid, -1)
+        path.chmod(before.st_mode)
+
+    return undo
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe with files of the user's own: data, a reward function, a model."""
+    folder = tmp_path_factory.mktemp("inputs")
+    recipe = write_recipe(folder, tiny_folder(folder / "model"), steps=2)
+    for name in ("data", "held_out"):
+        rows = [{"prompt": [{"role": "user", "content": f"{number}+1 {name}"}], "answer": "1"} for number in range(6)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f'name = "jsonl"\npath = "{folder}/data.jsonl"\nheld_out_path = "{folder}/held_out.jsonl"'
+    recipe.write_text(recipe.read_text().replace('name = "arithmetic"\ndigits = [1]', task))
+    outcome = command(["check", recipe], folder)
+    assert outcome.code == 0, outcome
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tiny.toml", "data.jsonl", "held_out.jsonl", "rewards.py", "model", "model/config.json", "model/tokenizer.json",
+     "model/tokenizer_config.json", "model/generation_config.json", "model/model.safetensors"],
+)  # fmt: skip
+def test_inputs_without_permission_are_faults_of_the_machine(name: str, inputs: Path, tmp_path: Path) -> None:
+    undo = forbid(inputs / name)
+    try:
+        outcome = command(["check", inputs / "tiny.toml"], tmp_path, without_privileges)
+    finally:
+        undo()
+    assert outcome.code == 3, outcome
+    assert re.fullmatch(
+        rf"error: cannot use {inputs / name}\S* \(Permission denied\): give yourself permission to it\n", outcome.errors
+    )
+
+
+@pytest.mark.parametrize("name", ["cache", "runs"])
+def test_places_to_write_to_without_permission(
+    name: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("COVEY_CACHE", str(folder))
+    words = {
+        "cache": ["sample", "smollm2-135m", "hello"],
+        "runs": ["check", inputs / "tiny.toml", "--run-dir", folder / "1"],
+    }
+    undo = forbid(folder)
+    try:
+        outcome = command(words[name], tmp_path, without_privileges)
+    finally:
+        undo()
+    assert outcome.code == 3, outcome
+    (line,) = outcome.errors.splitlines()
+    assert line.startswith(f"error: cannot use {folder}")
+    assert "(Permission denied): give yourself permission to it" in line
+    assert ("or set COVEY_CACHE to another folder" in line) == (name == "cache")
+
+
+PARTS_OF_A_RUN = (
+    ".", "config.toml", "origin.json", "metrics.jsonl", "covey.lock", "rollouts", "rollouts/step_000002.jsonl",
+    "checkpoints",
+    *(f"checkpoints/step-00000006{name}" for name in ("", "/manifest.json", "/state.json", "/tensors.safetensors")),
+)  # fmt: skip
+
+
+def test_a_run_folder_without_permission(place: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words: list[object] = ["train", place / "recipe.toml", "--run-dir", run_dir]
+    outcome = command(words, tmp_path, lambda: when_called(RunStore, "record", STEPS, lambda: os._exit(0)))
+    for name in PARTS_OF_A_RUN:
+        undo = forbid(run_dir / name)
+        try:
+            outcome = command(["train", "--resume", run_dir], tmp_path, without_privileges)
+        finally:
+            undo()
+        assert outcome.code == 3, (name, outcome)
+        assert re.match(rf"error: cannot use {run_dir / name}\S* \(Permission denied\): give", outcome.errors), name
+    outcome = command(["train", "--resume", run_dir], tmp_path, without_privileges)
+    assert outcome.code == 0, outcome
+    assert_same(run_dir, place / "whole")
+
+
+def spare_files(number: int) -> None:
+    """This process may open so many files more."""
+    taken = {int(name) for name in os.listdir("/proc/self/fd")}
+    limit = next(islice((descriptor for descriptor in count() if descriptor not in taken), number, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is of Linux")
+@pytest.mark.parametrize("spare", [3, 5])
+def test_too_many_open_files(spare: int, place: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words: list[object] = ["train", place / "recipe.toml", "--run-dir", run_dir]
+    outcome = command(words, tmp_path, lambda: spare_files(spare))
+    outcome = command(way_on(outcome, "raise the limit on open files (ulimit -n)", run_dir, words), tmp_path)
+    assert outcome.code == 0, outcome
+    assert_same(run_dir, place / "whole")
+
+
+def spare_memory(megabytes: int) -> None:
+    """This process may take so many addresses more."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (megabytes << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+CAUSES = r"error: there is not enough memory \(.*\): close other programs, or make the run smaller"
+WIDE = 1200  # units in each of two hidden layers: a tensor of 6 MB
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe of a policy that needs some memory, and a run of it that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("wide")
+    settings = {"policy": {"hidden": [WIDE, WIDE]}, "steps": 2, "checkpoint": {"every": 1}}
+    write_config(practice.read(CONTROL, **settings), folder / "recipe.toml")
+    outcome = command(["train", folder / "recipe.toml", "--run-dir", folder / "whole"], folder)
+    assert outcome.code == 0, outcome
+    return folder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is of Linux")
+@pytest.mark.parametrize(
+    ("owner", "name", "times"),
+    [(covey.recipes.control, "ControlPolicy", 1), (covey.train.loop, "update", 1), (CheckpointFolder, "load", 1)],
+)
+def test_too_little_memory(owner: Any, name: str, times: int, wide: Path, tmp_path: Path) -> None:
+    """At load, in the update, and when a run is resumed."""
+    run_dir = tmp_path / "run"
+    words: list[object] = ["train", wide / "recipe.toml", "--run-dir", run_dir]
+    if name == "load":
+        outcome = command(words, tmp_path, lambda: when_called(RunStore, "record", 2, lambda: os._exit(0)))
+        words = ["train", "--resume", run_dir]
+    outcome = command(words, tmp_path, lambda: when_called(owner, name, times, lambda: spare_memory(4)))
+    assert re.match(CAUSES, outcome.errors), outcome
+    outcome = command(way_on(outcome, "covey plan shows what takes memory", run_dir, words), tmp_path)
+    assert outcome.code == 0, outcome
+    assert_same(run_dir, wide / "whole")

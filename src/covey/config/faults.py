@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from covey.config.base import MachineError
+from covey.config.base import ConfigError, MachineError
 
 _ADVICE = {
     errno.ENOSPC: "free some space on that disk",
@@ -28,6 +28,10 @@ _ADVICE = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "close other programs, the system has too many open files",
 }
+# What the system says of a name that leads to nothing usable. Everything else has its cause in the machine.
+_MISTAKES = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO,
+}  # fmt: skip
 _LESS_MEMORY = "close other programs, or make the run smaller (covey plan shows what takes memory)"
 # What torch, oneDNN and C++ say if an allocation fails, Python if a thread gets no stack, the linker of a library.
 _NO_MEMORY = re.compile(
@@ -49,7 +53,7 @@ def machine_error(error: BaseException, path: str | Path = "") -> MachineError |
     if isinstance(error, (BrokenPipeError, ConnectionError, TimeoutError)):  # another program's or the network's
         return None
     text = " ".join(str(error).split())
-    code = error.errno if isinstance(error, OSError) else _rust_code(error, text)
+    code = _code(error)
     if isinstance(error, MemoryError) or code == errno.ENOMEM or (code is None and _lacks_memory(error, text)):
         return MachineError(f"there is not enough memory ({_shortened(text) or 'MemoryError'}): {_LESS_MEMORY}")
     if code is None:
@@ -75,8 +79,23 @@ def faults_of(path: str | Path) -> Iterator[None]:
         raise fault from error
 
 
-def _rust_code(error: BaseException, text: str) -> int | None:
-    found = _RUST_CODE.search(text) if isinstance(error, Exception) else None
+def told(error: Exception, what: str, path: str | Path = "") -> ConfigError | MachineError:
+    """The exception to raise for a path that the user named: a fault of the machine, or a mistake in what is there.
+
+    Args:
+        what: cannot be done; the beginning of the message about a mistake.
+        path: what was read or written, if the error itself does not name it.
+    """
+    fault = None if _code(error) in _MISTAKES else machine_error(error, path)
+    reason = (str(getattr(error, "strerror", "") or error).strip() or type(error).__name__).splitlines()[0]
+    return fault or ConfigError(f"{what}: {reason}")
+
+
+def _code(error: BaseException) -> int | None:
+    """The errno of an error, be it named in the text of a library written in Rust."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = _RUST_CODE.search(str(error)) if isinstance(error, Exception) else None
     return int(found[1]) if found else None
 
 

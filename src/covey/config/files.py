@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.base import ConfigError
+from covey.config.faults import told
 
 LARGEST_DOCUMENT = 16 << 20  # bytes of a JSON document; real ones have a few kilobytes
 LONGEST_MODEL_CONFIG = 1 << 20  # bytes of a config.json
@@ -45,7 +46,8 @@ def user_path(name: str | Path, where: str = "") -> Path:
 
     Raises:
         ConfigError: for a name that no file can have, such as one with a NUL character or over-long parts, an unknown
-            user's home folder, a loop of links, or a folder on the way that may not be entered.
+            user's home folder, or a loop of links.
+        MachineError: if a folder on the way may not be entered, or another fault of the machine.
     """
     try:
         path = Path(name).expanduser()
@@ -53,7 +55,7 @@ def user_path(name: str | Path, where: str = "") -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise ConfigError(f"{where}{shortened(str(name))} cannot be used as a path: {error.strerror}") from error
+        raise told(error, f"{where}{shortened(str(name))} cannot be used as a path", path) from error
     except RuntimeError as error:
         raise ConfigError(f"{where}{shortened(str(name))}: the home folder of that user is not known") from error
     except ValueError as error:
@@ -73,7 +75,8 @@ def read_file(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
     """The bytes of a plain file.
 
     Raises:
-        ConfigError: if it is missing, unreadable, no plain file, or larger than `most` bytes.
+        ConfigError: if it is missing, no plain file, or larger than `most` bytes.
+        MachineError: if it may not be read, or the disk has a fault.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe must not wait
@@ -84,7 +87,7 @@ def read_file(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
                 raise ConfigError(f"{path} has {status.st_size / 1e6:,.0f} MB; at most {most / 1e6:,.0f} MB are read")
             return file.read()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise told(error, f"cannot read {path}", path) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:

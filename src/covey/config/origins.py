@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.base import ConfigError
+from covey.config.faults import faults_of, told
 from covey.config.files import read_toml, unusual_kind, user_path
 from covey.config.language import EMBEDDED_MODELS
 from covey.config.values import command, did_you_mean, did_you_mean_file
@@ -89,9 +90,15 @@ class Origin:
         return self.step is not None or not self.has_model
 
     def whole_checkpoints(self) -> list[str]:
-        """The names of the checkpoints that were written to their end, ascending."""
-        there = (file.parent.name for file in self.checkpoints.glob(f"*/{MANIFEST_FILE}"))
-        return sorted(name for name in there if CHECKPOINT_NAME.fullmatch(name))
+        """The names of the checkpoints that were written to their end, ascending.
+
+        Raises:
+            MachineError: if they may not be read.
+        """
+        with faults_of(self.checkpoints):
+            there = sorted(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
+            named = [path for path in there if CHECKPOINT_NAME.fullmatch(path.name)]
+            return [path.name for path in named if (path / MANIFEST_FILE).is_file()]
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ def locate_model(model: str) -> ModelSource:
             kind = unusual_kind(path)
             raise ConfigError(f"model: {model} is {kind}; give a model's folder, a hub name or a .gguf file")
     except OSError as error:
-        raise ConfigError(f"model: {model} cannot be read: {error.strerror}") from error
+        raise told(error, f"model: {model} cannot be read", path) from error
     _check_hub_name(model)
     return ModelSource(ModelKind.HUB, model)
 
@@ -170,7 +177,7 @@ def find_origin(model: str) -> Origin | None:
         if named and path.parent.name == CHECKPOINTS_FOLDER and (path.parents[1] / CONFIG_FILE).is_file():
             return Origin(path.parents[1], int(named[1]))
     except OSError as error:
-        raise ConfigError(f"model: {model} cannot be read: {error.strerror}") from error
+        raise told(error, f"model: {model} cannot be read", path) from error
     return None
 
 

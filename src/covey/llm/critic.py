@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.config import ConfigError
+from covey.config.faults import told
 from covey.data import Batch
 from covey.llm.model_folder import read_weight_files
 from covey.llm.policy import LanguagePolicy
@@ -89,6 +90,7 @@ class LanguageCritic:
 
         Raises:
             ConfigError: if it is damaged, belongs to another model, or had the other kind of trunk.
+            MachineError: if it cannot be read.
         """
         if (folder / "config.json").is_file() != self.own_trunk:
             has, other = ("a", "own") if not self.own_trunk else ("no", "policy")
@@ -102,8 +104,7 @@ class LanguageCritic:
             if self.own_trunk:
                 self._load_trunk(folder)
         except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"the critic in {folder} does not fit ({reason}): take the folder away") from error
+            raise told(error, f"take away the critic in {folder}, which does not fit", folder) from error
 
     def _load_trunk(self, folder: Path) -> None:
         config = read_config(folder, str(folder))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from covey.config import ConfigError
+from covey.config.faults import told
 from covey.observe.run_store import SUMMARY_FILE, read_metrics
 from covey.observe.worlds import SECONDS, Wording, find_wording
 
@@ -149,6 +149,7 @@ def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
 
     Raises:
         ConfigError: if the folder holds no finished run.
+        MachineError: if it cannot be read.
     """
     records = read_metrics(run_dir)
     try:
@@ -157,7 +158,7 @@ def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
         final, count, peak = float(after["score"]), int(after["count"]), int(summary["peak_memory_bytes"])
         world = find_wording(summary)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{run_dir} holds no finished run that can be compared ({error}): delete it") from error
+        raise told(error, f"{run_dir} holds no finished run that can be compared, delete it", run_dir) from error
     seconds = np.cumsum(_column(records, "time/step"))
     if world.world == "control":
         spent = (_column(records, "environment/episodes"), _column(records, "environment/steps"), seconds)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from covey.config import ConfigError, MachineError
-from covey.config.faults import faults_of, machine_error
+from covey.config.faults import faults_of, told
 from covey.config.files import user_path
 from covey.config.origins import ARCHITECTURE_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from covey.config.values import command
@@ -36,7 +36,6 @@ _BEFORE_THE_FIRST_STEP = {
     LOCK_FILE, CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, HELD_OUT_FOLDER, ORIGIN_FILE, CHECKPOINTS_FOLDER,
     ARCHITECTURE_FOLDER,
 }  # fmt: skip
-_USERS_MISTAKES = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
 
 
 class FolderLock:
@@ -153,10 +152,18 @@ def check_run_dir(run_dir: str | Path, *, resume: bool = False) -> Path:
             _refuse_occupied(folder, run_dir)
         if (folder / LOCK_FILE).is_file():
             FolderLock(folder).release()
-        existing = next(path for path in (folder, *folder.absolute().parents) if _is_there(path))
-        with tempfile.TemporaryFile(dir=existing):  # trying is the only sure way: root may write where it cannot
-            pass
+        _try_to_write(next(path for path in (folder, *folder.absolute().parents) if _is_there(path)))
     return folder
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raises OSError where no file can be made. Trying is the only sure way: root may write where it cannot."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        error.filename = str(folder)  # the name of the file says nothing
+        raise
 
 
 @contextmanager
@@ -167,10 +174,7 @@ def _unusable(run_dir: str | Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, (ConfigError, MachineError)):
             raise
-        if isinstance(error, OSError) and error.errno not in _USERS_MISTAKES and (fault := machine_error(error)):
-            raise fault from error
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"cannot write the run folder {run_dir} ({reason}): name another with --run-dir") from error
+        raise told(error, f"cannot write the run folder {run_dir}, name another with --run-dir") from error
 
 
 def _refuse_occupied(folder: Path, shown: str | Path) -> None:
@@ -228,10 +232,9 @@ def check_new_file(path: Path, option: str) -> None:
     if _is_there(path):
         raise ConfigError(f"{option} {path}: the file is there already, and is not replaced: name another")
     try:
-        with faults_of(path), tempfile.TemporaryFile(dir=path.absolute().parent):
-            pass
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}: create it, or name another") from None
+        _try_to_write(path.absolute().parent)
+    except OSError as error:
+        raise told(error, f"{option} {path}: create the folder {path.parent}, or name another") from None
 
 
 def holds_run(run_dir: Path) -> bool:

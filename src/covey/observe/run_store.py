@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.config import ConfigError
-from covey.config.faults import faults_of
+from covey.config.faults import faults_of, told
 from covey.config.origins import CHECKPOINTS_FOLDER, CONFIG_FILE, CRITIC_FOLDER, MODEL_FOLDER  # noqa: F401 -- see above
 from covey.observe.run_folder import (
     HELD_OUT_FOLDER,
@@ -61,7 +61,7 @@ class RunStore:
         """
         self._lock = open_run_dir(run_dir, resume=resume)
         self.run_dir = self._lock.folder
-        self._began = resume  # whether there may be something worth keeping
+        self.began = resume  # whether a step has been recorded
         self._unsynced: list[Path] = [self.run_dir / CONFIG_FILE]
         with faults_of(self.run_dir):
             (self.run_dir / ROLLOUTS_FOLDER).mkdir(exist_ok=True)
@@ -76,10 +76,18 @@ class RunStore:
 
     def close(self) -> None:
         """Let other processes write here. The folder of a run that ended before its first step is removed."""
-        if not self._began:
+        if not self.began:
             with suppress(OSError):
                 discard_unstarted(self.run_dir)
         self._lock.release()
+
+    def check(self) -> None:
+        """See that the folder is still there, and still the same one.
+
+        Raises:
+            MachineError: if it was deleted, moved or replaced.
+        """
+        self._lock.check()
 
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Append a finished step. Its rollouts are written before its metrics, so a line promises its rollouts."""
@@ -88,21 +96,21 @@ class RunStore:
             for group in groups
             for rollout in group.rollouts
         ]
-        self._lock.check()
-        self._began = True
+        self.check()
         path = self.rollouts_path(step)
         with faults_of(path):
             path.write_bytes(b"".join(lines))
         self._unsynced.append(path)
         with faults_of(self.run_dir / METRICS_FILE), open(self.run_dir / METRICS_FILE, "ab") as file:
             file.write(encode({"step": step, **metrics}) + b"\n")
+        self.began = True
 
     def record_evaluation(self, step: int, answers: Sequence[dict[str, Any]]) -> None:
         """Write the held-out answers of the weights after `step` steps (0 is before training), whole or not at all.
 
         The same weights may be evaluated again, at more token limits: the file then holds what it held, and more.
         """
-        self._lock.check()
+        self.check()
         path = self.held_out_path(step)
         with faults_of(path):
             path.parent.mkdir(exist_ok=True)
@@ -110,7 +118,7 @@ class RunStore:
 
     def sync(self) -> None:
         """Bring every recorded step to the disk. To be called before a checkpoint that counts on them."""
-        self._lock.check()
+        self.check()
         for path in (*self._unsynced, self.run_dir / ROLLOUTS_FOLDER, self.run_dir / METRICS_FILE, self.run_dir):
             if path.exists():  # somebody may have made room
                 with faults_of(path):
@@ -208,12 +216,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
     Raises:
         ConfigError: if there is no metrics file, or a line before the last is damaged.
+        MachineError: if the file cannot be read.
     """
     path = Path(run_dir) / METRICS_FILE
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise told(error, f"cannot read {path}", path) from error
     return list(_parsed(lines, path))
 
 

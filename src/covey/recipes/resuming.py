@@ -141,6 +141,7 @@ def take_up(parts: Parts, store: RunStore, display: Display, checkpoint_every: i
     progress = Progress()
     if latest is not None:
         progress = _loaded(parts, checkpoints, latest)
+        checkpoints.tidy(latest)
     elif checkpoints.steps() or store.last_recorded() > checkpoint_every:
         why = "no checkpoint is whole" if checkpoints.steps() else f"{CHECKPOINTS_FOLDER}/ was deleted"
         words = ["covey", "train", str(store.run_dir / CONFIG_FILE), "--run-dir", f"{store.run_dir}-again"]

@@ -68,7 +68,7 @@ def run(
     world = open_world(config, task, rewards)
     try:
         run_dir = config.run_dir or claim_run_dir(Path(recipe_name).stem)
-        with RunStore(run_dir) as store, _faults_of_run(store.run_dir):
+        with RunStore(run_dir) as store, _faults_of_run(store):
             with faults_of(store.run_dir / CONFIG_FILE):
                 write_config(replace(world.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
             return _carry_out(world, store, launch or Launch.from_python(recipe_name, task, rewards))
@@ -88,7 +88,7 @@ def resume(
         MachineError: for a fault of the machine; what the run had reached stays.
     """
     rewards = _listed(rewards)
-    with RunStore(run_dir, resume=True) as store, _faults_of_run(store.run_dir):
+    with RunStore(run_dir, resume=True) as store, _faults_of_run(store):
         origin, config, notes = read_beginning(store.run_dir)
         validate(config, own_task=task is not None, own_rewards=bool(rewards))
         world = open_world(config, task, rewards)
@@ -188,18 +188,23 @@ def _how_to_continue(world: World, run_dir: Path, launch: Launch) -> str:
 
 
 @contextmanager
-def _faults_of_run(run_dir: Path) -> Iterator[None]:
+def _faults_of_run(store: RunStore) -> Iterator[None]:
     """A fault of the machine with the way to go on after it."""
     try:
-        yield
+        try:
+            yield
+        except Exception:
+            store.check()  # a folder that is gone is the cause of whatever failed
+            raise
+        store.check()
     except Exception as error:
         fault = machine_error(error)
         if fault is None:
             raise
         then = "start the run again"
         with suppress(OSError):
-            if holds_run(run_dir):
-                then = f"go on with: {command('train', '--resume', run_dir)}"
+            if store.began or holds_run(store.run_dir):
+                then = f"go on with: {command('train', '--resume', store.run_dir)}"
         raise MachineError(f"{fault}; then {then}") from error
 
 

@@ -85,7 +85,7 @@ class CheckpointFolder:
         tensors: dict[str, Tensor] = {}
         document = json.dumps(_take_out_tensors(state, "", tensors)).encode()
         _refuse_shared(tensors)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(exist_ok=True)  # not its parents: a run folder that was deleted does not come back
         self._remove_leftovers()
         self._check_free_space(sum(t.nbytes for t in tensors.values()) + len(document) + _SPARE_BYTES)
         draft = self.path / f"{_UNFINISHED}{step:08d}"
@@ -172,6 +172,15 @@ class CheckpointFolder:
             names = [entry.name for entry in self.path.iterdir() if entry.is_dir()]
         steps = (int(match[1]) for match in map(CHECKPOINT_NAME.fullmatch, names) if match)
         return sorted(step for step in steps if self.folder(step).name in names)
+
+    def tidy(self, newest: int) -> None:
+        """Remove what a save before would have removed, had it not been killed or met a fault; `newest` is kept.
+
+        Raises:
+            MachineError: if the disk does not let it be removed.
+        """
+        with faults_of(self.path):
+            self._remove_old(newest)
 
     def _check_free_space(self, needed: int) -> None:
         free = shutil.disk_usage(self.path).free
