@@ -1,10 +1,13 @@
-"""A resumed run knows its recipe, and says what of its record is lost; what training needs is in the checkpoint."""
+"""A resumed run knows its recipe and its files, and says what of its record is lost; what training needs is in the
+checkpoint.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import pytest
 from covey.cli import main
 from covey.config.reader import write_config
 from helpers import practice
-from helpers.runs import files, reproducible_metrics
+from helpers.runs import Moment, covey, files, reproducible_metrics, write_recipe
+from helpers.tiny import tiny_folder
 
 STEPS, KILLED = 6, 5  # the copies below were killed after step 5 and have checkpoints of steps 2 and 4
 CONTROL = {
@@ -145,6 +149,7 @@ ORIGINS: dict[str, Callable[[dict], object]] = {
     "nested": lambda origin: "[" * 100_000,
     "without settings": lambda origin: {**origin, "config": None},
     "without an evaluation": lambda origin: {**origin, "before": []},
+    "without checksums": lambda origin: {**origin, "inputs": None},
     "with half an evaluation": lambda origin: {**origin, "before": [{"score": 1}]},
     "with a recipe that is none": lambda origin: {**origin, "recipe": 5},
 }
@@ -159,11 +164,66 @@ def test_a_lost_origin_is_one_line(name: str, run_dir: Path, whole: Path, capsys
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     output = resume(run_dir, capsys)
     how = "missing" if content is None else "damaged"
-    assert f"origin.json is {how}: the evaluation before training is repeated; whether config.toml and" in output
+    assert f"origin.json is {how}: the evaluation before training is repeated; whether config.toml, the" in output
     assert_same_weights(run_dir, whole)
     before, expected = (json.loads((path / "origin.json").read_text())["before"][0] for path in (run_dir, whole))
     assert {**before, "seconds": 0} == {**expected, "seconds": 0}
     assert "origin.json" not in resume(run_dir, capsys)
+
+
+@pytest.fixture(scope="module")
+def own_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, reward functions and a run on them that was stopped after step 1."""
+    folder = tmp_path_factory.mktemp("own_files")
+    recipe = write_recipe(folder, tiny_folder(folder / "model"), steps=3)
+    for name in ("data", "held_out"):
+        rows = [{"prompt": [{"role": "user", "content": f"{i}+1 {name}"}], "answer": str(i + 1)} for i in range(6)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f'name = "jsonl"\npath = "{folder}/data.jsonl"\nheld_out_path = "{folder}/held_out.jsonl"'
+    recipe.write_text(
+        recipe.read_text().replace('name = "arithmetic"\ndigits = [1]', task).replace("every = 2", "every = 1")
+    )
+    code, output = covey("train", recipe, "--run-dir", folder / "run", cwd=folder, moment=Moment(2, 0))
+    assert code == -signal.SIGKILL, output
+    return folder
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "held_out.jsonl", "rewards.py"])
+def test_a_changed_file_is_refused(name: str, own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, run_dir = own_files / name, own_files / "run"
+    (run_dir / "covey.lock").unlink(missing_ok=True)  # names the last process
+    before, recorded = path.read_text(), files(run_dir)
+    path.write_text(before + "\n")
+    try:
+        line = resume(run_dir, capsys, code=2)
+    finally:
+        path.write_text(before)
+    assert f"{path} has changed since the run began; a resumed run reads what it read before, so put it back" in line
+    command = shlex.split(line.rpartition("start a new run from its last checkpoint: covey ")[2])
+    checkpoint = run_dir / "checkpoints" / "step-00000001"
+    assert command == [
+        "train",
+        str(run_dir / "config.toml"),
+        "--run-dir",
+        f"{run_dir}-changed",
+        "--model",
+        str(checkpoint),
+    ]
+    (run_dir / "covey.lock").unlink()
+    assert files(run_dir) == recorded
+
+
+def test_another_backend_is_told(own_files: Path, tmp_path: Path) -> None:
+    """The data and the functions are as they were, so the run goes on; without the kernels its last bits may differ."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(own_files / "run", run_dir)
+    machine = json.loads((run_dir / "origin.json").read_text())["environment"]
+    assert machine["update"] == "packed"
+    edit(run_dir / "origin.json", f'"sampling": "{machine["sampling"]}"', '"sampling": "padded cache"')
+    code, output = covey("train", "--resume", run_dir, cwd=tmp_path)
+    assert code == 0, output
+    changed = f"so the last bits may differ: sampling was padded cache, is {machine['sampling']}"
+    assert changed in " ".join(output.split())
 
 
 @pytest.mark.parametrize("what", ["metrics.jsonl", "rollouts", "both"])

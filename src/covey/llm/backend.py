@@ -77,6 +77,14 @@ class Backend:
             return FullForwardDecoder(module, rows)
         return CacheDecoder(module, rows, pads=sampling == "padded cache")
 
+    def recorded(self, module: PreTrainedModel) -> dict[str, str]:
+        """The first two columns of the table and the kernels, as a run records them."""
+        return {
+            "update": "packed" if self.shares_prompts else "by row",
+            "sampling": self.sampling(module),
+            "kernels": "torch's" if kernels_for(module.dtype, module.device) is None else "covey's",
+        }
+
     def describe(self, module: PreTrainedModel) -> str:
         """One line for the user."""
         kind = type(module).__name__

@@ -33,6 +33,7 @@ class Assembled:
     settings: Settings
     measure: Callable[[str], list[Evaluation]]  # greedy, on what training never sees; the label is for the display
     save: Callable[[Path], None]  # what was trained, into the run folder
+    machine: dict[str, Any]  # what the bits of a result depend on beside seed, config and inputs
     facts: Callable[[], dict[str, Any]]  # what summary.json says beside what every run has
 
 
@@ -58,9 +59,6 @@ class World(Protocol):
 
     def assemble(self, store: RunStore, display: Display) -> Assembled:
         """Load what is heavy and put the parts together."""
-
-    def machine(self) -> dict[str, Any]:
-        """What the bits of a result depend on beside seed and config."""
 
     def drawable(self) -> bool:
         """Whether an episode can be rendered here."""

@@ -105,10 +105,6 @@ class ControlWorld:
         )
         return f"{config.algorithm} on {config.environment.id}, {plural(config.steps, 'step')} of {what}"
 
-    def machine(self) -> dict[str, Any]:
-        here = environment(torch.device("cpu"), torch.float32)
-        return here | {"gymnasium": version("gymnasium"), "numpy": version("numpy")}
-
     def assemble(self, store: RunStore, display: Display) -> Assembled:
         config, update = self.config, self.config.update
         gamma = config.rollouts.discount
@@ -167,6 +163,7 @@ class ControlWorld:
             settings,
             evaluation.measure,
             lambda run_dir: policy.save(run_dir / MODEL_FOLDER),
+            _machine(),
             lambda: self._facts(sampler),
         )
 
@@ -233,6 +230,11 @@ def episode_returns(policy: ControlPolicy, environments: Environments, seeds: li
     """The undiscounted return of one greedy episode from every reset seed."""
     segments, tape = play(environments, policy, seeds, None)
     return [float(tape.rewards(segment).sum()) for segment in segments]
+
+
+def _machine() -> dict[str, Any]:
+    here = environment(torch.device("cpu"), torch.float32)
+    return here | {"gymnasium": version("gymnasium"), "numpy": version("numpy")}
 
 
 def build_policy(config: ControlConfig, environments: Environments) -> ControlPolicy:

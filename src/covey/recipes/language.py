@@ -256,10 +256,6 @@ class LanguageWorld:
             f"{str(self.chosen.dtype).removeprefix('torch.')}"
         )
 
-    def machine(self) -> dict[str, Any]:
-        native = kernels_for(self.chosen.dtype, self.chosen.device) is not None
-        return environment(self.chosen.device, self.chosen.dtype) | {"kernels": "covey's" if native else "torch's"}
-
     def assemble(self, store: RunStore, display: Display) -> Assembled:
         """Load the model, and a second copy of it as the reference."""
         config = self.config
@@ -316,9 +312,11 @@ class LanguageWorld:
             follow_every=config.reference.refresh_every,
             decision_budget=config.token_budget,
         )
+        machine = environment(self.chosen.device, self.chosen.dtype)
+        machine |= loaded.policy.backend.recorded(loaded.policy.module)
         return Assembled(
-            parts, settings, held_out.measure,
-            lambda run_dir: _save(run_dir, loaded, critic), lambda: {"model": config.model},
+            parts, settings, held_out.measure, lambda run_dir: _save(run_dir, loaded, critic),
+            machine, lambda: {"model": config.model},
         )  # fmt: skip
 
     def _load(self, store: RunStore, display: Display) -> LoadedPolicy:

@@ -12,6 +12,7 @@ from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.faults import faults_of, machine_error
 from covey.config.origins import CHECKPOINTS_FOLDER
 from covey.config.reader import config_from_dict, config_to_dict, first_difference, read_tables, write_config
+from covey.config.values import command
 from covey.observe.display import Display
 from covey.observe.run_folder import ORIGIN_FILE
 from covey.observe.run_store import CONFIG_FILE, METRICS_FILE, RunStore, read_metrics
@@ -24,12 +25,25 @@ Origin = dict[str, Any]
 _MEASURED = {"score", "low", "high", "count", "seconds"}  # what every evaluation in origin.json has
 
 
-def new_origin(launch: Launch, config: RunConfig | ControlConfig, machine: dict[str, Any], before: list[Any]) -> Origin:
-    """What a resumed run must know of its beginning."""
+def new_origin(
+    launch: Launch,
+    config: RunConfig | ControlConfig,
+    inputs: dict[str, str],
+    machine: dict[str, Any],
+    before: list[Any],
+) -> Origin:
+    """What a resumed run must know of its beginning.
+
+    Args:
+        inputs: checksums of the files that it reads, by their names.
+        machine: what the bits of a result depend on beside seed, config and inputs.
+        before: the evaluations before training.
+    """
     return {
         "recipe": launch.title,
         "launch": vars(launch),
         "config": _plain(config),
+        "inputs": inputs,
         "environment": machine,
         "before": before,
     }
@@ -58,7 +72,7 @@ def _read_origin(run_dir: Path) -> tuple[Origin | None, str]:
         return origin, ""
     return None, (
         f"{ORIGIN_FILE} is {'missing' if origin is None else 'damaged'}: the evaluation before training is repeated; "
-        f"whether {CONFIG_FILE} and this machine are those that the run began with is not known"
+        f"whether {CONFIG_FILE}, the files that it names and this machine are those of its beginning is not known"
     )
 
 
@@ -67,6 +81,7 @@ def _is_origin(origin: Any) -> bool:
         isinstance(origin, dict)
         and isinstance(origin.get("recipe"), str)
         and isinstance(origin.get("config"), dict)
+        and isinstance(origin.get("inputs"), dict)
         and isinstance(origin.get("environment"), dict)
         and isinstance(origin.get("before"), list)
         and bool(origin["before"])
@@ -97,17 +112,37 @@ def _refuse_changed(config: RunConfig | ControlConfig, origin: Origin, run_dir: 
     name = first_difference(began, now)
     if not name:
         return
-    steps = CheckpointFolder(run_dir / CHECKPOINTS_FOLDER).steps()
-    words = ["covey", "train", str(run_dir / CONFIG_FILE), "--run-dir", f"{run_dir}-changed"]
-    if isinstance(config, RunConfig) and steps:
-        words += ["--model", str(run_dir / CHECKPOINTS_FOLDER / f"step-{steps[-1]:08d}")]
-        start = "start a new run from its last checkpoint"
-    else:
-        start = "start a new run"
     raise ConfigError(
         f"{run_dir / CONFIG_FILE} has changed since the run began: {name} was {_value(began, name)} and is "
-        f"{_value(now, name)}; a resumed run keeps its settings, so put it back, or {start}: {shlex.join(words)}"
+        f"{_value(now, name)}; a resumed run keeps its settings, so put it back, or {_anew(config, run_dir)}"
     )
+
+
+def refuse_changed_inputs(
+    origin: Origin | None, inputs: dict[str, str], config: RunConfig | ControlConfig, run_dir: Path
+) -> None:
+    """Refuse data and functions that are not those of the run's beginning, which would not end as if never stopped.
+
+    Raises:
+        ConfigError: naming the first file.
+    """
+    if origin is None or inputs == origin["inputs"]:
+        return
+    names = [name for name in inputs if inputs[name] != origin["inputs"].get(name)]
+    raise ConfigError(
+        f"{names[0]} has changed since the run began; a resumed run reads what it read before, so put it back, or "
+        f"{_anew(config, run_dir)}"
+    )
+
+
+def _anew(config: RunConfig | ControlConfig, run_dir: Path) -> str:
+    """How to begin a new run with what has changed."""
+    steps = CheckpointFolder(run_dir / CHECKPOINTS_FOLDER).steps()
+    words = ["train", str(run_dir / CONFIG_FILE), "--run-dir", f"{run_dir}-changed"]
+    if not isinstance(config, RunConfig) or not steps:
+        return f"start a new run: {command(*words)}"
+    words += ["--model", str(run_dir / CHECKPOINTS_FOLDER / f"step-{steps[-1]:08d}")]
+    return f"start a new run from its last checkpoint: {command(*words)}"
 
 
 def _plain(config: RunConfig | ControlConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from covey.config import ConfigError, ControlConfig, MachineError, RewardConfig, RunConfig
 from covey.config.checks import validate
 from covey.config.faults import faults_of, machine_error
+from covey.config.inputs import input_checksums
 from covey.config.reader import write_config
 from covey.config.values import command
 from covey.data import Task
@@ -26,7 +27,7 @@ from covey.observe.run_store import CONFIG_FILE, CURVE_FILE, RunStore, read_metr
 from covey.recipes import advice
 from covey.recipes.advice import Launch
 from covey.recipes.build import Evaluation, World
-from covey.recipes.resuming import Origin, new_origin, read_beginning, take_up
+from covey.recipes.resuming import Origin, new_origin, read_beginning, refuse_changed_inputs, take_up
 from covey.runtime.device import differences, peak_memory_bytes
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.train.loop import Progress, train
@@ -65,13 +66,14 @@ def run(
     """
     rewards = _listed(rewards)
     validate(config, own_task=task is not None, own_rewards=bool(rewards))
+    inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
     world = open_world(config, task, rewards)
     try:
         run_dir = config.run_dir or claim_run_dir(Path(recipe_name).stem)
         with RunStore(run_dir) as store, _faults_of_run(store):
             with faults_of(store.run_dir / CONFIG_FILE):
                 write_config(replace(world.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
-            return _carry_out(world, store, launch or Launch.from_python(recipe_name, task, rewards))
+            return _carry_out(world, store, launch or Launch.from_python(recipe_name, task, rewards), inputs)
     finally:
         world.close()
 
@@ -84,17 +86,20 @@ def resume(
     A run that was started with a task or rewards of its own in Python must be given them again.
 
     Raises:
-        ConfigError: where the folder holds no run that can be resumed, or its settings have changed since it began.
+        ConfigError: where the folder holds no run that can be resumed, or its settings, its data or the files of its
+            functions have changed since it began.
         MachineError: for a fault of the machine; what the run had reached stays.
     """
     rewards = _listed(rewards)
     with RunStore(run_dir, resume=True) as store, _faults_of_run(store):
         origin, config, notes = read_beginning(store.run_dir)
         validate(config, own_task=task is not None, own_rewards=bool(rewards))
+        inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
+        refuse_changed_inputs(origin, inputs, config, store.run_dir)
         world = open_world(config, task, rewards)
         try:
             launch = advice.read_launch(store.run_dir) or Launch(str(store.run_dir / CONFIG_FILE))
-            return _carry_out(world, store, launch, origin, notes, resuming=True)
+            return _carry_out(world, store, launch, inputs, origin, notes, resuming=True)
         finally:
             world.close()
 
@@ -125,6 +130,7 @@ def _carry_out(
     world: World,
     store: RunStore,
     launch: Launch,
+    inputs: dict[str, str],
     origin: Origin | None = None,
     notes: Sequence[str] = (),
     *,
@@ -144,25 +150,31 @@ def _carry_out(
     set_last_words(lambda: f"interrupted. {_how_to_continue(world, store.run_dir, launch)}")
     try:
         with outlasting_output():
-            return _train(world, store, launch, display, origin, resuming=resuming)
+            return _train(world, store, launch, inputs, display, origin, resuming=resuming)
     except KeyboardInterrupt:
         say_last_words()
         raise
 
 
 def _train(
-    world: World, store: RunStore, launch: Launch, display: Display, origin: Origin | None, *, resuming: bool
+    world: World,
+    store: RunStore,
+    launch: Launch,
+    inputs: dict[str, str],
+    display: Display,
+    origin: Origin | None,
+    *,
+    resuming: bool,
 ) -> Summary | None:
     assembled = world.assemble(store, display)
     parts, settings = assembled.parts, assembled.settings
     with display:
-        machine = world.machine()
         if origin is None:  # the weights are still those that training begins with
-            origin = new_origin(launch, world.config, machine, assembled.measure("before"))
+            origin = new_origin(launch, world.config, inputs, assembled.machine, assembled.measure("before"))
             write_atomically(store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
         progress = Progress()
         if resuming:
-            for line in differences(origin["environment"], machine):
+            for line in differences(origin["environment"], assembled.machine):
                 display.note(f"resuming on another footing, so the last bits may differ: {line}")
             progress = take_up(parts, store, display, settings.checkpoint_every)
         with stop_requests(display.note) as stopped:

@@ -1,0 +1,37 @@
+"""The files that a run reads again when it is resumed: its data and its own Python functions."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from covey.config.control import ControlConfig
+from covey.config.faults import faults_of
+from covey.config.files import user_path
+from covey.config.language import JsonlConfig, RunConfig
+
+
+def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:
+    """SHA-256 of every such file, by its name in the config.
+
+    Args:
+        own_task: a script gave a task, so the config's is not used.
+        own_rewards: likewise for rewards.
+
+    Raises:
+        MachineError: if a file cannot be read.
+    """
+    if not isinstance(config, RunConfig):
+        return {}
+    names = []
+    if isinstance(config.task, JsonlConfig) and not own_task:
+        names += [config.task.path, config.task.held_out_path]
+    functions = [config.process.boundary, *(() if own_rewards else (reward.function for reward in config.rewards))]
+    sources = (function.rpartition(":")[0] for function in functions)
+    names += [source for source in sources if source.endswith(".py")]
+    return {name: _checksum(user_path(name)) for name in names if name}
+
+
+def _checksum(path: Path) -> str:
+    with faults_of(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
