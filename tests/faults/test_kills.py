@@ -61,7 +61,10 @@ def train(kind: str, place: Path) -> list[object]:
 
 
 def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return False
 
 
 def kill_at(words: list[object], moment: Moment, run_dir: Path, place: Path) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import covey.recipes.control
 import covey.recipes.language
@@ -335,14 +336,22 @@ def test_too_many_open_files(spare: int, place: Path, tmp_path: Path) -> None:
     assert_same(run_dir, place / "whole")
 
 
+def addresses() -> int:
+    """Bytes that this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 def spare_memory(megabytes: int) -> None:
-    """This process may take so many addresses more."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + (megabytes << 20)
+    """This process may map so many more; what earlier tests left free in its heap is taken first, and kept."""
+    before = addresses()
+    while addresses() == before:
+        _taken.append(torch.empty(WIDE, WIDE))
+    limit = addresses() + (megabytes << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 CAUSES = r"error: there is not enough memory \(.*\): close other programs, or make the run smaller"
+_taken: list[torch.Tensor] = []
 WIDE = 1200  # units in each of two hidden layers: a tensor of 6 MB
 
 
