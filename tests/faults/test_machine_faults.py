@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import covey.recipes.control
 import covey.recipes.language
@@ -334,52 +333,3 @@ def test_too_many_open_files(spare: int, place: Path, tmp_path: Path) -> None:
     outcome = command(way_on(outcome, "raise the limit on open files (ulimit -n)", run_dir, words), tmp_path)
     assert outcome.code == 0, outcome
     assert_same(run_dir, place / "whole")
-
-
-def addresses() -> int:
-    """Bytes that this process has mapped."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def spare_memory(megabytes: int) -> None:
-    """This process may map so many more; what earlier tests left free in its heap is taken first, and kept."""
-    before = addresses()
-    while addresses() == before:
-        _taken.append(torch.empty(WIDE, WIDE))
-    limit = addresses() + (megabytes << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-CAUSES = r"error: there is not enough memory \(.*\): close other programs, or make the run smaller"
-_taken: list[torch.Tensor] = []
-WIDE = 1200  # units in each of two hidden layers: a tensor of 6 MB
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe of a policy that needs some memory, and a run of it that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("wide")
-    settings = {"policy": {"hidden": [WIDE, WIDE]}, "steps": 2, "checkpoint": {"every": 1}}
-    write_config(practice.read(CONTROL, **settings), folder / "recipe.toml")
-    outcome = command(["train", folder / "recipe.toml", "--run-dir", folder / "whole"], folder)
-    assert outcome.code == 0, outcome
-    return folder
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is of Linux")
-@pytest.mark.parametrize(
-    ("owner", "name", "times"),
-    [(covey.recipes.control, "ControlPolicy", 1), (covey.train.loop, "update", 1), (CheckpointFolder, "load", 1)],
-)
-def test_too_little_memory(owner: Any, name: str, times: int, wide: Path, tmp_path: Path) -> None:
-    """At load, in the update, and when a run is resumed."""
-    run_dir = tmp_path / "run"
-    words: list[object] = ["train", wide / "recipe.toml", "--run-dir", run_dir]
-    if name == "load":
-        outcome = command(words, tmp_path, lambda: when_called(RunStore, "record", 2, lambda: os._exit(0)))
-        words = ["train", "--resume", run_dir]
-    outcome = command(words, tmp_path, lambda: when_called(owner, name, times, lambda: spare_memory(4)))
-    assert re.match(CAUSES, outcome.errors), outcome
-    outcome = command(way_on(outcome, "covey plan shows what takes memory", run_dir, words), tmp_path)
-    assert outcome.code == 0, outcome
-    assert_same(run_dir, wide / "whole")
