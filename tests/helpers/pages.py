@@ -87,7 +87,9 @@ TINY_CONFIG = {"model_type": "llama", "vocab_size": 96, "hidden_size": 32, "num_
 # What a page leaves to its reader.
 OWN_FILES = {
     "README.md": {
-        "prompts.jsonl": "".join(json.dumps({"prompt": f"Name {thing}."}) + "\n" for thing in "abcdefghijkl"),
+        "prompts.jsonl": "".join(
+            json.dumps({"prompt": [{"role": "user", "content": thing}]}) + "\n" for thing in "abcdefghijkl"
+        ),
         "rewards.py": OWN_REWARD,
     },
     "docs/memory.md": {

@@ -179,5 +179,6 @@ def leave(code: int) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     if code == EXIT_CODE:
+        _state.said = True  # by the command, which has returned
         end_now()
     sys.exit(code)
