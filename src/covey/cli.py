@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from covey.command_line import MACHINE_FIELDS, OVERVIEW, parse
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, JsonlConfig, RunConfig, RunError
@@ -27,22 +27,18 @@ from covey.config.reader import (
     config_from_dict,
     config_to_dict,
     config_to_toml,
-    describe_recipe,
-    find_recipe,
-    packaged_recipes,
     read_recipe,
     read_tables,
     root_of,
     split_overrides,
 )
-from covey.config.values import check_text, command, plural, printable
+from covey.config.recipe_files import describe_recipe, find_recipe, packaged_recipes
+from covey.config.values import check_text, command, printable
 from covey.observe.output import outlasting_output
+from covey.observe.reports import return_report, score_report
 from covey.observe.run_folder import check_new_file, check_run_dir, next_run_dir
 from covey.observe.run_store import CONFIG_FILE, write_records
 from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched
-
-if TYPE_CHECKING:
-    from covey.observe.score_kinds import ScoreKind
 
 EVALUATED = ("model", "task", "rewards", "sampling")  # the tables that `covey eval` looks at in a language model's run
 LANGUAGE_OPTIONS = (
@@ -313,43 +309,6 @@ def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Pa
     print(return_report(result, config.evaluation.expected_return))
     if advice := after_evaluation(saved.parent, trained, drawable=result["drawable"], drawn=arguments.render):
         print(advice)
-
-
-def return_report(result: dict[str, Any], expected: float | None) -> str:
-    """The mean return with its 95 % interval, beside the return that the recipe names, and the picture's place."""
-    interval = "no interval from one episode"
-    if result["low"] is not None:
-        interval = f"95 % interval {result['low']:.1f} to {result['high']:.1f}"
-    lines = [f"mean return {result['score']:.1f} ({interval}) over {plural(result['count'], 'episode')}"]
-    if expected is not None:
-        lines.append(f"expected {expected:g}: {'reached' if result['score'] >= expected else 'not reached'}")
-    if result.get("picture"):
-        lines.append(f"a picture of one episode is in {result['picture']}")
-    return "\n".join(lines)
-
-
-def score_report(scores: Sequence[Sequence[float]], kind: ScoreKind) -> str:
-    """The mean score of one answer a problem, or pass@k or best@k of several, with 95 % intervals over problems.
-
-    Args:
-        scores: of every problem those of its answers that were graded; problems without any are left out.
-        kind: of the scores.
-
-    Raises:
-        RunError: where nothing was scored.
-    """
-    scores = [problem for problem in scores if problem]
-    count, samples = len(scores), min((len(problem) for problem in scores), default=0)
-    if not samples:
-        raise RunError("no problem was scored, so there is nothing to report")
-    if max(len(problem) for problem in scores) == 1:
-        result = kind.estimate([problem[0] for problem in scores])
-        return f"{kind.name} {kind.write(result['score'])} ({kind.name_interval(result)}), {kind.describe_mean(result)}"
-    lines = [f"{plural(count, 'problem')}, {plural(samples, 'answer')} each (95 % interval over problems)"]
-    for k in [k for k in (2**i for i in range(samples.bit_length())) if k < samples] + [samples]:
-        result = kind.estimate_best([kind.best_at_k(problem, k) for problem in scores])
-        lines.append(f"  {f'{kind.best_of}@{k}':<9} {kind.write_interval(result)}")
-    return "\n".join(lines)
 
 
 def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:

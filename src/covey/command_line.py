@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.files import shortened
-from covey.config.reader import FieldHelp, describe_fields, packaged_recipes, split_overrides
+from covey.config.reader import FieldHelp, describe_fields, split_overrides
+from covey.config.recipe_files import packaged_recipes
 from covey.config.values import TYPE_NAMES, command, did_you_mean
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")

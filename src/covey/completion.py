@@ -11,7 +11,7 @@ from argcomplete.completers import FilesCompleter
 from covey.command_line import TAKE_FIELDS, Parser, build_parser, field_options
 from covey.config import TASK_CONFIGS, ControlConfig, RunConfig
 from covey.config.origins import EMBEDDED_MODELS
-from covey.config.reader import packaged_recipes
+from covey.config.recipe_files import packaged_recipes
 
 FILES = ("path", "held_out_path", "run_dir", "output", "resume", "model", "recipe", "recipes")  # may name a file
 

@@ -21,14 +21,13 @@ from covey.config import (
 )
 from covey.config.checks import USED_ONLY_BY, validate
 from covey.config.reader import (
-    PACKAGED_RECIPES,
     config_from_dict,
     config_to_dict,
     config_to_toml,
     describe_fields,
-    find_recipe,
     read_recipe,
 )
+from covey.config.recipe_files import PACKAGED_RECIPES, find_recipe
 from covey.config.values import leaves
 
 ENVIRONMENT = '[environment]\nid = "CartPole-v1"\n'

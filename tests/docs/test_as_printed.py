@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from covey.config import ControlConfig
-from covey.config.reader import PACKAGED_RECIPES, config_from_dict, config_to_toml, read_tables, root_of
+from covey.config.reader import config_from_dict, config_to_toml, read_tables, root_of
+from covey.config.recipe_files import PACKAGED_RECIPES
 from covey.llm.conversion import EMBEDDED
 from helpers.installed import Environment
 from helpers.pages import EXAMPLES, PAGES, ROOT, Block, blocks_of, whole_recipe, write_files

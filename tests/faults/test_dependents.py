@@ -11,7 +11,8 @@ import pytest
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.dependents import get
-from covey.config.reader import PACKAGED_RECIPES, read_recipe
+from covey.config.reader import read_recipe
+from covey.config.recipe_files import PACKAGED_RECIPES
 from covey.config.values import check_limits, leaves, plain_type
 
 RECIPES = sorted(path.stem for path in PACKAGED_RECIPES.glob("*.toml"))

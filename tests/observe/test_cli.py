@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli import main, parse, score_report
+from covey.cli import main, parse
 from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, MachineError, RewardConfig, RunConfig, RunError
 from covey.config.reader import describe_fields, write_config
+from covey.observe.reports import score_report
 from covey.observe.run_store import RunStore
 from covey.observe.score_kinds import ACCURACY, SCORE
 from covey.observe.statistics import mean_score, wilson_interval

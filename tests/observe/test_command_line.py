@@ -13,7 +13,8 @@ import pytest
 from covey.cli import main
 from covey.command_line import OVERVIEW, parse
 from covey.config import ConfigError
-from covey.config.reader import packaged_recipes, read_recipe
+from covey.config.reader import read_recipe
+from covey.config.recipe_files import packaged_recipes
 
 COVEY = Path(sys.executable).with_name("covey")
 

@@ -28,7 +28,8 @@ from covey.config import ConfigError, ControlConfig, RunConfig, RunError
 from covey.config.faults import faults_of
 from covey.config.files import shortened, user_path
 from covey.config.machine import processors
-from covey.config.reader import config_to_dict, find_recipe, first_difference, read_recipe, split_overrides, task_name
+from covey.config.reader import config_to_dict, first_difference, read_recipe, split_overrides, task_name
+from covey.config.recipe_files import find_recipe
 from covey.config.size_checks import check_threads
 from covey.config.values import plural
 from covey.observe.comparison import read_seed_run
