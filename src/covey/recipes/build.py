@@ -18,6 +18,7 @@ from covey.observe.run_store import CHECKPOINTS_FOLDER, RunStore
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.loop import Parts, Settings
+from covey.train.update import UpdatePlan
 
 Evaluation = dict[str, Any]
 
@@ -127,6 +128,18 @@ def learning_rate(peak: float, update: UpdateBase, steps: int) -> schedules.Sche
     if update.schedule == "constant":
         return schedules.constant(peak, warmup_steps=update.warmup_steps)
     return SCHEDULES[update.schedule](peak, steps=steps, warmup_steps=update.warmup_steps)
+
+
+def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> UpdatePlan:
+    """How a step's rollouts are gone through; `single_decisions`: a minibatch may hold a part of a rollout."""
+    return UpdatePlan(
+        update.epochs,
+        update.minibatches,
+        single_decisions=single_decisions,
+        target_kl=update.target_kl,
+        critic_epochs=update.critic_epochs,
+        critic_warmup_steps=update.critic_warmup_steps,
+    )
 
 
 def build_checkpoints(store: RunStore, keep: int) -> CheckpointFolder:

@@ -40,11 +40,11 @@ from covey.recipes.build import (
     build_checkpoints,
     build_optimizer,
     learning_rate,
+    update_plan,
 )
 from covey.runtime.device import environment, set_threads
 from covey.runtime.seeding import EVALUATING
 from covey.train.loop import Parts, Settings
-from covey.train.update import UpdatePlan
 
 EVALUATED_AT_ONCE = 100  # copies of the environment
 PICTURE = "agent.gif"
@@ -144,14 +144,7 @@ class ControlWorld:
             seed=config.seed,
             starts_per_step=self.environments.count if self.fragments else config.rollouts.starts_per_step,
             group_size=1 if self.fragments else config.rollouts.group_size,
-            plan=UpdatePlan(
-                update.epochs,
-                update.minibatches,
-                single_decisions=True,
-                target_kl=update.target_kl,
-                critic_epochs=update.critic_epochs,
-                critic_warmup_steps=update.critic_warmup_steps,
-            ),
+            plan=update_plan(update, single_decisions=True),
             learning_rate=learning_rate(update.learning_rate, update, config.steps),
             critic_learning_rate=learning_rate(
                 update.critic_learning_rate or update.learning_rate, update, config.steps

@@ -33,7 +33,14 @@ from covey.llm.unfinished_call import CALL_FILE, NotedGrader
 from covey.observe.display import Display
 from covey.observe.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.observe.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
-from covey.recipes.build import Assembled, build_algorithm, build_checkpoints, build_optimizer, learning_rate
+from covey.recipes.build import (
+    Assembled,
+    build_algorithm,
+    build_checkpoints,
+    build_optimizer,
+    learning_rate,
+    update_plan,
+)
 from covey.recipes.held_out import HeldOut
 from covey.runtime.device import (
     choose_device,
@@ -46,7 +53,6 @@ from covey.runtime.device import (
 from covey.runtime.following import FollowingWeights
 from covey.train.gather import Gathering
 from covey.train.loop import Parts, Settings
-from covey.train.update import UpdatePlan
 
 Reward = Callable[..., Any] | WeightedReward | RewardConfig | str
 
@@ -296,13 +302,7 @@ class LanguageWorld:
             starts_per_step=config.sampling.prompts_per_step,
             group_size=config.sampling.group_size,
             gathering=_gathering(config),
-            plan=UpdatePlan(
-                update.epochs,
-                update.minibatches,
-                target_kl=update.target_kl,
-                critic_epochs=update.critic_epochs,
-                critic_warmup_steps=update.critic_warmup_steps,
-            ),
+            plan=update_plan(update),
             learning_rate=learning_rate(update.learning_rate, update, config.steps),
             critic_learning_rate=learning_rate(
                 update.critic_learning_rate or update.learning_rate, update, config.steps
