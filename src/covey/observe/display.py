@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel on a terminal, one line a step anywhere else."""
+"""What a person sees while a run goes on: a live panel on a terminal or in a notebook, else one line a step."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from covey.config.values import plural, printable
+from covey.observe.notebook import NotebookOutput, in_notebook
 from covey.observe.score_kinds import is_above
 from covey.observe.worlds import Shown, Wording, find_wording
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # covey.data imports torch, which a mistake in a recipe must 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 24
 PACE_STEPS = 20  # the time left is told from the pace of the last steps
+KEPT = 30  # notes and sample rollouts in a notebook
 SHOWN_CHARACTERS = 400  # of a prompt or a completion
 QUIET_SECONDS = 1.0  # between two lines of a log, where steps are quick
 
@@ -55,7 +57,10 @@ class Display:
         self.title = title
         self.step = 0
         self.console = console or Console()
-        self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._notebook = NotebookOutput() if console is None and in_notebook() else None
+        self._kept: deque[RenderableType] = deque(maxlen=KEPT)  # in a notebook: what stands below the panel
+        on_terminal = self.console.is_terminal and not self.console.is_dumb_terminal and self._notebook is None
+        self.is_live = on_terminal or self._notebook is not None
         self.metrics: dict[str, float] = {}  # the newest value of every metric that was measured
         self.history: dict[str, list[float]] = {name: [] for name in self.world.drawn}
         self._last_line = -math.inf
@@ -65,14 +70,14 @@ class Display:
         self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
 
     def __enter__(self) -> Display:
-        if self.is_live:
+        if self.is_live and self._notebook is None:
             self._live.start()
         self._last_record = time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.is_live:
-            self._live.stop()
+        self._live.stop()  # nothing where it was not started
+        self._draw()
 
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[RolloutGroup]) -> None:
         """Show a finished step, and every `show_rollouts_every` steps two of its rollouts."""
@@ -86,6 +91,7 @@ class Display:
             self._print(Text(self.step_line(metrics)))
         if self.show_rollouts_every and step % self.show_rollouts_every == 0:
             self._print(sample_rollouts(step, groups, self.world.prompt))
+        self._draw(now=step == self.total_steps)
 
     def resume(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Go on after `step`, with what `covey.observe.run_store.read_metrics` gives of the steps before."""
@@ -107,7 +113,7 @@ class Display:
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
         """A bar for `total` items of work; call what it yields with the number of items just finished."""
-        bar = _Bar(label, total)
+        bar = _Bar(label, total, lambda: self._draw(now=False))
         self._bars.append(bar)
         if not self.is_live and not self.world.quick:
             self._print(Text(f"{label} ..."))
@@ -122,7 +128,7 @@ class Display:
 
     def show_summary(self, summary: dict[str, Any], advice: str) -> None:
         """The end of a run: before and after, what it cost, and what to do next."""
-        self.console.print(before_after_table(summary))
+        self._print(before_after_table(summary), soft_wrap=False)
         self._print(Text(cost_line(summary)))
         self._print(Text(advice))
 
@@ -140,14 +146,22 @@ class Display:
         left = self.seconds_left()
         return "  ".join(parts + ([f"left {clock(left)}"] if left is not None else []))
 
-    def _print(self, what: RenderableType) -> None:
-        self.console.print(what, soft_wrap=True)  # a command that is too long for the window can still be copied
+    def _print(self, what: RenderableType, *, soft_wrap: bool = True) -> None:
+        if self._notebook is not None:
+            self._kept.append(what)
+            self._draw()
+            return
+        self.console.print(what, soft_wrap=soft_wrap)  # a command that is too long for the window can still be copied
         if not self.is_live:
             self.console.file.flush()  # a log that is followed shows a step when it is finished
 
+    def _draw(self, *, now: bool = True) -> None:
+        if self._notebook is not None:
+            self._notebook.draw(self._render(), now=now)
+
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [self._panel()] if self.total_steps else []
-        return Group(*parts, *(bar.render() for bar in self._bars))
+        return Group(*parts, *(bar.render() for bar in self._bars), *self._kept)
 
     def _panel(self) -> Panel:
         left = self.seconds_left()
@@ -181,12 +195,13 @@ class Display:
 class _Bar:
     """One line of progress under the panel."""
 
-    def __init__(self, label: str, total: int) -> None:
-        self.label, self.total, self.done = label, total, 0
+    def __init__(self, label: str, total: int, moved: Callable[[], None]) -> None:
+        self.label, self.total, self.done, self._moved = label, total, 0, moved
         self.began = time.monotonic()
 
     def advance(self, count: int) -> None:
         self.done += count
+        self._moved()
 
     def render(self) -> RenderableType:
         seconds = time.monotonic() - self.began

@@ -1,0 +1,48 @@
+"""One output of a notebook cell, drawn anew in its place."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+WIDTH = 100  # characters
+DRAWN_SECONDS = 0.2  # between two drawings of what only moves a bar
+PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:1.2;font-family:monospace">{code}</pre>'
+
+
+def in_notebook() -> bool:
+    """Whether output goes to a notebook: IPython runs with a kernel behind it. IPython is never imported here."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class NotebookOutput:
+    """Shows what it is given in the current cell, always in the same place."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._drawn = float("-inf")
+
+    def draw(self, what: RenderableType, *, now: bool = True) -> None:
+        """Replace what is shown; without `now` only if the last drawing is a moment ago."""
+        if not now and time.monotonic() - self._drawn < DRAWN_SECONDS:
+            return
+        from IPython.display import display  # it is there: in_notebook found it
+
+        console = Console(
+            file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor",
+            force_jupyter=False, legacy_windows=False,
+        )  # fmt: skip
+        console.print(what, soft_wrap=True)  # a long command stays on one line
+        text = console.export_text(clear=False)
+        forms = {"text/html": console.export_html(inline_styles=True, code_format=PAGE), "text/plain": text}
+        if self._handle is None:
+            self._handle = display(forms, raw=True, display_id=True)
+        else:
+            self._handle.update(forms, raw=True)
+        self._drawn = time.monotonic()
