@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from covey.config import (
     WordProblemsConfig,
 )
 from covey.config.checks import validate
+from covey.config.function_source import check_function_name
 from covey.config.reader import config_from_dict, config_to_dict, describe_fields, read_recipe, write_config
 
 RECIPE = """\
@@ -380,3 +382,11 @@ def test_debug_shows_the_traceback(recipe: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert "Traceback" in done.stderr
     assert done.returncode != 0
+
+
+def test_threads_may_look_up_functions_at_once(tmp_path: Path) -> None:
+    """Python 3.11 raises SystemError if two threads parse at once."""
+    (tmp_path / "many.py").write_text("".join(f"def f{n}(x):\n    return [x + {n}, (x, [{n}])]\n" for n in range(2000)))
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(check_function_name, f"{tmp_path / 'many.py'}:f{n}", "function") for n in range(24)]
+    assert [one.exception() for one in found] == [None] * 24

@@ -318,7 +318,7 @@ def test_a_text_that_a_boundary_function_fails_on_is_a_failed_rollout(grader):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("raise", r"failed on at least 1 of 1 completions: KeyError: 'no' \(mine.py line \d+\)"),
+        ("raise", r"failed on at least 1 of 1 completion: KeyError: 'no' \(mine.py line \d+\)"),
         ("beyond", r"returned \[99\] for a text of 6 characters: give ascending positions in it"),
         ("back", r"returned \[3, 1\] for a text of 4 characters"),
         ("half", r"returned float 1\.5 where a position in the text, a whole number, is needed"),

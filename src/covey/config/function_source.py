@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
+import threading
 import warnings
 from importlib.machinery import PathFinder
 from importlib.util import decode_source, find_spec
@@ -19,6 +20,8 @@ from covey.config.values import check_text, did_you_mean, missing_file
 
 # With these a module can make names that its text does not show.
 _DYNAMIC = {"__getattr__", "globals", "locals", "vars", "exec", "eval", "setattr", "modules", "__dict__"}
+# Python 3.11 raises SystemError if two threads parse at once, and filters of warnings are those of the process.
+_PARSING = threading.Lock()
 _LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.JoinedStr)
 
 
@@ -66,7 +69,7 @@ def _check_module(module: str, name: str, where: str) -> None:
 def _check_source(path: Path, name: str, where: str) -> None:
     """Parse a file and look for a function among the names that it binds."""
     try:
-        with warnings.catch_warnings():
+        with _PARSING, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of doubtful escapes and the like
             tree = ast.parse(decode_source(read_file(path)), str(path))
     except SyntaxError as error:
