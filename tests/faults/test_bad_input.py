@@ -1,8 +1,10 @@
 """Mistakes of the user's: one line that names the fix, exit code 2, fast, without torch."""
 
+import gc
 import resource
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -386,7 +388,15 @@ def test_debug_shows_the_traceback(recipe: Path) -> None:
 
 def test_threads_may_look_up_functions_at_once(tmp_path: Path) -> None:
     """Python 3.11 raises SystemError if two threads parse at once."""
-    (tmp_path / "many.py").write_text("".join(f"def f{n}(x):\n    return [x + {n}, (x, [{n}])]\n" for n in range(2000)))
-    with ThreadPoolExecutor(8) as pool:
-        found = [pool.submit(check_function_name, f"{tmp_path / 'many.py'}:f{n}", "function") for n in range(24)]
+    (tmp_path / "many.py").write_text("".join(f"def f{n}(x):\n    return [x + {n}, (x, [{n}])]\n" for n in range(400)))
+
+    def switch(phase: str, info: dict[str, int]) -> None:
+        time.sleep(0.0001)  # another thread runs; garbage is collected in the midst of parsing
+
+    gc.callbacks.append(switch)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = [pool.submit(check_function_name, f"{tmp_path / 'many.py'}:f{n}", "function") for n in range(24)]
+    finally:
+        gc.callbacks.remove(switch)
     assert [one.exception() for one in found] == [None] * 24
