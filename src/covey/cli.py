@@ -33,6 +33,7 @@ from covey.config.reader import (
     split_overrides,
 )
 from covey.config.recipe_files import describe_recipe, find_recipe, packaged_recipes
+from covey.config.terminal import say
 from covey.config.values import check_text, command, printable
 from covey.observe.output import outlasting_output
 from covey.observe.reports import return_report, score_report
@@ -77,15 +78,15 @@ def _carry_out(words: list[str], debug: bool) -> int:
     except (ConfigError, RunError) as error:
         if debug:
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        say(f"error: {one_line(error)}", sys.stderr)
         return MISTAKE if isinstance(error, ConfigError) else FAILED
     except Exception as error:
         if debug:
             raise
         if fault := machine_error(error):
-            print(f"error: {one_line(fault)}", file=sys.stderr)
+            say(f"error: {one_line(fault)}", sys.stderr)
             return MACHINE
-        print(f"error: unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)", file=sys.stderr)
+        say(f"error: unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)", sys.stderr)
         return FAILED
 
 
@@ -166,8 +167,8 @@ def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
 
         print(check_memory(config) + "\n")
     for note in notes:
-        print(note)
-    print(f"all is well. Next: {command('train', arguments.recipe, *fields)}")
+        say(note)
+    say(f"all is well. Next: {command('train', arguments.recipe, *fields)}")
 
 
 def plan_command(arguments: argparse.Namespace, fields: list[str]) -> None:
@@ -211,10 +212,10 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     if output is not None:
         write_records(output, result.records())
     for note in result.notes:
-        print(note)
-    print(score_report(result.scores, result.kind))
+        say(note)
+    say(score_report(result.scores, result.kind))
     if output is not None:
-        print(f"the answers are in {output}")
+        say(f"the answers are in {output}")
 
 
 def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunConfig:
@@ -306,9 +307,9 @@ def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Pa
         render=arguments.render,
         seed=None if arguments.seed is None else config.seed,
     )
-    print(return_report(result, config.evaluation.expected_return))
+    say(return_report(result, config.evaluation.expected_return))
     if advice := after_evaluation(saved.parent, trained, drawable=result["drawable"], drawn=arguments.render):
-        print(advice)
+        say(advice)
 
 
 def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:
@@ -355,7 +356,7 @@ def recipes_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
             text = textwrap.wrap(describe_recipe(name), max(width - 1, 60) - len(indent), break_on_hyphens=False)
             print(label + f"\n{indent}".join(text))
         print()
-    print(f"Next: {command('train', 'cartpole_grpo')}, or read one: {command('recipes', 'cartpole_grpo')}")
+    say(f"Next: {command('train', 'cartpole_grpo')}, or read one: {command('recipes', 'cartpole_grpo')}")
 
 
 def completion_command(arguments: argparse.Namespace, _fields: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.files import shortened
 from covey.config.reader import FieldHelp, describe_fields, split_overrides
 from covey.config.recipe_files import packaged_recipes
+from covey.config.terminal import fitted, width_of
 from covey.config.values import TYPE_NAMES, command, did_you_mean
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
@@ -189,6 +191,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         command = commands.add_parser(name, help=text, description=text, formatter_class=layout, allow_abbrev=False)
         command.set_defaults(command=name, takes_fields=name in TAKE_FIELDS)
         add_options(command)
+        command.epilog = command.epilog and fitted(command.epilog, width_of(sys.stdout))
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         parsers[name] = command
     return parser, parsers
@@ -335,4 +338,4 @@ def _option(row: FieldHelp, *, dotted: bool) -> str:
 
 def _field_line(option: str, row: FieldHelp) -> str:
     default = f" [{row.default}]" if row.default not in ("", '""', "[]") else ""
-    return f"  {option:<28} {row.text} ({row.type}){default}"
+    return fitted(f"  {option:<28} {row.text} ({row.type}){default}", width_of(sys.stdout), " " * 29)

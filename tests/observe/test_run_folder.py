@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from covey.config import ConfigError, MachineError
-from covey.observe.run_folder import FolderLock, check_run_dir, claim_run_dir, holds_run, next_run_dir
+from covey.observe.run_folder import FolderLock, check_run_dir, claim_run_dir, holds_run, next_run_dir, write_folders
 from covey.observe.run_store import RunStore, read_metrics
 from helpers.runs import files
 
@@ -57,6 +57,17 @@ def test_a_second_process_is_refused_with_the_first_one_s_name(tmp_path: Path) -
 def test_a_folder_is_locked_before_the_first_step(tmp_path: Path) -> None:
     with RunStore(tmp_path / "run"), pytest.raises(ConfigError, match=f"being written by process {os.getpid()}"):
         RunStore(tmp_path / "run")
+
+
+def test_what_a_kill_leaves_before_the_first_step_is_no_obstacle(tmp_path: Path) -> None:
+    """The same command again goes on: a run that was killed while it wrote its first folders kept nothing."""
+    for name in (".unfinished-new", ".unfinished-old"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "config.json").write_text("{")
+    (tmp_path / "run" / "covey.lock").write_text("")
+    with RunStore(tmp_path / "run") as store:
+        write_folders(store.run_dir, lambda folder: (folder / "architecture").mkdir())
+    assert not list((tmp_path / "run").glob(".unfinished-*"))
 
 
 def test_the_lock_ends_with_its_process_by_kill(tmp_path: Path) -> None:

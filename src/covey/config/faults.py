@@ -93,6 +93,8 @@ def told(error: Exception, what: str, path: str | Path = "") -> ConfigError | Ma
 
 def _code(error: BaseException) -> int | None:
     """The errno of an error, be it named in the text of a library written in Rust."""
+    if isinstance(error, FileNotFoundError):
+        return errno.ENOENT  # safetensors raises it without a number, also where a permission is missing
     if isinstance(error, OSError):
         return error.errno
     found = _RUST_CODE.search(str(error)) if isinstance(error, Exception) else None

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from covey.config.terminal import fitted
 from covey.config.values import plural, printable
 from covey.observe.notebook import NotebookOutput, in_notebook
 from covey.observe.score_kinds import is_above
@@ -88,9 +89,10 @@ class Display:
         due = not self.world.quick or now - self._last_line >= QUIET_SECONDS or step == self.total_steps
         if not self.is_live and (due or "eval/score" in metrics):
             self._last_line = now
-            self._print(Text(self.step_line(metrics)))
+            self._say(self.step_line(metrics))
         if self.show_rollouts_every and step % self.show_rollouts_every == 0:
-            self._print(sample_rollouts(step, groups, self.world.prompt))
+            shown = sample_rollouts(step, groups, self.world.prompt)
+            self._print(shown, soft_wrap=not self.console.is_terminal)
         self._draw(now=step == self.total_steps)
 
     def resume(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -108,7 +110,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """A line that stays: what the run is doing, or what went wrong."""
-        self._print(Text(text))
+        self._say(text)
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -116,21 +118,21 @@ class Display:
         bar = _Bar(label, total, lambda: self._draw(now=False))
         self._bars.append(bar)
         if not self.is_live and not self.world.quick:
-            self._print(Text(f"{label} ..."))
+            self._say(f"{label} ...")
         try:
             yield bar.advance
         finally:
             self._bars.remove(bar)
         seconds = time.monotonic() - bar.began
         if not self.is_live and (not self.world.quick or seconds >= QUIET_SECONDS):
-            self._print(Text(f"{label}: done in {seconds:.1f} s"))
+            self._say(f"{label}: done in {seconds:.1f} s")
         self._last_record += seconds  # an evaluation is no part of a step's pace
 
     def show_summary(self, summary: dict[str, Any], advice: str) -> None:
         """The end of a run: before and after, what it cost, and what to do next."""
-        self._print(before_after_table(summary), soft_wrap=False)
-        self._print(Text(cost_line(summary)))
-        self._print(Text(advice))
+        self._print(before_after_table(summary))
+        self._say(cost_line(summary))
+        self._say(advice)
 
     def seconds_left(self) -> float | None:
         """By the pace of the last steps; None before the first."""
@@ -146,12 +148,16 @@ class Display:
         left = self.seconds_left()
         return "  ".join(parts + ([f"left {clock(left)}"] if left is not None else []))
 
-    def _print(self, what: RenderableType, *, soft_wrap: bool = True) -> None:
+    def _say(self, text: str) -> None:
+        """Lines of words; what does not fit a terminal is broken between words, but for a command."""
+        self._print(Text(fitted(text, self.console.width if self.console.is_terminal else None)), soft_wrap=True)
+
+    def _print(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
         if self._notebook is not None:
             self._kept.append(what)
             self._draw()
             return
-        self.console.print(what, soft_wrap=soft_wrap)  # a command that is too long for the window can still be copied
+        self.console.print(what, soft_wrap=soft_wrap)
         if not self.is_live:
             self.console.file.flush()  # a log that is followed shows a step when it is finished
 

@@ -34,7 +34,7 @@ LOG_FILE = "output.log"  # what a run of a comparison would have shown on the te
 # What a run has written before its first step: a folder with nothing else in it holds nothing worth keeping.
 _BEFORE_THE_FIRST_STEP = {
     LOCK_FILE, CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, HELD_OUT_FOLDER, ORIGIN_FILE, CHECKPOINTS_FOLDER,
-    ARCHITECTURE_FOLDER,
+    ARCHITECTURE_FOLDER, f"{_UNFINISHED}new", f"{_UNFINISHED}old",
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError, MachineError
-from covey.config.faults import faults_of
+from covey.config.faults import faults_of, machine_error
 from covey.config.origins import CHECKPOINT_NAME, MANIFEST_FILE
 
 _log = logging.getLogger(__name__)
@@ -333,13 +333,19 @@ def _damage(folder: Path, *, hashes: bool = True) -> str | None:
 
 
 def _not_finite(path: Path) -> str | None:
-    """The first weight of a checkpoint that is NaN or infinite, in words; or None."""
+    """The first weight of a checkpoint that is NaN or infinite, in words; or None.
+
+    Raises:
+        MachineError: if the disk does not let it be read.
+    """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 -- it is no dict
                 if _MASTERS in name and not torch.isfinite(file.get_tensor(name)).all():
                     return f"the weights {name.partition(_MASTERS)[2]} are not finite"
     except safetensors.SafetensorError as error:
+        if fault := machine_error(error, path):
+            raise fault from error
         return f"{path.name} cannot be read ({str(error)[:60]})"
     return None
 
