@@ -114,7 +114,11 @@ def count(place: Place, kind: str, code: int, resume: bool) -> int:
     marker = f"count-{kind}-{NAMES[code]}-{resume}"
     (outcome,) = place.forks.run([place.case(words_for(place, kind, marker, resume), (code, 0), marker)])
     assert outcome.code == 0, outcome
-    return (place.folder / f"counts-{marker}").stat().st_size
+    counts = place.folder / f"counts-{marker}"
+    total = counts.stat().st_size
+    shutil.rmtree(place.folder / marker)
+    counts.unlink()
+    return total
 
 
 def words_for(place: Place, kind: str, marker: str, resume: bool) -> list[object]:

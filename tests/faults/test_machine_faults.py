@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 import covey.recipes.control
 import covey.recipes.language
 import covey.recipes.run
 from covey.cli import main
+from covey.config.faults import machine_error
 from covey.config.reader import write_config
 from covey.observe.run_store import RunStore
 from covey.runtime.checkpoint import CheckpointFolder
@@ -333,3 +336,19 @@ def test_too_many_open_files(spare: int, place: Path, tmp_path: Path) -> None:
     outcome = command(way_on(outcome, "raise the limit on open files (ulimit -n)", run_dir, words), tmp_path)
     assert outcome.code == 0, outcome
     assert_same(run_dir, place / "whole")
+
+
+def test_errors_of_libraries_are_faults_of_the_machine_by_their_number(tmp_path: Path) -> None:
+    """torch and safetensors raise errors without an errno; their text or their kind says it."""
+    nowhere = str(tmp_path / "nowhere")
+    for call in (
+        lambda: torch.from_file(nowhere, size=1),
+        lambda: safetensors.torch.load_file(nowhere),
+        lambda: safetensors.torch.save_file({"a": torch.zeros(1)}, f"{nowhere}/file"),
+    ):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 -- whatever they raise
+            call()
+        assert "(No such file or directory)" in str(machine_error(caught.value, nowhere))
+    text = "unable to open file </x> in read-only mode: Permission denied (13)"
+    assert "(Permission denied): give yourself permission to it" in str(machine_error(RuntimeError(text)))
+    assert machine_error(RuntimeError("a shape (13) of another kind")) is None

@@ -39,7 +39,8 @@ _NO_MEMORY = re.compile(
     r"|can't start new thread|failed to map segment",
     re.IGNORECASE,
 )
-_RUST_CODE = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust, such as safetensors, name an errno
+# How libraries written in Rust, such as safetensors, name an errno, and how torch does that opens a file for them.
+_NAMED_CODE = re.compile(r"\(os error (\d+)\)|unable to \w+ .*file.*: .* \((\d+)\)")
 
 
 def machine_error(error: BaseException, path: str | Path = "") -> MachineError | None:
@@ -97,8 +98,8 @@ def _code(error: BaseException) -> int | None:
         return errno.ENOENT  # safetensors raises it without a number, also where a permission is missing
     if isinstance(error, OSError):
         return error.errno
-    found = _RUST_CODE.search(str(error)) if isinstance(error, Exception) else None
-    return int(found[1]) if found else None
+    found = _NAMED_CODE.search(str(error)) if isinstance(error, Exception) else None
+    return int(found[1] or found[2]) if found else None
 
 
 def _lacks_memory(error: BaseException, text: str) -> bool:
