@@ -779,7 +779,7 @@ MUTANTS = [
         "checkpoint_weights_not_taken_over",
         LOADING,
         "parameters[name].copy_(master)",
-        "pass",
+        "parameters[name].zero_()",  # left alone, their memory might hold the same weights by chance
         ORIGINS + "a_stopped_run_stands_for_its_newest_checkpoint",
     ),
     _mutant("kernel_forgets_the_scale", ATTENTION, "tokens, pitch}, shape.scaling);", "tokens, pitch}, 1.0f);"),
