@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from covey.config.reader import (
     split_overrides,
 )
 from covey.config.recipe_files import describe_recipe, find_recipe, packaged_recipes
-from covey.config.terminal import say
+from covey.config.terminal import fitted, say
 from covey.config.values import check_text, command, printable
 from covey.observe.output import outlasting_output
 from covey.observe.reports import return_report, score_report
@@ -346,15 +345,13 @@ def recipes_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     if arguments.recipe:
         print(find_recipe(arguments.recipe).read_text(encoding="utf-8"), end="")
         return
-    width = shutil.get_terminal_size().columns
+    width = shutil.get_terminal_size().columns  # as for --help, also where the output is no terminal
     for root, title in ((ControlConfig, "Agents in environments"), (RunConfig, "Language models")):
         names = [name for name in packaged_recipes() if root_of(read_tables(name)) is root]
         longest = max(map(len, names))
         print(f"{title}:")
         for name in names:
-            label, indent = f"  {name:<{longest}}  ", " " * (longest + 4)
-            text = textwrap.wrap(describe_recipe(name), max(width - 1, 60) - len(indent), break_on_hyphens=False)
-            print(label + f"\n{indent}".join(text))
+            print(fitted(f"  {name:<{longest}}  {describe_recipe(name)}", width, indent=" " * (longest + 2)))
         print()
     say(f"Next: {command('train', 'cartpole_grpo')}, or read one: {command('recipes', 'cartpole_grpo')}")
 

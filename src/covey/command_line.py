@@ -130,10 +130,13 @@ def _no_command(word: str, commands: list[str], parser: Parser) -> str:
 def _check_fields(fields: list[str], parser: Parser, takes_fields: bool) -> None:
     """Refuse a misspelt option of the command itself, before it is taken for a field of a recipe."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]
-    for name, _ in split_overrides(fields) if takes_fields else [(field.lstrip("-"), "") for field in fields[:1]]:
-        option = f"--{name.partition('=')[0].replace('_', '-')}"
-        near = did_you_mean(option, options, likeness=0.8 if takes_fields else 0.6)
-        if not takes_fields or (near and name.replace("-", "_") not in _field_names()):
+    if fields and not takes_fields:
+        option = f"--{fields[0].lstrip('-').partition('=')[0].replace('_', '-')}"
+        parser.error(f"unknown option {shortened(option)}{did_you_mean(option, options)}")
+    for name, _ in split_overrides(fields) if takes_fields else []:
+        option = f"--{name.replace('_', '-')}"
+        near = did_you_mean(option, options, likeness=0.8)
+        if near and name.replace("-", "_") not in _field_names():
             parser.error(f"unknown option {shortened(option)}{near}")
 
 

@@ -23,7 +23,7 @@ import pytest
 from covey.config.reader import write_config
 from helpers import practice
 from helpers.forks import Case, Forks, Outcome
-from helpers.runs import files, reproducible_metrics, write_recipe
+from helpers.runs import assert_same_run, write_recipe
 from helpers.tiny import tiny_folder
 
 OPEN_READ, READ, OPEN_WRITE, WRITE, RENAME, REMOVE = 1, 2, 4, 8, 16, 32  # as in file_faults.c
@@ -51,7 +51,6 @@ CONTROL = {
     "checkpoint": {"every": 2},
     "update": {"minibatches": 2},
 }
-OF_ITS_OWN = {"metrics.jsonl", "config.toml", "origin.json", "summary.json", "curve.png", "covey.lock"}  # clocks, place
 
 
 @dataclass
@@ -147,14 +146,6 @@ def way_on(outcome: Outcome, words: Sequence[object], run_dir: Path) -> list[str
     return list(map(str, words))  # before the folder is open the way on is the command itself
 
 
-def assert_same(run_dir: Path, whole: Path) -> None:
-    assert reproducible_metrics(run_dir) == reproducible_metrics(whole)
-    made, expected = files(run_dir), files(whole)
-    assert expected.keys() == made.keys()
-    for name in expected.keys() - OF_ITS_OWN:
-        assert made[name] == expected[name], name
-
-
 def fail_at(place: Place, kind: str, code: int, numbers: Sequence[int], resume: bool = False) -> int:
     """Let each of these operations fail, and follow the advice; how many runs failed."""
     cases, words = [], {}
@@ -171,7 +162,7 @@ def fail_at(place: Place, kind: str, code: int, numbers: Sequence[int], resume: 
     for marker, outcome in zip(again, place.forks.run(list(again.values())), strict=True):
         assert outcome.code == 0, (marker, outcomes[marker], outcome)
     for marker in words:
-        assert_same(place.folder / marker / "run", place.whole(kind))
+        assert_same_run(place.folder / marker / "run", place.whole(kind))
         shutil.rmtree(place.folder / marker)
         os.remove(place.folder / f"counts-{marker}")
     return len(again)

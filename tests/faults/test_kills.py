@@ -18,7 +18,7 @@ from covey.config import ConfigError
 from covey.config.reader import write_config
 from covey.observe.run_folder import FolderLock
 from helpers import practice
-from helpers.runs import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics, start, write_recipe
+from helpers.runs import CALLS_OF_A_STEP, Moment, assert_same_run, covey, reproducible_metrics, start, write_recipe
 from helpers.tiny import tiny_folder
 
 STEPS = 8
@@ -38,7 +38,6 @@ KINDS = {
     "CartPole groups": {"rollouts": {"starts_per_step": 4, "group_size": 4}},
     "CartPole fragments": {"algorithm": "ppo", "rollouts": FRAGMENTS, "update": {"minibatches": 2, "critic_epochs": 2}},
 }
-OF_ITS_OWN = {"metrics.jsonl", "config.toml", "origin.json", "summary.json", "curve.png", "covey.lock"}  # clocks, place
 MOST_IN_A_CHAIN = 10  # kills of one run
 
 
@@ -81,15 +80,6 @@ def kill_at(words: list[object], moment: Moment, run_dir: Path, place: Path) -> 
     return code != 0
 
 
-def assert_same(run_dir: Path, whole: Path) -> None:
-    """Every file of a run, but for clocks, the lock and the place."""
-    assert reproducible_metrics(run_dir) == reproducible_metrics(whole)
-    made, expected = files(run_dir), files(whole)
-    assert expected.keys() == made.keys()
-    for name in expected.keys() - OF_ITS_OWN:
-        assert made[name] == expected[name], name
-
-
 def kill_many_times(kind: str, kills: int, place: Path) -> None:
     rng = random.Random(kind)
     whole = place / f"{kind} whole"
@@ -113,7 +103,7 @@ def kill_many_times(kind: str, kills: int, place: Path) -> None:
             words = ["train", "--resume", run_dir]
         code, output = covey(*words, cwd=place) if words[1] == "--resume" else (0, "")
         assert code == 0, output
-        assert_same(run_dir, whole)
+        assert_same_run(run_dir, whole)
         shutil.rmtree(run_dir)
 
 

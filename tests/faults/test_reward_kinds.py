@@ -17,6 +17,7 @@ from covey.config import EvaluationConfig
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import build_grader
 from covey.llm.reward_worker import MARK
+from helpers.runs import is_running
 from helpers.tiny import tiny_folder
 
 FAULTS = """
@@ -143,18 +144,10 @@ def grade_a_case(path, case):
     return ""
 
 
-def running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
 def left_behind(folder, label):
     """Processes that the workers started: by an environment variable that they got, or by the number they noted."""
     noted = [int(line) for line in (folder / "pids").read_text().split()] if (folder / "pids").exists() else []
-    found = [pid for pid in noted if running(pid)]
+    found = [pid for pid in noted if is_running(pid)]
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes()

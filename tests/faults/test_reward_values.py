@@ -22,6 +22,7 @@ from covey.observe.metrics import find
 from covey.observe.run_store import rollout_record
 from covey.train.gather import _joined
 from covey.train.loop import describe
+from helpers.runs import is_running
 
 HEAD = """
     import itertools, os, resource, sys, time
@@ -273,14 +274,6 @@ def test_a_file_that_misbehaves_while_it_is_imported_is_one_line_or_no_harm(stat
     one.close()
 
 
-def running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize("environment", ["None", "{}"])
 def test_what_a_reward_started_ends_with_a_run_that_is_killed(environment, tmp_path):
     path = tmp_path / "starting.py"
@@ -301,9 +294,9 @@ def test_what_a_reward_started_ends_with_a_run_that_is_killed(environment, tmp_p
     process.stdout.close()
     started = [int(float(number)) for number in json.loads(line)]
     deadline = time.monotonic() + 20
-    while any(map(running, started)) and time.monotonic() < deadline:
+    while any(map(is_running, started)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(map(running, started))
+    assert not any(map(is_running, started))
 
 
 def test_output_without_end_is_cut_and_has_no_control_characters(tmp_path, capfd):

@@ -22,6 +22,7 @@ from covey.observe.metrics import is_reproducible
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["covey.cli", "covey.recipes.run", "covey.recipes.language", "covey.recipes.control"])
+OF_ITS_OWN = {"metrics.jsonl", "config.toml", "origin.json", "summary.json", "curve.png", "covey.lock"}  # of a run
 CALLS_OF_A_STEP = 20_000  # of Python functions, about, in a run of RECIPE
 LIMIT_SECONDS = 500  # of a command that should have ended
 STUCK_SECONDS = 120  # of a call in C code that Ctrl-C should end
@@ -240,6 +241,24 @@ def reproducible_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """What a run measured, without what depends on the clock."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k == "step" or is_reproducible(k)} for line in lines]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def assert_same_run(run_dir: Path, whole: Path) -> None:
+    """Every file of a run, but for clocks, the lock and the place."""
+    assert reproducible_metrics(run_dir) == reproducible_metrics(whole)
+    made, expected = files(run_dir), files(whole)
+    assert expected.keys() == made.keys()
+    for name in expected.keys() - OF_ITS_OWN:
+        assert made[name] == expected[name], name
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -223,7 +223,7 @@ def test_order_of_writing(folder, monkeypatch):
     folder.save(2, small_state(2))
     events = []
     real_write, real_sync, real_rmtree, real_publish = (
-        checkpoint._write, checkpoint._sync_folder, shutil.rmtree, CheckpointFolder._publish,
+        checkpoint._write, checkpoint.sync, shutil.rmtree, CheckpointFolder._publish,
     )  # fmt: skip
     real_fsync = os.fsync
 
@@ -236,7 +236,7 @@ def test_order_of_writing(folder, monkeypatch):
         return noted
 
     monkeypatch.setattr(checkpoint, "_write", note(lambda path, pieces: path.name, real_write))
-    monkeypatch.setattr(checkpoint, "_sync_folder", note(lambda path: f"sync {path.name}", real_sync))
+    monkeypatch.setattr(checkpoint, "sync", note(lambda path: f"sync {path.name}", real_sync))
     monkeypatch.setattr(os, "fsync", note(lambda descriptor: "fsync", real_fsync))
     monkeypatch.setattr(shutil, "rmtree", note(lambda path, **_: f"remove {path.name}", real_rmtree))
     monkeypatch.setattr(CheckpointFolder, "_publish", note(lambda *_: "published", real_publish))

@@ -45,10 +45,7 @@ def read_prompts(prompts: Prompts) -> list[Start]:
     for index, given in enumerate(prompts):
         record = dict(given) if isinstance(given, Mapping) else {"prompt": given}
         ids = _token_ids(record.get("prompt"))
-        try:
-            row = row_of(f"prompts[{index}]", record if ids is None else record | {"prompt": "token ids"})
-        except ValueError as error:
-            raise ConfigError(f"prompts[{index}]: {error}") from None
+        row = row_of(f"prompts[{index}]", record if ids is None else record | {"prompt": "token ids"})
         starts.append(Start(index, row.prompt if ids is None else ids, row.columns))
     if not starts:
         raise ConfigError("prompts is empty: give at least one")

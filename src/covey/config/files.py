@@ -213,3 +213,12 @@ def _finite(digits: str) -> float:
     if math.isinf(number):
         raise ValueError(f"the number {shortened(digits)} is too large")
     return number
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk; of a folder, the names in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 
 from covey.config import ConfigError
 from covey.config.faults import told
+from covey.config.files import sync
 from covey.config.origins import EMBEDDED_MODELS, MODEL_CONFIG_FILE
 from covey.llm.dimensions import read_gguf_config
 from covey.llm.pretrained import read_gguf
@@ -91,8 +91,7 @@ def _convert(file: Path, folder: Path) -> None:
     sums = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
     (folder / CHECKSUMS_FILE).write_text(json.dumps(sums, indent=1))
     for path in folder.iterdir():
-        with open(path, "rb") as written:
-            os.fsync(written.fileno())
+        sync(path)
 
 
 def _publish(scratch: Path, target: Path) -> None:

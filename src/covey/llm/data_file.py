@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -102,10 +103,9 @@ def _read_rows(path: str, file: Path, _version: tuple[int, ...]) -> list[Row]:
         if not line.strip():
             continue
         place = f"{path} line {number}"
-        try:
-            rows.append(row_of(place, _record(number, line)))
-        except ValueError as error:
-            raise ConfigError(f"{place}: {error}") from None
+        with _faults_at(place):
+            record = _record(number, line)
+        rows.append(row_of(place, record))
     if not rows:
         raise ConfigError(f"{path} is empty: it needs one JSON object with a 'prompt' on each line")
     return rows
@@ -127,8 +127,30 @@ def _record(number: int, line: bytes) -> dict[str, Any]:
     return record
 
 
+@contextmanager
+def _faults_at(place: str) -> Iterator[None]:
+    """ValueErrors within become ConfigErrors that name the place."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
 def row_of(place: str, record: Mapping[str, Any]) -> Row:
-    """A row of a data set, checked. Raises ValueError with what is wrong with it."""
+    """A row of a data set, checked.
+
+    Args:
+        place: names the row in messages, such as "train.jsonl line 3".
+
+    Raises:
+        ConfigError: naming the place and what is wrong with the row.
+    """
+    with _faults_at(place):
+        return Row(place, *_parts_of(record))
+
+
+def _parts_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The prompt of a row and its other columns. Raises ValueError with what is wrong with it."""
     columns = dict(record)
     if "prompt" in columns:
         prompt = columns.pop("prompt")
@@ -144,7 +166,7 @@ def row_of(place: str, record: Mapping[str, Any]) -> Row:
     for name in RESERVED:
         if name in columns:
             raise ValueError(f"the column name {name!r} is reserved; rename the column")
-    return Row(place, prompt, columns)
+    return prompt, columns
 
 
 def _check_prompt(prompt: Any) -> None:

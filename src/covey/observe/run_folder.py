@@ -16,7 +16,7 @@ from pathlib import Path
 
 from covey.config import ConfigError, MachineError
 from covey.config.faults import faults_of, told
-from covey.config.files import user_path
+from covey.config.files import sync, user_path
 from covey.config.origins import ARCHITECTURE_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from covey.config.values import command
 
@@ -341,15 +341,6 @@ def write_atomically(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def discard_unstarted(folder: Path) -> None:

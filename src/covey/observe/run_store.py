@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.config import ConfigError
 from covey.config.faults import faults_of, told
+from covey.config.files import sync
 from covey.config.origins import CHECKPOINTS_FOLDER, CONFIG_FILE, CRITIC_FOLDER, MODEL_FOLDER  # noqa: F401 -- see above
 from covey.observe.run_folder import (
     HELD_OUT_FOLDER,
@@ -36,7 +37,6 @@ from covey.observe.run_folder import (
     ROLLOUTS_FOLDER,
     discard_unstarted,
     open_run_dir,
-    sync,
     write_atomically,
 )
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from covey.algorithms import ALGORITHMS, Algorithm, KLPenalty
-from covey.config import ConfigError, ControlConfig, LossBase, RunConfig, UpdateBase
+from covey.config import ConfigError, ControlConfig, LossBase, RewardConfig, RunConfig, UpdateBase
 from covey.core import kl, schedules
 from covey.observe.display import Display
 from covey.observe.run_store import CHECKPOINTS_FOLDER, RunStore
@@ -21,6 +21,8 @@ from covey.train.loop import Parts, Settings
 from covey.train.update import UpdatePlan
 
 Evaluation = dict[str, Any]
+# A function with TRL's signature, a built-in reward's name, file.py:function, or a RewardConfig.
+Reward = Callable[..., Any] | RewardConfig | str
 
 SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {"linear": schedules.linear, "cosine": schedules.cosine}
 KL_ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "exact": kl.exact}

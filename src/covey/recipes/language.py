@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from covey.algorithms import Algorithm
-from covey.config import ConfigError, RewardConfig, RunConfig, SamplingConfig
+from covey.config import ConfigError, RunConfig, SamplingConfig
 from covey.config.gathering_checks import NOT_BY_GROUP
 from covey.config.origins import ARCHITECTURE_FOLDER, find_origin
 from covey.config.process_checks import no_step_reward
@@ -35,6 +35,7 @@ from covey.observe.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.observe.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
 from covey.recipes.build import (
     Assembled,
+    Reward,
     build_algorithm,
     build_checkpoints,
     build_optimizer,
@@ -53,8 +54,6 @@ from covey.runtime.device import (
 from covey.runtime.following import FollowingWeights
 from covey.train.gather import Gathering
 from covey.train.loop import Parts, Settings
-
-Reward = Callable[..., Any] | WeightedReward | RewardConfig | str
 
 CREDITS: dict[str, Credit] = {
     "outcome": outcome,
@@ -98,7 +97,7 @@ class Machine:
     dtype: torch.dtype
 
 
-def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward] = ()) -> Problem:
+def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = ()) -> Problem:
     """Task and grader, each tried out on a few prompts, so that a mistake is found before a model is loaded.
 
     Args:
@@ -216,7 +215,7 @@ class LanguageWorld:
 
     name = "language"
 
-    def __init__(self, config: RunConfig, task: Any = None, rewards: Sequence[Reward] = ()) -> None:
+    def __init__(self, config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = ()) -> None:
         """Tries out the task and the rewards, so that a mistake is found before a model is loaded.
 
         Raises:

@@ -6,13 +6,13 @@ What the two worlds add is in `covey.recipes.language` and `covey.recipes.contro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError, ControlConfig, MachineError, RewardConfig, RunConfig
+from covey.config import ConfigError, ControlConfig, MachineError, RunConfig
 from covey.config.checks import validate
 from covey.config.faults import faults_of, machine_error
 from covey.config.inputs import input_checksums
@@ -26,22 +26,20 @@ from covey.observe.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, writ
 from covey.observe.run_store import CONFIG_FILE, CURVE_FILE, RunStore, read_metrics
 from covey.recipes import advice
 from covey.recipes.advice import Launch
-from covey.recipes.build import Evaluation, World
+from covey.recipes.build import Evaluation, Reward, World
 from covey.recipes.resuming import Origin, new_origin, read_beginning, refuse_changed_inputs, take_up
 from covey.runtime.device import differences, peak_memory_bytes
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.train.loop import Progress, train
 
 Summary = dict[str, Any]
-# A function with TRL's signature, a built-in reward's name, file.py:function, a RewardConfig or a WeightedReward.
-Reward = Callable[..., Any] | str | RewardConfig
-Given = Task | Sequence[Mapping[str, Any]] | str | Path  # of a task: see covey.llm.tasks.task_of
+TaskSource = Task | Sequence[Mapping[str, Any]] | str | Path  # of a task: see covey.llm.tasks.task_of
 
 
 def run(
     config: RunConfig | ControlConfig,
     *,
-    task: Given | None = None,
+    task: TaskSource | None = None,
     rewards: Reward | Sequence[Reward] = (),
     recipe_name: str = advice.PYTHON_NAME,
     launch: Launch | None = None,
@@ -79,7 +77,7 @@ def run(
 
 
 def resume(
-    run_dir: str | Path, *, task: Given | None = None, rewards: Reward | Sequence[Reward] = ()
+    run_dir: str | Path, *, task: TaskSource | None = None, rewards: Reward | Sequence[Reward] = ()
 ) -> Summary | None:
     """Go on with a run that was stopped or killed; it ends as if it had never stopped.
 
@@ -108,7 +106,9 @@ def _listed(rewards: Reward | Sequence[Reward]) -> Sequence[Reward]:
     return tuple(rewards) if isinstance(rewards, Sequence) and not isinstance(rewards, str) else (rewards,)
 
 
-def open_world(config: RunConfig | ControlConfig, task: Given | None = None, rewards: Sequence[Reward] = ()) -> World:
+def open_world(
+    config: RunConfig | ControlConfig, task: TaskSource | None = None, rewards: Sequence[Reward] = ()
+) -> World:
     """The world that a config is about, its light parts tried out.
 
     Raises:

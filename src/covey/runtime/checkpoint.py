@@ -26,6 +26,7 @@ from torch import Tensor
 
 from covey.config import ConfigError, MachineError
 from covey.config.faults import faults_of, machine_error
+from covey.config.files import sync
 from covey.config.origins import CHECKPOINT_NAME, MANIFEST_FILE
 
 _log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class CheckpointFolder:
             }
             manifest = {"format": _FORMAT, "covey": version("covey"), "step": step, "files": files}
             _write(draft / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
-            _sync_folder(draft)
+            sync(draft)
             self._publish(draft, self.folder(step))
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
@@ -196,7 +197,7 @@ class CheckpointFolder:
             replaced = self.path / f"{_UNFINISHED}replaced-{target.name}"
             target.rename(replaced if _is_own(target) else next(path for path in foreign if not os.path.lexists(path)))
         draft.rename(target)
-        _sync_folder(self.path)
+        sync(self.path)
 
     def _remove_old(self, newest: int) -> None:
         self._remove_leftovers()
@@ -361,15 +362,6 @@ def _is_own(folder: Path) -> bool:
     except OtherVersion:
         return False
     return True
-
-
-def _sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _megabytes(count: int) -> str:

@@ -126,10 +126,7 @@ class Rows(Jsonl):
             if not isinstance(record, Mapping):
                 kind = type(record).__name__
                 raise ConfigError(f"{place} is of type {kind}: give dicts, {{'prompt': ..., 'answer': ...}}")
-            try:
-                taken.append(row_of(place, record))
-            except ValueError as error:
-                raise ConfigError(f"{place}: {error}") from None
+            taken.append(row_of(place, record))
         if not taken:
             raise ConfigError("task is empty: give at least two prompts")
         self._take(split(taken, self.config))
