@@ -51,7 +51,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -m "not slow and not mutants" -n $(WORKERS) --dist loadscope
 
 mutants: $(STAMP)
-	@$(BIN)/python -m pytest -m mutants tests/core/test_mutants.py
+	@$(BIN)/python -m pytest -m mutants tests/architecture/test_mutants.py
 
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest

@@ -26,8 +26,8 @@ from rich.progress import track
 from shape import Shape
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from covey.llm.conversion import EMBEDDED
-from covey.llm.loading import find_model
+from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.loading import find_model
 from covey.runtime.device import choose_precision, environment, set_threads
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "cost_curves.png"

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from shape import Shape
 
-from covey.llm.conversion import EMBEDDED
-from covey.llm.loading import find_model
+from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.loading import find_model
 from covey.runtime.device import choose_precision, environment, set_threads
 
 Numbers = dict[str, float]

@@ -140,8 +140,8 @@ def model_for(name: str, folder: Path) -> str:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        from covey.llm.conversion import EMBEDDED
-        from covey.llm.loading import find_model
+        from covey.llm.model.conversion import EMBEDDED
+        from covey.llm.model.loading import find_model
 
         fields = {**RANDOM_MODELS[name], "vocab_size": VOCABULARY, "eos_token_id": 2, "bos_token_id": 1}
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16).save_pretrained(target)
@@ -151,8 +151,8 @@ def model_for(name: str, folder: Path) -> str:
 
 def compare(case: Case, name: str, folder: Path) -> dict[str, Any]:
     """Predicted and measured bytes of one case under one algorithm."""
-    from covey.llm.dimensions import find_model_config, read_dimensions
-    from covey.llm.memory import predict
+    from covey.llm.memory.dimensions import find_model_config, read_dimensions
+    from covey.llm.memory.estimate import predict
 
     algorithm, _, trunk = name.partition(":")
     trunk = trunk or "own"
@@ -187,7 +187,7 @@ class ExactPrompts:
     def __init__(self, model: str, tokens: int) -> None:
         from transformers import AutoTokenizer
 
-        from covey.llm.loading import find_model
+        from covey.llm.model.loading import find_model
 
         self.tokenizer, self.tokens = AutoTokenizer.from_pretrained(find_model(model)), tokens
 

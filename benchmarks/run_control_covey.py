@@ -16,12 +16,12 @@ from shape import report
 from trial import Trial, read_work
 
 from covey.config import ControlConfig
-from covey.config.reader import read_recipe
+from covey.config.recipe import read_recipe
 from covey.control.policy import ControlPolicy
-from covey.observe.display import Display
-from covey.observe.run_store import RunStore
-from covey.recipes.build import Assembled
-from covey.recipes.control import ControlWorld
+from covey.experiment.build import Assembled
+from covey.experiment.control import ControlWorld
+from covey.tracking.console import Display
+from covey.tracking.run_store import RunStore
 from covey.train.loop import Progress, train, train_step
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"  # on the disk where users' runs are

@@ -11,12 +11,12 @@ from shape import make_prompts, read_shape, report
 from covey.algorithms import KLPenalty, grpo
 from covey.core.schedules import constant
 from covey.data import Start, collate
-from covey.llm.loading import load_model
+from covey.llm.model.loading import load_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import choose_device, choose_precision, keep_freed_memory, set_threads
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.annotate import annotate
+from covey.train.prepare import annotate
 from covey.train.update import Learner, StepSizes, UpdatePlan, update
 
 

@@ -13,9 +13,9 @@ import time
 import torch
 from shape import Shape, make_prompts
 
-from covey.llm.choosing import choose
-from covey.llm.conversion import EMBEDDED
-from covey.llm.loading import load_model
+from covey.llm.generation.token_sampling import choose
+from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.loading import load_model
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.device import choose_precision, keep_freed_memory, set_threads
 

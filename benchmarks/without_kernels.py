@@ -26,17 +26,17 @@ from torch import Tensor
 
 from covey.algorithms import KLPenalty, grpo
 from covey.data import EndReason, Group, Rollout, collate
-from covey.llm.conversion import EMBEDDED
-from covey.llm.loading import load_model
-from covey.llm.native.library import SWITCH
+from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.loading import load_model
+from covey.llm.native.bindings import SWITCH
 from covey.llm.policy import LanguagePolicy
-from covey.llm.rewards import digits, numeric
+from covey.llm.rewards.builtin import digits, numeric
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import Arithmetic
-from covey.observe.statistics import accuracy
 from covey.runtime.device import set_threads
 from covey.runtime.optimizer import StepResult
-from covey.train.annotate import annotate
+from covey.tracking.statistics import accuracy
+from covey.train.prepare import annotate
 from covey.train.update import Learner, StepSizes, UpdatePlan, update
 
 PROMPTS, GROUP_SIZE, NEW_TOKENS, SEED = 16, 8, 14, 1

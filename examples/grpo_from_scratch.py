@@ -17,7 +17,7 @@ import time
 import torch
 from torch import Tensor
 
-from covey.llm.loading import load_model
+from covey.llm.model.loading import load_model
 from covey.llm.tasks import Arithmetic
 
 PROMPTS = 8  # N

@@ -19,9 +19,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, set_seed
 
 from covey import GRPOTrainer
-from covey.llm.rewards import digits
+from covey.llm.rewards.builtin import digits
 from covey.llm.tasks import Arithmetic
-from covey.observe.statistics import bootstrap_interval
+from covey.tracking.statistics import bootstrap_interval
 
 TINY = "tiny"
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"

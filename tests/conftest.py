@@ -12,7 +12,11 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; processes that a test starts inherit it
 # covey sets these in its own process when it draws an environment, and when it limits oneDNN's caches.
 os.environ |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
-os.environ |= {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy", "PYGAME_HIDE_SUPPORT_PROMPT": "1"}
+os.environ |= {
+    "SDL_VIDEODRIVER": "dummy",
+    "SDL_AUDIODRIVER": "dummy",
+    "PYGAME_HIDE_SUPPORT_PROMPT": "hide",
+}  # as gymnasium sets it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell, and so in every process started
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -87,14 +87,14 @@ __all__ = [
 
 # They bring torch with them, which the command line must not wait for to report a mistake.
 _LOADED_WHEN_ASKED_FOR = {
-    "GRPOLoss": "covey.articles.losses",
-    "GRPOTrainer": "covey.articles.grpo",
-    "PPOLoss": "covey.articles.losses",
-    "PPOTrainer": "covey.articles.ppo",
-    "compute_gae": "covey.articles.losses",
-    "evaluate_run": "covey.recipes.control",
-    "resume": "covey.recipes.run",
-    "run": "covey.recipes.run",
+    "GRPOLoss": "covey.functional",
+    "GRPOTrainer": "covey.trainers.grpo",
+    "PPOLoss": "covey.functional",
+    "PPOTrainer": "covey.trainers.ppo",
+    "compute_gae": "covey.functional",
+    "evaluate_run": "covey.experiment.control",
+    "resume": "covey.experiment.run",
+    "run": "covey.experiment.run",
 }
 
 

@@ -11,13 +11,13 @@ def main() -> None:
             os.environ.setdefault(name, "1")
     try:
         if "_ARGCOMPLETE" in os.environ:  # a shell asks which words may follow
-            from covey import completion
+            from covey.cli import completion
 
             completion.answer()
-        from covey import cli
+        from covey.cli import main as command
         from covey.runtime.interrupts import leave
 
-        leave(cli.main())
+        leave(command.main())
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)

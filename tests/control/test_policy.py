@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from covey.config import ConfigError
-from covey.control.network import Perceptron
-from covey.control.normaliser import RunningMoments
+from covey.control.action_spaces import Continuous, Discrete
+from covey.control.nets.mlp import Perceptron
+from covey.control.nets.running_mean_std import RunningMoments
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
-from covey.control.spaces import Continuous, Discrete
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 
 D = 5

@@ -7,31 +7,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.control.environments import Environments, Step
+from covey.control.envs.vector_env import Environments, Step
 from covey.control.policy import ControlPolicy
-from covey.control.rewards import AsPaid
+from covey.control.reward_scaling import AsPaid
+from covey.control.rollout_buffer import Draws, play
 from covey.control.sampler import EpisodeSampler
-from covey.control.tape import Draws, play
-from covey.control.task import EpisodeStarts, reset_seeds
+from covey.control.tasks import EpisodeStarts, reset_seeds
 from covey.data import EndReason, Group, Rollout, collate
-from covey.runtime.seeding import SAMPLING, uniforms
-from helpers import counting_environment, practice
+from covey.runtime.rng import SAMPLING, uniforms
+from helpers import counting_environment, toy_envs
 from helpers.counting_environment import COUNTING
 
 SEED, STARTS, SIZE = 11, 3, 4
-NAMES = ["CartPole-v1", practice.NOISY, practice.TARGET, COUNTING]
+NAMES = ["CartPole-v1", toy_envs.NOISY, toy_envs.TARGET, COUNTING]
 
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
     counting_environment.register()
-    practice.register()
+    toy_envs.register()
 
 
 def sample(
     environments: Any, step: int = 1, seed: int = SEED, policy: ControlPolicy | None = None, starts: int = STARTS
 ) -> list[Group]:
-    policy = policy or practice.policy_for(environments, spread=1.0)
+    policy = policy or toy_envs.policy_for(environments, spread=1.0)
     sampler = EpisodeSampler(policy, environments, seed, AsPaid(), 1.0)
     return sampler.sample(EpisodeStarts().draw(seed, step, starts), SIZE, step)
 
@@ -53,8 +53,8 @@ def assert_same(groups: list[Group], others: list[Group]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_four_rollouts_are_two_and_two_more(name: str) -> None:
-    environments = practice.made(name, 3)
-    sampler = EpisodeSampler(practice.policy_for(environments, spread=1.0), environments, SEED, AsPaid(), 1.0)
+    environments = toy_envs.made(name, 3)
+    sampler = EpisodeSampler(toy_envs.policy_for(environments, spread=1.0), environments, SEED, AsPaid(), 1.0)
     starts = EpisodeStarts().draw(SEED, 1, STARTS)
     whole = sampler.sample(starts, 4, 1)
     assert_same(sampler.sample(starts, 2, 1), [Group(group.start, group.rollouts[:2]) for group in whole])
@@ -63,9 +63,9 @@ def test_four_rollouts_are_two_and_two_more(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fewer_copies_than_rollouts_play_the_same_rollouts(name: str) -> None:
-    whole = sample(practice.made(name, STARTS * SIZE))
+    whole = sample(toy_envs.made(name, STARTS * SIZE))
     for count in (1, 2, 5, 20):
-        assert_same(sample(practice.made(name, count)), whole)
+        assert_same(sample(toy_envs.made(name, count)), whole)
 
 
 class Shuffled:
@@ -94,29 +94,29 @@ class Shuffled:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_of_the_copies_changes_nothing(name: str) -> None:
-    shuffled = Shuffled(practice.made(name, 5), [3, 0, 4, 1, 2])
-    assert_same(sample(shuffled), sample(practice.made(name, 5)))
+    shuffled = Shuffled(toy_envs.made(name, 5), [3, 0, 4, 1, 2])
+    assert_same(sample(shuffled), sample(toy_envs.made(name, 5)))
 
 
 def test_how_copies_step_together_changes_nothing() -> None:
-    whole = sample(practice.made("CartPole-v1", 12))
+    whole = sample(toy_envs.made("CartPole-v1", 12))
     for kind in ("sync", "async"):
-        environments = practice.made("CartPole-v1", 4, vectorization=kind)
+        environments = toy_envs.made("CartPole-v1", 4, vectorization=kind)
         assert_same(sample(environments), whole)
         environments.close()
 
 
 def test_more_starts_leave_the_first_ones_alone() -> None:
-    few, many = (sample(practice.made("CartPole-v1", 8), starts=starts) for starts in (2, 5))
+    few, many = (sample(toy_envs.made("CartPole-v1", 8), starts=starts) for starts in (2, 5))
     assert_same(many[:2], few)
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", practice.TARGET])
+@pytest.mark.parametrize("name", ["CartPole-v1", toy_envs.TARGET])
 def test_seed_step_start_and_rollout_all_matter(name: str) -> None:
     def seen(groups: list[Group]) -> list[bytes]:
         return [rollout.context.tobytes() + rollout.actions.tobytes() for rollout in rollouts_of(groups)]
 
-    environments = practice.made(name, 12)
+    environments = toy_envs.made(name, 12)
     first = sample(environments)
     assert len(set(seen(first))) == STARTS * SIZE, "siblings and groups go their own ways"
     assert seen(sample(environments)) == seen(first), "the same again"
@@ -125,7 +125,7 @@ def test_seed_step_start_and_rollout_all_matter(name: str) -> None:
 
 
 def test_siblings_begin_in_the_same_state_groups_in_others() -> None:
-    groups = sample(practice.made("CartPole-v1", 12))
+    groups = sample(toy_envs.made("CartPole-v1", 12))
     firsts = [{rollout.context[0].tobytes() for rollout in group.rollouts} for group in groups]
     assert [len(first) for first in firsts] == [1] * STARTS
     assert len(set.union(*firsts)) == STARTS
@@ -133,8 +133,8 @@ def test_siblings_begin_in_the_same_state_groups_in_others() -> None:
 
 def test_actions_come_from_the_numbers_of_their_own_decision() -> None:
     """Replayed one decision at a time from (seed, step, group, rollout, position)."""
-    environments = practice.made("CartPole-v1", 5)
-    policy = practice.policy_for(environments, spread=0.0)  # evenly undecided
+    environments = toy_envs.made("CartPole-v1", 5)
+    policy = toy_envs.policy_for(environments, spread=0.0)  # evenly undecided
     for group_index, group in enumerate(sample(environments, step=4, policy=policy)):
         for index, rollout in enumerate(group.rollouts):
             drawn = uniforms(SEED, 4, group_index, index, np.arange(len(rollout.actions)), stream=SAMPLING)
@@ -155,7 +155,7 @@ def test_numbers_drawn_ahead_are_those_of_their_positions() -> None:
 
 def test_every_rollout_is_one_whole_episode() -> None:
     """Rows of the batch, entry by entry, with fewer copies than episodes."""
-    groups = sample(practice.made(COUNTING, 5))
+    groups = sample(toy_envs.made(COUNTING, 5))
     batch = collate(groups)
     for row, rollout in enumerate(rollouts_of(groups)):
         name, length, first = rollout.context[0]
@@ -172,7 +172,7 @@ def test_every_rollout_is_one_whole_episode() -> None:
 
 
 def test_time_limits_and_deaths_are_told_apart() -> None:
-    environments = practice.made(COUNTING, 5, max_episode_steps=3)
+    environments = toy_envs.made(COUNTING, 5, max_episode_steps=3)
     rollouts = rollouts_of(sample(environments, starts=8))
     for rollout in rollouts:
         limited = rollout.context[0, 1] > 3
@@ -182,16 +182,16 @@ def test_time_limits_and_deaths_are_told_apart() -> None:
 
 
 def test_the_reward_is_the_discounted_return_and_the_score_the_plain_one() -> None:
-    environments = practice.made(COUNTING, 12)
-    sampler = EpisodeSampler(practice.policy_for(environments), environments, SEED, AsPaid(), 0.5)
+    environments = toy_envs.made(COUNTING, 12)
+    sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, SEED, AsPaid(), 0.5)
     for rollout in rollouts_of(sampler.sample(EpisodeStarts().draw(SEED, 1, STARTS), SIZE, 1)):
         assert rollout.score == sum(rollout.step_rewards)
         assert rollout.reward == pytest.approx(sum(0.5**t * r for t, r in enumerate(rollout.step_rewards)))
 
 
 def test_what_was_used_of_the_environment_is_counted() -> None:
-    environments = practice.made(COUNTING, 4, action_repeat=2)
-    sampler = EpisodeSampler(practice.policy_for(environments), environments, SEED, AsPaid(), 1.0)
+    environments = toy_envs.made(COUNTING, 4, action_repeat=2)
+    sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, SEED, AsPaid(), 1.0)
     steps = 0
     for step in (1, 2):
         rollouts = rollouts_of(sampler.sample(EpisodeStarts().draw(SEED, step, STARTS), SIZE, step))
@@ -203,11 +203,11 @@ def test_what_was_used_of_the_environment_is_counted() -> None:
 
 
 def test_greedy_play_takes_the_best_action_and_no_random_number() -> None:
-    environments = practice.made("CartPole-v1", 3)
-    policy = practice.policy_for(environments)
+    environments = toy_envs.made("CartPole-v1", 3)
+    policy = toy_envs.policy_for(environments)
     seeds = reset_seeds(0, 0, np.arange(7), 0)
     segments, tape = play(environments, policy, seeds, None)
-    others, other_tape = play(practice.made("CartPole-v1", 7), policy, seeds, None)
+    others, other_tape = play(toy_envs.made("CartPole-v1", 7), policy, seeds, None)
     for segment, other in zip(segments, others, strict=True):
         rollout = tape.rollout(segment, 0)
         assert rollout.context.tolist() == other_tape.rollout(other, 0).context.tolist()

@@ -1,4 +1,4 @@
-"""Which gradients are right on average, by listing all that can be sampled from a small policy (helpers/bias.py).
+"""Which gradients are right on average, by listing all samples of a small policy (helpers/enumeration.py).
 
 G is the size of a group. On policy, and without a KL unless it says so.
 """
@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import ALGORITHMS, dr_grpo, grpo, ppo, reinforce, rloo
-from covey.core.advantages import group_mean_only
-from covey.credits import outcome
-from helpers import bias
-from helpers.bias import COMPLETIONS, NO_KL, PROMPTS, ListedPolicy, expected_gradient, graded, summed, true_gradient
+from covey.algorithms.advantages import outcome
+from covey.core.baselines import group_mean_only
+from helpers import enumeration
+from helpers.enumeration import (
+    COMPLETIONS,
+    NO_KL,
+    PROMPTS,
+    ListedPolicy,
+    expected_gradient,
+    graded,
+    summed,
+    true_gradient,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "mathematics.md"
 LINES = PAGE.read_text().partition("## Which of them are unbiased?")[2].splitlines()
@@ -32,14 +41,14 @@ def equal(left: Tensor, right: Tensor) -> None:
 def test_every_completion_is_listed_once():
     assert len(COMPLETIONS) == len(set(COMPLETIONS)) == 15
     assert sorted({len(tokens) for tokens in COMPLETIONS}) == [1, 2, 3]
-    torch.testing.assert_close(bias.probabilities(ListedPolicy()).sum(dim=1), torch.ones(PROMPTS).double())
+    torch.testing.assert_close(enumeration.probabilities(ListedPolicy()).sum(dim=1), torch.ones(PROMPTS).double())
 
 
 @EVERY_SIZE
 def test_every_group_is_listed_once(size):
-    assert sum(orders for _, orders in bias.groups(size)) == 15**size
-    assert dict(bias.groups(2))[3, 3] == 1
-    assert dict(bias.groups(2))[3, 4] == 2
+    assert sum(orders for _, orders in enumeration.groups(size)) == 15**size
+    assert dict(enumeration.groups(2))[3, 3] == 1
+    assert dict(enumeration.groups(2))[3, 4] == 2
 
 
 def test_the_true_gradient_is_that_of_finite_differences():
@@ -48,7 +57,7 @@ def test_the_true_gradient_is_that_of_finite_differences():
     for move in (1e-5, -2e-5):
         with torch.no_grad():
             policy.table[1, 2, 0] += move
-            values.append(float((bias.probabilities(policy) * rewards_PO).sum() / PROMPTS))
+            values.append(float((enumeration.probabilities(policy) * rewards_PO).sum() / PROMPTS))
     assert (values[0] - values[1]) / 2e-5 == pytest.approx(float(truth[1, 2, 0]), rel=1e-6)
 
 
@@ -76,7 +85,7 @@ def test_reinforce_summed_over_tokens_is_unbiased_but_for_its_size(size, seed):
 @EVERY_SIZE
 def test_grpo_without_std_summed_over_tokens_is_unbiased_but_for_its_size(size):
     policy, rewards_PO = ListedPolicy(), graded(seed=1)
-    algorithm = replace(grpo(kl=NO_KL), advantage=outcome(group_mean_only), aggregation=bias.SUM)
+    algorithm = replace(grpo(kl=NO_KL), advantage=outcome(group_mean_only), aggregation=enumeration.SUM)
     equal(
         expected_gradient(algorithm, policy, rewards_PO, size),
         (size - 1) / size * true_gradient(policy, rewards_PO),
@@ -98,7 +107,7 @@ def test_dr_grpo_is_unbiased_but_for_its_size(size):
 def test_ppo_unwhitened_is_unbiased_with_lambda_1_or_a_right_critic(size, lam):
     policy, rewards_PO = ListedPolicy(), graded(seed=1)
     algorithm = summed(ppo(gamma=1.0, lam=lam, whiten=False))
-    critic_PS = bias.right_critic(policy, rewards_PO) if lam < 1 else None
+    critic_PS = enumeration.right_critic(policy, rewards_PO) if lam < 1 else None
     equal(
         expected_gradient(algorithm, policy, rewards_PO, size, critic_PS=critic_PS), true_gradient(policy, rewards_PO)
     )
@@ -107,7 +116,7 @@ def test_ppo_unwhitened_is_unbiased_with_lambda_1_or_a_right_critic(size, lam):
 def test_ppo_with_a_wrong_critic_and_lambda_below_1_is_biased():
     policy, rewards_PO = ListedPolicy(), graded(seed=1)
     found = expected_gradient(summed(ppo(gamma=1.0, whiten=False)), policy, rewards_PO, 2)
-    assert bias.Bias.of(found, true_gradient(policy, rewards_PO)).error > 0.01
+    assert enumeration.Bias.of(found, true_gradient(policy, rewards_PO)).error > 0.01
 
 
 @EVERY_SIZE
@@ -115,12 +124,12 @@ def test_the_mean_over_a_rollout_divides_what_it_teaches_by_its_length(size):
     # exactly (G-1)/G times sum_o pi(o) (r(o) - mean r) / |o| grad log pi(o), which is another direction
     policy, rewards_PO = ListedPolicy(), graded(seed=1)
     found = expected_gradient(reinforce(), policy, rewards_PO, size)
-    probability_PO = bias.probabilities(policy)
+    probability_PO = enumeration.probabilities(policy)
     mean_P1 = (probability_PO * rewards_PO).sum(dim=1, keepdim=True).detach()
     length_O = torch.tensor([len(tokens) for tokens in COMPLETIONS])
     value = (probability_PO * (rewards_PO - mean_P1) / length_O).sum() / PROMPTS
     equal(found, (size - 1) / size * torch.autograd.grad(value, policy.table)[0])
-    assert bias.Bias.of(found, true_gradient(policy, rewards_PO)).error > 0.1
+    assert enumeration.Bias.of(found, true_gradient(policy, rewards_PO)).error > 0.1
 
 
 def test_with_right_and_wrong_only_up_to_three_rollouts_have_one_std():
@@ -134,12 +143,12 @@ def test_with_right_and_wrong_only_up_to_three_rollouts_have_one_std():
 
 @pytest.fixture(scope="module")
 def kl_gradients():
-    return bias.kl_gradients(ListedPolicy(), ListedPolicy(seed=1))
+    return enumeration.kl_gradients(ListedPolicy(), ListedPolicy(seed=1))
 
 
 @pytest.mark.parametrize("name", ["k2", "exact"])
 def test_k2_and_the_exact_kl_in_the_loss_pull_as_the_kl_of_decisions_does(kl_gradients, name):
-    equal(kl_gradients[name, "loss"], bias.kl_gradient(ListedPolicy(), ListedPolicy(seed=1), whole=False))
+    equal(kl_gradients[name, "loss"], enumeration.kl_gradient(ListedPolicy(), ListedPolicy(seed=1), whole=False))
 
 
 def test_nemo_rl_2506_k1_in_the_loss_does_not_pull(kl_gradients):
@@ -148,40 +157,40 @@ def test_nemo_rl_2506_k1_in_the_loss_does_not_pull(kl_gradients):
 
 def test_nemo_rl_2506_k3_in_the_loss_pulls_as_the_reverse_kl_does(kl_gradients):
     policy, reference = ListedPolicy(), ListedPolicy(seed=1)
-    batch = bias.every_completion()
+    batch = enumeration.every_completion()
     now_BTV, then_BTV = (said.evaluate(batch).distribution_BTV for said in (policy, reference))
     kl_BT = (then_BTV.detach().exp() * (then_BTV.detach() - now_BTV)).sum(-1) * batch.mask_BT
-    value = (bias.probabilities(policy).detach().flatten() * kl_BT.sum(dim=1)).sum()
+    value = (enumeration.probabilities(policy).detach().flatten() * kl_BT.sum(dim=1)).sum()
     equal(kl_gradients["k3", "loss"], torch.autograd.grad(-value / PROMPTS, policy.table)[0])
 
 
 def test_k1_in_the_reward_pulls_as_the_kl_of_completions_does(kl_gradients):
-    equal(kl_gradients["k1", "reward"], bias.kl_gradient(ListedPolicy(), ListedPolicy(seed=1), whole=True))
+    equal(kl_gradients["k1", "reward"], enumeration.kl_gradient(ListedPolicy(), ListedPolicy(seed=1), whole=True))
 
 
 def test_the_page_shows_what_the_kl_estimators_do():
-    for line in bias.kl_table().splitlines():
+    for line in enumeration.kl_table().splitlines():
         assert line in LINES
 
 
 def test_the_page_shows_the_bias_of_every_algorithm_in_groups_of_two_and_in_an_endless_step():
     policy, rewards_PO = ListedPolicy(), graded()
     truth = true_gradient(policy, rewards_PO)
-    for name, algorithm in (bias.named() | bias.composed()).items():
+    for name, algorithm in (enumeration.named() | enumeration.composed()).items():
         row = next(line for line in LINES if line.startswith(f"| {name} |"))
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        pair = bias.Bias.of(expected_gradient(algorithm, policy, rewards_PO, 2), truth)
-        endless = bias.Bias.of(bias.endless_gradient(algorithm, policy, rewards_PO), truth)
-        assert [cells[3], cells[5]] == [bias.shown(pair.error), bias.shown(endless.error, 2)], name
+        pair = enumeration.Bias.of(expected_gradient(algorithm, policy, rewards_PO, 2), truth)
+        endless = enumeration.Bias.of(enumeration.endless_gradient(algorithm, policy, rewards_PO), truth)
+        assert [cells[3], cells[5]] == [enumeration.shown(pair.error), enumeration.shown(endless.error, 2)], name
 
 
 def test_every_named_algorithm_is_in_the_table():
-    names = {name.strip("`").partition("`")[0] for name in bias.named()}
+    names = {name.strip("`").partition("`")[0] for name in enumeration.named()}
     assert names == set(ALGORITHMS)
 
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
 def test_the_table_of_the_page_is_that_of_the_script():
-    for line in bias.family_table().splitlines():
+    for line in enumeration.family_table().splitlines():
         assert line in LINES

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from covey.data import Batch, EndReason, Group, Start, collate
-from helpers.toy import random_groups, rollout
+from helpers.tabular_policy import random_groups, rollout
 
 
 def two_groups() -> list[Group]:

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 
 from covey.config import ControlConfig
-from covey.config.reader import config_from_dict, config_to_toml, read_tables, root_of
+from covey.config.recipe import config_from_dict, config_to_toml, read_tables, root_of
 from covey.config.recipe_files import PACKAGED_RECIPES
-from covey.llm.conversion import EMBEDDED
+from covey.llm.model.conversion import EMBEDDED
 from helpers.installed import Environment
 from helpers.pages import EXAMPLES, PAGES, ROOT, Block, blocks_of, whole_recipe, write_files
-from helpers.tiny import tiny_folder
+from helpers.tiny_models import tiny_folder
 
 SHORT = {
     "train language": "--steps 2 --prompts-per-step 2 --evaluation.problems 2 --evaluation.every 0 "

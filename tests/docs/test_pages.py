@@ -14,12 +14,12 @@ from pathlib import Path
 import gymnasium  # noqa: F401 -- before the tests: it changes the environment when it is first imported
 import pytest
 
-from covey.cli import evaluation_config
-from covey.command_line import build_parser, parse
+from covey.cli.main import evaluation_config
+from covey.cli.options import build_parser, parse
+from covey.comparison.compare import read_contestants
 from covey.config import ControlConfig, RunConfig
-from covey.config.checks import validate
-from covey.config.reader import config_from_dict, describe_fields, read_recipe
-from covey.recipes.compare import read_contestants
+from covey.config.recipe import config_from_dict, describe_fields, read_recipe
+from covey.config.validate import validate
 from helpers.pages import (
     EXAMPLES,
     PAGES,

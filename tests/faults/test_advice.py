@@ -15,13 +15,13 @@ import pytest
 
 import covey
 from covey import ArithmeticConfig, ControlConfig, EnvironmentConfig, RolloutsConfig, RunConfig, UpdateConfig
-from covey.cli import main
-from covey.config.reader import config_from_dict, read_tables
+from covey.cli.main import main
+from covey.config.recipe import config_from_dict, read_tables
+from covey.experiment import advice
+from covey.experiment.advice import ADVICE, Finished, Launch, after_training, read_launch
 from covey.llm.tasks import Arithmetic
-from covey.recipes import advice
-from covey.recipes.advice import ADVICE, Finished, Launch, after_training, read_launch
-from helpers.runs import write_recipe
-from helpers.tiny import tiny_folder
+from helpers.run_helpers import write_recipe
+from helpers.tiny_models import tiny_folder
 
 QUICK = ["--evaluation.episodes", "3", "--evaluation.every", "0"]
 SCORES = {  # evaluations before and after that lead to each verdict
@@ -310,7 +310,7 @@ def test_advice_after_ctrl_c(
             return step(*arguments, should_stop=lambda: (begun and bool(metrics.stat().st_size)) or should_stop())
         return step(*arguments, should_stop=should_stop)
 
-    monkeypatch.setattr("covey.recipes.run.train", interrupted)
+    monkeypatch.setattr("covey.experiment.run.train", interrupted)
     run_dir = Path(f"stopped {python} {begun}")
     metrics = run_dir / "metrics.jsonl"
     names: dict[str, Any] = {"task": Arithmetic(digits=(1,)), "longest": longest}

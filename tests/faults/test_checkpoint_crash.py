@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from covey.runtime.checkpoint import CheckpointFolder
-from helpers.runs import signal_after
+from helpers.run_helpers import signal_after
 
 KILLS = 40
 CALLS = 4000  # of Python functions, before a kill: some saves

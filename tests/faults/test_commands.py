@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.runs import covey, write_recipe
-from helpers.tiny import tiny_folder
+from helpers.run_helpers import covey, write_recipe
+from helpers.tiny_models import tiny_folder
 
 
 @pytest.fixture(scope="module")

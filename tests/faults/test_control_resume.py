@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from covey.config.reader import write_config
-from helpers import practice
-from helpers.runs import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics
+from covey.config.recipe import write_config
+from helpers import toy_envs
+from helpers.run_helpers import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics
 
 STEPS = 40
 FRAGMENTS = {"groups": "fragments", "environments": 6, "fragment_steps": 60, "reward_scaling": "running_std"}
@@ -60,7 +60,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def write_recipe(folder: Path, name: str) -> Path:
     recipe = folder / f"{name}.toml"
-    write_config(practice.read(COMMON, **RUNS[name]), recipe)
+    write_config(toy_envs.read(COMMON, **RUNS[name]), recipe)
     return recipe
 
 

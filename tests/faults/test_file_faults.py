@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from covey.config.reader import write_config
-from helpers import practice
+from covey.config.recipe import write_config
+from helpers import toy_envs
 from helpers.forks import Case, Forks, Outcome
-from helpers.runs import assert_same_run, write_recipe
-from helpers.tiny import tiny_folder
+from helpers.run_helpers import assert_same_run, write_recipe
+from helpers.tiny_models import tiny_folder
 
 OPEN_READ, READ, OPEN_WRITE, WRITE, RENAME, REMOVE = 1, 2, 4, 8, 16, 32  # as in file_faults.c
 CHANGES = OPEN_WRITE | WRITE | RENAME | REMOVE
@@ -99,7 +99,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     if built.returncode:
         pytest.skip(f"no C compiler makes a library here: {built.stderr.decode()[:200]}")
     control = folder / "control.toml"
-    write_config(practice.read(CONTROL), control)
+    write_config(toy_envs.read(CONTROL), control)
     language = write_recipe(folder, tiny_folder(folder / "model"), steps=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(library))

@@ -13,28 +13,28 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import Interrupt, covey, write_recipe
-from helpers.tiny import tiny_folder
+from helpers.run_helpers import Interrupt, covey, write_recipe
+from helpers.tiny_models import tiny_folder
 
 IMPORTING = """
 import os, signal, sys
 class Finder:
     def find_spec(self, name, *more):
-        if name == "covey.cli":
+        if name == "covey.cli.main":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
 from covey.__main__ import main
 main()
 """
 MOMENTS = {
-    "reading the recipe": Interrupt("covey.cli", "read_recipe"),
-    "looking for the world": Interrupt("covey.recipes.run", "open_world"),
-    "compiling": Interrupt("covey.recipes.language", "kernels_for"),
-    "loading the model": Interrupt("covey.recipes.language", "load_model"),
-    "the first evaluation": Interrupt("covey.recipes.held_out", "HeldOut._measure"),
+    "reading the recipe": Interrupt("covey.cli.main", "read_recipe"),
+    "looking for the world": Interrupt("covey.experiment.run", "open_world"),
+    "compiling": Interrupt("covey.experiment.llm", "kernels_for"),
+    "loading the model": Interrupt("covey.experiment.llm", "load_model"),
+    "the first evaluation": Interrupt("covey.experiment.evaluate_llm", "HeldOut._measure"),
     "the first step": Interrupt("covey.train.loop", "gather", times=2),  # there the first only asks
-    "saving the model": Interrupt("covey.recipes.run", "write_folders"),
-    "the curve": Interrupt("covey.recipes.run", "draw_curve"),
+    "saving the model": Interrupt("covey.experiment.run", "write_folders"),
+    "the curve": Interrupt("covey.experiment.run", "draw_curve"),
 }
 BEGUN = ("saving the model", "the curve")
 

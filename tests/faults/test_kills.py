@@ -15,11 +15,19 @@ from pathlib import Path
 import pytest
 
 from covey.config import ConfigError
-from covey.config.reader import write_config
-from covey.observe.run_folder import FolderLock
-from helpers import practice
-from helpers.runs import CALLS_OF_A_STEP, Moment, assert_same_run, covey, reproducible_metrics, start, write_recipe
-from helpers.tiny import tiny_folder
+from covey.config.recipe import write_config
+from covey.tracking.run_folder import FolderLock
+from helpers import toy_envs
+from helpers.run_helpers import (
+    CALLS_OF_A_STEP,
+    Moment,
+    assert_same_run,
+    covey,
+    reproducible_metrics,
+    start,
+    write_recipe,
+)
+from helpers.tiny_models import tiny_folder
 
 STEPS = 8
 CONTROL = {
@@ -52,7 +60,7 @@ def train(kind: str, place: Path) -> list[object]:
     recipe = place / f"{kind}.toml"
     if isinstance(more, dict):
         if not recipe.exists():
-            write_config(practice.read(CONTROL, **more), recipe)
+            write_config(toy_envs.read(CONTROL, **more), recipe)
         return ["train", recipe]
     if not recipe.exists():
         write_recipe(place, tiny_folder(place / "model"), STEPS).rename(recipe)

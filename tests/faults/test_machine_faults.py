@@ -23,17 +23,17 @@ import pytest
 import safetensors.torch
 import torch
 
-import covey.recipes.control
-import covey.recipes.language
-import covey.recipes.run
-from covey.cli import main
+import covey.experiment.control
+import covey.experiment.llm
+import covey.experiment.run
+from covey.cli.main import main
 from covey.config.faults import machine_error
-from covey.config.reader import write_config
-from covey.observe.run_store import RunStore
+from covey.config.recipe import write_config
 from covey.runtime.checkpoint import CheckpointFolder
-from helpers import practice
-from helpers.runs import files, reproducible_metrics, write_recipe
-from helpers.tiny import tiny_folder
+from covey.tracking.run_store import RunStore
+from helpers import toy_envs
+from helpers.run_helpers import files, reproducible_metrics, write_recipe
+from helpers.tiny_models import tiny_folder
 
 STEPS = 8
 CONTROL = {
@@ -94,7 +94,7 @@ def assert_same(run_dir: Path, whole: Path) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, and a run of it that nothing disturbed."""
     folder = tmp_path_factory.mktemp("machine")
-    write_config(practice.read(CONTROL), folder / "recipe.toml")
+    write_config(toy_envs.read(CONTROL), folder / "recipe.toml")
     outcome = command(["train", folder / "recipe.toml", "--run-dir", folder / "whole"], folder)
     assert outcome.code == 0, outcome
     return folder
@@ -158,8 +158,8 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "a step": (RunStore, "record", 3),
     "the beginning of a checkpoint": (CheckpointFolder, "_save", 2),
     "the end of a checkpoint": (CheckpointFolder, "_publish", 2),
-    "the model": (covey.recipes.run, "write_folders", 1),
-    "the curve": (covey.recipes.run, "draw_curve", 1),
+    "the model": (covey.experiment.run, "write_folders", 1),
+    "the curve": (covey.experiment.run, "draw_curve", 1),
 }
 USUAL = ("a step", "the beginning of a checkpoint")  # the others are slow tests
 at_every_moment = pytest.mark.parametrize(

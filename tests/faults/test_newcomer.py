@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli import main
-from covey.observe.score_kinds import number
-from covey.observe.statistics import mean_score
-from helpers.tiny import tiny_folder
+from covey.cli.main import main
+from covey.tracking.score_kinds import number
+from covey.tracking.statistics import mean_score
+from helpers.tiny_models import tiny_folder
 
 THINGS = ["fruit", "colour", "animal", "planet", "river", "city", "tree", "tool", "metal", "sport", "month", "bird"]
 

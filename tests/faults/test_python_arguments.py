@@ -19,7 +19,7 @@ from covey import (
     SamplingConfig,
 )
 from covey.llm.tasks import Arithmetic, Jsonl, Rows, task_of
-from helpers.tiny import tiny_folder
+from helpers.tiny_models import tiny_folder
 
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n), "level": n} for n in range(12)]
 SMALL = SamplingConfig(prompts_per_step=2, group_size=2, max_new_tokens=3)
@@ -160,3 +160,27 @@ def test_a_run_that_is_none_is_one_line(tmp_path: Path) -> None:
         covey.evaluate_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="there is no run to resume in "):
         covey.resume(tmp_path / "nowhere")
+
+
+TEXT, CHAT = "{} + 2 =", [{"role": "user", "content": "{} + 2 ="}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reward", "form"),
+    [
+        (TEXT, lambda completion: completion[0]["content"], "is a string here"),
+        (TEXT, lambda completion: completion["content"], "is a string here"),
+        (CHAT, lambda completion: completion.strip(), "is a list with one message here"),
+        (CHAT, lambda completion: completion[1]["content"], "is a list with one message here"),
+    ],
+)
+def test_a_reward_that_expects_another_form_of_completion_is_told_which_one_it_gets(
+    folder: Path, prompt: Any, reward: Any, form: str
+) -> None:
+    rows = [json.loads(json.dumps({"prompt": prompt}).replace("{}", str(n))) for n in range(4)]
+
+    def length(completions: list[Any], **columns: Any) -> list[int]:
+        return [len(reward(completion)) for completion in completions]
+
+    with pytest.raises(ConfigError, match=rf"in a dry run on the right answer: .*; a completion {form}"):
+        covey.run(RunConfig(model=str(folder / "model"), steps=1, sampling=SMALL), task=rows, rewards=length)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import Moment, covey, files, reproducible_metrics
-from helpers.tiny import tiny_folder
+from helpers.run_helpers import Moment, covey, files, reproducible_metrics
+from helpers.tiny_models import tiny_folder
 
 STEPS = 7
 RECIPE = """

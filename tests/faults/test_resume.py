@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics, write_recipe
-from helpers.tiny import tiny_folder
+from helpers.run_helpers import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics, write_recipe
+from helpers.tiny_models import tiny_folder
 
 STEPS = 8
 

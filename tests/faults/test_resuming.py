@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli import main
-from covey.config.reader import write_config
-from helpers import practice
-from helpers.runs import Moment, covey, files, reproducible_metrics, write_recipe
-from helpers.tiny import tiny_folder
+from covey.cli.main import main
+from covey.config.recipe import write_config
+from helpers import toy_envs
+from helpers.run_helpers import Moment, covey, files, reproducible_metrics, write_recipe
+from helpers.tiny_models import tiny_folder
 
 STEPS, KILLED = 6, 5  # the copies below were killed after step 5 and have checkpoints of steps 2 and 4
 CONTROL = {
@@ -34,7 +34,7 @@ CONTROL = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run."""
     folder = tmp_path_factory.mktemp("resuming")
-    write_config(practice.read(CONTROL), folder / "recipe.toml")
+    write_config(toy_envs.read(CONTROL), folder / "recipe.toml")
     assert main(["train", str(folder / "recipe.toml"), "--run-dir", str(folder / "whole")]) == 0
     return folder / "whole"
 

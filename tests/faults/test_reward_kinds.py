@@ -16,9 +16,9 @@ from covey import CheckpointConfig, RewardConfig, RunConfig, SamplingConfig, Upd
 from covey.config import EvaluationConfig
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import build_grader
-from covey.llm.reward_worker import MARK
-from helpers.runs import is_running
-from helpers.tiny import tiny_folder
+from covey.llm.rewards.worker import MARK
+from helpers.run_helpers import is_running
+from helpers.tiny_models import tiny_folder
 
 FAULTS = """
     import locale, os, resource, signal, subprocess, sys, threading, time

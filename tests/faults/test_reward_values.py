@@ -15,14 +15,14 @@ import torch
 
 from covey.config import ConfigError, RewardConfig
 from covey.data import EndReason, Group, Rollout, Start
-from covey.llm.callers import LOAD_LEAST_SECONDS, RewardProcess
 from covey.llm.grader import GradingError, WeightedReward, build_grader
-from covey.llm.reward_worker import load_function
-from covey.observe.metrics import find
-from covey.observe.run_store import rollout_record
-from covey.train.gather import _joined
+from covey.llm.rewards.runner import LOAD_LEAST_SECONDS, RewardProcess
+from covey.llm.rewards.worker import load_function
+from covey.tracking.metrics import find
+from covey.tracking.run_store import rollout_record
+from covey.train.collect import _joined
 from covey.train.loop import describe
-from helpers.runs import is_running
+from helpers.run_helpers import is_running
 
 HEAD = """
     import itertools, os, resource, sys, time
@@ -242,7 +242,7 @@ def test_a_module_may_set_up_its_process_while_it_is_imported(tmp_path, monkeypa
     "statement", ["time.sleep(1000)", "while True: pass", "__import__('re').match('(a+)+b', 'a' * 60)"]
 )
 def test_an_import_that_never_ends_is_bounded_by_its_own_time_limit(statement, tmp_path, monkeypatch):
-    monkeypatch.setattr("covey.llm.callers.LOAD_LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("covey.llm.rewards.runner.LOAD_LEAST_SECONDS", 0.5)
     path = tmp_path / "endless.py"
     path.write_text(f"import time\n{statement}\ndef f(completions): return [1.0]\n")
     one = build_grader([RewardConfig(function=f"{path}:f", timeout_seconds=0.5)], ())
@@ -283,7 +283,7 @@ def test_what_a_reward_started_ends_with_a_run_that_is_killed(environment, tmp_p
         "  return [float(child.pid), float(os.getpid())]\n"
     )
     parent = (
-        "import time; from covey.llm.callers import RewardProcess\n"
+        "import time; from covey.llm.rewards.runner import RewardProcess\n"
         f"print(RewardProcess({str(path) + ':f'!r}).call({{'completions': ['a', 'b']}}, 0, 20.0).values, flush=True)\n"
         "time.sleep(1000)\n"
     )

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from covey.algorithms import Algorithm
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.train.annotate import annotate
+from covey.train.prepare import annotate
 from covey.train.update import Learner, StepSizes, UpdatePlan, update
-from helpers.toy import CONTEXTS, Recorder, ToyCritic, ToyPolicy, generator, random_groups
+from helpers.tabular_policy import CONTEXTS, Recorder, ToyCritic, ToyPolicy, generator, random_groups
 
 REFERENCE_SEED = 2
 ENDS = (EndReason.TERMINATED, EndReason.TRUNCATED, EndReason.STOP, EndReason.CUT)

@@ -23,10 +23,10 @@ import gguf
 import numpy as np
 
 from covey.config import ControlConfig, RunConfig
-from covey.config.reader import describe_fields
+from covey.config.recipe import describe_fields
 from helpers.forks import Forks
 from helpers.malformed import CONTROL, JSONL_RECIPE, LANGUAGE, ROWS, Content, Input, cases, faults, jsonl
-from helpers.tiny import CHARACTERS, tiny_folder
+from helpers.tiny_models import CHARACTERS, tiny_folder
 
 Files = dict[str, bytes]
 

@@ -14,10 +14,10 @@ import sys
 import traceback
 
 import covey
-import covey.cli
-import covey.recipes.control
-import covey.recipes.language
-import covey.recipes.run
+import covey.cli.main
+import covey.experiment.control
+import covey.experiment.llm
+import covey.experiment.run
 
 CALL = re.compile(r"Next: [^:\n]*: (import covey; .*)$", re.M)  # advice of a run from Python
 

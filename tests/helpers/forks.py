@@ -25,10 +25,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-LIGHT = ("covey.cli",)
+LIGHT = ("covey.cli.main",)
 EVERYTHING = (
-    *LIGHT, "covey.recipes.run", "covey.recipes.language", "covey.recipes.control", "covey.recipes.plan",
-    "covey.recipes.compare", "gguf", "gymnasium.envs.classic_control", "transformers.models.llama.modeling_llama",
+    *LIGHT, "covey.experiment.run", "covey.experiment.llm", "covey.experiment.control", "covey.experiment.plan",
+    "covey.comparison.compare", "gguf", "gymnasium.envs.classic_control", "transformers.models.llama.modeling_llama",
     "transformers.integrations.ggml", "transformers.modeling_gguf_pytorch_utils",
 )  # fmt: skip
 
@@ -162,7 +162,7 @@ def _run(case: dict[str, Any], folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (addresses + MEMORY,) * 2)
         os.chdir(case["cwd"])
         os.environ.update(case["environment"])
-        from covey.cli import main as covey
+        from covey.cli.main import main as covey
 
         try:
             code = covey(case["words"])
@@ -171,7 +171,7 @@ def _run(case: dict[str, Any], folder: Path) -> None:
         except BaseException as error:
             import traceback
 
-            print("escaped from covey.cli.main:", file=sys.stderr)
+            print("escaped from covey.cli.main.main:", file=sys.stderr)
             traceback.print_exception(error)
         sys.stdout.flush()
         heavy = [name for name in ("torch", "transformers", "gymnasium", "matplotlib") if name in sys.modules]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import Algorithm, KLPenalty, dr_grpo, grpo, reinforce, rloo
-from covey.core import aggregation, schedules
+from covey.core import loss_weights, schedules
 from covey.core.kl import k1, k2, k3
 from covey.data import Batch, EndReason, Group, collate
-from covey.train.annotate import annotate
+from covey.train.prepare import annotate
 from covey.train.update import Learner, StepSizes, UpdatePlan, update
-from helpers.toy import Recorder, ToyPolicy
+from helpers.tabular_policy import Recorder, ToyPolicy
 
 MAX_LENGTH = 10
 KL_COEFFICIENT = 0.3
@@ -29,9 +29,9 @@ KLS = {
     "k1_in_reward": KLPenalty(schedules.constant(KL_COEFFICIENT), k1, in_reward=True),
 }
 AGGREGATIONS = {
-    "sequence": aggregation.sequence_mean,
-    "token": aggregation.token_mean,
-    "constant": aggregation.constant_length(MAX_LENGTH),
+    "sequence": loss_weights.sequence_mean,
+    "token": loss_weights.token_mean,
+    "constant": loss_weights.constant_length(MAX_LENGTH),
 }
 
 

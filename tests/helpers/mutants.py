@@ -54,68 +54,72 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
 
 
-INVARIANCE = "learning/test_update_invariance.py"
-CREDIT = "learning/test_credit.py::test_"
-STEPS = "learning/test_process.py::test_"
-CRITIC = "learning/test_critic.py::test_"
+INVARIANCE = "train/test_update_invariance.py"
+CREDIT = "algorithms/test_advantages.py::test_"
+STEPS = "algorithms/test_process_advantages.py::test_"
+CRITIC = "train/test_critic.py::test_"
 OF_WORDS = "llm/test_critic.py::test_"
-ADVANTAGES = ("core/advantages.py", ("core/test_advantages.py",))
+ADVANTAGES = ("core/baselines.py", ("core/test_baselines.py",))
 RATIOS = ("core/ratios.py", ("core/test_ratios.py",))
-SURROGATES = ("core/surrogates.py", ("core/test_surrogates.py",))
+SURROGATES = ("core/policy_losses.py", ("core/test_policy_losses.py",))
 KL = ("core/kl.py", ("core/test_kl.py",))
-AGGREGATION = ("core/aggregation.py", ("core/test_aggregation.py",))
-VALUES = ("core/values.py", ("core/test_values.py",))
+AGGREGATION = ("core/loss_weights.py", ("core/test_loss_weights.py",))
+VALUES = ("core/returns.py", ("core/test_returns.py",))
 LAYERS, ATTENTION, KEPT, WHOLE_DECODER, LOGITS, PRODUCTS = (
-    (f"llm/native/{name}.h", ("llm/test_native.py",))
-    for name in ("layers", "attention", "kept", "decoder", "logits", "products")
+    (f"llm/native/csrc/{name}.h", ("llm/native/test_kernels.py",))
+    for name in ("rmsnorm_swiglu", "decode_attention", "kv_cache", "decode_step", "logits", "weight_gradients")
 )
-FUSED = ("llm/native/fused.py", ("llm/test_native.py",))
+FUSED = ("llm/model/fused_layers.py", ("llm/native/test_kernels.py",))
 TRAINING, SQUARES, SEQUENCES = (
-    (f"llm/{name}", ("llm/test_shared_attention.py",))
-    for name in ("native/training.h", "native/squares.h", "attention.py")
+    (f"llm/{name}", ("llm/model/test_prefix_attention.py",))
+    for name in ("native/csrc/prefix_attention.h", "native/csrc/gemm.h", "model/prefix_attention.py")
 )
-SLOTS = ("llm/graphs.py", ("llm/test_gpu.py::test_slots_decode_as_groups_alone_do",))
-ROOM_FULL = ("llm/graphs.py", ("llm/test_gpu.py::test_a_row_that_left_with_its_room_full_needs_no_more",))
-PRETENDED = ("llm/graphs.py", ("llm/test_gpu.py::test_a_run_on_a_pretended_gpu_has_the_numbers_of_a_cpu[llama-]",))
-DECODER = ("llm/native/decoder.py", ("llm/test_native.py",))
-TORCH_DECODER = ("llm/decoding.py", ("llm/test_native.py", "parity/test_language_model.py"))
-TORCH_LAYERS = ("llm/layers.py", ("llm/test_native.py",))
-LAYOUT = ("llm/attention.py", ("parity/test_language_model.py",))
-PLAIN = ("llm/plain.py", (LAYOUT[1][0] + "::test_plain_passes_serve_what_they_begin_with",))
-TRIAL = ("llm/backend.py", (LAYOUT[1][0] + "::test_a_model_whose_passes_differ_is_refused",))
-COMMON = ("llm/beginnings.py", ("parity/test_language_model.py",))
-PACKED = ("llm/packed.py", ("llm/test_packed.py",))
-KL_CONTROL = "learning/test_kl_control.py::test_"
-ORIGINS = "llm/test_origins.py::test_"
-LOOP = ("train/loop.py", ("learning/test_kl_control.py",))
-FOLLOWING = ("runtime/following.py", ("runtime/test_following.py",))
-EXACT_KL_TESTS = ("llm/test_exact_kl.py::test_value_and_gradients_are_those_of_the_whole_matrix",)
-EXACT_KL = ("llm/exact_kl.py", EXACT_KL_TESTS)
-HEAD = ("llm/head.py", EXACT_KL_TESTS)
-LOADING = ("llm/loading.py", ("llm/test_origins.py",))
+FAKE_GPU = (
+    "llm/generation/decoding.py",
+    ("llm/test_gpu.py::test_a_run_on_a_fake_gpu_has_the_numbers_of_a_cpu[llama-]",),
+)
+DECODER = ("llm/generation/native_decoder.py", ("llm/native/test_kernels.py",))
+TORCH_DECODER = ("llm/generation/decoding.py", ("llm/native/test_kernels.py", "parity/test_language_model.py"))
+TORCH_LAYERS = ("llm/generation/llama_layers.py", ("llm/native/test_kernels.py",))
+LAYOUT = ("llm/model/prefix_attention.py", ("parity/test_language_model.py",))
+PLAIN = ("llm/model/plain_forward.py", (LAYOUT[1][0] + "::test_plain_passes_serve_what_they_begin_with",))
+TRIAL = ("llm/generation/backend.py", (LAYOUT[1][0] + "::test_a_model_whose_passes_differ_is_refused",))
+COMMON = ("llm/model/prefix_tree.py", ("parity/test_language_model.py",))
+PACKED = ("llm/generation/prepacked_linear.py", ("llm/generation/test_prepacked_linear.py",))
+KL_CONTROL = "train/test_kl_controller.py::test_"
+ORIGINS = "llm/model/test_loading.py::test_"
+LOOP = ("train/loop.py", ("train/test_kl_controller.py",))
+FOLLOWING = ("runtime/ema.py", ("runtime/test_ema.py",))
+EXACT_KL_TESTS = ("llm/model/test_exact_kl.py::test_value_and_gradients_are_those_of_the_whole_matrix",)
+EXACT_KL = ("llm/model/exact_kl.py", EXACT_KL_TESTS)
+HEAD = ("llm/model/logprobs.py", EXACT_KL_TESTS)
+LOADING = ("llm/model/loading.py", ("llm/model/test_loading.py",))
 SCHEDULES = ("core/schedules.py", ("core/test_schedules.py",))
 COLLATE = ("data/collate.py", ("data/test_batch.py",))
-CREDITS = ("credits.py", ("learning/test_process.py",))
-PROCESS = ("llm/process.py", ("llm/test_process.py",))
-ALGORITHMS = ("algorithms.py", ("learning/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
-ANNOTATE = ("train/annotate.py", ("learning/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
-BRANCHES = ("llm/test_branches.py",)
+CREDITS = ("algorithms/advantages.py", ("algorithms/test_process_advantages.py",))
+PROCESS = ("llm/rewards/step_splitter.py", ("llm/rewards/test_step_splitter.py",))
+ALGORITHMS = (
+    "algorithms/algorithm.py",
+    ("algorithms/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"),
+)
+ANNOTATE = ("train/prepare.py", ("algorithms/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
+BRANCHES = ("llm/generation/test_branching.py",)
 CHOICES = BRANCHES[0] + "::test_branches_change_no_choice_and_spare_rows"
 SAMPLER = ("llm/sampler.py", BRANCHES)
 COPIES = BRANCHES[0] + "::test_a_row_that_is_named_twice_becomes_two"
-SEGMENTS = ("llm/attention.py", (BRANCHES[0] + "::test_every_beginning_is_fed_once",))
-GROWN = ("llm/beginnings.py", SEGMENTS[1])
-LEAVES = ("llm/attention.py", (BRANCHES[0] + "::test_every_token_has_a_place_in_the_rectangle_of_leaves",))
+SEGMENTS = ("llm/model/prefix_attention.py", (BRANCHES[0] + "::test_every_beginning_is_fed_once",))
+GROWN = ("llm/model/prefix_tree.py", SEGMENTS[1])
+LEAVES = ("llm/model/prefix_attention.py", (BRANCHES[0] + "::test_every_token_has_a_place_in_the_rectangle_of_leaves",))
 WHOLE_ROWS = BRANCHES[0] + "::test_numbers_and_gradients_are_those_of_whole_rows"
-MICROBATCHES = ("llm/microbatches.py", ("llm/test_microbatches.py",))
-GATHER = ("train/gather.py", ("learning/test_gather.py",))
-FAMILY = ("algorithms.py", ("learning/test_family.py",))
-OVERLONG = ("llm/rewards.py", ("llm/test_overlong.py",))
+MICROBATCHES = ("llm/model/microbatches.py", ("llm/model/test_microbatches.py",))
+GATHER = ("train/collect.py", ("train/test_collect.py",))
+FAMILY = ("algorithms/presets.py", ("algorithms/test_presets.py",))
+OVERLONG = ("llm/rewards/builtin.py", ("llm/rewards/test_overlong.py",))
 LANGUAGE_CRITIC = ("llm/critic.py", ("llm/test_critic.py",))
-TRUNK = ("llm/trunk.py", ("llm/test_critic.py",))
-UPDATE = ("train/update.py", ("learning/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
+TRUNK = ("llm/model/hidden_states.py", ("llm/test_critic.py",))
+UPDATE = ("train/update.py", ("algorithms/test_known_bugs.py", f"{INVARIANCE}::test_gradient_is_the_papers"))
 
-ARTICLES = ("articles/losses.py", ("learning/test_article_losses.py",))
+ARTICLES = ("functional.py", ("trainers/test_functional.py",))
 
 
 def _mutant(name: str, where: tuple[str, tuple[str, ...]], old: str, new: str, test: str = "") -> Mutant:
@@ -491,21 +495,21 @@ MUTANTS = [
         ALGORITHMS,
         "if kl_coefficient and not self.kl.in_reward:",
         "if kl_coefficient:",
-        "learning/test_known_bugs.py::test_openrlhf_768_kl_counted_twice",
+        "algorithms/test_known_bugs.py::test_openrlhf_768_kl_counted_twice",
     ),
     _mutant(
         "kl_times_zero",
         ALGORITHMS,
         "if kl_coefficient and not self.kl.in_reward:",
         "if not self.kl.in_reward:",
-        "learning/test_known_bugs.py::test_openrlhf_768_kl_of_nan_where_it_is_off",
+        "algorithms/test_known_bugs.py::test_openrlhf_768_kl_of_nan_where_it_is_off",
     ),
     _mutant(
         "later_passes_on_policy",
         ALGORITHMS,
         " if batch.proximal_logprobs_BT is None else batch.proximal_logprobs_BT",
         "",
-        "learning/test_known_bugs.py::test_trl_3493_later_passes_used_as_if_on_policy",
+        "algorithms/test_known_bugs.py::test_trl_3493_later_passes_used_as_if_on_policy",
     ),
     _mutant("dapo_bounds_alike", FAMILY, "clip_high: float = 0.28", "clip_high: float = 0.2"),
     _mutant("gspo_by_token", FAMILY, "ratio=ratios.sequence_log_ratio", "ratio=ratios.token_log_ratio"),
@@ -513,7 +517,7 @@ MUTANTS = [
     _mutant("cispo_cap_without_the_one", FAMILY, "cap=1 + clip_high", "cap=clip_high"),
     _mutant(
         "reinforce_pp_in_groups",
-        ("credits.py", ("learning/test_family.py",)),
+        ("algorithms/advantages.py", ("algorithms/test_presets.py",)),
         "_compare_over_step(compare, returns_BT, batch)",
         "_compare_decisions(compare, returns_BT, batch.group_B[:, None].expand_as(batch.mask_BT), batch)",
     ),
@@ -761,7 +765,7 @@ MUTANTS = [
         ANNOTATE,
         "kl_left_to_policy = to_reference and algorithm.kl.by_policy",
         "kl_left_to_policy = False",
-        "llm/test_exact_kl.py::test_the_exact_kl_is_in_the_loss_and_in_the_metrics_and_the_reference_is_read_once",
+        "llm/model/test_exact_kl.py::test_the_exact_kl_is_in_the_loss_and_in_the_metrics_and_the_reference_is_read_once",
     ),
     _mutant(
         "exact_kl_slope_without_the_kl", EXACT_KL, "(other_log_total - log_total - kl)", "(other_log_total - log_total)"
@@ -884,7 +888,7 @@ MUTANTS = [
     ),
     _mutant(
         "head_forgets_where_a_part_begins",
-        ("llm/head.py", ("llm/test_native.py",)),
+        ("llm/model/logprobs.py", ("llm/native/test_kernels.py",)),
         "ctx.temperature, part.start",
         "ctx.temperature, 0",
     ),
@@ -946,18 +950,11 @@ MUTANTS = [
     ),
     _mutant("all_of_a_prompt_is_common", COMMON, "prompt[:-1] for prompt in prompts", "prompt for prompt in prompts"),
     _mutant("an_empty_place_is_seen", TORCH_DECODER, "(room >= self.decoded)", "(room > self.decoded)"),
-    _mutant("a_slot_keeps_its_rows_tokens", SLOTS, "self.decoded_R[self._indices(rows)] = 0", "pass"),
-    _mutant("a_slot_keeps_its_prompts_length", SLOTS, "self.shared.padding_SP.copy_(self._padding())", "pass"),
-    _mutant("room_outgrown_is_still_replayed", SLOTS, "self.replay = None  # before", "pass  # before"),
-    _mutant("a_row_that_left_goes_on", ROOM_FULL, "self.decoded_R[self._indices(rows)] = 0", "pass"),
-    _mutant("slots_move_without_their_rows", SLOTS, "np.searchsorted(taken, slots)", "slots"),
-    _mutant("a_row_sees_what_it_has_not_written", SLOTS, "> self.decoded_R[:, None]", "> self.decoded_R[:, None] + 1"),
-    _mutant("completions_begin_at_position_0", SLOTS, ".flatten() + self.decoded_R", ".flatten() * 0 + self.decoded_R"),
     _mutant(
-        "a_step_that_is_recorded_makes_numbers_on_the_cpu",
-        PRETENDED,
-        "torch.arange(self.own_room, device=self.decoded_R.device)",
-        "torch.arange(self.own_room).to(self.decoded_R.device)",
+        "places_are_counted_on_the_cpu",
+        FAKE_GPU,
+        "torch.arange(self.own_keys[0].shape[2], device=self.prompt_of_row.device)",
+        "torch.arange(self.own_keys[0].shape[2])",
     ),
     _mutant("room_is_made_in_front", TORCH_DECODER, "(0, 0, 0, GROWTH)", "(0, 0, GROWTH, 0)"),
     _mutant(
@@ -985,7 +982,7 @@ MUTANTS = [
     _mutant("decoder_never_frees", DECODER, "self.free += sorted(", "sorted("),
     _mutant(
         "sampler_waits_for_all",
-        ("llm/sampler.py", ("llm/test_native.py",)),
+        ("llm/sampler.py", ("llm/native/test_kernels.py",)),
         "if admitted:",
         "if admitted and not len(inside):",
     ),

@@ -1,4 +1,4 @@
-"""Prints the pieces of episodes with which tests/core/test_values.py checks GAE. No test runs this.
+"""Prints the pieces of episodes with which tests/core/test_returns.py checks GAE. No test runs this.
 
     python -m venv peer && peer/bin/pip install stable-baselines3==2.9.2 && peer/bin/python stable_baselines_gae.py
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers import practice
+from helpers import toy_envs
 
 CARTPOLE: dict[str, dict[str, Any]] = {
     "episodes": {
@@ -61,13 +61,13 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    practice.register()
+    toy_envs.register()
 
 
 def learnt(tables: dict[str, Any], name: str, run_dir: Path, measured_on: str) -> float:
     """Mean return on `measured_on` of an agent trained on `name`."""
-    config = practice.read(tables, environment={"id": name}, seed=2)
-    return practice.mean_return(practice.train_quietly(config, run_dir).policy, measured_on)
+    config = toy_envs.read(tables, environment={"id": name}, seed=2)
+    return toy_envs.mean_return(toy_envs.train_quietly(config, run_dir).policy, measured_on)
 
 
 @pytest.mark.parametrize("groups", CARTPOLE)
@@ -78,15 +78,15 @@ def test_the_pole_stays_up(groups: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("groups", CARTPOLE)
 def test_the_pole_falls_where_that_is_paid_for(groups: str, tmp_path: Path) -> None:
-    assert learnt(CARTPOLE[groups], practice.NEGATED_CARTPOLE, tmp_path / "run", "CartPole-v1") < 12
+    assert learnt(CARTPOLE[groups], toy_envs.NEGATED_CARTPOLE, tmp_path / "run", "CartPole-v1") < 12
 
 
 @pytest.mark.parametrize("groups", TARGETS)
 def test_continuous_actions_find_their_target(groups: str, tmp_path: Path) -> None:
     """Naming 0 earns -3.3 an episode."""
-    assert learnt(TARGETS[groups], practice.TARGET, tmp_path / "run", practice.TARGET) > -0.7
+    assert learnt(TARGETS[groups], toy_envs.TARGET, tmp_path / "run", toy_envs.TARGET) > -0.7
 
 
 @pytest.mark.parametrize("groups", TARGETS)
 def test_continuous_actions_flee_where_that_is_paid_for(groups: str, tmp_path: Path) -> None:
-    assert learnt(TARGETS[groups], practice.NEGATED_TARGET, tmp_path / "run", practice.TARGET) < -10
+    assert learnt(TARGETS[groups], toy_envs.NEGATED_TARGET, tmp_path / "run", toy_envs.TARGET) < -10

@@ -13,9 +13,9 @@ from covey.config import (
     SamplingConfig,
     UpdateConfig,
 )
+from covey.experiment.run import resume, run
 from covey.llm.tasks import Arithmetic
-from covey.recipes.run import resume, run
-from helpers.tiny import tiny_folder
+from helpers.tiny_models import tiny_folder
 
 
 def share_of_digits(completions, **_):

@@ -17,9 +17,9 @@ from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.critic import LanguageCritic
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.annotate import annotate
+from covey.train.prepare import annotate
 from covey.train.update import Learner, StepSizes, UpdatePlan, update
-from helpers.tiny import PLAIN, SHARED, tiny_model
+from helpers.tiny_models import PLAIN, SHARED, tiny_model
 
 KINDS = SHARED + PLAIN
 ENDS = (EndReason.STOP, EndReason.LENGTH)

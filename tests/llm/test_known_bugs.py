@@ -1,4 +1,4 @@
-"""Bugs that other implementations had with language models; tests/learning/test_known_bugs.py lists them all."""
+"""Bugs that other implementations had with language models; tests/algorithms/test_known_bugs.py lists them all."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 
 from covey.algorithms import KLPenalty, grpo, gspo
 from covey.config import ConfigError
-from covey.config.checks import validate
-from covey.config.reader import config_from_dict
-from covey.core.aggregation import token_mean
+from covey.config.recipe import config_from_dict
+from covey.config.validate import validate
 from covey.core.kl import k3
+from covey.core.loss_weights import token_mean
 from covey.core.schedules import constant
 from covey.data import Batch, Group, Start, collate
-from covey.llm.chat import Chat
-from covey.llm.choosing import choose
+from covey.llm.generation.token_sampling import choose
 from covey.llm.grader import GradingError, build_grader
-from covey.llm.head import CHUNK, token_logprobs
+from covey.llm.model.chat import Chat
+from covey.llm.model.logprobs import CHUNK, token_logprobs
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.annotate import annotate
-from helpers.tiny import CHARACTERS, tiny_model, tiny_tokenizer
+from covey.train.prepare import annotate
+from helpers.tiny_models import CHARACTERS, tiny_model, tiny_tokenizer
 
 PROMPTS = ["12+34", "a quick brown fox", "7", "(1+2)"]
 VOCABULARY = len(CHARACTERS) + 3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import Algorithm
-from covey.core.aggregation import Counts, count
+from covey.core.loss_weights import Counts, count
 from covey.data import Batch, EndReason, Evaluation, Group, Rollout, Start, collate
 
 GROUPS, GROUP_SIZE, WIDTH = 4, 4, 9

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from covey import algorithms
 from covey.algorithms import Algorithm
-from covey.core import advantages
-from covey.core.aggregation import count
-from covey.credits import Advantages
+from covey.algorithms.advantages import Advantages
+from covey.core import baselines
+from covey.core.loss_weights import count
 from covey.data import Batch, EndReason, Evaluation, Group, Rollout, Start, collate
 
 STEPS, SLOTS, GAMMA, LAMBDA = 12, 3, 0.97, 0.9
@@ -172,7 +172,7 @@ def sb3_std(batch: Batch, *, whiten: bool) -> Advantages:
         everyone_N = torch.ones_like(advantages_N, dtype=torch.bool)
         one_group_N = torch.zeros_like(advantages_N, dtype=torch.int64)
         advantages_BT = advantages_BT.clone()
-        advantages_BT[batch.mask_BT] = advantages.group_zscore(advantages_N, one_group_N, everyone_N, ddof=1, eps=1e-8)
+        advantages_BT[batch.mask_BT] = baselines.group_zscore(advantages_N, one_group_N, everyone_N, ddof=1, eps=1e-8)
     return Advantages(advantages_BT, returns_BT)
 
 

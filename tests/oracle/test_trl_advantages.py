@@ -14,17 +14,17 @@ from torch import Tensor
 
 from covey import algorithms
 from covey.algorithms import Algorithm
-from covey.core import advantages
-from covey.credits import outcome
+from covey.algorithms.advantages import outcome
+from covey.core import baselines
 from covey.data import Batch, Evaluation
-from covey.train.annotate import annotate
+from covey.train.prepare import annotate
 from covey.train.update import Learner, StepSizes, UpdatePlan, update
-from helpers.tiny import tiny_folder
+from helpers.tiny_models import tiny_folder
 from oracle.cases import GROUP_SIZE, ROWS, collated, random_case
 from oracle.trl_trainer import MAX_LENGTH, TableTrainer
 
 CASES = range(25)
-TRL_STD = partial(advantages.group_zscore, ddof=1, eps=1e-4)
+TRL_STD = partial(baselines.group_zscore, ddof=1, eps=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(("scale_rewards", "compare"), [("group", TRL_STD), ("none", advantages.group_mean_only)])
+@pytest.mark.parametrize(("scale_rewards", "compare"), [("group", TRL_STD), ("none", baselines.group_mean_only)])
 def test_advantages(scale_rewards, compare, folder, agree):
     """covey's own defaults are the population's std (ddof=0) and 1e-6."""
     trainer = TableTrainer(folder, scale_rewards=scale_rewards)

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from covey import algorithms
 from covey.algorithms import Algorithm
-from covey.core import advantages, aggregation, kl
-from covey.credits import outcome
+from covey.algorithms.advantages import outcome
+from covey.core import baselines, kl, loss_weights
 from covey.data import Batch
-from helpers.tiny import tiny_folder
+from helpers.tiny_models import tiny_folder
 from oracle.cases import ROWS, annotated, losses_of, random_case
 from oracle.trl_trainer import MAX_LENGTH, Step, TableTrainer
 
 CASES = range(25)
-TRL_STD = outcome(partial(advantages.group_zscore, ddof=1, eps=1e-4))
+TRL_STD = outcome(partial(baselines.group_zscore, ddof=1, eps=1e-4))
 Agree = Callable[..., None]
 
 
@@ -129,7 +129,7 @@ def test_bnpo(batches, beta, folder, agree):
         weights_BT = torch.zeros_like(batch.weights_BT)
         for rows in theirs.microbatches:
             mask_BT = batch.mask_BT[rows]
-            weights_BT[rows] = aggregation.token_mean(mask_BT, aggregation.count(mask_BT)) / len(theirs.microbatches)
+            weights_BT[rows] = loss_weights.token_mean(mask_BT, loss_weights.count(mask_BT)) / len(theirs.microbatches)
         return weights_BT
 
     def as_it_is(batch: Batch, theirs: Step) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from covey.data import Start, collate
-from covey.llm.conversion import EMBEDDED, embedded_file
-from covey.llm.loading import find_model, load_model
+from covey.llm.model.conversion import EMBEDDED, embedded_file
+from covey.llm.model.loading import find_model, load_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import Arithmetic

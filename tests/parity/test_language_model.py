@@ -11,18 +11,19 @@ import torch
 
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate
-from covey.llm import head, sampler
-from covey.llm.attention import common_beginning
-from covey.llm.backend import probe_batch
-from covey.llm.chat import Chat, end_ids_of
-from covey.llm.choosing import BLOCK, choose
-from covey.llm.decoding import CacheDecoder, SharedPrefixDecoder
-from covey.llm.native.decoder import NativeDecoder
-from covey.llm.native.library import kernels_for
-from covey.llm.plain import PlainPasses
+from covey.llm import sampler
+from covey.llm.generation.backend import probe_batch
+from covey.llm.generation.decoding import CacheDecoder, SharedPrefixDecoder
+from covey.llm.generation.native_decoder import NativeDecoder
+from covey.llm.generation.token_sampling import BLOCK, choose
+from covey.llm.model.chat import Chat, end_ids_of
+from covey.llm.model.logprobs import token_logprobs
+from covey.llm.model.plain_forward import PlainPasses
+from covey.llm.model.prefix_attention import common_beginning
+from covey.llm.native.bindings import kernels_for
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
-from helpers.tiny import PLAIN, SHARED, tiny_model, tiny_tokenizer
+from helpers.tiny_models import PLAIN, SHARED, tiny_model, tiny_tokenizer
 
 PROMPTS = ["12+34", "a quick brown fox", "7", "(1+2)"]
 ALIKE = [f"what is {prompt}?" for prompt in PROMPTS]  # what they begin with is fed once
@@ -116,7 +117,7 @@ def test_the_decoders_agree_after_every_departure():
 @pytest.mark.parametrize("prompts", [PROMPTS, ALIKE], ids=["unlike", "alike"])
 def test_packed_and_plain_evaluation_agree_with_their_gradients(kind, fused, prompts, monkeypatch):
     if fused:
-        monkeypatch.setattr("covey.llm.attention.SCORES_LIMIT", 0)
+        monkeypatch.setattr("covey.llm.model.prefix_attention.SCORES_LIMIT", 0)
     made = make_sampler(kind, end_ids=frozenset(range(1, 85, 6)), temperature=0.8)
     batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(prompts)], 4, step=1)))
     batch = batch.select(torch.tensor([0, 1, 2, 3, 4, 6, 9, 15]))  # groups of unequal size
@@ -240,8 +241,8 @@ def test_the_end_token_is_a_decision_and_the_rest_is_cut():
 
 
 def test_the_embedding_of_the_padding_row_learns(tmp_path):
-    from covey.llm.loading import load_model
-    from helpers.tiny import tiny_folder
+    from covey.llm.model.loading import load_model
+    from helpers.tiny_models import tiny_folder
 
     loaded = load_model(str(tiny_folder(tmp_path / "model")), dtype=torch.float32, device=torch.device("cpu"))
     language_policy = LanguagePolicy(loaded.module)
@@ -367,7 +368,7 @@ def test_greedy_takes_the_likeliest_and_tells_its_logprob():
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_token_logprobs_and_their_gradients_do_not_depend_on_chunks(monkeypatch, with_bias, with_entropy):
-    monkeypatch.setattr(head, "CHUNK", 5)
+    monkeypatch.setattr("covey.llm.model.logprobs.CHUNK", 5)
     torch.manual_seed(0)
     double = {"dtype": torch.float64, "requires_grad": True}
     hidden, weight = torch.randn(13, 7, **double), torch.randn(11, 7, **double)
@@ -375,12 +376,12 @@ def test_token_logprobs_and_their_gradients_do_not_depend_on_chunks(monkeypatch,
     tokens = torch.randint(11, (13,))
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / 0.7
     expected = logits.log_softmax(1)
-    logprobs, entropy = head.token_logprobs(hidden, weight, bias, tokens, 0.7)
+    logprobs, entropy = token_logprobs(hidden, weight, bias, tokens, 0.7)
     torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0])
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1))
 
     def function(*inputs: torch.Tensor) -> torch.Tensor:
-        results = head.token_logprobs(inputs[0], inputs[1], inputs[2] if with_bias else None, tokens, 0.7)
+        results = token_logprobs(inputs[0], inputs[1], inputs[2] if with_bias else None, tokens, 0.7)
         return results[0] + results[1] ** 2 if with_entropy else results[0]
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias) if with_bias else (hidden, weight))

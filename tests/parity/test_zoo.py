@@ -11,11 +11,11 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.data import Batch, Group, Start, collate
-from covey.llm.chat import Chat
-from covey.llm.plain import accepted
+from covey.llm.model.chat import Chat
+from covey.llm.model.plain_forward import accepted
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
-from helpers.tiny import tiny_tokenizer
+from helpers.tiny_models import tiny_tokenizer
 from helpers.zoo import FAMILIES, VOCABULARY, zoo_model
 
 # Prompts with a common beginning, one of them shorter and two of them longer than any window that is tried.

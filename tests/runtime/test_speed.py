@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.llm.native.library import kernels_for
+from covey.llm.native.bindings import kernels_for
 from covey.runtime.device import choose_device, choose_precision
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "bench.py"

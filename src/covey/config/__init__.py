@@ -1,12 +1,12 @@
 """What a run can be told: frozen dataclasses and the rules that their values obey.
 
-`RunConfig` is a run on a language model, `ControlConfig` one on a Gymnasium environment. `covey.config.reader` fills
-them from TOML and the command line, `covey.config.checks` refuses what cannot work. Importing this package loads
+`RunConfig` is a run on a language model, `ControlConfig` one on a Gymnasium environment. `covey.config.recipe` fills
+them from TOML and the command line, `covey.config.validate` refuses what cannot work. Importing this package loads
 neither torch nor transformers, so that a mistake is reported at once. The second argument of `option` is the field's
 `--help`.
 """
 
-from covey.config.base import (
+from covey.config.common import (
     ALGORITHM_NAMES,
     CRITIC_FREE,
     CheckpointConfig,
@@ -28,7 +28,7 @@ from covey.config.control import (
     PolicyConfig,
     RolloutsConfig,
 )
-from covey.config.language import (
+from covey.config.llm import (
     EMBEDDED_MODELS,
     TASK_CONFIGS,
     ArithmeticConfig,

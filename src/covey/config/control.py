@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.base import ALGORITHM_NAMES, CheckpointConfig, LossBase, RunBase, UpdateBase, option
+from covey.config.common import ALGORITHM_NAMES, CheckpointConfig, LossBase, RunBase, UpdateBase, option
 
 GROUPS = ("episodes", "reward_to_go", "within_episode", "branches", "fragments")
 

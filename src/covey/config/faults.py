@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from covey.config.base import ConfigError, MachineError
+from covey.config.common import ConfigError, MachineError
 
 _ADVICE = {
     errno.ENOSPC: "free some space on that disk",

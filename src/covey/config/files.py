@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from covey.config.base import ConfigError
+from covey.config.common import ConfigError
 from covey.config.faults import told
 
 LARGEST_DOCUMENT = 16 << 20  # bytes of a JSON document; real ones have a few kilobytes

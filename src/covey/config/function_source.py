@@ -14,9 +14,9 @@ from importlib.machinery import PathFinder
 from importlib.util import decode_source, find_spec
 from pathlib import Path
 
-from covey.config.base import ConfigError
+from covey.config.common import ConfigError
+from covey.config.fields import check_text, did_you_mean, missing_file
 from covey.config.files import read_file, user_path
-from covey.config.values import check_text, did_you_mean, missing_file
 
 # With these a module can make names that its text does not show.
 _DYNAMIC = {"__getattr__", "globals", "locals", "vars", "exec", "eval", "setattr", "modules", "__dict__"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from covey.config.control import ControlConfig
 from covey.config.faults import faults_of
 from covey.config.files import user_path
-from covey.config.language import JsonlConfig, RunConfig
+from covey.config.llm import JsonlConfig, RunConfig
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:

@@ -7,8 +7,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from covey.config import ConfigError
+from covey.config.fields import did_you_mean, did_you_mean_file
 from covey.config.files import unusual_kind, user_path
-from covey.config.values import did_you_mean, did_you_mean_file
 
 PACKAGED_RECIPES = Path(__file__).parents[1] / "recipes"
 

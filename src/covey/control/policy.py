@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from covey.config import ConfigError
-from covey.control.network import DecidedObservations, FastForward, Network, scatter
-from covey.control.normaliser import RunningMoments
-from covey.control.spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
+from covey.control.action_spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
+from covey.control.nets.mlp import DecidedObservations, FastForward, Network, scatter
+from covey.control.nets.running_mean_std import RunningMoments
 from covey.data import Batch, Evaluation
 
 _TENSORS, _SHAPE = "policy.safetensors", "policy.json"

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from covey.control.environments import Environments
+from covey.control.envs.vector_env import Environments
 from covey.control.policy import ControlPolicy
-from covey.control.rewards import RewardScale
-from covey.control.tape import Draws, FinishedTape, Segment, Tape, ending, play
-from covey.control.task import reset_seeds
+from covey.control.reward_scaling import RewardScale
+from covey.control.rollout_buffer import Draws, FinishedTape, Segment, Tape, ending, play
+from covey.control.tasks import reset_seeds
 from covey.data import EndReason, Group, Rollout, Start
-from covey.runtime.seeding import SAMPLING
+from covey.runtime.rng import SAMPLING
 
 
 class ControlSampler:

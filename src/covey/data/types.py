@@ -106,6 +106,25 @@ class Batch:
     proximal_distribution_BTV: Tensor | None = None
     weights_BT: Tensor | None = None  # what each decision counts in the loss
 
+    @classmethod
+    def blank(cls, mask_BT: Tensor, **known: Any) -> Batch:
+        """A batch of which only the mask and `known` fields say something: zeros, no steps, every row valid."""
+        zeros_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
+        zeros_B = zeros_BT[:, 0]
+        blank: dict[str, Any] = {
+            "context": ((),) * len(mask_BT),
+            "actions_BT": zeros_BT.long(),
+            "mask_BT": mask_BT,
+            "behavior_logprobs_BT": zeros_BT,
+            "reward_B": zeros_B,
+            "rewards_BT": zeros_BT,
+            "valid_B": zeros_B == 0,
+            "truncated_B": zeros_B != 0,
+            "group_B": zeros_B.long(),
+            "step_end_BT": zeros_BT != 0,
+        }
+        return cls(**blank | known)
+
     def __len__(self) -> int:
         return int(self.mask_BT.shape[0])
 

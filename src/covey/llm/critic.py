@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from covey.config import ConfigError
 from covey.config.faults import told
 from covey.data import Batch
-from covey.llm.model_folder import read_weight_files
+from covey.llm.model.folder import read_weight_files
+from covey.llm.model.hidden_states import hidden_at_decisions
+from covey.llm.model.pretrained import build, read_config, trunk_class
 from covey.llm.policy import LanguagePolicy
-from covey.llm.pretrained import build, read_config, trunk_class
-from covey.llm.trunk import hidden_at_decisions
 
 HEAD_FILE = "value_head.safetensors"
 

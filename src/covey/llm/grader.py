@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.config import ConfigError, RewardConfig, RunError
-from covey.config.checks import check_reward
-from covey.config.values import check_fields, plural
+from covey.config.fields import check_fields, plural
+from covey.config.validate import check_reward
 from covey.data import EndReason, Group, Rollout, Start
-from covey.llm import rewards as builtin
-from covey.llm.callers import Caller, Hanging, InProcess, RewardProcess
-from covey.llm.chat import Chat
-from covey.llm.process import StepSplitter
-from covey.llm.reward_call import CallFailed, TookTooLong, WrongResults
+from covey.llm.model.chat import Chat
+from covey.llm.rewards import builtin
+from covey.llm.rewards.reward_call import CallFailed, TookTooLong, WrongResults
+from covey.llm.rewards.runner import Caller, Hanging, InProcess, RewardProcess
+from covey.llm.rewards.step_splitter import StepSplitter
 
 LARGEST_REWARD = 1e18  # in size: its square is finite in float32
 FAILURES_ALLOWED = 0.2  # share of a step's rollouts
@@ -28,6 +28,7 @@ BOUNDARY = "process.boundary"  # what a message calls a boundary function
 # The dry run has two completions, a step has hundreds: it gets a tenth of the time, and a hang is found at once.
 DRY_RUN_SHARE = 0.1
 DRY_RUN_LEAST_SECONDS = 1.0
+MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # of a completion in another form
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +286,8 @@ class RewardGrader:
                     f"a dry run; if it is slow but sound, raise its timeout_seconds (now {reward.timeout_seconds:g})"
                 ) from None
             except (CallFailed, WrongResults, Hanging) as error:
-                raise ConfigError(f"reward {reward.name!r}, in a dry run on the right answer: {error}") from None
+                form = _form_of_completions(groups[0].start) if str(error).startswith(MISREADINGS) else ""
+                raise ConfigError(f"reward {reward.name!r}, in a dry run on the right answer: {error}{form}") from None
             for verdict in values[-1]:
                 if verdict.error:
                     raise ConfigError(f"reward {reward.name!r} {verdict.error}, in a dry run on the right answer")
@@ -369,6 +371,13 @@ def _weighted(reward: RewardConfig | WeightedReward | str | Callable[..., Any]) 
 def _completion(start: Start, rollout: Rollout) -> Any:
     """As TRL shows it: messages where the prompt is messages, else a string."""
     return rollout.text if isinstance(start.prompt, str) else [{"role": "assistant", "content": rollout.text}]
+
+
+def _form_of_completions(start: Start) -> str:
+    """What the message of a function says that took a completion for something else."""
+    if isinstance(start.prompt, str):
+        return "; a completion is a string here, because the prompt is one"
+    return "; a completion is a list with one message here, because the prompt is a chat: completion[0]['content']"
 
 
 def _right_rollout(start: Start) -> Rollout:

@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from covey.core import kl
 from covey.data import Batch, Evaluation
-from covey.llm.backend import Backend, choose_backend
-from covey.llm.decoding import Decoder
-from covey.llm.exact_kl import exact_kl
-from covey.llm.families import is_llama_like
-from covey.llm.head import token_logprobs
-from covey.llm.microbatches import cut, in_order
-from covey.llm.native.fused import fuse
-from covey.llm.plain import exact_logprobs, next_token_logits
-from covey.llm.trunk import hidden_at_decisions, row_lengths, row_tokens, spread
+from covey.llm.generation.backend import Backend, choose_backend
+from covey.llm.generation.decoding import Decoder
+from covey.llm.model.architecture import is_llama_like
+from covey.llm.model.exact_kl import exact_kl
+from covey.llm.model.fused_layers import fuse
+from covey.llm.model.hidden_states import hidden_at_decisions, row_lengths, row_tokens, spread
+from covey.llm.model.logprobs import token_logprobs
+from covey.llm.model.microbatches import cut, in_order
+from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
 
 
 class LanguagePolicy:

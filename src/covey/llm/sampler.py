@@ -16,11 +16,11 @@ from torch import Tensor
 
 from covey.config import ConfigError, RunError
 from covey.data import EndReason, Group, Rollout, Start
-from covey.llm.chat import Chat
-from covey.llm.choosing import choose
+from covey.llm.generation.token_sampling import choose
+from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
-from covey.llm.prompt_limit import length_fault
-from covey.runtime.seeding import uniforms
+from covey.llm.tasks.prompt_limit import length_fault
+from covey.runtime.rng import uniforms
 
 # Keys and values of rows decoded together may take this much memory where the config leaves it open.
 CACHE_BYTES = 2 << 30

@@ -27,7 +27,7 @@ from torch import Tensor
 from covey.config import ConfigError, MachineError
 from covey.config.faults import faults_of, machine_error
 from covey.config.files import sync
-from covey.config.origins import CHECKPOINT_NAME, MANIFEST_FILE
+from covey.config.model_sources import CHECKPOINT_NAME, MANIFEST_FILE
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.config.machine import memory_bytes, processors
-from covey.config.size_checks import check_threads
+from covey.config.validate_size import check_threads
 
 _log = logging.getLogger(__name__)
 

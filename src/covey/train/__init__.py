@@ -1,0 +1,1 @@
+"""The training step, in this order: loop -> collect -> prepare -> update."""

@@ -12,11 +12,11 @@ from covey.algorithms import Algorithm
 from covey.config import RunError
 from covey.core.schedules import Schedule
 from covey.data import Checkpoints, Critic, Follower, Grader, Group, Observer, Policy, Sampler, Task, collate
-from covey.runtime.clock import Clock
 from covey.runtime.device import peak_memory_bytes
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.annotate import annotate
-from covey.train.gather import Gathering, gather
+from covey.runtime.timer import Clock
+from covey.train.collect import Gathering, gather
+from covey.train.prepare import annotate
 from covey.train.update import Learner, StepSizes, UpdatePlan, update
 
 # A single bad batch is skipped; a run whose steps are all bad has broken.

@@ -17,8 +17,8 @@ from torch import Tensor
 from covey.algorithms import Algorithm, LossTerms
 from covey.core.kl import k3
 from covey.data import Batch, Critic, Evaluation, Policy
-from covey.runtime.clock import Measure, untimed
-from covey.runtime.seeding import permutation
+from covey.runtime.rng import permutation
+from covey.runtime.timer import Measure, untimed
 
 
 class StepResult(Protocol):

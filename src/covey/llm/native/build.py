@@ -26,7 +26,7 @@ import torch
 from covey.runtime.cache import cache_folder, check_private, make_folder
 from covey.runtime.device import cpu_info
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-shared")
 COMPILE_SECONDS = 300.0
 SCRATCH = ".compiling-"  # prefix of the folders in which compilers write

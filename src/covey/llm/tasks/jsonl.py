@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 from covey.config import ConfigError, JsonlConfig, RewardConfig
-from covey.config.checks import check_task
-from covey.config.values import plural
+from covey.config.data_file import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
+from covey.config.fields import plural
+from covey.config.validate import check_task
 from covey.data import Start
-from covey.llm.data_file import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
-from covey.llm.prompt_limit import PromptLimit
 from covey.llm.tasks.generated import checked
+from covey.llm.tasks.prompt_limit import PromptLimit
 
 
 class Jsonl:

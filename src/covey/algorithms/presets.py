@@ -1,0 +1,212 @@
+"""The algorithms of the family, each composed as its paper says.
+
+To add one, write a function like these that names its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from covey.algorithms.advantages import Credit, critic, outcome, returns_over_batch
+from covey.algorithms.algorithm import Algorithm, KLPenalty, ValueLoss
+from covey.core import baselines, kl, loss_weights, policy_losses, ratios, returns, schedules
+
+
+def grpo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl: KLPenalty = KLPenalty(schedules.constant(0.04)),
+    entropy_coefficient: float = 0.0,
+    credit: Credit = outcome,
+) -> Algorithm:
+    """GRPO: DeepSeekMath (arXiv 2402.03300), eq. 3, with the coefficient 0.04 of its section 4.2."""
+    return Algorithm(
+        name="grpo",
+        advantage=credit(baselines.group_zscore),
+        ratio=ratios.token_log_ratio,
+        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        aggregation=loss_weights.sequence_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def dr_grpo(
+    *,
+    max_length: int,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl: KLPenalty = KLPenalty(),
+    entropy_coefficient: float = 0.0,
+    credit: Credit = outcome,
+) -> Algorithm:
+    """Dr.GRPO (arXiv 2503.20783), section 3.2: no division by the group's std nor by a rollout's length, no KL."""
+    return Algorithm(
+        name="dr_grpo",
+        advantage=credit(baselines.group_mean_only),
+        ratio=ratios.token_log_ratio,
+        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        aggregation=loss_weights.constant_length(max_length),
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def dapo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+    kl: KLPenalty = KLPenalty(),
+    entropy_coefficient: float = 0.0,
+    credit: Credit = outcome,
+) -> Algorithm:
+    """DAPO (arXiv 2503.14476), eq. 8: more room above than below, every token counts the same, no KL.
+
+    Its dynamic sampling and overlong shaping belong to the sampling of a run, which draws and pays for rollouts.
+    """
+    return Algorithm(
+        name="dapo",
+        advantage=credit(baselines.group_zscore),
+        ratio=ratios.token_log_ratio,
+        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        aggregation=loss_weights.token_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def gspo(
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+    kl: KLPenalty = KLPenalty(),
+    entropy_coefficient: float = 0.0,
+    credit: Credit = outcome,
+) -> Algorithm:
+    """GSPO (arXiv 2507.18071), eq. 5 and 7, clipped as in its section 5.1: one ratio per rollout."""
+    return Algorithm(
+        name="gspo",
+        advantage=credit(baselines.group_zscore),
+        ratio=ratios.sequence_log_ratio,
+        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        aggregation=loss_weights.sequence_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def cispo(
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+    kl: KLPenalty = KLPenalty(),
+    entropy_coefficient: float = 0.0,
+    credit: Credit = outcome,
+) -> Algorithm:
+    """CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4: the weight is clipped, not the gradient; no lower bound, no KL.
+
+    The paper tunes the upper bound and does not print it; a weight of at most 5 is what TRL's documentation takes.
+    """
+    return Algorithm(
+        name="cispo",
+        advantage=credit(baselines.group_zscore),
+        ratio=ratios.token_log_ratio,
+        surrogate=partial(policy_losses.capped_score, cap=1 + clip_high, least=1 - clip_low),
+        aggregation=loss_weights.token_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def reinforce_pp(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl: KLPenalty = KLPenalty(schedules.constant(0.01), kl.k1, in_reward=True),
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """REINFORCE++ (arXiv 2501.03262), section 3: no groups; returns with the KL in them, whitened over the step."""
+    return Algorithm(
+        name="reinforce_pp",
+        advantage=returns_over_batch(baselines.group_zscore),
+        ratio=ratios.token_log_ratio,
+        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        aggregation=loss_weights.token_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def rloo(
+    *,
+    kl: KLPenalty = KLPenalty(schedules.constant(0.05), kl.k1, in_reward=True),
+    entropy_coefficient: float = 0.0,
+    credit: Credit = outcome,
+) -> Algorithm:
+    """RLOO (arXiv 2402.14740), section 2: leave-one-out baseline, no clipping, k1 in the reward.
+
+    The paper sums over a completion's tokens, which is unbiased: `aggregation=loss_weights.constant_length(1)`.
+    """
+    return Algorithm(
+        name="rloo",
+        advantage=credit(baselines.leave_one_out),
+        ratio=ratios.token_log_ratio,
+        surrogate=policy_losses.score_function,
+        aggregation=loss_weights.sequence_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def reinforce(*, kl: KLPenalty = KLPenalty(), entropy_coefficient: float = 0.0, credit: Credit = outcome) -> Algorithm:
+    """REINFORCE (Williams 1992) with the group's mean as its baseline; summed over tokens it is unbiased, as `rloo`."""
+    return Algorithm(
+        name="reinforce",
+        advantage=credit(baselines.group_mean_only),
+        ratio=ratios.token_log_ratio,
+        surrogate=policy_losses.score_function,
+        aggregation=loss_weights.sequence_mean,
+        kl=kl,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def ppo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    whiten: bool = True,
+    value_coefficient: float = 0.5,
+    value_clip: float | None = None,
+    kl: KLPenalty = KLPenalty(estimator=kl.k1, in_reward=True),
+    entropy_coefficient: float = 0.0,
+) -> Algorithm:
+    """PPO (arXiv 1707.06347), eq. 9, with GAE and a critic of its own; a KL, where there is one, is k1 in the reward
+    (DeepSeekMath, arXiv 2402.03300, eq. 2).
+    """
+    error = partial(returns.clipped_squared_error, clip=value_clip) if value_clip else returns.squared_error
+    return Algorithm(
+        name="ppo",
+        advantage=critic(gamma=gamma, lam=lam, whiten=whiten),
+        ratio=ratios.token_log_ratio,
+        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        aggregation=loss_weights.token_mean,
+        kl=kl,
+        value_loss=ValueLoss(value_coefficient, error),
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    build.__name__: build for build in (grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, ppo)
+}

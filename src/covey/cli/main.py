@@ -1,0 +1,379 @@
+"""The command `covey`: train, check, plan, eval, compare, sample, recipes, completion.
+
+Thin: it reads what the user wrote, calls one function, prints. Everything heavy is imported inside the commands, so
+that a mistake is reported before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, JsonlConfig, RunConfig, RunError
+from covey.config.faults import machine_error, told
+from covey.config.fields import check_text, command, printable
+from covey.config.files import user_path
+from covey.config.model_sources import find_origin, locate_model
+from covey.config.recipe import (
+    apply_overrides,
+    config_from_dict,
+    config_to_dict,
+    config_to_toml,
+    read_recipe,
+    read_tables,
+    root_of,
+    split_overrides,
+)
+from covey.config.recipe_files import describe_recipe, find_recipe, packaged_recipes
+from covey.config.terminal import fitted, say
+from covey.config.validate import validate
+from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched
+from covey.tracking.output import outlasting_output
+from covey.tracking.reports import return_report, score_report
+from covey.tracking.run_folder import check_new_file, check_run_dir, next_run_dir
+from covey.tracking.run_store import CONFIG_FILE, write_records
+
+EVALUATED = ("model", "task", "rewards", "sampling")  # the tables that `covey eval` looks at in a language model's run
+LANGUAGE_OPTIONS = (
+    "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *MACHINE_FIELDS[1:]
+)  # fmt: skip
+LONGEST_MESSAGE, TAIL = 1500, 300  # characters of an error
+WIDTHS = (20, 1000)  # columns of a terminal; COLUMNS is ignored if it says something else
+FAILED, MISTAKE, MACHINE, INTERRUPTED = 1, 2, 3, EXIT_CODE  # exit codes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a model may write what the terminal cannot show
+    logging.setLogRecordFactory(_PrintableRecord)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("covey").setLevel(logging.INFO)
+    with outlasting_output(), watched(lambda: f"interrupted. Start again with: {command(*words)}"):
+        return _carry_out([word for word in words if word != "--debug"], debug)
+
+
+def _carry_out(words: list[str], debug: bool) -> int:
+    try:
+        check_surroundings()
+        if not words:
+            print(OVERVIEW)
+            return 0
+        arguments, fields = parse(words)
+        return COMMANDS[arguments.command](arguments, fields) or 0
+    except KeyboardInterrupt:
+        say_last_words()
+        return INTERRUPTED
+    except (ConfigError, RunError) as error:
+        if debug:
+            raise
+        say(f"error: {one_line(error)}", sys.stderr)
+        return MISTAKE if isinstance(error, ConfigError) else FAILED
+    except Exception as error:
+        if debug:
+            raise
+        if fault := machine_error(error):
+            say(f"error: {one_line(fault)}", sys.stderr)
+            return MACHINE
+        say(f"error: unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)", sys.stderr)
+        return FAILED
+
+
+def one_line(error: Exception) -> str:
+    """An error's message without line breaks and control characters; of a very long one the beginning and the end."""
+    text = printable(" ".join(str(error).split()))
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - TAIL]} ... {text[-TAIL:]}"
+
+
+class _PrintableRecord(logging.LogRecord):
+    """A log record, of any library, whose text cannot command the terminal: it may quote a file."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+def check_surroundings() -> None:
+    """Refuse or correct what the shell hands over and no command can work with.
+
+    Raises:
+        ConfigError: where the working directory is gone.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise told(error, "the working directory cannot be used, change to another one") from error
+    columns = os.environ.get("COLUMNS", "")
+    if columns and not (columns.isdecimal() and WIDTHS[0] <= int(columns[:9]) <= WIDTHS[1]):
+        del os.environ["COLUMNS"]
+
+
+def check_data(config: RunConfig | ControlConfig) -> None:
+    """Read the data of a run, so that a mistake in it is reported before torch is loaded.
+
+    Raises:
+        ConfigError: naming file and line.
+    """
+    if isinstance(config, RunConfig) and isinstance(config.task, JsonlConfig):
+        from covey.config.data_file import read_data
+
+        read_data(config.task)
+
+
+def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
+    """`covey train`; returns the exit code of a run that was stopped, which has said how to go on."""
+    if arguments.resume and (arguments.recipe or fields):
+        what = arguments.recipe or fields[0]
+        raise ConfigError(f"a resumed run keeps the settings that it began with: leave out {what}")
+    if arguments.resume:
+        run_dir = user_path(arguments.resume)
+        check_run_dir(run_dir, resume=True)
+        from covey.experiment.run import resume
+
+        return INTERRUPTED if resume(run_dir) is None else None
+    if not arguments.recipe:
+        raise ConfigError("name a recipe, such as: covey train arithmetic_grpo")
+    config = read_recipe(arguments.recipe, fields)
+    check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
+    check_data(config)
+    from covey.experiment.advice import Launch
+    from covey.experiment.run import run
+
+    launch = Launch.of_command(arguments.recipe, fields)
+    return INTERRUPTED if run(config, recipe_name=arguments.recipe, launch=launch) is None else None
+
+
+def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
+    """`covey check`."""
+    config = read_recipe(arguments.recipe, fields)
+    check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
+    check_data(config)
+    from covey.experiment.run import check
+
+    notes = check(config)
+    print(config_to_toml(config))
+    if isinstance(config, RunConfig):
+        from covey.experiment.plan import check_memory
+
+        print(check_memory(config) + "\n")
+    for note in notes:
+        say(note)
+    say(f"all is well. Next: {command('train', arguments.recipe, *fields)}")
+
+
+def plan_command(arguments: argparse.Namespace, fields: list[str]) -> None:
+    """`covey plan`."""
+    from covey.experiment.plan import plan_memory
+
+    print(
+        plan_memory(
+            arguments.model,
+            fields,
+            algorithms=arguments.algorithm.split(","),
+            critic_trunk=arguments.critic_trunk,
+            prompt_tokens=arguments.prompt_tokens,
+        )
+    )
+
+
+def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
+    """`covey eval`."""
+    origin = find_origin(arguments.model)
+    if origin is not None and root_of(read_tables(origin.run_dir / CONFIG_FILE)) is ControlConfig:
+        named = user_path(arguments.model) / CONFIG_FILE  # as the user wrote it, which the advice repeats
+        evaluate_control(arguments, fields, named if named.is_file() else origin.run_dir / CONFIG_FILE)
+        return
+    if arguments.episodes is not None or arguments.render:
+        option = "--render" if arguments.render else "--episodes"
+        raise ConfigError(f"{option} is for the run folder of a recipe for control, which {arguments.model} is not")
+    config = evaluation_config(arguments, fields)
+    samples, temperature = arguments.samples, arguments.temperature
+    samples = 1 if samples is None else samples
+    if temperature is None:
+        temperature = 0.0 if samples == 1 else 1.0
+    if samples > 1 and temperature == 0:
+        raise ConfigError(f"{samples} greedy answers are all the same: raise --temperature, or leave out --samples")
+    output = user_path(arguments.output, "--output: ") if arguments.output else None
+    if output is not None:
+        check_new_file(output, "--output")
+    from covey.experiment.inference import evaluate_model
+
+    result = evaluate_model(config, samples=samples, temperature=temperature)
+    if output is not None:
+        write_records(output, result.records())
+    for note in result.notes:
+        say(note)
+    say(score_report(result.scores, result.kind))
+    if output is not None:
+        say(f"the answers are in {output}")
+
+
+def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunConfig:
+    """What `covey eval` measures, checked by the same rules as a recipe. A run brings its task and rewards.
+
+    Raises:
+        ConfigError: for a mistake in the options.
+    """
+    origin = find_origin(arguments.model)
+    tables: dict[str, Any] = {}
+    problems = arguments.problems
+    if origin is not None:
+        check_own_parts(arguments, origin.run_dir)
+        run = config_to_dict(config_from_dict(read_tables(origin.run_dir / CONFIG_FILE)))  # with every default
+        tables = {"sampling": {name: run["sampling"][name] for name in ("max_new_tokens", "long_prompts")}}
+        if "task" in run:
+            tables["task"] = run["task"]
+        if "task" in run and arguments.task in (None, run["task"]["name"]):
+            tables["rewards"] = run["rewards"]
+            problems = problems or str(run["evaluation"]["problems"])
+    tables["model"] = arguments.model
+    if not arguments.task and "task" not in tables:
+        raise ConfigError(f"name a task, such as --task arithmetic ({', '.join(TASK_CONFIGS)})")
+    task = [("task", arguments.task)] if arguments.task else []
+    apply_overrides(tables, [*task, *split_overrides(fields)])
+    for name, table in tables.items():
+        if name not in EVALUATED:
+            field = next(iter(table)) if isinstance(table, dict) else name
+            raise ConfigError(f"an evaluation does not use {field}: leave it out")
+    own = {
+        "evaluation.problems": problems,
+        "sampling.max_new_tokens": arguments.max_new_tokens,
+        **{name: getattr(arguments, name) for name in MACHINE_FIELDS},
+    }
+    apply_overrides(tables, [(name, value) for name, value in own.items() if value is not None])
+    if arguments.binary and arguments.reward is None:
+        raise ConfigError("--binary says something of a --reward of your own: name one, or leave it out")
+    if arguments.reward is not None:
+        kind = {"binary": True} if arguments.binary else {}
+        tables["rewards"] = [{"function" if ":" in arguments.reward else "name": arguments.reward, **kind}]
+    config = config_from_dict(tables)
+    assert isinstance(config, RunConfig)
+    validate(config)
+    check_data(config)
+    return config
+
+
+def check_own_parts(arguments: argparse.Namespace, run_dir: Path) -> None:
+    """Refuse to measure a run by something else than the task and the rewards that it was given in Python.
+
+    Raises:
+        ConfigError: if it had some and the command names no others.
+    """
+    from covey.experiment.advice import read_launch
+
+    launch = read_launch(run_dir)
+    if launch is not None and launch.own_task and arguments.task is None:
+        raise ConfigError(f"the run in {run_dir} was given its task in Python: name the one to measure with --task")
+    if launch is not None and launch.own_rewards and arguments.reward is None:
+        names = ", ".join(filter(None, launch.own_rewards)) or "unnamed"
+        raise ConfigError(
+            f"the run in {run_dir} was given its rewards in Python ({names}): name the one that counts with "
+            "--reward, a built-in one or file.py:function"
+        )
+
+
+def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Path) -> None:
+    """`covey eval` of a control run: the mean return of its agent, and where asked a picture of one episode.
+
+    Raises:
+        ConfigError: for an option that has no meaning here.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in LANGUAGE_OPTIONS if getattr(arguments, name) is not None]
+    if given or fields:
+        raise ConfigError(f"an evaluation of a control run does not use {[*given, *fields][0]}: leave it out")
+    tables = read_tables(saved)
+    trained = config_from_dict(tables)
+    own = {"evaluation.episodes": arguments.episodes, "seed": arguments.seed}
+    apply_overrides(tables, [(name, value) for name, value in own.items() if value is not None])
+    config = config_from_dict(tables)
+    assert isinstance(config, ControlConfig)
+    validate(config)
+    from covey.experiment.advice import after_evaluation
+    from covey.experiment.control import evaluate_run
+
+    result = evaluate_run(
+        saved.parent,
+        episodes=config.evaluation.episodes,
+        render=arguments.render,
+        seed=None if arguments.seed is None else config.seed,
+    )
+    say(return_report(result, config.evaluation.expected_return))
+    if advice := after_evaluation(saved.parent, trained, drawable=result["drawable"], drawn=arguments.render):
+        say(advice)
+
+
+def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:
+    """`covey compare`."""
+    from covey.comparison.compare import compare
+
+    with patient():  # its runs are asked to stop, and save checkpoints
+        compare(
+            arguments.recipes,
+            seeds=arguments.seeds,
+            output=user_path(arguments.output, "--output: ") if arguments.output else None,
+            jobs=arguments.jobs,
+            threshold=arguments.threshold,
+            overrides=fields,
+        )
+
+
+def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
+    """`covey sample`."""
+    check_text(arguments.prompt, "the prompt")
+    locate_model(arguments.model)
+    from covey.experiment.llm import sample_model
+    from covey.tracking.console import printable
+
+    texts = sample_model(
+        arguments.model, arguments.prompt, arguments.n, arguments.temperature, arguments.max_new_tokens, arguments.seed
+    )
+    for number, text in enumerate(texts, start=1):
+        print(f"[{number}] {printable(text)}")
+
+
+def recipes_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
+    """`covey recipes`."""
+    if arguments.recipe:
+        print(find_recipe(arguments.recipe).read_text(encoding="utf-8"), end="")
+        return
+    width = shutil.get_terminal_size().columns  # as for --help, also where the output is no terminal
+    for root, title in ((ControlConfig, "Agents in environments"), (RunConfig, "Language models")):
+        names = [name for name in packaged_recipes() if root_of(read_tables(name)) is root]
+        longest = max(map(len, names))
+        print(f"{title}:")
+        for name in names:
+            print(fitted(f"  {name:<{longest}}  {describe_recipe(name)}", width, indent=" " * (longest + 2)))
+        print()
+    say(f"Next: {command('train', 'cartpole_grpo')}, or read one: {command('recipes', 'cartpole_grpo')}")
+
+
+def completion_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
+    """`covey completion`."""
+    from argcomplete import shellcode
+
+    print(shellcode(["covey"], shell=arguments.shell))
+
+
+COMMANDS = {
+    "train": train_command,
+    "check": check_command,
+    "plan": plan_command,
+    "eval": eval_command,
+    "compare": compare_command,
+    "sample": sample_command,
+    "recipes": recipes_command,
+    "completion": completion_command,
+}
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,344 @@
+"""What the user may type: the parser of each command, and the help on every field of a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
+from covey.config.fields import TYPE_NAMES, command, did_you_mean
+from covey.config.files import shortened
+from covey.config.recipe import FieldHelp, describe_fields, split_overrides
+from covey.config.recipe_files import packaged_recipes
+from covey.config.terminal import fitted, width_of
+
+MACHINE_FIELDS = ("seed", "device", "precision", "threads")
+LARGEST_SEED = 2**32 - 1
+MOST_TOKENS = 1_000_000  # of an answer or a prompt
+COLDEST, HOTTEST = 1e-4, 1e4  # temperatures
+TAKE_FIELDS = ("train", "check", "plan", "eval", "compare")  # commands with --field value for fields of a recipe
+PLANNED_FIELDS = ("device", "precision", "prompts_per_step", "group_size", "max_new_tokens", "microbatch_tokens")
+
+
+def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
+    """The type of an option that takes a number: an int or a float from `least` to `most`."""
+
+    def parse_number(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {TYPE_NAMES[kind]} (is {shortened(text)})") from None
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"must be a finite number (is {value})")
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least:.12g} (is {value})")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most:.12g} (is {value})")
+        return value
+
+    return parse_number
+
+
+def temperature(text: str) -> float:
+    """The type of --temperature: 0 for greedy answers, or what [sampling] temperature may be."""
+    value: float = number(float, 0, HOTTEST)(text)
+    if 0 < value < COLDEST:
+        raise argparse.ArgumentTypeError(f"must be 0 or at least {COLDEST:g} (is {value})")
+    return value
+
+
+OVERVIEW = """\
+covey trains a language model or an agent by reinforcement: attempts are
+compared with each other (GRPO) or with a critic (PPO).
+
+see it work:
+  covey train cartpole_grpo      an agent balances a pole, in seconds
+  covey train arithmetic_grpo    a language model learns to add and subtract
+  covey recipes                  all packaged recipes, one line each
+
+train on prompts and rewards of your own:
+  covey recipes arithmetic_grpo > my.toml     a recipe to change
+  covey check my.toml                         find mistakes, predict memory
+  covey train my.toml                         writes to runs/my-001
+  covey eval runs/my-001                      score on held-out problems
+  covey sample runs/my-001 "What is 3 + 4?"   answers to one prompt
+
+covey --help lists the commands, covey train --help the fields of a recipe."""
+
+EPILOG = """\
+where to begin:
+  covey train cartpole_grpo, then covey train arithmetic_grpo;
+  covey without a command shows more examples
+
+completion with Tab:
+  eval "$(covey completion bash)", also for zsh and fish
+
+exit codes:
+  0    all went well
+  1    the run cannot go on
+  2    a mistake in what was asked
+  3    a fault of the machine: disk, memory or permission
+  130  stopped by Ctrl-C"""
+
+
+SHELLS = ("bash", "zsh", "fish")
+COMPLETION = """\
+To have it in every shell, add one line to the file that your shell reads when it starts:
+  bash   ~/.bashrc                      eval "$(covey completion bash)"
+  zsh    ~/.zshrc, after compinit       eval "$(covey completion zsh)"
+  fish   ~/.config/fish/config.fish     covey completion fish | source"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake the way every other mistake is reported: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own arguments, and the `--field value` words that belong to the config.
+
+    Raises:
+        ConfigError: for arguments that the command does not have.
+    """
+    parser, commands = build_parser()
+    if not words or words[0] in parser._option_string_actions:
+        parser.parse_args(words[:1])  # --help or --version ends here
+        parser.error("name a command")
+    if words[0] not in commands:
+        parser.error(_no_command(words[0], list(commands), parser))
+    own, fields = _split(words[1:], commands[words[0]])
+    arguments = parser.parse_args([words[0], *own])
+    _check_fields(fields, commands[words[0]], arguments.takes_fields)
+    return arguments, fields
+
+
+def _no_command(word: str, commands: list[str], parser: Parser) -> str:
+    if word.startswith("-"):
+        return f"unknown option {shortened(word)}{did_you_mean(word, list(parser._option_string_actions))}"
+    near = did_you_mean(word, commands)
+    if not near and (word in packaged_recipes() or word.endswith(".toml")):
+        return f"{word} is a recipe, not a command: write {command('train', word)}"
+    return f"there is no command {shortened(word) or repr(word)}{near}; commands: {', '.join(commands)}"
+
+
+def _check_fields(fields: list[str], parser: Parser, takes_fields: bool) -> None:
+    """Refuse a misspelt option of the command itself, before it is taken for a field of a recipe."""
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    if fields and not takes_fields:
+        option = f"--{fields[0].lstrip('-').partition('=')[0].replace('_', '-')}"
+        parser.error(f"unknown option {shortened(option)}{did_you_mean(option, options)}")
+    for name, _ in split_overrides(fields) if takes_fields else []:
+        option = f"--{name.replace('_', '-')}"
+        near = did_you_mean(option, options, likeness=0.8)
+        if near and name.replace("-", "_") not in _field_names():
+            parser.error(f"unknown option {shortened(option)}{near}")
+
+
+def _field_names() -> set[str]:
+    return {row.name for root in (RunConfig, ControlConfig) for row in describe_fields(root)}
+
+
+def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]:
+    """Separate a command's own options and positionals from `--field value` and `--field=value`.
+
+    argparse alone would take a value that begins with a minus, as in `--operators -,+`, for an option.
+    """
+    own: list[str] = []
+    fields: list[str] = []
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return [*own, word, *words], fields
+        name, equals, value = word.partition("=")
+        option = command._option_string_actions.get(name.replace("_", "-"))
+        following = []
+        if word.startswith("--") and not equals and words and (option is None or option.nargs != 0):
+            following = [words.pop(0)]
+        if option:
+            own.append("=".join([name.replace("_", "-"), *([value] if equals else following)]))
+        else:
+            (fields if word.startswith("--") else own).extend([word, *following])
+    return own, fields
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the command line, and that of each command by its name."""
+    parser = Parser(
+        prog="covey",
+        description="Train a language model or an agent by comparing attempts with each other.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"covey {version('covey')}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parsers: dict[str, Parser] = {}
+    for name, add_options, text in (
+        ("train", _train_options, "train a language model, or an agent in an environment"),
+        ("check", _check_options, "check a recipe without training"),
+        ("plan", _plan_options, "predict the memory of GRPO and of PPO on a language model, without loading it"),
+        ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
+        ("compare", _compare_options, "train several recipes over several seeds and report what differs"),
+        ("sample", _sample_options, "let a language model answer one prompt"),
+        ("recipes", _recipes_options, "list the packaged recipes, or print one"),
+        ("completion", _completion_options, "print what a shell needs to complete with Tab"),
+    ):
+        layout = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=text, description=text, formatter_class=layout, allow_abbrev=False)
+        command.set_defaults(command=name, takes_fields=name in TAKE_FIELDS)
+        add_options(command)
+        command.epilog = command.epilog and fitted(command.epilog, width_of(sys.stdout))
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        parsers[name] = command
+    return parser, parsers
+
+
+def _train_options(command: Parser) -> None:
+    command.usage = "covey train RECIPE [--field value ...]\n       covey train --resume RUN_DIR"
+    command.epilog = fields_help()
+    command.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
+    command.add_argument("--resume", metavar="RUN_DIR", help="go on with a run that was stopped, exactly where it was")
+
+
+def _check_options(command: Parser) -> None:
+    command.usage = "covey check RECIPE [--field value ...]"
+    command.epilog = fields_help()
+    command.add_argument("recipe", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
+
+
+def _plan_options(command: Parser) -> None:
+    command.usage = "covey plan MODEL [--algorithm NAME,NAME] [options] [--field value ...]"
+    lines = {row.name: _field_line(option, row) for option, row in field_options(RunConfig)}
+    command.epilog = "\n".join(
+        ["fields of a recipe that matter most; the others (`covey train --help`) are options too:"]
+        + [lines[name] for name in PLANNED_FIELDS]
+    )
+    command.add_argument(
+        "model", metavar="MODEL", help="a model's name, folder, config.json or .gguf file, or a run folder"
+    )
+    command.add_argument("--algorithm", default="grpo,ppo", help="what to show side by side (grpo,ppo)")
+    command.add_argument(
+        "--prompt-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="length of a prompt, in tokens (64)"
+    )
+    command.add_argument("--critic-trunk", choices=("own", "policy"), help="of ppo; both are shown where left out")
+
+
+def _eval_options(command: Parser) -> None:
+    command.usage = (
+        "covey eval MODEL --task TASK [--task-field value ...] [options]\n"
+        "       covey eval RUN [--episodes N] [--render] [--seed SEED]      (the run of a recipe for control)"
+    )
+    command.epilog = (
+        "The task's own fields are options too, such as --digits 1,2 for arithmetic.\n"
+        "An agent plays the episodes that its run was measured on; --seed names others.\n"
+        "With --samples above 1 it reports pass@k, the chance that at least one of k answers is right, or where the\n"
+        "reward is not right or wrong by its kind, best@k, the expected best score of k answers; best@1 is the mean."
+    )
+    command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
+    command.add_argument("--task", help=f"{', '.join(TASK_CONFIGS)}; a run folder knows its own")
+    command.add_argument("--reward", help="what answers are scored by: a built-in reward or file.py:function")
+    command.add_argument(
+        "--binary", action="store_true", help="the function of --reward returns 1 (right) or 0 (wrong)"
+    )
+    command.add_argument("--problems", help="held-out problems, at most all (256, or the number of the run)")
+    command.add_argument("--samples", type=number(int, 1, 10_000), help="answers to each problem (1)")
+    command.add_argument("--temperature", type=temperature, help="0 is greedy; 1 where there are several samples")
+    command.add_argument("--max-new-tokens", help="longest answer, in tokens (64, or the run's own)")
+    texts = {row.name: row.text for row in describe_fields() if not row.section}
+    for name in MACHINE_FIELDS:
+        command.add_argument(f"--{name}", help=texts[name])
+    command.add_argument("--output", metavar="FILE", help="write prompts, answers and their scores to this JSONL file")
+    command.add_argument("--episodes", help="control: how many episodes (the run's own number)")
+    command.add_argument("--render", action="store_true", help="control: also write a moving picture of one episode")
+
+
+def _compare_options(command: Parser) -> None:
+    command.usage = "covey compare RECIPE [RECIPE ...] [options] [--field value ...]"
+    command.epilog = (
+        "--field value changes a field of every recipe; `covey train --help` lists them. In quotes a recipe can have\n"
+        "fields of its own: covey compare cartpole_grpo 'cartpole_grpo --group-size 16'. A comparison that was\n"
+        "interrupted goes on with the missing runs when the same command is given again."
+    )
+    command.add_argument("recipes", nargs="+", metavar="RECIPE", help="TOML files, or names of packaged recipes")
+    command.add_argument(
+        "--seeds", type=number(int, 1, 10_000), default=10, help="runs of every recipe, each from its own seed (10)"
+    )
+    command.add_argument("--output", metavar="DIR", help="folder of the runs, the figures and the report")
+    command.add_argument(
+        "--jobs", type=number(int, 0, 1000), default=0, help="runs at the same time; 0 is one a core (0)"
+    )
+    command.add_argument(
+        "--threshold", type=number(float, -1e30, 1e30), help="return to reach (the recipes' expected_return)"
+    )
+
+
+def _sample_options(command: Parser) -> None:
+    command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
+    command.add_argument("prompt", metavar="PROMPT", help="what the user says")
+    command.add_argument("--n", type=number(int, 1, 10_000), default=4, help="how many answers (4)")
+    command.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (1.0)")
+    command.add_argument(
+        "--max-new-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="longest answer, in tokens (64)"
+    )
+    command.add_argument(
+        "--seed", type=number(int, 0, LARGEST_SEED), default=0, help="the same seed gives the same answers (0)"
+    )
+
+
+def _recipes_options(command: Parser) -> None:
+    command.usage = "covey recipes [RECIPE]"
+    command.epilog = "A recipe of your own can begin as a copy: covey recipes arithmetic_grpo > my.toml"
+    command.add_argument("recipe", nargs="?", metavar="RECIPE", help="print this one as it is, comments included")
+
+
+def _completion_options(command: Parser) -> None:
+    command.usage = "covey completion SHELL"
+    command.epilog = COMPLETION
+    command.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+
+
+def fields_help() -> str:
+    """Every field of both kinds of recipe with its type, default and meaning, for `--help`."""
+    language = _fields_of(RunConfig, "fields of a recipe for language models (one with a table [task])")
+    control = _fields_of(ControlConfig, "fields of a recipe for control (one with a table [environment])")
+    how = "Every field can be given as --field value (lists with commas)."
+    return "\n".join([how, "", *language, "", "", *control])
+
+
+def field_options(root: type) -> list[tuple[str, FieldHelp]]:
+    """Every field of a kind of recipe, behind the option that sets it; those of [[rewards]] have none."""
+    rows = describe_fields(root)
+    plain = [row for row in rows if not row.section.startswith(("task", "rewards"))]
+    shared = {row.name for row in plain if sum(other.name == row.name for other in plain) > 1}
+    ambiguous = shared | {row.name for row in plain if not row.section}
+    return [(_option(row, dotted=bool(row.section) and row.name in ambiguous), row) for row in rows]
+
+
+def _fields_of(root: type, title: str) -> list[str]:
+    lines, section = [f"==== {title} ===="], None
+    for option, row in field_options(root):
+        if row.section != section:
+            section = row.section
+            where = {"": "top level", "rewards": "[[rewards]], in the recipe file only"}
+            lines += ["", where.get(section, f"[{section}]")]
+        lines.append(_field_line(option, row))
+    return lines
+
+
+def _option(row: FieldHelp, *, dotted: bool) -> str:
+    if row.section == "rewards":
+        return row.name
+    name = row.name.replace("_", "-")
+    return f"--{row.section.split()[0]}.{name}" if dotted else f"--{name}"
+
+
+def _field_line(option: str, row: FieldHelp) -> str:
+    default = f" [{row.default}]" if row.default not in ("", '""', "[]") else ""
+    return fitted(f"  {option:<28} {row.text} ({row.type}){default}", width_of(sys.stdout), " " * 29)

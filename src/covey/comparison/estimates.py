@@ -1,0 +1,275 @@
+"""Several algorithms over several seeds: what their run folders say, and how sure a difference between them is.
+
+Shapes: S steps of a run, N seeds, M tasks, P points of a curve, D bootstrap draws.
+
+Sources: Agarwal et al. 2021, "Deep reinforcement learning at the edge of the statistical precipice",
+arXiv 2108.13264 (interquartile mean, stratified bootstrap, probability of improvement); its authors' library `rliable`
+gave the numbers that tests/comparison/test_estimates.py holds these functions to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from covey.config.faults import told
+from covey.tracking.run_store import SUMMARY_FILE, read_metrics
+from covey.tracking.wording import SECONDS, Wording, find_wording
+
+Floats = NDArray[np.float64]
+
+DRAWS = 20_000  # of an interval in a table
+CURVE_DRAWS = 1_000  # of the band around a curve, at each of its points
+CURVE_POINTS = 300
+SMOOTHING = 0.03  # a smoothed curve is the mean over this share of the run's steps to each side
+SOLVED_EPISODES = 100  # Gymnasium calls a task solved by the mean return of so many consecutive episodes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def interquartile_mean(scores: ArrayLike) -> float:
+    """The mean of the middle half: floor(n / 4) of the lowest and as many of the highest are left out.
+
+    Less shaken by one lucky or failed seed than the mean, and it needs fewer seeds than the median. Of fewer than four
+    scores nothing can be left out, and it is their mean.
+
+    Source: Agarwal et al. 2021, section 4.3.
+    """
+    return float(_middle_mean(np.ravel(np.asarray(scores, dtype=np.float64))))
+
+
+def _middle_mean(values: Floats) -> Any:
+    """The interquartile mean over the last axis."""
+    size = values.shape[-1]
+    if size == 0:
+        raise ValueError("the interquartile mean needs at least one score")
+    cut = size // 4
+    return np.sort(values, axis=-1)[..., cut : size - cut].mean(axis=-1)
+
+
+def interquartile_mean_estimate(scores: ArrayLike, seed: int = 0, draws: int = DRAWS) -> Estimate:
+    """The interquartile mean with its stratified percentile bootstrap interval.
+
+    Seeds are drawn anew with replacement, for each task on its own, so that every draw holds every task equally often.
+
+    Source: Agarwal et al. 2021, section 4.1.
+
+    Args:
+        scores: [N] of one task, or [N, M].
+        seed: the same seed gives the same interval.
+    """
+    scores_NM = _by_task(scores)
+    count, tasks = scores_NM.shape
+    drawn_DNM = np.random.default_rng(seed).integers(0, count, (draws, count, tasks))
+    means_D = _middle_mean(scores_NM[drawn_DNM, np.arange(tasks)].reshape(draws, -1))
+    return _estimate(interquartile_mean(scores_NM), means_D)
+
+
+def probability_of_improvement(first: ArrayLike, second: ArrayLike, seed: int = 0, draws: int = DRAWS) -> Estimate:
+    """The chance that a seed of `first` scores higher than one of `second`; a tie counts half. With its interval.
+
+    P = mean over tasks and over all pairs (i, j) of [x_i > y_j] + [x_i = y_j] / 2, which is the Mann-Whitney U
+    statistic divided by the number of pairs. 0.5 is no difference. Scores may be infinite.
+
+    Source: Agarwal et al. 2021, section 4.3.
+
+    Args:
+        first, second: [N] of one task, or [N, M]; the numbers of seeds may differ, the tasks may not.
+        seed: the same seed gives the same interval; both sets of seeds are drawn anew, for each task on its own.
+
+    Raises:
+        ValueError: for different numbers of tasks.
+    """
+    first_NM, second_NM = _by_task(first), _by_task(second)
+    if first_NM.shape[1] != second_NM.shape[1]:
+        raise ValueError(f"both must have the same tasks ({first_NM.shape[1]} and {second_NM.shape[1]})")
+    generator = np.random.default_rng(seed)
+    means_D = np.zeros(draws)
+    value = 0.0
+    for x_N, y_N in zip(first_NM.T, second_NM.T, strict=True):
+        # A win counts 2 and a tie 1: sums of integers are exact, so that equal recipes are at 0.5, not beside it.
+        points = 2.0 * (x_N[:, None] > y_N) + (x_N[:, None] == y_N)
+        drawn_x = generator.multinomial(len(x_N), np.full(len(x_N), 1 / len(x_N)), draws)
+        drawn_y = generator.multinomial(len(y_N), np.full(len(y_N), 1 / len(y_N)), draws)
+        means_D += ((drawn_x @ points) * drawn_y).sum(axis=1) / (2 * points.size)
+        value += float(points.sum()) / (2 * points.size)
+    tasks = first_NM.shape[1]
+    return _estimate(value / tasks, means_D / tasks)
+
+
+def _by_task(scores: ArrayLike) -> Floats:
+    """Scores as [N, M]; a plain list is one task."""
+    array = np.asarray(scores, dtype=np.float64)
+    array = array[:, None] if array.ndim == 1 else array
+    if array.ndim != 2 or array.size == 0:
+        raise ValueError(f"scores must be [seeds] or [seeds, tasks] and not empty (shape {array.shape})")
+    return array
+
+
+def _estimate(value: float, draws_D: Floats) -> Estimate:
+    low, high = np.quantile(draws_D, (0.025, 0.975))
+    return Estimate(value, float(low), float(high))
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """One finished training, as its folder tells it. Arrays have one entry a training step."""
+
+    seed: int
+    world: Wording
+    spent: dict[str, Floats]  # axis -> [S], cumulative after each step; seconds are of training, evaluations left out
+    returns_S: Floats  # mean score of the step's own rollouts; NaN where no episode ended
+    evaluations_S: Floats  # greedy evaluation after the step; NaN where there was none
+    final: float  # the evaluation after the last step
+    final_count: int  # episodes or problems that it is the mean of
+    peak_bytes: int
+
+    @property
+    def seconds_per_thousand(self) -> float:
+        """Seconds of training for 1,000 episodes (or tokens)."""
+        return float(1000 * self.spent[SECONDS][-1] / max(self.spent[self.world.counted][-1], 1))
+
+
+def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
+    """Read a finished run.
+
+    Raises:
+        ConfigError: if the folder holds no finished run.
+        MachineError: if it cannot be read.
+    """
+    records = read_metrics(run_dir)
+    try:
+        summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+        after = summary["evaluations"][0]["after"]
+        final, count, peak = float(after["score"]), int(after["count"]), int(summary["peak_memory_bytes"])
+        world = find_wording(summary)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise told(error, f"{run_dir} holds no finished run that can be compared, delete it", run_dir) from error
+    seconds = np.cumsum(_column(records, "time/step"))
+    if world.world == "control":
+        spent = (_column(records, "environment/episodes"), _column(records, "environment/steps"), seconds)
+    else:
+        spent = (_column(records, "step"), np.cumsum(_column(records, "decisions/sampled")), seconds)
+    return SeedRun(
+        seed=seed,
+        world=world,
+        spent=dict(zip(world.axes, spent, strict=True)),
+        returns_S=_column(records, "score/mean"),
+        evaluations_S=_column(records, "eval/score"),
+        final=final,
+        final_count=count,
+        peak_bytes=peak,
+    )
+
+
+def _column(records: Sequence[dict[str, Any]], name: str) -> Floats:
+    """A metric by step; NaN where a step has none."""
+    values = [record.get(name) for record in records]
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def trailing_mean(run: SeedRun) -> Floats:
+    """[S] The mean training score over at least the last 100 episodes; in language of each step alone.
+
+    Steps before the first 100 episodes have the mean of what there is. A step counts by its episodes.
+    """
+    if run.world.world != "control":
+        return run.returns_S
+    ended_S = run.spent["episodes"]
+    counts_S = np.where(np.isnan(run.returns_S), 0.0, np.diff(ended_S, prepend=0.0))
+    sums_S = np.cumsum(np.nan_to_num(run.returns_S) * counts_S)
+    episodes_S = np.cumsum(counts_S)
+    # The last step after which at least 100 more episodes ended; -1 is the beginning.
+    before_S = np.searchsorted(episodes_S, episodes_S - SOLVED_EPISODES, side="right") - 1
+    sums, episodes = np.append(sums_S, 0.0), np.append(episodes_S, 0.0)
+    with np.errstate(invalid="ignore"):
+        return (sums_S - sums[before_S]) / (episodes_S - episodes[before_S])
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Whether and when one seed reached the threshold."""
+
+    spent: dict[str, float]  # axis -> what had been spent when it first did; infinite where it never did
+    kept: bool  # every later measurement reached it too, the last evaluation included
+
+    @property
+    def reached(self) -> bool:
+        """True where it was reached at all."""
+        return math.isfinite(self.spent[SECONDS])
+
+
+def find_threshold(run: SeedRun, threshold: float, *, evaluated: bool) -> Threshold:
+    """When a seed first reached the threshold, and whether it stayed there.
+
+    Args:
+        evaluated: measure by the greedy evaluations while training; else by the trailing mean of training scores.
+            The evaluation after training is in both cases the measurement at the last step.
+    """
+    measured_S = (run.evaluations_S if evaluated else trailing_mean(run)).copy()
+    measured_S[-1] = run.final
+    (reached,) = np.nonzero(measured_S >= threshold)  # NaN reaches nothing
+    if not len(reached):
+        return Threshold(dict.fromkeys(run.world.axes, math.inf), kept=False)
+    later = measured_S[reached[0] :]
+    spent = {axis: float(values[reached[0]]) for axis, values in run.spent.items()}
+    return Threshold(spent, kept=bool((later[~np.isnan(later)] >= threshold).all()))
+
+
+@dataclass(frozen=True)
+class Band:
+    """A curve over seeds: the smoothed interquartile mean and its 95 % interval at P points."""
+
+    spent_P: Floats
+    middle_P: Floats
+    low_P: Floats
+    high_P: Floats
+
+
+def learning_curve(runs: Sequence[SeedRun], axis: str, seed: int = 0) -> Band | None:
+    """The interquartile mean of the training score over the seeds, by what was spent; None where nothing was scored.
+
+    Each seed is smoothed by its own steps and read off at common points. Seeds end at different places (those that
+    learn sooner have longer episodes): one that has ended keeps its last value, so that the slow ones alone do not
+    make the curve's end, and the curve stops where half of the seeds have ended.
+    """
+    curves = [smoothed(run, axis) for run in runs]
+    curves = [(x, y) for x, y in curves if len(x)]
+    if not curves:
+        return None
+    start = float(np.median([x[0] for x, _ in curves]))
+    end = float(np.median([x[-1] for x, _ in curves]))
+    halves = (np.linspace(start, end, CURVE_POINTS // 2), np.geomspace(start, end, CURVE_POINTS // 2))
+    points_P = np.sort(np.concatenate(halves))  # dense at the beginning too, for a logarithmic axis
+    values_PN = np.stack([np.interp(points_P, x, y) for x, y in curves], axis=1)
+    drawn_DN = np.random.default_rng(seed).integers(0, len(curves), (CURVE_DRAWS, len(curves)))
+    means_PD = np.stack([_middle_mean(row_N[drawn_DN]) for row_N in values_PN])
+    low_P, high_P = np.quantile(means_PD, (0.025, 0.975), axis=1)
+    return Band(points_P, _middle_mean(values_PN), low_P, high_P)
+
+
+def smoothed(run: SeedRun, axis: str) -> tuple[Floats, Floats]:
+    """What was spent and the running mean of the training score, at the steps that have one."""
+    known = ~np.isnan(run.returns_S)
+    spent, scores = run.spent[axis][known], run.returns_S[known]
+    reach = max(1, round(SMOOTHING * len(scores)))
+    sums = np.concatenate(([0.0], np.cumsum(scores)))
+    at = np.arange(len(scores))
+    # As far to one side as to the other, so that the ends of the curve are not drawn toward its middle.
+    near = np.minimum(reach, np.minimum(at, len(scores) - 1 - at))
+    first, last = at - near, at + near + 1
+    return spent, (sums[last] - sums[first]) / (last - first)

@@ -1,0 +1,185 @@
+"""The pictures of a comparison: learning curves by what they cost, and every seed's final score."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.figure import Figure  # used without pyplot: nothing opens a window, nothing is kept
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
+
+from covey.comparison.estimates import interquartile_mean_estimate, learning_curve
+from covey.comparison.report import Comparison, find_thresholds
+from covey.config.fields import plural
+from covey.tracking.wording import SECONDS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
+# Okabe and Ito's colours without yellow and black, which colour-blind readers tell apart; line styles tell them too.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+STYLES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
+MARKERS = ("o", "D", "s", "^", "v", "P")
+LEGEND_CHARACTERS = 150  # that fit beside each other
+LOGARITHMIC = 20  # an axis this many times longer than what the quickest recipe needed is drawn logarithmically
+
+
+def draw_learning_curves(comparison: Comparison, path: Path) -> Path:
+    """The training score by episodes, environment steps and seconds, side by side; returns the picture's path.
+
+    Thin: each seed, as it was. Thick: the smoothed interquartile mean over seeds with its 95 % band. A marker on the
+    threshold's line is the median of what the seeds had spent when they reached it.
+    """
+    axes_names = comparison.world.axes
+    columns = max(1, min(len(comparison.runs), LEGEND_CHARACTERS // (8 + max(map(len, comparison.runs)))))
+    rows = -(-len(comparison.runs) // columns)
+    height = 5.7 + 0.25 * rows
+    figure = Figure(figsize=(14, height), dpi=150, facecolor="white")
+    head = 0.72 + 0.27 * rows  # inches of title, note and legend
+    layout = ConstrainedLayoutEngine(rect=(0.008, 0.01, 0.984, 0.99 - head / height), wspace=0.04)
+    figure.set_layout_engine(layout)
+    panels = figure.subplots(1, len(axes_names), sharey=True)
+    for panel, axis in zip(panels, axes_names, strict=True):
+        _draw_panel(panel, comparison, axis)
+    panels[0].set_ylabel(f"{comparison.world.kind.name} while training, sampled actions", color=MUTED, fontsize=10)
+    panels[0].yaxis.set_major_formatter(_score_ticks(comparison))
+    seen = np.concatenate(
+        [run.returns_S[~np.isnan(run.returns_S)] for runs in comparison.runs.values() for run in runs]
+    )
+    if len(seen):  # one wild step must not squeeze everything else into a line
+        goal = -np.inf if comparison.threshold is None else comparison.threshold
+        low, high = np.quantile(seen, 0.01), max(seen.max(), goal)
+        panels[0].set_ylim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
+    _head(figure, comparison, columns)
+    figure.savefig(path)
+    return path
+
+
+def _draw_panel(panel: Axes, comparison: Comparison, axis: str) -> None:
+    _decorate(panel)
+    panel.set_xlabel(axis, color=INK, fontsize=10)
+    ends = []
+    for number, runs in enumerate(comparison.runs.values()):
+        color, style = _look(number)
+        # Many seeds and many steps lie on each other: fainter, so that the wide strokes of the means stay in front.
+        faint = max(0.025, 0.5 / np.sqrt(len(runs)) * min(1.0, 100 / len(runs[0].returns_S)))
+        for run in runs:
+            known = ~np.isnan(run.returns_S)
+            panel.plot(run.spent[axis][known], run.returns_S[known], color=color, alpha=faint, linewidth=0.7, zorder=2)
+        band = learning_curve(runs, axis)
+        if band is None:
+            continue
+        ends.append(band.spent_P[-1])
+        panel.fill_between(band.spent_P, band.low_P, band.high_P, color=color, alpha=0.2, linewidth=0, zorder=3)
+        panel.plot(band.spent_P, band.middle_P, color=color, linestyle=style, linewidth=2.4, zorder=5)
+    reached = _draw_threshold(panel, comparison, axis)
+    if ends and max(ends) > LOGARITHMIC * min([*ends, *reached]):
+        spent = np.concatenate([run.spent[axis] for runs in comparison.runs.values() for run in runs])
+        panel.set_xscale("log")
+        panel.set_xlabel(f"{axis} (logarithmic)", color=INK, fontsize=10)
+        panel.set_xlim(spent[spent > 0].min(), max(ends) * 1.1)  # in the first steps no episode may have ended
+    elif ends:
+        panel.set_xlim(0, max(ends) * 1.02)
+        panel.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}") if axis == SECONDS else EngFormatter(sep=""))
+
+
+def _draw_threshold(panel: Axes, comparison: Comparison, axis: str) -> list[float]:
+    """The dashed line, and on it what the median seed of each recipe had spent when it got there; returns those."""
+    reached: list[float] = []
+    if comparison.threshold is None:
+        return reached
+    panel.axhline(comparison.threshold, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=4)
+    for number, found in enumerate(find_thresholds(comparison).values()):
+        middle = float(np.median([one.spent[axis] for one in found]))
+        if np.isfinite(middle):
+            reached.append(middle)
+            panel.plot(middle, comparison.threshold, MARKERS[number % len(MARKERS)], color=_look(number)[0],
+                       markersize=9, markeredgecolor="white", markeredgewidth=1.3, zorder=7, clip_on=False)  # fmt: skip
+    return reached
+
+
+def draw_final_scores(comparison: Comparison, path: Path) -> Path:
+    """Every seed's final score, and the interquartile mean with its 95 % interval; returns the picture's path."""
+    runs, kind = comparison.runs, comparison.world.kind
+    figure = Figure(figsize=(9, 1.9 + 0.85 * len(runs)), dpi=150, facecolor="white", layout="constrained")
+    panel = figure.subplots()
+    _decorate(panel, grid="x")
+    for number, seeds in enumerate(runs.values()):
+        color, _ = _look(number)
+        finals = np.array([run.final for run in seeds])
+        middle = interquartile_mean_estimate(finals)
+        heights = number + 0.2 + 0.24 * _spread(len(finals))
+        panel.plot(finals, heights, "o", color=color, alpha=0.6, markersize=6, markeredgewidth=0, zorder=3)
+        panel.plot([middle.low, middle.high], [number - 0.2] * 2, color=color, linewidth=3,
+                   solid_capstyle="butt", zorder=4)  # fmt: skip
+        panel.plot(middle.value, number - 0.2, "D", color=color, markersize=9, markeredgecolor="white", zorder=5)
+        panel.annotate(kind.write(middle.value), (middle.value, number - 0.2), xytext=(0, 9), ha="center",
+                       textcoords="offset points", fontsize=9.5, fontweight="bold", color=color)  # fmt: skip
+    if comparison.threshold is not None:
+        panel.axvline(comparison.threshold, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    panel.set_yticks(range(len(runs)), list(runs), color=INK, fontsize=10)
+    panel.set_ylim(len(runs) - 0.4, -0.6)
+    panel.margins(x=0.06)
+    count = next(iter(runs.values()))[0].final_count
+    what = comparison.world.count_measured(count)
+    panel.set_xlabel(f"final {comparison.world.kind.name}, mean of {what}", color=INK, fontsize=10)
+    panel.xaxis.set_major_formatter(_score_ticks(comparison))
+    panel.set_title(f"{comparison.subject}: where each seed ended", loc="left", fontsize=13, fontweight="bold",
+                    color=INK, pad=22)  # fmt: skip
+    panel.text(0, 1.03, "dots: seeds; diamond and bar: interquartile mean and its 95 % interval",
+               transform=panel.transAxes, color=MUTED, fontsize=9.5, va="bottom")  # fmt: skip
+    figure.savefig(path)
+    return path
+
+
+def _spread(count: int) -> np.ndarray:
+    """Heights of dots so that neighbours do not hide each other, the same in every picture."""
+    return (np.arange(count) * 0.618034 % 1) - 0.5
+
+
+def _score_ticks(comparison: Comparison) -> FuncFormatter:
+    return FuncFormatter(lambda value, _: comparison.world.kind.write_tick(value))
+
+
+def _head(figure: Figure, comparison: Comparison, columns: int) -> None:
+    """Title, how to read it, and the legend, above the panels."""
+    counts = sorted({len(runs) for runs in comparison.runs.values()})
+    note = (
+        f"{' or '.join([*map(str, counts[:-1]), plural(counts[-1], 'seed')])} each. Thin: every seed, as it was. "
+        "Thick: smoothed interquartile mean; band: its 95 % bootstrap interval over seeds."
+    )
+    if comparison.threshold is not None:
+        note += f" Marker: median seed reaches {comparison.threshold:g}."
+    inch = 1 / figure.get_figheight()
+    title = f"{comparison.subject}: {comparison.world.kind.name} by what it cost"
+    figure.text(0.012, 1 - 0.14 * inch, title, fontsize=15, fontweight="bold", color=INK, va="top")
+    figure.text(0.012, 1 - 0.46 * inch, note, fontsize=10, color=MUTED, va="top")
+    handles = []
+    for number, label in enumerate(comparison.runs):
+        color, style = _look(number)
+        marker = MARKERS[number % len(MARKERS)] if comparison.threshold is not None else ""
+        handles.append(Line2D([], [], color=color, linestyle=style, linewidth=2.4, marker=marker, markersize=7,
+                              markeredgecolor="white", label=label))  # fmt: skip
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.008, 1 - 0.66 * inch), ncols=columns,
+                  frameon=False, fontsize=10.5, labelcolor=INK, handlelength=3, borderpad=0.2)  # fmt: skip
+
+
+def _look(number: int) -> tuple[str, Any]:
+    """Colour and line style of the recipe with this number."""
+    return COLORS[number % len(COLORS)], STYLES[number % len(STYLES)]
+
+
+def _decorate(axes: Axes, grid: str = "y") -> None:
+    """Quiet axes: no frame, a light grid."""
+    axes.grid(axis=grid, color=GRID, linewidth=0.8)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=9, length=0, which="both")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)

@@ -1,0 +1,236 @@
+"""Many runs, a few at a time, each in a process of its own that forgets nothing to the next.
+
+A process for every run keeps its peak memory and its failures to itself. Importing torch takes seconds, so where the
+system can, it is imported once, in a server from which the processes are forked.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError
+from covey.config.faults import machine_error
+from covey.tracking.run_folder import LOG_FILE, METRICS_FILE
+
+LOOK_SECONDS = 0.5  # between looks at how far the runs have come
+STOP_SECONDS = 60.0  # a run that was asked to stop ends after its step; one that does not is ended
+TAIL_BYTES = 1 << 16  # of a metrics file: more than its last line
+
+
+@dataclass(frozen=True)
+class SeedJob:
+    """One run of a comparison."""
+
+    label: str  # of its recipe
+    recipe: str  # as typed, for the run's own advice, as `fields` is
+    seed: int
+    config: RunConfig | ControlConfig  # with the seed and the folder
+    run_dir: Path
+    fields: tuple[str, ...] = ()  # the `--field value` words
+
+    @property
+    def name(self) -> str:
+        """As a person reads it."""
+        return f"{self.label}, seed {self.seed}"
+
+
+@dataclass
+class _Running:
+    job: SeedJob
+    process: Any
+    outcome: Connection
+    bar: TaskID
+    step: int = 0
+
+
+@dataclass
+class SideBySide:
+    """Carries jobs out. `work` must be a function of a module, for the processes find it by its name.
+
+    It raises ConfigError for a mistake and RunError where a run cannot go on, and returns None if it was stopped.
+    """
+
+    work: Callable[[SeedJob], Any]
+    at_once: int
+    preload: Sequence[str] = ()  # modules that every process needs
+    console: Console = field(default_factory=Console)
+
+    def carry_out(self, jobs: Sequence[SeedJob]) -> dict[str, str]:
+        """Run every job; returns the name and the reason of those that failed.
+
+        Raises:
+            ConfigError: a mistake that one of them reported; it concerns them all.
+            MachineError: a fault of the machine, which concerns them all too.
+            KeyboardInterrupt: after Ctrl-C, when the runs have written their checkpoints.
+        """
+        failures: dict[str, str] = {}
+        waiting = list(jobs)
+        running: list[_Running] = []
+        with self._progress() as progress, _one_thread_each(self.at_once), _terminated_as_interrupted():
+            total = progress.add_task("all runs", total=sum(job.config.steps for job in jobs))
+            try:
+                while waiting or running:
+                    while waiting and len(running) < self.at_once:
+                        self._start(waiting.pop(0), progress, running)
+                    wait([one.process.sentinel for one in running], timeout=LOOK_SECONDS)
+                    self._look(running, progress, total)
+                    for one in [one for one in running if one.process.exitcode is not None]:
+                        running.remove(one)
+                        self._finish(one, progress, failures)
+            except BaseException:
+                self._stop(running)
+                raise
+        return failures
+
+    def _progress(self) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        return Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+
+    def _start(self, job: SeedJob, progress: Progress, running: list[_Running]) -> None:
+        forks = sys.platform == "linux"  # elsewhere a fork of a process that has loaded torch may hang
+        context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
+            context.set_forkserver_preload(list(self.preload))
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(self.work, job, there), name=job.name)
+        # Before it starts: Ctrl-C may come as soon as it has, and what is not in the list would not be asked to stop.
+        running.append(_Running(job, process, here, progress.add_task(f"  {job.name}", total=job.config.steps)))
+        process.start()
+        there.close()
+
+    def _look(self, running: Sequence[_Running], progress: Progress, total: TaskID) -> None:
+        for one in running:
+            step = last_step(one.job.run_dir)
+            progress.update(one.bar, completed=step)
+            progress.advance(total, step - one.step)
+            one.step = step
+
+    def _finish(self, one: _Running, progress: Progress, failures: dict[str, str]) -> None:
+        progress.remove_task(one.bar)
+        log = one.job.run_dir / LOG_FILE
+        try:
+            kind, text = one.outcome.recv()
+        except EOFError:
+            kind, text = "failed", f"its process ended with code {one.process.exitcode}; see {log}"
+        if kind == "mistake":
+            raise ConfigError(f"{one.job.name}: {text}")
+        if kind == "machine":
+            raise MachineError(f"{one.job.name}: {text}")
+        if kind == "stopped":
+            raise KeyboardInterrupt
+        if kind == "failed":
+            failures[one.job.name] = text
+        if kind == "failed" or not self.console.is_terminal:
+            self.console.print(f"{one.job.name}: {text}", soft_wrap=True, markup=False, highlight=False)
+
+    def _stop(self, running: Sequence[_Running]) -> None:
+        """Ask politely, so that every run writes a checkpoint after its step; end what does not listen."""
+        started = [one for one in running if one.process.pid is not None]
+        for one in started:
+            one.process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for one in started:
+            one.process.join(max(0.0, deadline - time.monotonic()))
+            if one.process.exitcode is None:
+                one.process.kill()
+                one.process.join()
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that a run has recorded; 0 before the first."""
+    try:
+        with open(run_dir / METRICS_FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):  # the last one may be half written
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0
+
+
+def _child(work: Callable[[SeedJob], Any], job: SeedJob, outcome: Connection) -> None:
+    """The life of one process: its words go to the log, how it ended to the parent."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # Ctrl-C reaches the parent alone, which asks its processes to stop
+    log = os.open(job.run_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        finished = work(job) is not None
+        outcome.send(("done", "done") if finished else ("stopped", "stopped"))
+    except ConfigError as error:
+        outcome.send(("mistake", str(error)))
+    except KeyboardInterrupt:
+        outcome.send(("stopped", "stopped"))
+    except RunError as error:
+        outcome.send(("failed", str(error)))
+    except Exception as error:
+        if fault := machine_error(error):
+            outcome.send(("machine", str(fault)))
+            return
+        outcome.send(("failed", f"unexpected {type(error).__name__}: {error}; see {job.run_dir / LOG_FILE}"))
+        raise
+
+
+def _end_with_parent() -> None:
+    """A comparison that was killed leaves no run behind it; each stops as after Ctrl-C."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _one_thread_each(at_once: int) -> Iterator[None]:
+    """Where several runs share the cores, NumPy's products must not each ask for all of them.
+
+    The processes read this when they load NumPy, so it cannot be set in them.
+    """
+    name = "OPENBLAS_NUM_THREADS"
+    if at_once == 1 or name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A polite kill stops a comparison as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not in the main thread: signals are somebody else's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

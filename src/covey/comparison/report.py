@@ -1,0 +1,339 @@
+"""What a comparison found, in numbers (JSON), in words (Markdown) and on the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from covey.comparison.estimates import (
+    DRAWS,
+    SeedRun,
+    Threshold,
+    find_threshold,
+    interquartile_mean_estimate,
+    probability_of_improvement,
+)
+from covey.config.fields import plural
+from covey.tracking.score_kinds import SCORE_KINDS
+from covey.tracking.wording import SECONDS, Wording
+
+CURVES_PICTURE, FINAL_PICTURE = "learning_curves.png", "final_scores.png"
+LEAST_SEEDS = 3  # fewer cannot carry a claim
+MANY_SEEDS = 10  # with fewer, bootstrap intervals are too narrow to be taken at their word
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Finished runs of several recipes on the same problem."""
+
+    subject: str  # what they were trained on, "CartPole-v1"
+    runs: dict[str, list[SeedRun]]  # label of a recipe -> its seeds; none is empty
+    threshold: float | None = None  # the score that counts as solved
+    failures: dict[str, str] = field(default_factory=dict)  # "cartpole_ppo, seed 3" -> why it did not end
+    command: str = ""
+    machine: str = ""  # what the seconds were measured on
+
+    @property
+    def world(self) -> Wording:
+        """The world of the runs."""
+        return next(iter(self.runs.values()))[0].world
+
+    @property
+    def evaluated(self) -> bool:
+        """True where every seed evaluated while it trained, so that thresholds go by evaluations."""
+        return all(bool((~np.isnan(run.evaluations_S[:-1])).any()) for runs in self.runs.values() for run in runs)
+
+
+def summarise(comparison: Comparison) -> dict[str, Any]:
+    """`report.json`: everything that the report says, as numbers. Times that were never reached are infinite."""
+    thresholds = find_thresholds(comparison)
+    recipes = {}
+    for label, runs in comparison.runs.items():
+        finals = [run.final for run in runs]
+        worst = min(runs, key=lambda run: run.final)
+        recipes[label] = {
+            "seeds": len(runs),
+            "final": {str(run.seed): run.final for run in runs},
+            "mean": float(np.mean(finals)),
+            "interquartile_mean": asdict(interquartile_mean_estimate(finals)),
+            "worst": {"seed": worst.seed, "score": worst.final},
+            "peak_bytes": median(run.peak_bytes for run in runs),
+            "seconds": median(float(run.spent[SECONDS][-1]) for run in runs),
+            "seconds_per_thousand": median(run.seconds_per_thousand for run in runs),
+        }
+        if label in thresholds:
+            recipes[label] |= _describe_thresholds(thresholds[label], comparison.world)
+    return {
+        "subject": comparison.subject,
+        "score": comparison.world.kind.name,
+        "counted": comparison.world.counted,
+        "final_count": next(iter(comparison.runs.values()))[0].final_count,
+        "threshold": comparison.threshold,
+        "threshold_measured_by": "evaluation" if comparison.evaluated else "training",
+        "recipes": recipes,
+        "pairs": [
+            pair
+            for first, second in combinations(comparison.runs, 2)
+            for pair in _compare_pair(comparison, thresholds, first, second)
+        ],
+        "failures": comparison.failures,
+        "command": comparison.command,
+        "machine": comparison.machine,
+    }
+
+
+def find_thresholds(comparison: Comparison) -> dict[str, list[Threshold]]:
+    """Label -> one entry a seed; empty where the comparison has no threshold."""
+    if comparison.threshold is None:
+        return {}
+    return {
+        label: [find_threshold(run, comparison.threshold, evaluated=comparison.evaluated) for run in runs]
+        for label, runs in comparison.runs.items()
+    }
+
+
+def _describe_thresholds(found: Sequence[Threshold], world: Wording) -> dict[str, Any]:
+    spent = {axis: [one.spent[axis] for one in found] for axis in world.axes}
+    return {
+        "reached": sum(one.reached for one in found),
+        "kept": sum(one.kept for one in found),
+        "to_threshold": {
+            axis: {"median": median(values), "least": min(values), "most": max(values)}
+            for axis, values in spent.items()
+        },
+    }
+
+
+def _compare_pair(
+    comparison: Comparison, thresholds: dict[str, list[Threshold]], first: str, second: str
+) -> list[dict[str, Any]]:
+    """The probability of improvement by every measure; less is better in all but the first."""
+    runs = comparison.runs
+    measures = {
+        f"final {comparison.world.kind.name}": [[run.final for run in runs[label]] for label in (first, second)]
+    }
+    for axis in comparison.world.axes if thresholds else ():
+        spent = [[-one.spent[axis] for one in thresholds[label]] for label in (first, second)]
+        measures[f"{axis} to {comparison.threshold:g}"] = spent
+    prices = [[-run.seconds_per_thousand for run in runs[label]] for label in (first, second)]
+    measures[f"seconds per 1,000 {comparison.world.counted}"] = prices
+    pairs = []
+    for measure, (ours, theirs) in measures.items():
+        chance = probability_of_improvement(ours, theirs)
+        verdict = _verdict(chance.low, chance.high, first, second, min(len(ours), len(theirs)))
+        pairs.append({"first": first, "second": second, "measure": measure, **asdict(chance), "verdict": verdict})
+    return pairs
+
+
+def _verdict(low: float, high: float, first: str, second: str, seeds: int) -> str:
+    if seeds < LEAST_SEEDS:
+        return "too few seeds to say"
+    if low > 0.5:
+        return f"{first} is better"
+    if high < 0.5:
+        return f"{second} is better"
+    return "no difference" if low == high else "no clear difference"
+
+
+def markdown_report(comparison: Comparison, summary: dict[str, Any]) -> str:
+    """`report.md`."""
+    labels = list(summary["recipes"])
+    seeds = sorted({recipe["seeds"] for recipe in summary["recipes"].values()})
+    head = [
+        f"# {comparison.subject}: {', '.join(labels)}",
+        "",
+        f"{' or '.join([*map(str, seeds[:-1]), plural(seeds[-1], 'seed')])} of each recipe"
+        + (f", made by `{comparison.command}`." if comparison.command else "."),
+        "",
+        *[f"- {line}" for line in findings(summary)],
+        "",
+        f"![learning curves]({CURVES_PICTURE})",
+        "",
+        f"![final {summary['score']} of each seed]({FINAL_PICTURE})",
+    ]
+    sections = [_final_section(summary), _threshold_section(summary), _cost_section(summary), _pairs_section(summary)]
+    body = [line for section in sections if section for line in ("", *section)]
+    return "\n".join([*head, *body, "", *_how_measured(summary, comparison.world)]) + "\n"
+
+
+def findings(summary: dict[str, Any]) -> list[str]:
+    """The comparison in a few sentences: who is better by which measure, and what that is worth."""
+    lines = [
+        f"**{name} did not finish** and is left out of every number below: {why}"
+        for name, why in summary["failures"].items()
+    ]
+    if summary["threshold"] is not None:
+        for label, recipe in summary["recipes"].items():
+            reached, kept, seeds = recipe["reached"], recipe["kept"], recipe["seeds"]
+            lines.append(
+                f"{label} reached {summary['threshold']:g} with {reached} of {plural(seeds, 'seed')} "
+                f"and stayed there with {kept}"
+            )
+    verdicts: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for pair in summary["pairs"]:
+        both = verdicts.setdefault((pair["first"], pair["second"]), {})
+        both.setdefault(pair["verdict"], []).append(pair["measure"])
+    for (first, second), found in verdicts.items():
+        said = "; ".join(f"{verdict} in {', '.join(measures)}" for verdict, measures in found.items())
+        lines.append(f"{first} against {second}: {said}")
+    return lines + cautions(summary)
+
+
+def cautions(summary: dict[str, Any]) -> list[str]:
+    """What the number of seeds does not allow to be said."""
+    fewest = sorted(recipe["seeds"] for recipe in summary["recipes"].values())[:2]
+    if fewest[0] < LEAST_SEEDS:
+        return [f"no difference is claimed from fewer than {LEAST_SEEDS} seeds: add some with --seeds"]
+    if fewest[0] >= MANY_SEEDS:
+        return []
+    line = f"intervals from fewer than {MANY_SEEDS} seeds are too narrow"
+    by_chance = 2 / math.comb(sum(fewest), fewest[0])
+    if summary["pairs"] and by_chance > 0.05:
+        line += f"; recipes that are equal are completely apart in one of {round(1 / by_chance)} comparisons so small"
+    return [line]
+
+
+def _final_section(summary: dict[str, Any]) -> list[str]:
+    score = summary["score"]
+    write = SCORE_KINDS[summary["score"]].write
+    lines = [
+        f"## Final {score}",
+        "",
+        f"| recipe | seeds | mean | interquartile mean (95 % interval) | worst seed | {score} of each seed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for label, recipe in summary["recipes"].items():
+        middle, worst = recipe["interquartile_mean"], recipe["worst"]
+        lines.append(
+            f"| {label} | {recipe['seeds']} | {write(recipe['mean'])} "
+            f"| {write(middle['value'])} ({write(middle['low'])} to {write(middle['high'])}) "
+            f"| {write(worst['score'])} (seed {worst['seed']}) "
+            f"| {', '.join(write(value) for value in recipe['final'].values())} |"
+        )
+    return lines
+
+
+def _threshold_section(summary: dict[str, Any]) -> list[str]:
+    if summary["threshold"] is None:
+        return []
+    axes = list(next(iter(summary["recipes"].values()))["to_threshold"])
+    lines = [
+        f"## Reaching {summary['threshold']:g}",
+        "",
+        "Median over seeds (least to most); a seed that never got there counts as never.",
+        "",
+        f"| recipe | reached | and stayed | {' | '.join(axes)} |",
+        "|---|---|---|" + "---|" * len(axes),
+    ]
+    for label, recipe in summary["recipes"].items():
+        seeds = recipe["seeds"]
+        spent = " | ".join(
+            "never"
+            if math.isinf(one["least"])
+            else f"{amount(one['median'])} ({amount(one['least'])} to {amount(one['most'])})"
+            for one in recipe["to_threshold"].values()
+        )
+        lines.append(f"| {label} | {recipe['reached']} of {seeds} | {recipe['kept']} of {seeds} | {spent} |")
+    return lines
+
+
+def _cost_section(summary: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Cost",
+        "",
+        f"| recipe | seconds of training | seconds per 1,000 {summary['counted']} | peak memory |",
+        "|---|---|---|---|",
+    ]
+    for label, recipe in summary["recipes"].items():
+        memory = f"{recipe['peak_bytes'] / 2**20:,.0f} MiB"
+        price = amount(recipe["seconds_per_thousand"])
+        lines.append(f"| {label} | {amount(recipe['seconds'])} | {price} | {memory} |")
+    return lines
+
+
+def _pairs_section(summary: dict[str, Any]) -> list[str]:
+    if not summary["pairs"]:
+        return []
+    lines = [
+        "## Probability of improvement",
+        "",
+        "The chance that a seed of the first recipe does better than one of the second, 95 % interval; 0.5 is equal.",
+        "",
+        "| first | second | measure | chance | so |",
+        "|---|---|---|---|---|",
+    ]
+    for pair in summary["pairs"]:
+        lines.append(
+            f"| {pair['first']} | {pair['second']} | {pair['measure']} | {_chance(pair)} | {pair['verdict']} |"
+        )
+    return lines
+
+
+def _how_measured(summary: dict[str, Any], world: Wording) -> list[str]:
+    score, after = summary["score"], world.count_measured(summary["final_count"])
+    lines = [
+        "## How this was measured",
+        "",
+        f"- The final {score} is the mean of {after} with the trained policy's best actions, after the last step.",
+        "- Intervals are percentile bootstraps over seeds (Agarwal et al. 2021, arXiv 2108.13264), "
+        f"{DRAWS:,} draws. They say how another set of seeds may come out, not how another task may. Pairs are not "
+        "corrected for being many.",
+        "- A difference is called better only where the interval of the chance leaves out 0.5.",
+        "- Seconds are those of training steps; evaluations and checkpoints are left out. Peak memory is that of a "
+        "process of its own for each run (of the GPU where there is one), Python and torch included; medians over "
+        "seeds.",
+    ]
+    if summary["threshold"] is not None:
+        by_evaluation = summary["threshold_measured_by"] == "evaluation"
+        measure = "the evaluations while training" if by_evaluation else world.training_score
+        lines.append(f"- The threshold goes by {measure}, and at the last step by the final {score}.")
+    if summary["machine"]:
+        lines.append(f"- Machine: {summary['machine']}.")
+    return lines
+
+
+def terminal_table(summary: dict[str, Any]) -> Table:
+    """The report's main numbers, one recipe a column."""
+    write = SCORE_KINDS[summary["score"]].write
+    recipes = summary["recipes"].values()
+    table = Table(title=f"{summary['subject']}: final {summary['score']}", title_style="bold")
+    table.add_column()
+    for label in summary["recipes"]:
+        table.add_column(label, justify="right")
+    middles = [recipe["interquartile_mean"] for recipe in recipes]
+    table.add_row("seeds", *(str(recipe["seeds"]) for recipe in recipes))
+    table.add_row("mean", *(write(recipe["mean"]) for recipe in recipes))
+    table.add_row("interquartile mean", *(write(middle["value"]) for middle in middles), style="bold")
+    table.add_row("95 % interval", *(f"{write(middle['low'])} to {write(middle['high'])}" for middle in middles))
+    table.add_row("worst seed", *(write(recipe["worst"]["score"]) for recipe in recipes))
+    if summary["threshold"] is not None:
+        goal = f"{summary['threshold']:g}"
+        table.add_row(f"seeds that reached {goal}", *(str(recipe["reached"]) for recipe in recipes))
+        table.add_row("and stayed there", *(str(recipe["kept"]) for recipe in recipes))
+        for axis in next(iter(recipes))["to_threshold"]:
+            spent = (amount(recipe["to_threshold"][axis]["median"]) for recipe in recipes)
+            table.add_row(f"{axis} to {goal}", *spent)
+    prices = (amount(recipe["seconds_per_thousand"]) for recipe in recipes)
+    table.add_row(f"seconds per 1,000 {summary['counted']}", *prices)
+    table.add_row("peak memory", *(f"{recipe['peak_bytes'] / 2**20:,.0f} MiB" for recipe in recipes))
+    return table
+
+
+def amount(value: float) -> str:
+    """What was spent: 12345.6 as '12,346', 3.14159 as '3.1', infinity as 'never'."""
+    if math.isinf(value):
+        return "never"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def _chance(pair: dict[str, Any]) -> str:
+    return f"{pair['value']:.2f} ({pair['low']:.2f} to {pair['high']:.2f})"

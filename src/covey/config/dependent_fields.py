@@ -1,0 +1,300 @@
+"""Fields of a recipe that follow a field which the command line changes.
+
+The fields of a recipe fit each other: a warm-up is shorter than the run, a group size that changes begins at
+`group_size`, a threshold belongs to its environment. If the command line changes one of them, those that depend on it
+and were not given themselves follow, so that a recipe works with any single change that is possible at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from covey.config.common import ConfigError
+from covey.config.control import ControlConfig
+from covey.config.fields import check_fields, leaves, shown
+from covey.config.llm import TASK_CONFIGS, RewardConfig, RunConfig
+from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, largest_divisor
+from covey.config.validate_collection import NOT_BY_GROUP
+
+Config = RunConfig | ControlConfig
+
+# Built-in rewards that grade one task's answers; the others (format, functions) go with every task.
+REWARDS_OF_TASK = {"countdown": "countdown", "step_numbers": "running_total"}
+RIGHT_ANSWERS = ("numeric", "digits", "exact")  # they need an answer column, which every task but countdown has
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`field` takes `value(recipe, config, field)` if one of `causes` was changed and it was not given itself."""
+
+    field: str
+    causes: tuple[str, ...]
+    value: Callable[[Any, Any, str], Any]
+
+
+def follow(recipe: Config, config: Config, given: Collection[str]) -> tuple[Config, str]:
+    """Let the fields follow that depend on what was given.
+
+    Args:
+        recipe: as its file has it.
+        config: the same with what the command line gave.
+        given: dotted names of the fields that it gave.
+
+    Returns:
+        The config, and one line that says what was changed; empty if nothing was.
+    """
+    try:  # the rules count on values of the right type; the others are refused later
+        check_fields(recipe)
+        check_fields(config)
+    except (ConfigError, TypeError):
+        return config, ""
+    causes = {name: {name} for name in given}  # of every field that has changed: the given ones that led to it
+    said = []
+    for rule in RULES[type(config)]:
+        if rule.field in given or not causes.keys() & set(rule.causes):
+            continue
+        before, after = get(config, rule.field), rule.value(recipe, config, rule.field)
+        if after != before:
+            config = put(config, rule.field, after)
+            causes[rule.field] = set().union(*(causes[name] for name in rule.causes if name in causes))
+            said.append(f"{rule.field} = {_written(after)} (was {_written(before)})")
+    options = sorted(set().union(*(causes[name] for name in causes if name not in given)))
+    return config, f"{', '.join(map(_option, options))}: so the recipe's {', '.join(said)}" if said else ""
+
+
+def _option(name: str) -> str:
+    """The option that sets a field, as it is usually typed."""
+    return f"--{name.removesuffix('.id').rpartition('.')[2].replace('_', '-')}"
+
+
+def get(config: Any, name: str) -> Any:
+    """The value of a field by its dotted name."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def put(config: Any, name: str, value: Any) -> Any:
+    """The config with another value in the field of this dotted name."""
+    section, _, leaf = name.rpartition(".")
+    if section:
+        return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
+    return replace(config, **{leaf: value})
+
+
+def default(recipe: Config, config: Config, name: str) -> Any:
+    """The field's default: as if the recipe did not have it."""
+    section, _, leaf = name.rpartition(".")
+    owner = getattr(config, section) if section else config
+    return next(item.default for item in fields(owner) if item.name == leaf)
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, tuple) and all(isinstance(item, RewardConfig) for item in value):
+        return f"[{', '.join(reward.name or reward.function for reward in value)}]"
+    return shown(value)
+
+
+def _if(condition: Callable[[Any], bool], then: Callable[[Any, Any, str], Any]) -> Callable[[Any, Any, str], Any]:
+    """`then` if the config meets a condition; otherwise the field stays."""
+    return lambda recipe, config, name: then(recipe, config, name) if condition(config) else get(config, name)
+
+
+def _constant(value: Any) -> Callable[[Any, Any, str], Any]:
+    return lambda recipe, config, name: value
+
+
+def _same_share_of_steps(recipe: Config, config: Config, name: str) -> int:
+    """Steps that were a part of the recipe's run stay one if that run gets shorter."""
+    value, interval = int(get(config, name)), name.endswith("every")
+    fits = value <= config.steps if interval else value < config.steps
+    if fits or value >= recipe.steps or value == default(recipe, config, name):
+        return value
+    return max(int(interval), min(config.steps - 1, round(value * config.steps / recipe.steps)))
+
+
+def _same_tokens_a_step(recipe: RunConfig, config: RunConfig, name: str) -> int:
+    """A budget that would end a longer run before its steps grows with them."""
+    return max(config.token_budget, round(config.token_budget * config.steps / recipe.steps))
+
+
+def _same_share_of_tokens(recipe: RunConfig, config: RunConfig, name: str) -> int | None:
+    tokens, limit = config.sampling.overlong_tokens, config.sampling.max_new_tokens
+    if tokens is None or tokens <= limit:
+        return tokens
+    return round(tokens * limit / recipe.sampling.max_new_tokens)
+
+
+def _token_limits(recipe: RunConfig, config: RunConfig, name: str) -> tuple[int, ...]:
+    """The training's own limit stays among those that are reported."""
+    old, new = recipe.sampling.max_new_tokens, config.sampling.max_new_tokens
+    return tuple(dict.fromkeys(new if limit == old else limit for limit in config.evaluation.token_limits))
+
+
+def _group_sizes(config: RunConfig) -> list[int]:
+    sampling = config.sampling
+    return [size for size in (sampling.group_size, sampling.group_size_last) if size is not None]
+
+
+def _first(recipe: RunConfig, config: RunConfig, name: str) -> int:
+    if not config.sampling.adaptive:
+        return int(default(recipe, config, name))
+    return min(config.sampling.group_size_first, *_group_sizes(config))
+
+
+def _most(recipe: RunConfig, config: RunConfig, name: str) -> int | None:
+    most = config.sampling.group_size_most
+    return None if most is None or not config.sampling.adaptive else max(most, *_group_sizes(config))
+
+
+def _minibatches(recipe: Config, config: Config, name: str) -> int:
+    """As many as before, if the step can still be split into them evenly."""
+    if isinstance(config, ControlConfig):
+        if config.rollouts.groups != "fragments":
+            return config.update.minibatches
+        return largest_divisor(config.rollouts.fragment_steps * config.rollouts.copies, config.update.minibatches)
+    return largest_divisor(config.sampling.prompts_per_step, config.update.minibatches)
+
+
+def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardConfig, ...]:
+    """Those that can grade the new task; none leaves it to the task's own."""
+    if recipe.task is None or config.task is None or type(recipe.task) is type(config.task):
+        return config.rewards
+    task = next((task for task, kind in TASK_CONFIGS.items() if kind is type(config.task)), "")
+    kept = []
+    for reward in config.rewards:
+        needed = REWARDS_OF_TASK.get(reward.name, task)
+        if task in (needed, "jsonl") and not (task == "countdown" and reward.name in RIGHT_ANSWERS):
+            kept.append(reward)
+    return tuple(kept)
+
+
+def _pays_steps(config: RunConfig) -> bool:
+    return any(reward.is_per_step for reward in config.rewards)
+
+
+def _no_clipping(config: Config) -> bool:
+    return config.algorithm in WITHOUT_RATIO
+
+
+def _is_on_policy(config: Config) -> bool:
+    """The policy that learns is the one that sampled, so their KL is 0."""
+    return config.loss.kl_anchor == "behavior" and config.update.epochs * config.update.minibatches == 1
+
+
+def _no_kl(config: Config) -> bool:
+    return (config.kl_coefficient if isinstance(config, RunConfig) else config.loss.kl_coefficient) == 0
+
+
+def _unused(name: str) -> Callable[[Any], bool]:
+    user, stranger = USED_ONLY_BY.get(name), NOT_USED_BY.get(name)
+
+    def is_unused(config: Config) -> bool:
+        groups = config.rollouts.groups if isinstance(config, ControlConfig) else ""
+        return user not in (None, config.algorithm, groups) or (bool(groups) and stranger == groups)
+
+    return is_unused
+
+
+def _cannot_branch(config: ControlConfig) -> bool:
+    return config.rollouts.groups == "branches" and config.environment.vectorization not in ("auto", "sync")
+
+
+_STEPS = (
+    *("update.warmup_steps", "update.critic_warmup_steps", "loss.kl_warmup_steps"),
+    *("checkpoint.every", "evaluation.every"),
+)
+_CLIPS = ("loss.clip_low", "loss.clip_high", "loss.dual_clip")
+_GROUP_SIZES = ("sampling.adaptive", "sampling.group_size", "sampling.group_size_last")
+_ALGORITHM = ("algorithm", "rollouts.groups")
+
+
+def _shared(root: type) -> list[Rule]:
+    """Rules of both worlds; of those about unused fields the ones that this world has."""
+    there = {where for where, *_ in leaves(root())}
+    unused = [name for name in (*USED_ONLY_BY, *NOT_USED_BY) if name in there]
+    return [
+        *(Rule(name, _ALGORITHM, _if(_unused(name), default)) for name in unused),
+        *(Rule(name, ("algorithm",), _if(_no_clipping, default)) for name in _CLIPS),
+        Rule("update.epochs", ("algorithm",), _if(_no_clipping, _constant(1))),
+        *(Rule(name, ("steps",), _same_share_of_steps) for name in _STEPS),
+    ]
+
+
+_KL = [
+    Rule("loss.kl_coefficient", ("update.epochs", "update.minibatches"), _if(_is_on_policy, _constant(0.0))),
+    Rule("loss.kl_warmup_steps", ("loss.kl_coefficient", "algorithm"), _if(_no_kl, default)),
+    Rule("loss.kl_target", ("loss.kl_coefficient", "algorithm"), _if(_no_kl, default)),
+    Rule("loss.kl_horizon", ("loss.kl_target",), _if(lambda config: config.loss.kl_target is None, default)),
+]
+
+# In the order in which one may cause the next.
+RULES: dict[type, list[Rule]] = {
+    RunConfig: [
+        *_shared(RunConfig),
+        Rule("rewards", ("task",), _rewards),
+        Rule("loss.credit", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
+        Rule("loss.credit", ("rewards",), _if(lambda config: not _pays_steps(config), default)),
+        Rule("process.boundary", ("rewards",), _if(lambda config: not _pays_steps(config), default)),
+        Rule("token_budget", ("steps",), _same_tokens_a_step),
+        Rule("reference.refresh_every", ("steps",), _same_share_of_steps),
+        Rule(
+            "reference.refresh_share", ("reference.refresh_every",),
+            _if(lambda config: not config.reference.refresh_every, default),
+        ),
+        Rule("sampling.adaptive", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
+        Rule("sampling.adaptive", ("sampling.redraws",), _if(lambda config: config.redraws > 0, default)),
+        Rule("sampling.redraws", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
+        Rule(
+            "sampling.redraws", ("algorithm", "sampling.adaptive"),
+            _if(lambda config: config.sampling.adaptive and config.redraws > 0, _constant(0)),
+        ),
+        Rule(
+            "sampling.group_size", ("algorithm",),
+            _if(lambda config: config.algorithm not in NOT_BY_GROUP and config.sampling.group_size == 1, default),
+        ),
+        Rule("sampling.group_size_last", ("sampling.group_size",), default),
+        Rule("sampling.group_size_last", ("steps",), _if(lambda config: config.steps < 2, default)),
+        Rule(
+            "sampling.group_size_first", _GROUP_SIZES, _first
+        ),
+        Rule("sampling.group_size_most", _GROUP_SIZES, _most),
+        Rule("sampling.overlong_tokens", ("sampling.max_new_tokens",), _same_share_of_tokens),
+        Rule("evaluation.token_limits", ("sampling.max_new_tokens",), _token_limits),
+        Rule("update.minibatches", ("sampling.prompts_per_step",), _minibatches),
+        Rule(
+            "loss.kl_estimator", ("loss.kl_anchor",),
+            _if(lambda config: (config.loss.kl_anchor, config.loss.kl_estimator) == ("behavior", "exact"), default),
+        ),
+        *_KL,
+    ],
+    ControlConfig: [
+        *_shared(ControlConfig),
+        Rule(
+            "rollouts.group_size", ("rollouts.groups",),
+            _if(lambda config: config.rollouts.groups == "within_episode", _constant(1)),
+        ),
+        Rule(
+            "rollouts.group_size", ("rollouts.groups",),
+            _if(lambda config: config.rollouts.groups != "within_episode" and config.rollouts.group_size == 1, default),
+        ),
+        Rule(
+            "environment.autoreset", ("rollouts.groups",),
+            _if(lambda config: config.rollouts.groups != "fragments", default),
+        ),
+        Rule(
+            "environment.vectorization", ("rollouts.groups",),
+            _if(_cannot_branch, default),
+        ),
+        Rule(
+            "update.minibatches",
+            ("rollouts.groups", "rollouts.fragment_steps", "rollouts.environments"), _minibatches,
+        ),
+        Rule("evaluation.expected_return", ("environment.id", "environment.max_episode_steps"), default),
+        *_KL,
+    ],
+}  # fmt: skip

@@ -1,0 +1,190 @@
+"""Single values against the type, the choices and the limits of their config field."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import shlex
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+from typing import get_type_hints as uncached_type_hints
+
+from covey.config.common import ConfigError
+from covey.config.files import unusual_kind
+
+LARGEST_INTEGER = 2**31 - 1  # of a field without a limit of its own
+LARGEST_NUMBER = 1e30  # of a field, in either direction: fp32 holds it
+LONGEST_TEXT = 10_000  # characters of a field
+LONGEST_LIST = 1000  # values of a field
+
+TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
+
+
+@cache
+def get_type_hints(kind: Any) -> dict[str, Any]:
+    """Those of `typing.get_type_hints`, which evaluates every annotation anew."""
+    return uncached_type_hints(kind)
+
+
+def plural(count: int, noun: str) -> str:
+    """'1 problem', '1,024 problems'."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Every plain value below a config dataclass against its type, its choices and its limits.
+
+    Raises:
+        ConfigError: naming the first field, with `prefix`, that holds what it may not.
+    """
+    for where, item, hint, value in leaves(config, prefix):
+        _check_value(where, item, hint, value)
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any, Any]]:
+    """Every plain value below a config dataclass: (dotted name, field, type hint, value)."""
+    kind: Any = type(config)
+    hints = get_type_hints(kind)
+    for item in fields(config):
+        value = getattr(config, item.name)
+        name = f"{prefix}{item.name}"
+        if is_dataclass(value):
+            yield from leaves(value, f"{name}.")
+        elif item.name == "rewards" and not prefix:
+            for number, reward in enumerate(value, start=1):
+                yield from leaves(reward, f"rewards[{number}].")
+        elif hints[item.name] is not Any:  # Any is a task, which a script may bring instead
+            yield name, item, hints[item.name], value
+
+
+def plain_type(hint: Any) -> tuple[type, bool, bool]:
+    """What a field holds: (the type of a single value, is it a list of them, may it be unset)."""
+    arguments = [argument for argument in get_args(hint) if argument not in (type(None), Ellipsis)]
+    optional = type(None) in get_args(hint)
+    is_list = getattr(hint, "__origin__", None) is tuple
+    return (arguments[0] if arguments else hint), is_list, optional
+
+
+def describe_type(hint: Any) -> str:
+    """The type in words: 'an integer', 'a list of integers'."""
+    kind, is_list, _ = plain_type(hint)
+    return LIST_NAMES[kind] if is_list else TYPE_NAMES.get(kind, f"a {kind.__name__}")
+
+
+def command(*words: object) -> str:
+    """A command line of covey, quoted for a shell, as messages name it."""
+    return shlex.join(["covey", *map(str, words)])
+
+
+def did_you_mean(word: str, known: list[str], likeness: float = 0.6) -> str:
+    """' (did you mean ...?)' with the nearest known word, or '' where none is as near as `likeness`, from 0 to 1."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=likeness)
+    return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def either(words: list[str] | tuple[str, ...]) -> str:
+    """'a, b or c'."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
+    """One value against the type, the choices and the limits of its field."""
+    kind, is_list, optional = plain_type(hint)
+    if value is None and optional:
+        return
+    if is_list and not isinstance(value, tuple):
+        raise ConfigError(f"{where} must be {describe_type(hint)} (is {value!r})")
+    if is_list and not value and item.default != ():
+        raise ConfigError(f"{where} is empty: give at least one value, or leave it out")
+    if is_list and len(value) > LONGEST_LIST:
+        raise ConfigError(f"{where} has {len(value):,} values: at most {LONGEST_LIST:,} are read")
+    for single in value if is_list else (value,):
+        if not is_a(single, kind):
+            raise ConfigError(f"{where} must be {describe_type(hint)} (is {shown(value)})")
+        if type(single) is int and single.bit_length() > 64:
+            raise ConfigError(f"{where} is an integer of more than 64 bits")
+        if kind is float and not math.isfinite(single):
+            raise ConfigError(f"{where} must be a finite number (is {single})")
+        if kind is str:
+            check_text(single, where)
+        choices = item.metadata["choices"]
+        optional_text = kind is str and single == "" == item.default
+        if choices and single not in choices and not optional_text:
+            raise ConfigError(f"{where} must be {either(choices)} (is {single!r}){did_you_mean(str(single), choices)}")
+        check_limits(where, item.metadata["limits"], single)
+        if kind is int and item.metadata["limits"]["most"] is None and abs(single) > LARGEST_INTEGER:
+            raise ConfigError(f"{where} must be at most {LARGEST_INTEGER} (is {single})")
+        if kind is float and abs(single) > LARGEST_NUMBER:
+            raise ConfigError(f"{where} must be at most {LARGEST_NUMBER:g} (is {single})")
+
+
+def check_limits(where: str, limits: dict[str, float | None], value: Any) -> None:
+    """A number against the limits that `covey.config.option` noted.
+
+    Raises:
+        ConfigError: naming the limit that the value breaks.
+    """
+    least, most, above, below = (limits[name] for name in ("least", "most", "above", "below"))
+    if least is not None and value < least:
+        raise ConfigError(f"{where} must be at least {least:.12g} (is {value})")
+    if most is not None and value > most:
+        raise ConfigError(f"{where} must be at most {most:.12g} (is {value})")
+    if above is not None and value <= above:
+        raise ConfigError(f"{where} must be above {above:.12g} (is {value})")
+    if below is not None and value >= below:
+        raise ConfigError(f"{where} must be below {below:.12g} (is {value})")
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse text that no file or terminal should be given: control characters, halves of characters, too much of it.
+
+    Raises:
+        ConfigError: beginning with `where`, which names the field.
+    """
+    if len(text) > LONGEST_TEXT:
+        raise ConfigError(f"{where} has {len(text):,} characters: at most {LONGEST_TEXT:,} are read")
+    if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
+        raise ConfigError(f"{where} holds characters that are no valid text: {text!r}")
+    if any(unicodedata.category(character) == "Cc" and character not in "\n\t" for character in text):
+        raise ConfigError(f"{where} holds control characters: {text!r}; only line ends and tabs may be among them")
+
+
+def printable(text: str) -> str:
+    """Text without characters that could command a terminal; line ends and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def is_a(value: Any, kind: type) -> bool:
+    """Strict: a bool is not a number, an integer is a fine number, nothing else is converted."""
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def shown(value: Any) -> str:
+    """A value as TOML would write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else repr(value)
+
+
+def did_you_mean_file(path: Path) -> str:
+    """' (did you mean ...?)' with a neighbour of a file that is not there."""
+    try:
+        neighbours = sorted(entry.name for entry in path.parent.iterdir())
+    except OSError:
+        return ""
+    near = did_you_mean(path.name, neighbours)
+    return near.replace("mean '", f"mean '{path.parent}{os.sep}") if near and str(path.parent) != "." else near
+
+
+def missing_file(path: Path, name: str) -> str:
+    """What is said of a name that leads to no plain file: there is none, or it is a folder, a pipe or a device."""
+    kind = unusual_kind(path)
+    return f"{name} is {kind}, no file" if kind else f"there is no file {name}{did_you_mean_file(path)}"

@@ -1,0 +1,263 @@
+"""What a run on a language model can be told."""
+# ruff: noqa: RUF009 -- `option` returns a dataclasses.field, made once per field on purpose
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, option
+
+EMBEDDED_MODELS = ("smollm2-135m",)
+STEP_REWARDS = ("step_numbers",)  # built-in rewards that pay every reasoning step
+BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right, 0 for wrong
+DAPO_REDRAWS = 3
+PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
+DAPO_OVERLONG_SHARE = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    prompts_per_step: int = option(16, "prompts drawn for every training step", least=1)
+    group_size: int = option(
+        16, "rollouts from each prompt; they are compared with each other, so at least 2, but for ppo", least=1
+    )
+    max_new_tokens: int = option(64, "longest completion, in tokens, the end token included", least=1, most=1_000_000)
+    temperature: float = option(
+        1.0, "divides the logits while sampling and in the log-probabilities", least=1e-4, most=1e4
+    )
+    top_p: float = option(1.0, "must stay 1.0 while training: cutting the tail biases the ratio")
+    top_k: int = option(0, "must stay 0 while training: cutting the tail biases the ratio")
+    long_prompts: str = option(
+        "refuse",
+        "what becomes of a prompt that leaves no room for max_new_tokens in the positions that the model knows: the "
+        "run is refused before it trains, or the prompt is dropped",
+        choices=("refuse", "drop"),
+    )
+    rows_at_once: int = option(0, "rollouts decoded together; 0 chooses by memory", least=0)
+    group_size_last: int | None = option(
+        None, "group size of the last step, from group_size on it changes evenly; unset is fixed", least=2
+    )
+    adaptive: bool = option(
+        False,
+        "spend a step's rollouts where rewards still vary: a first round of group_size_first for every prompt, the "
+        "rest of prompts_per_step x group_size for those that are not decided",
+    )
+    group_size_first: int = option(4, "adaptive: rollouts of every prompt before any is judged", least=2)
+    group_size_most: int | None = option(None, "adaptive: largest group; unset is 4 x group_size", least=2)
+    redraws: int | None = option(
+        None,
+        "how often a step may draw further prompts in place of groups whose rewards are all the same (DAPO's dynamic "
+        f"sampling); unset is {DAPO_REDRAWS} for dapo, else 0",
+        least=0,
+    )
+    overlong_tokens: int | None = option(
+        None,
+        "the reward falls by up to 1 over so many tokens before the limit (DAPO's overlong shaping); unset is a fifth "
+        "of max_new_tokens for dapo, else 0",
+        least=0,
+    )
+
+
+@dataclass(frozen=True)
+class LossConfig(LossBase):
+    mask_truncated: bool = option(False, "leave completions cut by the token limit out of the loss")
+    credit: str = option(
+        "outcome",
+        "what is compared: whole completions; or reasoning steps: each with all steps of the group (process), with the "
+        "same step of the siblings (process_by_step), or with all that it and the later ones earned (process_return); "
+        "steps need a reward with per_step = true",
+        choices=("outcome", "process", "process_by_step", "process_return"),
+    )
+    gamma: float = option(1.0, "ppo: discount a token", least=0, most=1)
+    importance_cap: float | None = option(
+        None,
+        "a token's loss is multiplied by trainer's over sampler's probability, at most this (2 is usual); unset is off",
+        above=0,
+    )
+
+
+@dataclass(frozen=True)
+class UpdateConfig(UpdateBase):
+    microbatch_tokens: int = option(
+        4096, "tokens in one backward pass; less memory when smaller, same gradient", least=1
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    problems: int = option(
+        256,
+        "held-out problems, answered greedily before and after training; all where there are fewer",
+        least=1,
+        most=1_000_000,
+    )
+    every: int = option(0, "also evaluate every so many steps; 0 is only before and after", least=0)
+    token_limits: tuple[int, ...] = option((), "token limits to report; empty is the training's own limit", least=1)
+
+
+@dataclass(frozen=True)
+class ArithmeticConfig:
+    digits: tuple[int, ...] = option((2,), "digits of an operand, drawn evenly from this list", least=1, most=12)
+    operators: tuple[str, ...] = option(("+", "-"), "drawn evenly from this list of + - *", choices=("+", "-", "*"))
+    terms: tuple[int, ...] = option((2,), "numbers in an expression, drawn evenly from this list", least=2, most=100)
+    negative: bool = option(False, "whether answers may be below 0, as that of 17 - 45 is")
+    instruction: str = option("Reply with the number only.", "sentence added to the question")
+    held_out_digits: tuple[int, ...] = option(
+        (), "digits of an operand in held-out problems; empty is the same as in training", least=1, most=12
+    )
+
+
+@dataclass(frozen=True)
+class CountdownConfig:
+    numbers: int = option(3, "how many numbers are given", least=2, most=6)
+    largest: int = option(20, "largest given number", least=2)
+    operators: tuple[str, ...] = option(
+        ("+", "-", "*"), "operators that a solution may use, of + - * /", choices=("+", "-", "*", "/")
+    )
+
+
+@dataclass(frozen=True)
+class WordProblemsConfig:
+    steps: tuple[int, ...] = option(
+        (2,), "reasoning steps of a problem, drawn evenly from this list (1 to 4)", least=1, most=4
+    )
+    largest: int = option(20, "largest number in a problem", least=2)
+
+
+@dataclass(frozen=True)
+class RunningTotalConfig:
+    steps: tuple[int, ...] = option((3,), "additions and subtractions, drawn evenly from this list", least=1, most=12)
+    largest: int = option(5, "largest number in a problem", least=2)
+    examples: int = option(3, "worked problems that stand before the one to solve", least=0, most=3)
+
+
+@dataclass(frozen=True)
+class JsonlConfig:
+    path: str = option("", "JSONL file; each line has a 'prompt' (string or chat messages) and any other columns")
+    held_out_path: str = option("", "JSONL file of held-out prompts; empty takes held_out_share of `path`")
+    held_out_share: float = option(
+        0.1,
+        "share of the different prompts of `path` kept from training for evaluation, at least one",
+        above=0,
+        below=1,
+    )
+    overlap: str = option(
+        "refuse",
+        "what becomes of a line of `path` whose prompt is in `held_out_path` too: the run is refused, or the line is "
+        "dropped from training",
+        choices=("refuse", "drop"),
+    )
+
+
+TASK_CONFIGS: dict[str, type] = {
+    "arithmetic": ArithmeticConfig,
+    "countdown": CountdownConfig,
+    "word_problems": WordProblemsConfig,
+    "running_total": RunningTotalConfig,
+    "jsonl": JsonlConfig,
+}
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    name: str = option(
+        "", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown", *STEP_REWARDS)
+    )
+    function: str = option("", "or your own: file.py:function or module:function, with TRL's signature")
+    weight: float = option(1.0, "weight in the sum of rewards")
+    pattern: str = option("", "regular expression of the format reward, matched against the whole completion")
+    answer_column: str = option("answer", "column that holds the right answer; of step_numbers a list of them")
+    timeout_seconds: float = option(
+        10.0,
+        "a call of your own function that takes longer has failed; importing its file may take as long, at least 10 s",
+        above=0,
+        most=86_400,
+    )
+    score: bool = option(False, "this reward is what evaluations average; default: the first")
+    binary: bool = option(
+        False,
+        "your own function returns 1 (right) or 0 (wrong), so its mean is an accuracy; unset, its mean is a score",
+    )
+    per_step: bool = option(
+        False, "your own function returns a list for each completion, one number for each of its reasoning steps"
+    )
+
+    @property
+    def is_per_step(self) -> bool:
+        """Whether it pays reasoning steps rather than whole completions."""
+        return self.per_step or self.name in STEP_REWARDS
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether it is 1 for right and 0 for wrong by its kind, so that its mean is an accuracy."""
+        return self.binary or self.name in BINARY_REWARDS
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    trunk: str = option(
+        "own",
+        "ppo: below the critic's value head lies a model of its own, which begins as the policy's, or the policy's",
+        choices=("own", "policy"),
+    )
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    refresh_every: int = option(0, "steps after which the reference follows the policy; 0 is never", least=0)
+    refresh_share: float = option(
+        1.0, "share of the policy in the refreshed reference: 1 copies it, less is a moving average", above=0, most=1
+    )
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    boundary: str = option(
+        "line",
+        "where a reasoning step ends: line, paragraph or sentence, or your own file.py:function from a text to the "
+        "positions (in characters) after its steps",
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig(RunBase):
+    """One training run on a language model."""
+
+    task: Any = option(None, "[task] table: name = arithmetic, countdown, word_problems, running_total or jsonl")
+    model: str = option(
+        "smollm2-135m",
+        "smollm2-135m (embedded), a Hugging Face folder, a hub name, a .gguf file, or the folder of a run or of one of "
+        "its checkpoints",
+    )
+    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    precision: str = option("auto", "of products: bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32"))
+    rewards: tuple[RewardConfig, ...] = option((), "[[rewards]] tables; empty is the task's own reward")
+    token_budget: int = option(0, "the run also ends after so many sampled tokens; 0 is no limit", least=0, most=2**53)
+    sampling: SamplingConfig = option(SamplingConfig(), "[sampling] table")
+    loss: LossConfig = option(LossConfig(), "[loss] table")
+    update: UpdateConfig = option(UpdateConfig(), "[update] table")
+    critic: CriticConfig = option(CriticConfig(), "[critic] table")
+    reference: ReferenceConfig = option(ReferenceConfig(), "[reference] table")
+    process: ProcessConfig = option(ProcessConfig(), "[process] table")
+    evaluation: EvaluationConfig = option(EvaluationConfig(), "[evaluation] table")
+    checkpoint: CheckpointConfig = option(CheckpointConfig(), "[checkpoint] table")
+
+    @property
+    def redraws(self) -> int:
+        """sampling.redraws, or what the algorithm wants where it is unset."""
+        default = DAPO_REDRAWS if self.algorithm == "dapo" else 0
+        return default if self.sampling.redraws is None else self.sampling.redraws
+
+    @property
+    def kl_coefficient(self) -> float | None:
+        """loss.kl_coefficient; unset, ppo takes its own here, and None leaves it to the algorithm."""
+        default = PPO_KL_COEFFICIENT if self.algorithm == "ppo" else None
+        return default if self.loss.kl_coefficient is None else self.loss.kl_coefficient
+
+    @property
+    def overlong_tokens(self) -> int:
+        """sampling.overlong_tokens, or what the algorithm wants where it is unset."""
+        share = DAPO_OVERLONG_SHARE if self.algorithm == "dapo" else 0.0
+        default = round(share * self.sampling.max_new_tokens)
+        return default if self.sampling.overlong_tokens is None else self.sampling.overlong_tokens

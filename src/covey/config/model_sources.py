@@ -1,0 +1,273 @@
+"""The place that a model's name stands for: the embedded model, a folder, a GGUF file, a run of covey or one of its
+checkpoints, or a name on the model hub. Every command and every trainer asks `locate_model`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from covey.config.common import ConfigError
+from covey.config.faults import faults_of, told
+from covey.config.fields import command, did_you_mean, did_you_mean_file
+from covey.config.files import read_toml, unusual_kind, user_path
+from covey.config.llm import EMBEDDED_MODELS
+
+CONFIG_FILE = "config.toml"
+CHECKPOINTS_FOLDER = "checkpoints"
+MODEL_FOLDER = "model"
+CRITIC_FOLDER = "critic"
+ARCHITECTURE_FOLDER = "architecture"  # config and tokenizer of a run's model, which its checkpoints do not hold
+
+MODEL_CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
+
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,12})")
+MANIFEST_FILE = "manifest.json"  # written last: a checkpoint without one is unfinished
+
+HUB_NAME = re.compile(r"(?!.*(--|\.\.))([A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+
+
+class ModelKind(Enum):
+    """The kinds of places that a model can come from."""
+
+    EMBEDDED = "embedded model"
+    FOLDER = "folder in Hugging Face's layout"
+    GGUF = "GGUF file"
+    RUN = "run that was stopped before its end"
+    CHECKPOINT = "checkpoint of a run"
+    HUB = "name on the model hub"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A run, as the origin of a model."""
+
+    run_dir: Path
+    step: int | None = None  # of the checkpoint that was named; None: the run as a whole was, or its model/
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the run came to its end and saved its model."""
+        return (self.run_dir / MODEL_FOLDER / MODEL_CONFIG_FILE).is_file()
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The tables of the run's config, which holds every field.
+
+        Raises:
+            ConfigError: if it is damaged, or that of a run without a language model.
+        """
+        path = self.run_dir / CONFIG_FILE
+        tables = read_toml(path)
+        if "environment" in tables:
+            raise ConfigError(
+                f"model: the run in {_shown(self.run_dir)} trained an agent, no language model: see it act with "
+                f"{command('eval', _shown(self.run_dir))}"
+            )
+        if not isinstance(tables.get("model"), str) or not isinstance(tables.get("algorithm"), str):
+            raise ConfigError(f"{path} is not what a run writes down: it names no model or no algorithm")
+        return tables
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.run_dir / CHECKPOINTS_FOLDER
+
+    @property
+    def architecture(self) -> Path:
+        """The folder with the config and the tokenizer of its model."""
+        return self.run_dir / ARCHITECTURE_FOLDER
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """Whether the weights are those of a checkpoint, which holds neither architecture nor tokenizer."""
+        return self.step is not None or not self.has_model
+
+    def whole_checkpoints(self) -> list[str]:
+        """The names of the checkpoints that were written to their end, ascending.
+
+        Raises:
+            MachineError: if they may not be read.
+        """
+        with faults_of(self.checkpoints):
+            there = sorted(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
+            named = [path for path in there if CHECKPOINT_NAME.fullmatch(path.name)]
+            return [path.name for path in named if (path / MANIFEST_FILE).is_file()]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The place that a model's name stands for.
+
+    >>> locate_model("runs/arithmetic_grpo-001")  # finished
+    ModelSource(kind=ModelKind.FOLDER, name="/home/me/runs/arithmetic_grpo-001/model", origin=Origin(...))
+    """
+
+    kind: ModelKind
+    name: str  # that names it from any working directory: an absolute path without symbolic links, or the name itself
+    origin: Origin | None = None  # the run of covey that it belongs to
+
+    @property
+    def path(self) -> Path:
+        """The folder or the GGUF file; not for the embedded model and hub names."""
+        return Path(self.name)
+
+    @property
+    def description(self) -> Path | None:
+        """The folder in Hugging Face's layout that holds the model's config and tokenizer, where that is known."""
+        if self.kind in (ModelKind.RUN, ModelKind.CHECKPOINT):
+            assert self.origin is not None
+            return self.origin.architecture
+        return self.path if self.kind is ModelKind.FOLDER else None
+
+
+def locate_model(model: str) -> ModelSource:
+    """The place that `model` stands for. Looks at names in the file system; opens no weights and asks no hub.
+
+    Args:
+        model: an embedded model's name, a path (relative, absolute, with `~` or through links), or a hub name.
+
+    Raises:
+        ConfigError: if nothing that can be loaded is there; one line that names the fix.
+    """
+    if model in EMBEDDED_MODELS:
+        return ModelSource(ModelKind.EMBEDDED, model)
+    path = _path_of(model)
+    origin = find_origin(model)
+    if origin is not None:
+        check_origin(origin, model)
+        if origin.step is not None:
+            return ModelSource(ModelKind.CHECKPOINT, str(origin.checkpoints / path.name), origin)
+        if origin.from_checkpoint:
+            return ModelSource(ModelKind.RUN, str(origin.run_dir), origin)
+        return ModelSource(ModelKind.FOLDER, str(origin.run_dir / MODEL_FOLDER), origin)
+    try:
+        if path.is_dir():
+            _check_model_folder(path, model)
+            return ModelSource(ModelKind.FOLDER, str(path))
+        if path.is_file():
+            _check_gguf_name(path, model)
+            return ModelSource(ModelKind.GGUF, str(path))
+        if unusual_kind(path):
+            kind = unusual_kind(path)
+            raise ConfigError(f"model: {model} is {kind}; give a model's folder, a hub name or a .gguf file")
+    except OSError as error:
+        raise told(error, f"model: {model} cannot be read", path) from error
+    _check_hub_name(model)
+    return ModelSource(ModelKind.HUB, model)
+
+
+def find_origin(model: str) -> Origin | None:
+    """The run that `model` names by its folder, by its model/ or by one of its checkpoints; None: it names none."""
+    if model in EMBEDDED_MODELS:
+        return None
+    path = _path_of(model)
+    try:
+        if (path / CONFIG_FILE).is_file() and not (path / MODEL_CONFIG_FILE).is_file():
+            return Origin(path)
+        if path.name == MODEL_FOLDER and (path.parent / CONFIG_FILE).is_file():
+            return Origin(path.parent)
+        named = CHECKPOINT_NAME.fullmatch(path.name)
+        if named and path.parent.name == CHECKPOINTS_FOLDER and (path.parents[1] / CONFIG_FILE).is_file():
+            return Origin(path.parents[1], int(named[1]))
+    except OSError as error:
+        raise told(error, f"model: {model} cannot be read", path) from error
+    return None
+
+
+def check_origin(origin: Origin, model: str) -> None:
+    """Refuse a run that has nothing to begin from.
+
+    Raises:
+        ConfigError: for a run on an environment, one that saved nothing yet, a checkpoint that is not there, a run
+            whose architecture is missing.
+    """
+    run_dir, whole = origin.run_dir, origin.whole_checkpoints()
+    if not origin.from_checkpoint:
+        return
+    _ = origin.told  # refuses a run without a language model
+    name = _path_of(model).name
+    if origin.step is not None and name not in whole:
+        kept = f"it has {', '.join(whole)}" if whole else "it has none"
+        raise ConfigError(f"model: the run in {_shown(run_dir)} has no checkpoint {name}: {kept}")
+    if not whole:
+        raise ConfigError(
+            f"model: the run in {_shown(run_dir)} has saved neither its model nor a checkpoint yet: go on with it by "
+            f"{command('train', '--resume', _shown(run_dir))}"
+        )
+    if not (origin.architecture / MODEL_CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"model: {_shown(origin.architecture)} has no {MODEL_CONFIG_FILE}, so the checkpoints of this run have no "
+            "architecture: copy config.json and the tokenizer's files of the model that it began with there"
+        )
+
+
+def _shown(path: Path) -> Path:
+    """An absolute path as a message names it: relative where it is below the working directory."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _path_of(model: str) -> Path:
+    """`model` as an absolute path without symbolic links, whether or not something is there.
+
+    Raises:
+        ConfigError: if it can be no path.
+    """
+    return user_path(model, "model: ").resolve()
+
+
+def _check_model_folder(path: Path, model: str) -> None:
+    """Refuse a folder without a model, and say what to name instead."""
+    parent_is_run = (path.parent / CONFIG_FILE).is_file()
+    if path.name == CRITIC_FOLDER and parent_is_run:
+        raise ConfigError(f"model: {model} is the critic of a run, no language model: name the run, {path.parent}")
+    if path.name == CHECKPOINTS_FOLDER and parent_is_run:
+        whole = Origin(path.parent).whole_checkpoints()
+        kept = f"name one of them ({', '.join(whole)}) or the run" if whole else "name the run"
+        raise ConfigError(f"model: {model} is the folder of a run's checkpoints: {kept}, {path.parent}")
+    if (path / MODEL_CONFIG_FILE).is_file():
+        return
+    if (path / ADAPTER_CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"model: {model} is an adapter (LoRA or another kind), no whole model: merge it into its base model "
+            "(peft: merge_and_unload, then save_pretrained) and name the merged folder"
+        )
+    files = sorted(file.name for file in path.glob(f"*{GGUF_SUFFIX}"))
+    if files:
+        raise ConfigError(f"model: name the GGUF file itself: {path / files[0]}")
+    inside = sorted(file.parent for file in path.glob(f"*/{MODEL_CONFIG_FILE}"))
+    hint = f"; the folder {inside[0]} has one" if inside else ""
+    raise ConfigError(f"model: the folder {model} has no {MODEL_CONFIG_FILE}, so it is no Hugging Face model{hint}")
+
+
+def _check_gguf_name(path: Path, model: str) -> None:
+    """Refuse a file that is no GGUF file. Its name decides; what is in it is checked when it is read."""
+    if path.suffix.lower() == GGUF_SUFFIX:
+        return
+    with open(path, "rb") as file:
+        if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC:
+            raise ConfigError(f"model: {model} is a GGUF file under another name: rename it so that it ends with .gguf")
+    belongs = (path.parent / MODEL_CONFIG_FILE).is_file()
+    hint = f" (did you mean '{path.parent}'?)" if belongs else ""
+    raise ConfigError(f"model: {model} is a file; give the model's folder, a hub name or a .gguf file{hint}")
+
+
+def _check_hub_name(model: str) -> None:
+    """Nothing is there under this path: it must look like a name on the model hub, and not like a path."""
+    path = user_path(model, "model: ")
+    if model.lower().endswith(GGUF_SUFFIX):
+        raise ConfigError(f"model: there is no file {model}{did_you_mean_file(path)}")
+    like_path = model.startswith((".", "~", os.sep)) or model.endswith(os.sep) or model.count("/") > 1
+    # A hub name's first part is a user or an organisation. If a folder is called so, a path was meant.
+    if like_path or ("/" in model and Path(model.split("/")[0]).is_dir()):
+        raise ConfigError(f"model: there is no folder {model}{did_you_mean_file(path)}")
+    suggestion = did_you_mean(model.lower(), list(EMBEDDED_MODELS))
+    if not HUB_NAME.fullmatch(model) or ("/" not in model and suggestion):
+        raise ConfigError(f"model: {model!r} is no embedded model, folder, .gguf file or hub name{suggestion}")

@@ -1,0 +1,403 @@
+"""Recipes: TOML and command-line overrides to a RunConfig or a ControlConfig, and back to TOML."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RewardConfig, RunConfig
+from covey.config.dependent_fields import follow
+from covey.config.fields import describe_type, did_you_mean, get_type_hints, plain_type
+from covey.config.files import read_toml
+from covey.config.foreign_names import answer
+from covey.config.recipe_files import find_recipe
+from covey.config.validate import validate
+
+_log = logging.getLogger(__name__)
+
+
+Config = RunConfig | ControlConfig
+WORLDS: dict[type, str] = {RunConfig: "language models", ControlConfig: "control"}
+
+
+@dataclass(frozen=True)
+class FieldHelp:
+    """What `--help` says of one field."""
+
+    section: str  # '' at the top level, 'sampling', 'task (arithmetic)', 'rewards'
+    name: str
+    type: str  # in words
+    default: str  # as TOML writes it; '' where unset
+    text: str
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """A recipe file, or the name of a packaged one, with `--field value` overrides, checked.
+
+    A field is named by its dotted name (`--sampling.group_size 8`) or, where only one table has it, by its last part
+    (`--group-size 8`); dashes and underscores are the same. Lists are written with commas: `--digits 1,2`.
+    `--task NAME` changes the task and drops the recipe's fields of the other one. Fields of the recipe that depend on
+    what was given follow (`covey.config.dependent_fields`), which a line of the log says. A recipe with an
+    [environment] table is a ControlConfig, any other a RunConfig.
+
+    Raises:
+        ConfigError: one line that names the mistake and the fix.
+    """
+    tables = read_tables(path)
+    written = copy.deepcopy(tables)
+    given = apply_overrides(tables, split_overrides(overrides))
+    config = config_from_dict(tables)
+    if given:
+        config = _with_dependents(written, config, given)
+    validate(config)
+    return config
+
+
+def _with_dependents(written: dict[str, Any], config: Config, given: list[str]) -> Config:
+    """The config with the fields of its recipe that follow what the command line gave; says which in one line."""
+    try:
+        recipe = config_from_dict(written)
+    except ConfigError:  # the command line put it right
+        return config
+    if type(recipe) is not type(config):
+        return config
+    config, changes = follow(recipe, config, given)
+    if changes:
+        _log.info(changes)
+    return config
+
+
+def read_tables(path: str | Path) -> dict[str, Any]:
+    """The tables of a recipe file as they stand there, unchecked.
+
+    Raises:
+        ConfigError: if the file is missing, unreadable, or no TOML.
+    """
+    return read_toml(find_recipe(path))
+
+
+def split_overrides(tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """['--steps', '5', '--seed=1'] as [('steps', '5'), ('seed', '1')]. A value may begin with a minus."""
+    pairs, position = [], 0
+    while position < len(tokens):
+        token = tokens[position]
+        if not token.startswith("--") or token == "--":
+            raise ConfigError(f"{token!r} is neither a field nor its value: fields are given as --field value")
+        name, equals, value = token[2:].partition("=")
+        if not equals:
+            position += 1
+            if position == len(tokens):
+                raise ConfigError(f"{token} needs a value")
+            value = tokens[position]
+        pairs.append((name, value))
+        position += 1
+    return pairs
+
+
+def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Write command-line values into a recipe's tables, in place; returns the dotted names of their fields.
+
+    Raises:
+        ConfigError: for a field that does not exist, is ambiguous, or whose value cannot be read as its type.
+    """
+    pairs = [(name.replace("-", "_"), value) for name, value in pairs]
+    root = root_of(tables)
+    given = []
+    if root is RunConfig:
+        given = ["task" for name, _ in pairs if name in ("task", "task.name")]
+        pairs = _choose_task(tables, pairs)
+    hints = _known_fields(root, tables)
+    for name, value in pairs:
+        dotted = _resolve(name, hints, root, tables)
+        section, _, leaf = dotted.rpartition(".")
+        table = tables.setdefault(section, {}) if section else tables
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} must be a table: write [{section}] and its fields below it")
+        table[leaf] = parse_value(value, hints[dotted], f"--{name}".replace("_", "-"))
+        given.append(dotted)
+    return given
+
+
+def _choose_task(tables: dict[str, Any], pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Let `--task NAME` begin a new [task] table; returns the other overrides."""
+    task = tables.setdefault("task", {})
+    if not isinstance(task, dict):
+        raise ConfigError('task must be a table: [task] with name = "arithmetic" below it')
+    for name, value in pairs:
+        if name in ("task", "task.name") and task.get("name") != value:
+            task.clear()
+            task["name"] = value
+    return [(name, value) for name, value in pairs if name not in ("task", "task.name")]
+
+
+def parse_value(text: str, hint: Any, where: str) -> Any:
+    """A command-line value as the type of its field; 'none' unsets a field that may be unset.
+
+    Raises:
+        ConfigError: if the text cannot be read as that type.
+    """
+    kind, is_list, optional = plain_type(hint)
+    if optional and text.lower() == "none":
+        return None
+    try:
+        if is_list:
+            return [_parse_single(part.strip(), kind) for part in text.split(",")] if text else []
+        return _parse_single(text, kind)
+    except (ValueError, KeyError):
+        hint_text = " separated by commas" if is_list else ""
+        raise ConfigError(f"{where} must be {describe_type(hint)}{hint_text} (is {text!r})") from None
+
+
+def _parse_single(text: str, kind: type) -> Any:
+    return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+
+
+def root_of(tables: dict[str, Any]) -> type:
+    """The config that a recipe's tables describe."""
+    return ControlConfig if "environment" in tables else RunConfig
+
+
+@cache
+def sections_of(root: type) -> dict[str, Any]:
+    """Name -> dataclass of the tables of a recipe, but for [task] and [[rewards]]."""
+    return {name: hint for name, hint in get_type_hints(root).items() if is_dataclass(hint)}
+
+
+def _known_fields(root: type, tables: dict[str, Any]) -> dict[str, Any]:
+    """Dotted name -> type hint of every field that the command line may set, with those of the chosen task."""
+    sections = dict(sections_of(root))
+    if root is RunConfig:
+        sections["task"] = TASK_CONFIGS.get(str(tables["task"].get("name")))
+    known = {n: h for n, h in get_type_hints(root).items() if n not in (*sections, "rewards")}
+    for section, kind in sections.items():
+        if kind:
+            known.update({f"{section}.{name}": hint for name, hint in get_type_hints(kind).items()})
+    return known
+
+
+def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any]) -> str:
+    """The dotted name that a command-line name means."""
+    shown = name.replace("_", "-")
+    if name in hints:
+        return name
+    if f"{name}.id" in hints:  # --environment NAME, as --task NAME
+        return f"{name}.id"
+    matches = [dotted for dotted in hints if dotted.rpartition(".")[2] == name]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ConfigError(
+            f"--{shown} is ambiguous: write {' or '.join(f'--{match}' for match in matches)}".replace("_", "-")
+        )
+    if root is RunConfig:
+        others = [other for other, kind in TASK_CONFIGS.items() if name in get_type_hints(kind)]
+        task = str(tables["task"].get("name"))
+        if others and task in TASK_CONFIGS:
+            raise ConfigError(f"--{shown} belongs to the task {others[0]}, and this run's task is {task}")
+    elsewhere = _elsewhere(name.partition(".")[0], root)
+    if elsewhere:
+        raise ConfigError(f"unknown field --{shown}: it is {elsewhere}")
+    if foreign := _foreign_name(name, root):
+        raise ConfigError(f"unknown field --{shown}: {foreign}")
+    leaves = [dotted.rpartition(".")[2] for dotted in hints]
+    near = difflib.get_close_matches(name, [*hints, *leaves], n=1, cutoff=0.6)
+    raise ConfigError(f"unknown field --{shown}" + (f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""))
+
+
+def _homes(key: str, root: type) -> list[str]:
+    """The tables that have a field of this name."""
+    return [section for section, kind in sections_of(root).items() if key in get_type_hints(kind)]
+
+
+def _foreign_name(key: str, root: type) -> str:
+    """What a name of another library is called here; '' if it is none."""
+    known = {f"{row.section.split()[0]}.{row.name}" if row.section else row.name for row in describe_fields(root)}
+    [other] = [words for kind, words in WORLDS.items() if kind is not root]
+    return answer(key, known, other)
+
+
+def _elsewhere(key: str, root: type) -> str:
+    """Which other kind of recipe knows this table or field, in words; '' where none does or this kind does too."""
+    for kind in (root, *WORLDS):
+        if key in get_type_hints(kind) or _homes(key, kind):
+            return "" if kind is root else f"for {WORLDS[kind]}; a table [environment] makes a recipe one for control"
+    return ""
+
+
+def config_from_dict(tables: dict[str, Any]) -> Config:
+    """The tables of a recipe as a config, not yet checked by `validate`.
+
+    Raises:
+        ConfigError: for an unknown field, an unknown task, or a value where a table belongs.
+    """
+    root: Any = root_of(tables)
+    hints, sections = get_type_hints(root), sections_of(root)
+    _refuse_unknown(tables, hints, "at the top level", root)
+    values: dict[str, Any] = {}
+    for name, value in tables.items():
+        if name == "task":
+            values[name] = read_task(value)
+        elif name == "rewards":
+            if not isinstance(value, list):
+                raise ConfigError("rewards must be a list of tables: write [[rewards]] with two brackets on each side")
+            values[name] = tuple(_table(item, RewardConfig, "[[rewards]]", root) for item in value)
+        elif name in sections:
+            values[name] = _table(value, sections[name], f"[{name}]", root)
+        else:
+            values[name] = _normalise(value, hints[name], name)
+    return root(**values)
+
+
+def read_task(table: Any) -> Any:
+    """The [task] table as the config of the task that it names; None for an empty table.
+
+    Raises:
+        ConfigError: for a task that does not exist, or a field that it does not have.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError('task must be a table: [task] with name = "arithmetic" below it')
+    if not table:
+        return None
+    name = table.get("name")
+    if not isinstance(name, str) or name not in TASK_CONFIGS:
+        wrong = f"unknown task {name!r}{did_you_mean(str(name), list(TASK_CONFIGS))}" if "name" in table else "no name"
+        raise ConfigError(f"[task]: {wrong}; tasks are {', '.join(TASK_CONFIGS)}")
+    rest = {key: value for key, value in table.items() if key != "name"}
+    return _table(rest, TASK_CONFIGS[name], f"[task] of {name}", RunConfig)
+
+
+def _table(table: Any, kind: type, where: str, root: type) -> Any:
+    """One table of a recipe as its dataclass."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a table with fields below it (is {table!r})")
+    hints = get_type_hints(kind)
+    _refuse_unknown(table, hints, f"in {where}", root)
+    return kind(**{name: _normalise(value, hints[name], f"{where} {name}") for name, value in table.items()})
+
+
+def _normalise(value: Any, hint: Any, where: str) -> Any:
+    """A TOML value as Python holds it here: lists are tuples, an integer where a number belongs is a float."""
+    if isinstance(value, list):
+        return tuple(value)
+    if plain_type(hint)[0] is float and type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{where} must be a finite number (is {value})") from None
+    return value
+
+
+def _refuse_unknown(table: dict[str, Any], hints: dict[str, Any], where: str, root: type) -> None:
+    """Name the first key that does not exist, and where it may have been meant to stand."""
+    for key in table:
+        if key in hints:
+            continue
+        if key in get_type_hints(root) and key not in sections_of(root):
+            advice = f" ('{key}' belongs at the top, before the first [table])"
+        elif _homes(key, root):
+            advice = f" ('{key}' belongs in [{_homes(key, root)[0]}])"
+        elif _elsewhere(key, root):
+            advice = f" ('{key}' is {_elsewhere(key, root)})"
+        elif foreign := _foreign_name(key, root):
+            advice = f": {foreign}"
+        else:
+            advice = did_you_mean(key, list(hints)) or did_you_mean(key, ["environment", "task"])
+        raise ConfigError(f"unknown field '{key}' {where}{advice}")
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The config as nested dicts of plain values, ready for TOML or JSON; unset fields are left out.
+
+    `config_from_dict` reads it back to an equal config.
+    """
+    tables: dict[str, Any] = _plain(config)
+    if isinstance(config, RunConfig) and config.task is not None:
+        tables["task"] = {"name": task_name(config.task), **_plain(config.task)}
+    return tables
+
+
+def first_difference(first: Any, second: Any, where: str = "") -> str:
+    """The dotted name of the first value in which two nested tables differ; '' where they are equal."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in [*first, *(key for key in second if key not in first)]:
+            name = f"{where}.{key}" if where else str(key)
+            if key not in first or key not in second:
+                return name
+            if found := first_difference(first[key], second[key], name):
+                return found
+        return ""
+    return "" if first == second else where
+
+
+def task_name(task: Any) -> str:
+    """The name by which a recipe chooses the task of this config."""
+    return next(name for name, kind in TASK_CONFIGS.items() if kind is type(task))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        pairs = ((item.name, getattr(value, item.name)) for item in fields(value))
+        return {name: _plain(item) for name, item in pairs if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def config_to_toml(config: Config) -> str:
+    """The config as TOML that reads back equal."""
+    tables = config_to_dict(config)
+    lines = [_line(name, value) for name, value in tables.items() if not isinstance(value, dict) and name != "rewards"]
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{name}]", *(_line(key, item) for key, item in value.items())]
+    for reward in tables.get("rewards", ()):
+        lines += ["", "[[rewards]]", *(_line(key, item) for key, item in reward.items())]
+    return "\n".join(lines) + "\n"
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write the resolved config as TOML; `read_recipe` reads it back equal."""
+    path.write_text(config_to_toml(config), encoding="utf-8")
+
+
+def _line(name: str, value: Any) -> str:
+    return f"{name} = {_toml(value)}"
+
+
+def _toml(value: Any) -> str:
+    """A plain value in TOML. JSON's string escapes are TOML's; what is not printable is escaped as well."""
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+
+
+def describe_fields(root: type = RunConfig) -> list[FieldHelp]:
+    """Every field that a recipe can set: the top level first, then the tasks, the rewards and the other tables."""
+    rows = _describe(root, "")
+    if root is RunConfig:
+        for name, task in TASK_CONFIGS.items():
+            rows += _describe(task, f"task ({name})")
+        rows += _describe(RewardConfig, "rewards")
+    for name, section in sections_of(root).items():
+        rows += _describe(section, name)
+    return rows
+
+
+def _describe(kind: Any, section: str) -> list[FieldHelp]:
+    hints = get_type_hints(kind)
+    rows = []
+    for item in fields(kind):
+        if not section and item.name in (*sections_of(kind), "task", "rewards"):
+            continue
+        choices = item.metadata["choices"]
+        in_words = describe_type(hints[item.name])
+        default = "" if item.default is None else _toml(_plain(item.default))
+        kind_text = " | ".join(choices) if choices and in_words == "text" else in_words
+        rows.append(FieldHelp(section, item.name, kind_text, default, item.metadata["help"]))
+    return rows

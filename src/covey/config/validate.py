@@ -1,0 +1,319 @@
+"""What cannot work is refused here, in one line that names the fix, before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import is_dataclass
+from typing import Any, cast
+
+from covey.config import (
+    TASK_CONFIGS,
+    ConfigError,
+    ControlConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    JsonlConfig,
+    LossBase,
+    RewardConfig,
+    RolloutsConfig,
+    RunConfig,
+    SamplingConfig,
+    UpdateBase,
+    UpdateConfig,
+)
+from covey.config.fields import (
+    check_fields,
+    either,
+    get_type_hints,
+    is_a,
+    leaves,
+    missing_file,
+    shown,
+)
+from covey.config.files import shortened, user_path
+from covey.config.function_source import check_function_name
+from covey.config.model_sources import locate_model
+from covey.config.validate_collection import NOT_BY_GROUP, check_gathering
+from covey.config.validate_kl import check_kl, check_language_kl
+from covey.config.validate_process import check_process, check_step_reward
+from covey.config.validate_size import check_control_size, check_size
+
+WITHOUT_RATIO = ("rloo", "reinforce")  # nothing to clip, nothing that corrects for a policy that has moved
+# Fields that only one algorithm or one kind of group uses; setting them elsewhere would change nothing.
+USED_ONLY_BY = {
+    "policy.critic_hidden": "ppo",
+    "critic.trunk": "ppo",
+    "loss.value_coefficient": "ppo",
+    "loss.value_clip": "ppo",
+    "loss.gae_lambda": "ppo",
+    "loss.gamma": "ppo",
+    "loss.whiten": "ppo",
+    "update.critic_learning_rate": "ppo",
+    "update.critic_epochs": "ppo",
+    "update.critic_warmup_steps": "ppo",
+    "rollouts.fragment_steps": "fragments",
+    "rollouts.horizon": "branches",
+    "rollouts.compare": "reward_to_go",
+}
+NOT_USED_BY = {
+    "rollouts.starts_per_step": "fragments",
+    "rollouts.group_size": "fragments",
+    "rollouts.environments": "branches",
+}
+
+
+def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_rewards: bool = False) -> None:
+    """Refuse a run that cannot work: wrong types, values out of range, combinations that contradict each other.
+
+    Reads the file system (does the data file exist?) but loads no model, makes no environment and calls nobody's code.
+    With `own_task` the task comes from a script, and the config needs none; `own_rewards` likewise.
+
+    Raises:
+        ConfigError: one line that names the field and the fix.
+    """
+    _check_tables(config)
+    if isinstance(config, ControlConfig):
+        _validate_control(config)
+    else:
+        _validate_language(config, own_task, own_rewards)
+
+
+def _check_tables(config: Any) -> None:
+    """A config from Python may hold anything where a table belongs; one from a recipe cannot."""
+    if not isinstance(config, RunConfig | ControlConfig):
+        kind = type(config).__name__
+        raise ConfigError(f"the config is of type {kind}: give a RunConfig or a ControlConfig, as RunConfig(steps=20)")
+    tables: dict[str, Any] = get_type_hints(cast(Any, type(config)))
+    for name, table in tables.items():
+        value = getattr(config, name)
+        if is_dataclass(table) and not isinstance(value, cast(Any, table)):
+            raise ConfigError(f"{name} must be {cast(Any, table).__name__}(...) (is {shown(value)})")
+    rewards = getattr(config, "rewards", ())
+    for reward in rewards if isinstance(rewards, tuple | list) else (rewards,):
+        if not isinstance(reward, RewardConfig):
+            raise ConfigError(
+                f"the rewards of a config are RewardConfig(...), and one is of type {type(reward).__name__}; functions "
+                "are given to run(config, rewards=[...])"
+            )
+
+
+def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> None:
+    if config.task is None and not own_task:
+        raise ConfigError(
+            f'no task: add a [task] table with name = "arithmetic" (or {either(list(TASK_CONFIGS)[1:])}), '
+            'or for control an [environment] table with id = "CartPole-v1"'
+        )
+    if config.task is not None and type(config.task) not in TASK_CONFIGS.values():
+        raise ConfigError(f"task must be one of the task configs in covey.config (is {type(config.task).__name__})")
+    _check_sampling(config.sampling, config.algorithm)  # first, because its messages say why
+    _check_loss(config.loss, config.algorithm)
+    check_fields(config)
+    check_size(config)
+    _check_epochs(config.update, config.algorithm)
+    _check_critic_warmup(config)
+    _check_minibatches(config.sampling, config.update)
+    check_gathering(config)
+    check_language_kl(config)
+    _refuse_unused(config)
+    _check_evaluation(config.evaluation)
+    check_task(config.task)
+    for number, reward in enumerate(config.rewards, start=1):
+        check_reward(reward, f"[[rewards]] number {number}")
+    if sum(reward.score for reward in config.rewards) > 1:
+        raise ConfigError("several [[rewards]] have score = true: evaluation counts one of them, so keep one")
+    check_process(config, own_rewards=own_rewards)
+    locate_model(config.model)
+
+
+def _validate_control(config: ControlConfig) -> None:
+    if not config.environment.id:
+        raise ConfigError('no environment: give the table [environment] an id, such as id = "CartPole-v1"')
+    _check_loss(config.loss, config.algorithm)
+    check_fields(config)
+    check_control_size(config)
+    rollouts = config.rollouts
+    _check_groups(rollouts, config.algorithm)
+    _check_epochs(config.update, config.algorithm)
+    _check_critic_warmup(config)
+    check_kl(config.loss, config.update, config.loss.kl_coefficient)
+    _check_vectorization(config.environment, rollouts.groups)
+    parts, count = config.update.minibatches, rollouts.fragment_steps * rollouts.copies
+    if rollouts.groups == "fragments" and count % parts:
+        raise ConfigError(
+            f"the decisions of rollouts.fragment_steps x copies ({count}) cannot be split evenly into "
+            f"update.minibatches ({parts}); set minibatches to {largest_divisor(count, parts)}"
+        )
+    _refuse_unused(config, rollouts.groups)
+
+
+def _refuse_unused(config: RunConfig | ControlConfig, groups: str = "") -> None:
+    """Fields that are set although what is chosen has no use for them."""
+    for where, item, _, value in leaves(config):
+        user = USED_ONLY_BY.get(where)
+        if value == item.default:
+            continue
+        if user not in (None, config.algorithm, groups):
+            raise ConfigError(f"{where} is set, but only {user} uses it: take it out, or choose {user}")
+        if groups and NOT_USED_BY.get(where) == groups:
+            raise ConfigError(f"{where} is set, but {groups} has no use for it: take it out")
+
+
+def _check_sampling(sampling: SamplingConfig, algorithm: str) -> None:
+    if algorithm not in NOT_BY_GROUP and sampling.group_size == 1 and not isinstance(sampling.group_size, bool):
+        raise ConfigError(
+            "sampling.group_size is 1: rollouts learn by comparison with their group, and a group of one has nothing "
+            "to compare with; set group_size to 2 or more"
+        )
+    if sampling.top_p != 1:
+        raise ConfigError(
+            f"sampling.top_p is {sampling.top_p}: while training it must stay 1.0, because the log-probabilities of "
+            "the update are those of the whole distribution; lower the temperature instead"
+        )
+    if sampling.top_k != 0:
+        raise ConfigError(
+            f"sampling.top_k is {sampling.top_k}: while training it must stay 0, because the log-probabilities of "
+            "the update are those of the whole distribution; lower the temperature instead"
+        )
+    if is_a(sampling.temperature, float) and sampling.temperature <= 0:
+        raise ConfigError(
+            f"sampling.temperature is {sampling.temperature}: it must be above 0, because greedy rollouts of one "
+            "prompt are all the same and a group then teaches nothing; 1.0 is usual"
+        )
+
+
+def _check_loss(loss: LossBase, algorithm: str) -> None:
+    for name in ("clip_low", "clip_high", "dual_clip"):
+        if algorithm in WITHOUT_RATIO and getattr(loss, name) is not None:
+            raise ConfigError(f"loss.{name} is set, but {algorithm} does not clip: take it out, or choose grpo")
+    if is_a(loss.dual_clip, float) and loss.dual_clip is not None and loss.dual_clip <= 1:
+        raise ConfigError(
+            f"loss.dual_clip is {loss.dual_clip}: it bounds the ratio of negative advantages from above and must be "
+            "above 1 (3.0 is usual); leave it out to turn it off"
+        )
+
+
+def _check_epochs(update: UpdateBase, algorithm: str) -> None:
+    if algorithm in WITHOUT_RATIO and update.epochs > 1:
+        raise ConfigError(
+            f"update.epochs is {update.epochs}, but {algorithm} has no ratio, and without one only the first pass over "
+            "some rollouts is on-policy: set epochs to 1, or choose grpo"
+        )
+
+
+def _check_critic_warmup(config: RunConfig | ControlConfig) -> None:
+    warmup, steps = config.update.critic_warmup_steps, config.steps
+    if warmup >= steps:
+        raise ConfigError(
+            f"update.critic_warmup_steps ({warmup}) leave the policy none of the run's {steps} steps to learn in: set "
+            "it lower, or steps higher"
+        )
+
+
+def _check_minibatches(sampling: SamplingConfig, update: UpdateConfig) -> None:
+    prompts, parts = sampling.prompts_per_step, update.minibatches
+    if prompts % parts:
+        raise ConfigError(
+            f"sampling.prompts_per_step ({prompts}) cannot be split evenly into update.minibatches ({parts}); "
+            f"set minibatches to {largest_divisor(prompts, parts)}, or prompts_per_step to a multiple of {parts}"
+        )
+
+
+def largest_divisor(count: int, most: int) -> int:
+    """The largest number up to `most` that divides `count`."""
+    return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
+
+
+def _check_groups(rollouts: RolloutsConfig, algorithm: str) -> None:
+    groups, size = rollouts.groups, rollouts.group_size
+    if (algorithm == "ppo") != (groups == "fragments"):
+        raise ConfigError(
+            f"algorithm {algorithm!r} does not go with rollouts.groups {groups!r}: ppo learns from fragments, with a "
+            "critic, and the other algorithms from groups; set both"
+        )
+    if groups == "within_episode" and size != 1:
+        raise ConfigError(
+            f"rollouts.group_size is {size}: within_episode compares the steps of one episode with each other, so a "
+            "group is one episode; set group_size to 1 (and starts_per_step to the episodes of a step)"
+        )
+    if groups not in ("within_episode", "fragments") and size == 1:
+        raise ConfigError(
+            f"rollouts.group_size is 1: {groups} learns by comparison with the group, and a group of one has nothing "
+            "to compare with; set group_size to 2 or more"
+        )
+
+
+def _check_vectorization(environment: EnvironmentConfig, groups: str) -> None:
+    if environment.autoreset != "disabled" and groups != "fragments":
+        raise ConfigError(
+            f"environment.autoreset is {environment.autoreset!r}, with which only fragments can be sampled: {groups} "
+            "needs episodes that begin from chosen seeds; set it to 'disabled'"
+        )
+    if groups == "branches" and environment.vectorization not in ("auto", "sync"):
+        raise ConfigError(
+            f"environment.vectorization is {environment.vectorization!r}, but branches copy the environment's state, "
+            "which needs the environment in this process; set it to 'auto' or 'sync'"
+        )
+
+
+def _check_evaluation(evaluation: EvaluationConfig) -> None:
+    limits = evaluation.token_limits
+    if len(set(limits)) != len(limits):
+        raise ConfigError(f"evaluation.token_limits names a limit twice: {shown(limits)}")
+
+
+def check_task(task: Any) -> None:
+    """The rules of one task's table that go beyond single values.
+
+    Raises:
+        ConfigError: for a data file that is missing or not named.
+    """
+    if not isinstance(task, JsonlConfig):
+        return
+    if not task.path:
+        raise ConfigError('the jsonl task needs a file: set path = "prompts.jsonl" in [task]')
+    for name, value in (("path", task.path), ("held_out_path", task.held_out_path)):
+        path = user_path(value, f"task.{name}: ")
+        if value and path.is_dir():
+            raise ConfigError(f"task.{name}: {value} is a folder; name a JSONL file")
+        if value and not path.is_file():
+            raise ConfigError(f"task.{name}: {missing_file(path, value)}")
+
+
+def check_reward(reward: RewardConfig, where: str) -> None:
+    """The rules of one [[rewards]] table; `where` names it in the message.
+
+    Raises:
+        ConfigError: for neither or both of name and function, a bad pattern, a function that is no file.py:function.
+    """
+    if bool(reward.name) == bool(reward.function):
+        wrong = "both name and function" if reward.name else "neither name nor function"
+        raise ConfigError(f"{where} has {wrong}: give exactly one of them")
+    if reward.weight == 0 and not reward.score:
+        raise ConfigError(f"{where} has weight 0 and so changes nothing: give it a weight or take it out")
+    if reward.name == "format" and not reward.pattern:
+        raise ConfigError(f"{where} is a format reward and needs a pattern, such as pattern = '-?[0-9]+'")
+    if reward.name != "format" and reward.pattern:
+        raise ConfigError(f"{where} has a pattern, which only the format reward uses: take it out")
+    _check_pattern(reward.pattern, where)
+    if reward.function:
+        check_function_name(reward.function, f"{where}: function")
+    check_step_reward(reward, where)
+    if reward.binary and reward.name:
+        raise ConfigError(f"{where} has binary = true, which is for functions of your own: take it out")
+    if reward.binary and reward.per_step:
+        raise ConfigError(
+            f"{where} has binary = true and per_step = true: what evaluations average of a step reward is its mean "
+            "over the steps, which is no accuracy; take binary out"
+        )
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    """Refuse what the module re cannot compile."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of sets such as [[a], which are read as they stand
+            re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{where}: pattern {shortened(pattern)} is no regular expression ({reason})") from error

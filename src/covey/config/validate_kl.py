@@ -1,0 +1,47 @@
+"""What is said of the KL must pull: refusals of settings that would change nothing, or that cannot be computed."""
+
+from __future__ import annotations
+
+from covey.config.common import ConfigError, LossBase, UpdateBase
+from covey.config.llm import RunConfig
+
+_HORIZON = LossBase().kl_horizon
+
+
+def check_kl(loss: LossBase, update: UpdateBase, coefficient: float | None) -> None:
+    """The rules of both worlds; `coefficient` is where the KL's begins, None where the algorithm chooses.
+
+    Raises:
+        ConfigError: naming the field and the fix.
+    """
+    if loss.kl_target is not None and not coefficient:
+        raise ConfigError(
+            "loss.kl_target is set, but not the coefficient that it begins to move: set loss.kl_coefficient above 0 "
+            "(0.05 is usual)"
+        )
+    if loss.kl_horizon != _HORIZON and loss.kl_target is None:
+        raise ConfigError("loss.kl_horizon is set, but only kl_target uses it: take it out, or set kl_target")
+    if loss.kl_warmup_steps and coefficient == 0:
+        raise ConfigError("loss.kl_warmup_steps is set, but kl_coefficient is 0: take it out, or set kl_coefficient")
+    once = update.epochs * update.minibatches == 1
+    if loss.kl_anchor == "behavior" and once and coefficient != 0:
+        raise ConfigError(
+            "loss.kl_anchor is 'behavior', but with update.epochs and update.minibatches at 1 the policy is still the "
+            "one that sampled, and their KL is 0: raise one of them, or set kl_anchor to 'reference'"
+        )
+
+
+def check_language_kl(config: RunConfig) -> None:
+    """The rules of language models.
+
+    Raises:
+        ConfigError: naming the field and the fix.
+    """
+    check_kl(config.loss, config.update, config.kl_coefficient)
+    if config.loss.kl_estimator == "exact" and config.loss.kl_anchor == "behavior":
+        raise ConfigError(
+            "loss.kl_estimator = 'exact' with kl_anchor = 'behavior' would need the weights that sampled beside those "
+            "that learn: use 'k3', or set kl_anchor to 'reference'"
+        )
+    if config.reference.refresh_share != 1 and not config.reference.refresh_every:
+        raise ConfigError("reference.refresh_share is set, but nothing is refreshed: set reference.refresh_every")

@@ -1,0 +1,65 @@
+"""What cannot work of process supervision."""
+
+from __future__ import annotations
+
+from covey.config import ConfigError, RewardConfig, RunConfig
+from covey.config.fields import did_you_mean
+from covey.config.function_source import check_function_name
+from covey.config.llm import STEP_REWARDS
+from covey.config.validate_collection import NOT_BY_GROUP
+
+RULES = ("line", "paragraph", "sentence")
+
+
+def check_process(config: RunConfig, *, own_rewards: bool = False) -> None:
+    """Refuse contradictions between loss.credit, the rewards and [process].
+
+    Args:
+        own_rewards: the rewards come from a script, so [[rewards]] says nothing of them.
+
+    Raises:
+        ConfigError: one line that names the field and the fix.
+    """
+    credit, boundary = config.loss.credit, config.process.boundary
+    by_step = credit != "outcome"
+    if by_step and config.algorithm in NOT_BY_GROUP:
+        raise ConfigError(
+            f"loss.credit is {credit!r}, but {config.algorithm} already credits every token with what was earned from "
+            "it on, step rewards included: take it out, or choose grpo"
+        )
+    if boundary not in RULES:
+        if ":" not in boundary:
+            rules = ", ".join(RULES)
+            raise ConfigError(
+                f"process.boundary must be {rules} or file.py:function{did_you_mean(boundary, list(RULES))} "
+                f"(is {boundary!r})"
+            )
+        check_function_name(boundary, "process.boundary")
+    if own_rewards:
+        return
+    step_rewards = [reward for reward in config.rewards if reward.is_per_step]
+    if by_step and not step_rewards:
+        raise ConfigError(no_step_reward(credit))
+    if boundary != type(config.process)().boundary and not step_rewards:
+        raise ConfigError("process.boundary is set, but no reward is paid by step: take it out, or add per_step = true")
+
+
+def no_step_reward(credit: str) -> str:
+    """What is said where steps are to be compared and nothing pays them."""
+    return (
+        f"loss.credit is {credit!r}, but no reward is paid by step: add [[rewards]] with per_step = true and a "
+        "function, or choose credit = 'outcome'"
+    )
+
+
+def check_step_reward(reward: RewardConfig, where: str) -> None:
+    """Refuse per_step where it means nothing; `where` names the table in the message.
+
+    Raises:
+        ConfigError: for a built-in reward of whole completions.
+    """
+    if reward.per_step and reward.name and reward.name not in STEP_REWARDS:
+        raise ConfigError(
+            f"{where} has per_step = true, but {reward.name} pays whole completions: name a function of your own, or "
+            "step_numbers"
+        )

@@ -1,0 +1,138 @@
+"""Groups that begin in the middle of an episode: one state, several actions, each followed by the policy.
+
+Shape legend: N slots, S starts, G branches from one state, D numbers in an observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.config import ConfigError
+from covey.control.envs.vector_env import Environments
+from covey.control.policy import ControlPolicy
+from covey.control.reward_scaling import RewardScale
+from covey.control.rollout_buffer import Draws, Segment, Tape, ending, refuse_endless
+from covey.control.sampler import ControlSampler
+from covey.data import EndReason, Group, Start
+from covey.runtime.rng import BRANCHING
+
+
+def refuse_uncopyable(environments: Environments) -> None:
+    """Branches need copies of states; to be asked before a run begins.
+
+    Raises:
+        ConfigError: where the state of the environment cannot be copied.
+    """
+    if not environments.snapshots:
+        raise ConfigError(
+            "rollouts.groups = 'branches' needs an environment whose state can be copied, and this one's cannot: use "
+            "'reward_to_go'"
+        )
+
+
+class BranchSampler(ControlSampler):
+    """One episode from every start; from one of its states, each as likely as any other, G branches.
+
+    A branch is an action sampled by the policy and then `horizon - 1` more decisions of it; its reward is their
+    discounted return. Only the first action is compared with its siblings, for only it was taken in the same state, so
+    a rollout here has one decision. What lies beyond the horizon counts nothing: choose it long enough for a mistake
+    to show.
+
+    Args:
+        environments: S * G slots, for the branches.
+        trunks: S slots, for the episodes that they leave.
+        horizon: decisions of a branch.
+    """
+
+    def __init__(
+        self,
+        policy: ControlPolicy,
+        environments: Environments,
+        seed: int,
+        reward_scale: RewardScale,
+        gamma: float,
+        *,
+        trunks: Environments,
+        horizon: int,
+    ) -> None:
+        super().__init__(policy, environments, seed, reward_scale, gamma)
+        self.trunks, self.horizon = trunks, horizon
+
+    def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
+        """G branches from one state of an episode from every start.
+
+        The episode's return is the score of the group's first branch: it is the policy's own, played to its end.
+        """
+        if first_rollout:
+            raise ValueError("branches of one state are sampled at once: a second time its episode would count twice")
+        states, returns = self._play_trunks(starts, step)
+        observation_ND = np.stack(
+            [self.environments.restore(slot, states[slot // group_size]) for slot in range(len(starts) * group_size)]
+        )
+        segments, tape = self._play_branches(observation_ND, group_size, step)
+        groups = [Group(start, []) for start in starts]
+        for index, (segment, whole) in enumerate(zip(segments, self._rewarded(tape, segments), strict=True)):
+            rollout = tape.rollout(Segment(segment.slot, 0, 1, segment.end), self.version)
+            rollout.reward = whole.reward
+            rollout.text = f"{whole.text}, reward {whole.reward:g}"
+            groups[index // group_size].rollouts.append(rollout)
+        for group, trunk_return in zip(groups, returns, strict=True):
+            group.rollouts[0].score = trunk_return
+        self.episodes += len(starts)
+        return groups
+
+    def _play_trunks(self, starts: Sequence[Start], step: int) -> tuple[list[Any], list[float]]:
+        """The states that branches will leave from, and the returns of the episodes.
+
+        The t-th state replaces the one kept before with a chance of 1/t, which leaves each with the same chance in the
+        end, however long the episode turns out to be (reservoir sampling: Vitter 1985).
+        """
+        slots = len(starts)
+        draws = self._draws(step, slots, BRANCHING)
+        keep = Draws(self.seed, step, slots, 1, BRANCHING)
+        for slot in range(slots):
+            draws.begin(slot, slot, 0)
+            keep.begin(slot, slot, 1)
+        observation_ND = self.trunks.reset([start.prompt for start in starts])
+        states: list[Any] = [None] * slots
+        return_N = np.zeros(slots)
+        going_N = np.ones(slots, dtype=np.bool_)
+        t = 0
+        while going_N.any():
+            t += 1
+            refuse_endless(t)
+            for slot in np.flatnonzero(going_N & (keep.next()[:, 0] * t < 1)).tolist():
+                states[slot] = self.trunks.snapshot(slot)
+            actions, _ = self.policy.act(observation_ND, draws.next())
+            result = self.trunks.step(actions)
+            return_N += result.reward_N * going_N
+            self.environment_steps += int(result.steps_N.sum())
+            going_N &= ~(result.terminated_N | result.truncated_N)
+            observation_ND = result.next_ND
+        return states, return_N.tolist()
+
+    def _play_branches(
+        self, observation_ND: NDArray[np.float32], group_size: int, step: int
+    ) -> tuple[list[Segment], Any]:
+        slots = len(observation_ND)
+        draws = self._draws(step, slots)
+        for slot in range(slots):
+            draws.begin(slot, slot // group_size, slot % group_size)
+        segments = [Segment(slot, 0, self.horizon, EndReason.CUT) for slot in range(slots)]
+        tape = Tape()
+        going_N = np.ones(slots, dtype=np.bool_)
+        while going_N.any() and len(tape) < self.horizon:
+            actions, logprobs_N = self.policy.act(observation_ND, draws.next())
+            result = self.environments.step(actions)
+            tape.add(observation_ND, actions, logprobs_N, result)
+            observation_ND = result.next_ND
+            ended_N = (result.terminated_N | result.truncated_N) & going_N
+            for slot in np.flatnonzero(ended_N).tolist():
+                segments[slot].stop = len(tape)
+                segments[slot].end = ending(result, slot)
+            going_N &= ~ended_N
+        return segments, tape.finish()

@@ -1,0 +1,212 @@
+"""Copies of an environment that may be stepped while they rest, and whose state can be copied.
+
+Gymnasium's AutoresetMode.DISABLED asks the caller to reset a finished copy before the next step. Here it may simply be
+left alone: its steps cost nothing and change nothing until somebody resets it.
+
+Shape legend: N slots (copies).
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
+from gymnasium.vector.async_vector_env import AsyncState
+
+from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward, fault_of
+
+RAW_STEPS = "covey/raw_steps"  # in the infos of a step
+PROBE_STEPS = 24  # decisions over which a copied environment must do what the original does
+
+
+class HeldAction(gym.Wrapper):
+    """Holds every action for `repeat` raw steps (fewer where the episode ends) and adds up their rewards.
+
+    With `rests` a finished environment ignores steps until it is reset. Infos are dropped, because merging those of
+    many copies is slow and nobody reads them; with `repeat` above 1 RAW_STEPS says how many were made. What the
+    environment answers is checked here, except that observations are finite (`Environments` asks all copies at once).
+    """
+
+    def __init__(self, env: gym.Env, repeat: int, rests: bool, name: str) -> None:
+        super().__init__(env)
+        self._repeat, self._rests, self._over, self._name = repeat, rests, False, name
+        self._seed: int | None = None
+        self._steps = 0  # of the episode
+        self.observation: Any = None  # the latest
+
+    @property
+    def place(self) -> str:
+        """Environment, episode and step, for messages."""
+        episode = "an episode" if self._seed is None else f"the episode that began with reset(seed={self._seed})"
+        call = f"step {self._steps} of {episode}" if self._steps else f"the reset of {episode}"
+        return f"environment {self._name!r}, {call}"
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._over, self._seed, self._steps = False, seed, 0
+        try:
+            answer = self.env.reset(seed=seed, options=options)
+            if not (isinstance(answer, tuple) and len(answer) == 2):
+                raise TypeError("its reset returned no pair of observation and info: adapt it to Gymnasium 1")
+            self.observation = checked_observation(answer[0], self.observation_space)
+        except Exception as error:
+            raise fault_of(error, self.place) from error
+        return self.observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._over:
+            return self.observation, 0.0, False, False, {}
+        total = 0.0
+        try:
+            for made in range(1, self._repeat + 1):  # noqa: B007
+                self._steps += 1
+                observation, reward, ended, cut, _ = self.env.step(action)
+                self.observation = checked_observation(observation, self.observation_space)
+                total += checked_reward(reward)
+                terminated, truncated = checked_flag(ended, "terminated"), checked_flag(cut, "truncated")
+                if terminated or truncated:
+                    self._over = self._rests
+                    break
+        except Exception as error:
+            raise fault_of(error, self.place) from error
+        return self.observation, total, terminated, truncated, {RAW_STEPS: made} if self._repeat > 1 else {}
+
+
+class RestingSync(SyncVectorEnv):
+    """SyncVectorEnv with AutoresetMode.DISABLED whose finished copies may be stepped: they rest (`HeldAction`)."""
+
+    def step(self, actions: Any) -> Any:
+        self._autoreset_envs[:] = False  # Gymnasium would refuse to step while a finished copy was not reset
+        return super().step(actions)
+
+    def snapshot(self, slot: int) -> gym.Env:
+        """A copy of a sub-environment."""
+        return copy.deepcopy(self.envs[slot])
+
+    def restore(self, slot: int, snapshot: gym.Env) -> Any:
+        """Put a copy of the snapshot into a slot; returns the latest observation there."""
+        env = copy.deepcopy(snapshot)
+        self.envs[slot] = env
+        self._env_obs[slot] = env.observation  # type: ignore[attr-defined]
+        return self._env_obs[slot]
+
+
+class AsyncWithDeadline(AsyncVectorEnv):
+    """AsyncVectorEnv that waits for its processes at most `timeout_seconds` a call; one that dies is an error too."""
+
+    def __init__(self, makers: Sequence[Callable[[], gym.Env]], name: str, timeout_seconds: float, **options: Any):
+        self._name, self._timeout_seconds = name, timeout_seconds
+        super().__init__(makers, **options)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        with self._watched("reset"):
+            self.reset_async(seed=seed, options=options)
+            return self.reset_wait(timeout=self._timeout_seconds)
+
+    def step(self, actions: Any) -> Any:
+        with self._watched("step"):
+            self.step_async(actions)
+            return self.step_wait(timeout=self._timeout_seconds)
+
+    @contextmanager
+    def _watched(self, call: str) -> Iterator[None]:
+        level, gym.logger.min_level = gym.logger.min_level, gym.logger.ERROR + 1  # the one line is told by the run
+        try:
+            yield
+        except multiprocessing.TimeoutError:
+            late = [i for i, pipe in enumerate(self.parent_pipes) if pipe is not None and not pipe.poll()]
+            self._end()
+            raise EnvironmentFault(
+                f"environment {self._name!r}: the {call} of copy {late[0] if late else 0} did not end within "
+                f"{self._timeout_seconds:g} s: if it is only slow, raise environment.timeout_seconds"
+            ) from None
+        except (EOFError, ConnectionError) as error:
+            time.sleep(0.1)  # until the dead process can be told from the others
+            dead = [(i, process.exitcode) for i, process in enumerate(self.processes) if not process.is_alive()]
+            self._end()
+            copy_number, code = dead[0] if dead else (0, None)
+            raise EnvironmentFault(
+                f"environment {self._name!r}: the process of copy {copy_number} died in {call} (exit code {code})"
+            ) from error
+        except EnvironmentFault:
+            self._end()
+            raise
+        finally:
+            gym.logger.min_level = level
+
+    def _end(self) -> None:
+        """Kill every process, also one that ignores a polite signal."""
+        for process in self.processes:
+            process.kill()
+        self._state = AsyncState.DEFAULT
+        self.close(terminate=True)
+
+
+class RestingEntryPoint(gym.vector.VectorWrapper):
+    """An environment's own vector class with AutoresetMode.DISABLED, whose finished slots may be stepped.
+
+    Such a class may refuse to step a slot that is over. So these are reset, stepped along and left out of the answer.
+    """
+
+    def __init__(self, env: VectorEnv) -> None:
+        super().__init__(env)
+        self._ended_N = np.zeros(env.num_envs, dtype=np.bool_)
+        self._stale_N = np.zeros(env.num_envs, dtype=np.bool_)  # over for us, running along inside
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        mask_N = (options or {}).get("reset_mask")
+        self._stale_N[slice(None) if mask_N is None else mask_N] = False
+        self._ended_N[slice(None) if mask_N is None else mask_N] = False
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        if self._ended_N.any():
+            self.env.reset(options={"reset_mask": self._ended_N.copy()})
+        observations, rewards, terminated_N, truncated_N, _ = self.env.step(actions)
+        self._stale_N |= self._ended_N
+        self._ended_N = terminated_N | truncated_N
+        acted_N = ~self._stale_N
+        return observations, rewards * acted_N, terminated_N & acted_N, truncated_N & acted_N, {}
+
+
+def copies_exactly(make_one: Callable[[], gym.Env]) -> bool:
+    """Whether a deep copy of the environment goes on exactly as the original, and leaves the original alone.
+
+    Simulators written in C often share their world between copies, or refuse to be copied.
+    """
+    env = make_one()
+    try:
+        env.action_space.seed(0)
+        actions = [env.action_space.sample() for _ in range(2 * PROBE_STEPS)]
+        env.reset(seed=0)
+        _trace(env, actions[:PROBE_STEPS])
+        snapshot = copy.deepcopy(env)
+        traces = [_trace(each, actions[PROBE_STEPS:]) for each in (env, copy.deepcopy(snapshot), snapshot)]
+        return traces[0] == traces[1] == traces[2]
+    except Exception:  # whatever a foreign environment raises when it is copied: it cannot be
+        return False
+    finally:
+        env.close()
+
+
+def _trace(env: gym.Env, actions: Sequence[Any]) -> list[bytes]:
+    """All that an environment answers to these actions, bit by bit, and to resets without a seed where it ends."""
+    answers: list[bytes] = []
+
+    def note(observation: Any, *numbers: Any) -> None:
+        flat = np.asarray(gym.spaces.flatten(env.observation_space, observation))
+        answers.append(flat.tobytes() + np.array(numbers, dtype=np.float64).tobytes())
+
+    for action in actions:
+        observation, reward, terminated, truncated, _ = env.step(action)
+        note(observation, reward, terminated, truncated)
+        if terminated or truncated:
+            note(env.reset()[0])
+    note(env.reset()[0])
+    return answers

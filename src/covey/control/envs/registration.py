@@ -1,0 +1,106 @@
+"""Environments by name: what is registered, and one clear line where something about it does not work."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
+
+from covey.config import ConfigError
+from covey.config.fields import did_you_mean
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package whose environments Gymnasium does not know until it is imported."""
+
+    module: str
+    install: str
+
+
+# By the beginning of an id.
+PACKAGES = {
+    "ALE/": Package("ale_py", "'covey[atari]'"),
+    "MiniGrid-": Package("minigrid", "minigrid"),
+    "BabyAI-": Package("minigrid", "minigrid"),
+    "highway-": Package("highway_env", "highway-env"),
+    "mo-": Package("mo_gymnasium", "mo-gymnasium"),
+    "Fetch": Package("gymnasium_robotics", "gymnasium-robotics"),
+    "HandManipulate": Package("gymnasium_robotics", "gymnasium-robotics"),
+    "AntMaze": Package("gymnasium_robotics", "gymnasium-robotics"),
+    "PointMaze": Package("gymnasium_robotics", "gymnasium-robotics"),
+    "MiniWorld-": Package("miniworld", "miniworld"),
+    "procgen": Package("procgen", "procgen"),
+}
+# By a word of Gymnasium's message about a package that is missing: what covey calls it.
+EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale_py": "atari", "ale-py": "atari"}
+
+
+def find_spec(name: str) -> EnvSpec:
+    """The registered environment of an id, "CartPole-v1" or "module:Env-v0" (the module registers it when imported).
+
+    Modules in the working directory are found too.
+
+    Raises:
+        ConfigError: an id that nobody registered, or a module that cannot be imported.
+    """
+    module, _, short = name.rpartition(":")
+    if module:
+        _import(module, name)
+    package = next((package for start, package in PACKAGES.items() if short.startswith(start)), None)
+    if short not in gym.registry and package is not None and not module:
+        if importlib.util.find_spec(package.module) is None:
+            raise ConfigError(
+                f"environment.id: {short!r} is in a package that is not installed: pip install {package.install}"
+            )
+        _import(package.module, name)
+    spec = gym.registry.get(short)
+    if spec is None:
+        more = "" if module else "; your own is named module:Env-v0, with the module that registers it"
+        raise ConfigError(
+            f"environment.id: no environment {short!r} is registered{did_you_mean(short, list(gym.registry))}{more}"
+        )
+    return spec
+
+
+@contextmanager
+def refuse_broken(name: str) -> Iterator[None]:
+    """Turns whatever goes wrong while an environment is made into one line that says what to do.
+
+    Raises:
+        ConfigError: in place of any exception.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except gym.error.DependencyNotInstalled as error:
+        first = (str(error).splitlines() or [""])[0]
+        extra = next((extra for word, extra in EXTRAS.items() if word in first.lower()), None)
+        hint = f"pip install 'covey[{extra}]'" if extra else first
+        raise ConfigError(f"environment.id: {name!r} needs a package that is not installed: {hint}") from error
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"environment.id: {name!r} could not be made: {type(error).__name__}: {first}") from error
+
+
+def _import(module: str, name: str) -> None:
+    if os.getcwd() not in sys.path:  # the installed command does not look in the working directory by itself
+        sys.path.append(os.getcwd())
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"environment.id: cannot import the module of {name!r} ({error}): install it, or start covey in the "
+            "folder that holds it"
+        ) from error
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"environment.id: importing {module!r} failed: {type(error).__name__}: {first}") from error

@@ -1,0 +1,128 @@
+"""Between an environment's own spaces and the plain arrays that policies see.
+
+Shape legend: N slots (copies), D numbers in a flattened observation, A numbers in an action.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector.utils import batch_space, iterate
+from numpy.typing import NDArray
+
+from covey.config import ConfigError
+from covey.control.action_spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
+
+MOST_NUMBERS = 10_000_000  # in an observation: a first layer of 64 then takes 2.5 GB
+MOST_ACTIONS = 1_000_000
+
+
+class Translation:
+    """Flattens observations to float32, numbers discrete actions from 0, clips and shapes continuous ones.
+
+    A Box of any shape is flattened, a Discrete observation becomes one-hot; the parts of a Dict or a Tuple stand one
+    after the other, as Gymnasium's `flatten` puts them.
+
+    Raises:
+        ConfigError: for spaces that this cannot do.
+    """
+
+    def __init__(self, observation_space: Space, action_space: Space, where: str) -> None:
+        if not _is_numeric(observation_space):
+            raise ConfigError(
+                f"environment {where!r} observes {observation_space}: a policy here takes Box, Discrete, "
+                "MultiDiscrete, MultiBinary, and a Dict or Tuple of them, so wrap it "
+                "(gymnasium.wrappers.FilterObservation leaves parts of a Dict out)"
+            )
+        self._observation_space = observation_space
+        self._is_box = isinstance(observation_space, spaces.Box)
+        self.observation_size = int(spaces.flatdim(observation_space))
+        if not 0 < self.observation_size <= MOST_NUMBERS:
+            raise ConfigError(
+                f"environment {where!r} observes {self.observation_size:,} numbers: a policy takes 1 to "
+                f"{MOST_NUMBERS:,}, so wrap it to observe fewer"
+            )
+        self.note = _picture_note(where, observation_space)
+        self.actions: ActionSpace
+        self._first: Any = 0
+        if isinstance(action_space, spaces.Discrete):
+            self.actions = Discrete(int(action_space.n))
+            self._first = int(action_space.start)
+        elif isinstance(action_space, spaces.MultiDiscrete):
+            self.actions = MultiDiscrete(tuple(int(count) for count in action_space.nvec.reshape(-1)))
+            self._first = action_space.start
+            self._shape, self._dtype = action_space.shape, action_space.dtype
+        elif isinstance(action_space, spaces.MultiBinary):
+            self.actions = MultiDiscrete((2,) * int(np.prod(action_space.shape)))
+            self._shape, self._dtype = action_space.shape, action_space.dtype
+        elif isinstance(action_space, spaces.Box) and np.issubdtype(action_space.dtype, np.floating):
+            self.actions = Continuous(
+                action_space.low.reshape(-1).astype(np.float32), action_space.high.reshape(-1).astype(np.float32)
+            )
+            self._shape, self._dtype = action_space.shape, action_space.dtype
+        else:
+            raise ConfigError(
+                f"environment {where!r} acts in {action_space}: a policy here makes one choice (Discrete), several "
+                "(MultiDiscrete, MultiBinary) or gives a vector of floats (Box), so wrap it to take one of these"
+            )
+        if not 0 < self.actions.outputs <= MOST_ACTIONS:
+            raise ConfigError(
+                f"environment {where!r} has {self.actions.outputs:,} actions: a policy chooses among 1 to "
+                f"{MOST_ACTIONS:,}, so wrap it to offer fewer"
+            )
+
+    def flatten(self, observations: Any) -> NDArray[np.float32]:
+        """A batch of observations as the vector environment gives it -> [N, D]."""
+        if self._is_box:
+            # A copy, because vector classes may fill the same array again in their next step.
+            return np.array(observations, dtype=np.float32).reshape(len(observations), -1)
+        count = len(next(iter(_leaves(observations))))
+        batched = batch_space(self._observation_space, count)
+        return np.stack([self.flatten_one(single) for single in iterate(batched, observations)])
+
+    def flatten_one(self, observation: Any) -> NDArray[np.float32]:
+        """One observation as a single environment gives it -> [D]."""
+        return np.asarray(spaces.flatten(self._observation_space, observation), dtype=np.float32)
+
+    def to_environment(self, actions: NDArray[Any]) -> NDArray[Any]:
+        """A policy's actions (int64 [N] or [N, A], or float32 [N, A]) -> what the vector environment takes."""
+        if isinstance(self.actions, Discrete):
+            return actions + self._first if self._first else actions
+        if isinstance(self.actions, MultiDiscrete):
+            return (actions.reshape(len(actions), *self._shape) + self._first).astype(self._dtype, copy=False)
+        clipped = np.clip(actions, self.actions.low_A, self.actions.high_A)
+        return clipped.astype(self._dtype, copy=False).reshape(len(actions), *self._shape)
+
+
+def _is_numeric(space: Space) -> bool:
+    """True for a fixed number of numbers; characters of a text are none that a network could use."""
+    if isinstance(space, spaces.Dict):
+        return all(map(_is_numeric, space.spaces.values()))
+    if isinstance(space, spaces.Tuple):
+        return all(map(_is_numeric, space.spaces))
+    return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+
+
+def _picture_note(where: str, space: Space) -> str:
+    """What a user must know of an environment that observes pictures; empty for any other."""
+    if not (isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3)):
+        return ""
+    size = " x ".join(map(str, space.shape))
+    return (
+        f"environment {where!r} observes pictures ({size}): they are flattened to {int(np.prod(space.shape)):,} "
+        "numbers from 0 to 255 for a network without convolutions, which learns little from them; observe something "
+        "smaller if you can (RAM, features), and set policy.normalise_observations = true"
+    )
+
+
+def _leaves(observations: Any) -> Any:
+    """The arrays of a batched observation; each has one row per slot."""
+    if isinstance(observations, dict):
+        observations = tuple(observations.values())
+    if isinstance(observations, tuple):
+        for part in observations:
+            yield from _leaves(part)
+    else:
+        yield observations

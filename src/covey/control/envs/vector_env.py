@@ -1,0 +1,344 @@
+"""Copies of a Gymnasium environment that step together, and which of their entries are real transitions.
+
+Gymnasium's vector environments reset finished copies in one of three ways (`AutoresetMode`); what a step returns means
+something else in each. Here the three are made equal: `Step.observation_ND` is always what the action led to,
+`Step.next_ND` what the policy looks at next, and `Step.acted_N` is False where a call did not act.
+
+Shape legend: N slots (copies), D numbers in a flattened observation, A numbers in an action, K slots named in a call.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from numpy.typing import NDArray
+
+from covey.config import ConfigError, EnvironmentConfig
+from covey.control.action_spaces import ActionSpace, Discrete, MultiDiscrete
+from covey.control.envs.cartpole import BatchedCartPole
+from covey.control.envs.checked import EnvironmentFault, Watchdog
+from covey.control.envs.manual_reset import (
+    RAW_STEPS,
+    AsyncWithDeadline,
+    HeldAction,
+    RestingEntryPoint,
+    RestingSync,
+    copies_exactly,
+)
+from covey.control.envs.registration import find_spec, refuse_broken
+from covey.control.envs.spaces import Translation
+
+PROBED_STEPS = 1000  # random decisions in which an environment without a time limit must show an end
+PROBED_SECONDS = 3.0
+CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+
+
+@dataclass(slots=True)
+class Step:
+    """What one call did in every slot."""
+
+    observation_ND: NDArray[np.float32]  # after the action: of an episode that just ended the last one
+    reward_N: NDArray[np.float64]
+    terminated_N: NDArray[np.bool_]
+    truncated_N: NDArray[np.bool_]
+    acted_N: NDArray[np.bool_]  # False: the call only reset the slot or left it alone; the entry is no transition
+    next_ND: NDArray[np.float32]  # what to act on next; another than observation_ND only after a SAME_STEP reset
+    steps_N: NDArray[np.int64]  # raw environment steps that the decision took; 0 where the slot did not act
+
+
+class Environments:
+    """N copies of one environment, stepped together.
+
+    With `seeded` (autoreset "disabled") every episode begins where `reset` or `begin` says; a finished slot rests
+    until then. Otherwise finished copies begin their next episode by themselves, from their own generator.
+    """
+
+    def __init__(
+        self,
+        vector: VectorEnv,
+        autoreset: AutoresetMode,
+        config: EnvironmentConfig,
+        make_one: Callable[[], gym.Env] | None = None,
+    ) -> None:
+        self._vector = vector
+        self._name = config.id
+        self._translation = Translation(vector.single_observation_space, vector.single_action_space, config.id)
+        # Processes have deadlines of their own.
+        self._watchdog: AbstractContextManager[None] = nullcontext()
+        if not isinstance(vector, AsyncWithDeadline | BatchedCartPole):
+            self._watchdog = Watchdog(config.timeout_seconds, f"environment {config.id!r}")
+        self._autoreset = autoreset
+        self._make_one = make_one
+        self._snapshots: bool | None = None
+        self._ended_N = np.ones(vector.num_envs, dtype=np.bool_)  # no episode has begun
+        self._all_N = np.ones(vector.num_envs, dtype=np.bool_)
+        self._all_N.flags.writeable = False
+        self.count: int = vector.num_envs
+        self.seeded = autoreset is AutoresetMode.DISABLED
+        self.observation_size: int = self._translation.observation_size
+        self.actions: ActionSpace = self._translation.actions
+        self.note: str = self._translation.note  # what a user should know of the observations; empty: nothing
+        self.metadata: dict[str, Any] = dict(vector.metadata)  # Gymnasium's: render_modes, render_fps
+
+    @property
+    def snapshots(self) -> bool:
+        """Whether states can be copied exactly. The first look tries it out on a copy of its own."""
+        if self._snapshots is None:
+            self._snapshots = self.seeded and (
+                isinstance(self._vector, BatchedCartPole)
+                or (
+                    isinstance(self._vector, RestingSync)
+                    and self._make_one is not None
+                    and copies_exactly(self._make_one)
+                )
+            )
+        return self._snapshots
+
+    def reset(self, seeds: Sequence[int]) -> NDArray[np.float32]:
+        """Begin an episode in every slot; returns their first observations [N, D]. It comes before anything else.
+
+        Vector classes that reset by themselves and are an environment's own take one seed: one made of all of these.
+        """
+        numbers = [int(seed) for seed in seeds]
+        listed = self.seeded or isinstance(self._vector, SyncVectorEnv | AsyncVectorEnv)
+        seed: Any = numbers if listed else int(np.random.SeedSequence(numbers).generate_state(1)[0])
+        with self._watchdog:
+            observations, _ = self._vector.reset(seed=seed)
+        self._ended_N[:] = False
+        return self._finite(self._translation.flatten(observations))
+
+    def begin(self, slots: NDArray[np.int64], seeds: Sequence[int]) -> NDArray[np.float32]:
+        """Begin an episode in some slots, whatever they were doing; returns their first observations [K, D].
+
+        Raises:
+            RuntimeError: where the environment resets by itself (`seeded` is False).
+        """
+        if not self.seeded:
+            raise RuntimeError("begin() needs autoreset = 'disabled'; here episodes begin by themselves")
+        mask_N = np.zeros(self.count, dtype=np.bool_)
+        mask_N[slots] = True
+        seed_of: list[int | None] = [None] * self.count
+        for slot, seed in zip(slots, seeds, strict=True):
+            seed_of[slot] = int(seed)
+        with self._watchdog:
+            observations, _ = self._vector.reset(seed=seed_of, options={"reset_mask": mask_N})  # type: ignore[arg-type]
+        self._ended_N[slots] = False
+        return self._finite(self._translation.flatten(observations))[slots]
+
+    def step(self, actions: NDArray[Any]) -> Step:
+        """Act in every slot: int64 [N], or float32 [N, A], which are clipped to the bounds of the action space.
+
+        Slots that rest (`seeded`) or only reset (autoreset "next_step") ignore their action: `acted_N` is False.
+        """
+        acted_N = self._all_N if self._autoreset is AutoresetMode.SAME_STEP else ~self._ended_N
+        with self._watchdog:
+            observations, rewards, terminated_N, truncated_N, infos = self._vector.step(
+                self._translation.to_environment(actions)
+            )
+        next_ND = observation_ND = self._finite(self._translation.flatten(observations))
+        if self._autoreset is AutoresetMode.DISABLED:
+            self._ended_N |= terminated_N
+            self._ended_N |= truncated_N
+        else:
+            self._ended_N = terminated_N | truncated_N
+            if self._autoreset is AutoresetMode.SAME_STEP and self._ended_N.any():
+                observation_ND = self._with_last_observations(next_ND, infos["final_obs"])
+        return Step(
+            observation_ND=observation_ND,
+            reward_N=np.array(rewards, dtype=np.float64),
+            terminated_N=terminated_N,
+            truncated_N=truncated_N,
+            acted_N=acted_N,
+            next_ND=next_ND,
+            steps_N=_raw_steps(acted_N, infos),
+        )
+
+    def random_actions(self, position: int) -> NDArray[Any]:
+        """An action for every slot, drawn uniformly (continuous: within the bounds, or from -1 to 1 without)."""
+        generator = np.random.default_rng(position)
+        actions = self.actions
+        if isinstance(actions, Discrete):
+            return generator.integers(actions.count, size=self.count)
+        if isinstance(actions, MultiDiscrete):
+            return generator.integers(actions.counts, size=(self.count, actions.size))
+        bounded_A = np.isfinite(actions.low_A) & np.isfinite(actions.high_A)
+        low_A, high_A = np.where(bounded_A, actions.low_A, -1.0), np.where(bounded_A, actions.high_A, 1.0)
+        return generator.uniform(low_A, high_A, size=(self.count, actions.size)).astype(np.float32)
+
+    def snapshot(self, slot: int) -> Any:
+        """The state of a slot, generator included, for `restore`; it may be restored any number of times.
+
+        Raises:
+            RuntimeError: where states cannot be copied (`snapshots` is False).
+        """
+        if not self.snapshots:
+            raise RuntimeError("the state of this environment cannot be copied")
+        return bool(self._ended_N[slot]), self._vector.snapshot(slot)  # type: ignore[attr-defined]
+
+    def restore(self, slot: int, snapshot: Any) -> NDArray[np.float32]:
+        """Continue in any slot from a snapshot of any slot; returns the observation there [D]."""
+        self._ended_N[slot], state = snapshot
+        return self._translation.flatten_one(self._vector.restore(slot, state))  # type: ignore[attr-defined]
+
+    def render(self) -> NDArray[np.uint8]:
+        """A picture [height, width, 3] of the first slot; only of copies made for it (`make_environments`)."""
+        frames = self._vector.render()
+        assert frames is not None
+        return np.asarray(frames[0], dtype=np.uint8)
+
+    def close(self) -> None:
+        """End the copies, processes included."""
+        self._vector.close()
+
+    def _finite(self, observation_ND: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The same observations.
+
+        Raises:
+            EnvironmentFault: if a number in them is NaN or infinite.
+        """
+        if np.isfinite(observation_ND).all():
+            return observation_ND
+        slot, number = (int(index) for index in np.argwhere(~np.isfinite(observation_ND))[0])
+        place = f"environment {self._name!r}, copy {slot}"
+        if isinstance(self._vector, SyncVectorEnv | AsyncVectorEnv):
+            place = self._vector.get_attr("place")[slot]
+        raise EnvironmentFault(f"{place}: number {number} of its observation is {observation_ND[slot, number]}")
+
+    def _with_last_observations(self, next_ND: NDArray[np.float32], final: NDArray[Any]) -> NDArray[np.float32]:
+        """`next_ND` with the rows of finished episodes replaced by the last observations of these."""
+        observation_ND = next_ND.copy()
+        for slot in np.flatnonzero(self._ended_N):
+            observation_ND[slot] = self._translation.flatten_one(final[slot])
+        return self._finite(observation_ND)
+
+
+def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str | None = None) -> Environments:
+    """`count` copies of the environment that the config names.
+
+    Raises:
+        ConfigError: an unknown id, a package that is missing, spaces that a policy here cannot act in, or a
+            combination of settings that the environment does not offer.
+    """
+    spec = find_spec(config.id)
+    if spec.entry_point is None and config.vectorization != "entry_point":
+        raise ConfigError(
+            f"{config.id!r} has nothing but a vector class: set environment.vectorization = 'entry_point' and, because "
+            "evaluation begins episodes from chosen seeds, environment.autoreset = 'disabled'"
+        )
+    mode = {
+        "disabled": AutoresetMode.DISABLED,
+        "same_step": AutoresetMode.SAME_STEP,
+        "next_step": AutoresetMode.NEXT_STEP,
+    }[config.autoreset]
+    with refuse_broken(config.id):
+        if config.vectorization == "entry_point":
+            return Environments(_by_entry_point(config, spec, count, mode), mode, config)
+        if config.vectorization == "auto" and render_mode is None and _is_plain_cartpole(config, spec):
+            limit = config.max_episode_steps or spec.max_episode_steps
+            assert limit is not None
+            return Environments(BatchedCartPole(count, limit), mode, config)
+        make_one = partial(_make_one, config, spec, render_mode)
+        Translation(*_spaces(make_one), config.id)  # refuses spaces before processes are started
+        kind: Any = RestingSync if mode is AutoresetMode.DISABLED else SyncVectorEnv
+        if config.vectorization == "async":
+            kind = partial(AsyncWithDeadline, name=config.id, timeout_seconds=config.timeout_seconds)
+        return Environments(kind([make_one] * count, autoreset_mode=mode), mode, config, make_one)
+
+
+def longest_episode(config: EnvironmentConfig) -> int | None:
+    """Decisions after which the time limit ends an episode; None where neither config nor registration names one.
+
+    Raises:
+        ConfigError: for an unknown id.
+    """
+    raw_steps = config.max_episode_steps or find_spec(config.id).max_episode_steps
+    return None if raw_steps is None else math.ceil(raw_steps / config.action_repeat)
+
+
+def check_environment(config: EnvironmentConfig) -> None:
+    """Refuse an environment that cannot be used, by making one copy and acting in it at random.
+
+    Raises:
+        ConfigError: as `make_environments`; for an environment that raises or answers something unusable, and for one
+            without a time limit of which no episode ends in `PROBED_STEPS`.
+    """
+    in_process = replace(config, vectorization="sync") if config.vectorization == "async" else config
+    environments = make_environments(in_process, 1)
+    endless = longest_episode(config) is None
+    until = time.monotonic() + PROBED_SECONDS
+    try:
+        environments.reset([0])
+        for made in range(PROBED_STEPS if endless else PROBED_STEPS // 50):
+            step = environments.step(environments.random_actions(made))
+            ended = bool(step.terminated_N[0] or step.truncated_N[0])
+            if ended or time.monotonic() > until:
+                break
+    except EnvironmentFault as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        environments.close()
+    if endless and not ended:
+        raise ConfigError(
+            f"environment.id: {config.id!r} has no time limit, and none of its episodes ended in {made + 1:,} random "
+            "steps: set environment.max_episode_steps"
+        )
+
+
+def _by_entry_point(
+    config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, count: int, mode: AutoresetMode
+) -> VectorEnv:
+    """The environment's own vector class, if it does what the config asks for."""
+    if spec.vector_entry_point is None:
+        raise ConfigError(f"{config.id!r} has no vector class of its own: set environment.vectorization = 'sync'")
+    if config.action_repeat != 1:
+        raise ConfigError("environment.action_repeat above 1 needs environment.vectorization = 'sync' or 'async'")
+    limit: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
+    vector = gym.make_vec(spec, num_envs=count, vectorization_mode="vector_entry_point", **limit)
+    offered = vector.metadata.get("autoreset_mode")
+    if offered is not mode:
+        vector.close()
+        theirs = f"{offered.name.lower()!r}" if isinstance(offered, AutoresetMode) else "unnamed"
+        raise ConfigError(
+            f"environment.autoreset is {config.autoreset!r}, but the vector class of {config.id!r} has {theirs}: "
+            "use it, or set environment.vectorization = 'sync'"
+        )
+    return RestingEntryPoint(vector) if mode is AutoresetMode.DISABLED else vector
+
+
+def _make_one(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, render_mode: str | None) -> HeldAction:
+    """One copy, as sync and async vector environments hold them."""
+    options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
+    limit = config.max_episode_steps or None
+    env = gym.make(spec, max_episode_steps=limit, disable_env_checker=True, **options)  # `HeldAction` checks more
+    return HeldAction(env, config.action_repeat, config.autoreset == "disabled", config.id)
+
+
+def _spaces(make_one: Callable[[], gym.Env]) -> tuple[gym.Space, gym.Space]:
+    env = make_one()
+    try:
+        return env.observation_space, env.action_space
+    finally:
+        env.close()
+
+
+def _is_plain_cartpole(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec) -> bool:
+    """Whether BatchedCartPole does exactly what these settings ask for."""
+    plain = spec.entry_point == CARTPOLE and not spec.kwargs and not spec.additional_wrappers
+    return plain and config.action_repeat == 1 and config.autoreset == "disabled"
+
+
+def _raw_steps(acted_N: NDArray[np.bool_], infos: dict[str, Any]) -> NDArray[np.int64]:
+    """Raw steps of every slot: those that HeldAction reports, or one for each that acted."""
+    reports = [info[RAW_STEPS] for info in (infos, infos.get("final_info", {})) if RAW_STEPS in info]
+    if not reports:
+        return acted_N.astype(np.int64)
+    return np.asarray(sum(reports), dtype=np.int64)  # an episode that SAME_STEP ended reports in its final info

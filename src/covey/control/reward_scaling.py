@@ -1,0 +1,102 @@
+"""Rewards brought to a size that a critic and one learning rate can live with.
+
+Shape legend: N slots, T steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from covey.control.nets.running_mean_std import RunningMoments
+
+LIMIT = 10.0  # deviations
+
+
+class RewardScale(Protocol):
+    """Turns what the environment paid into what is learnt from. Scores stay in the environment's own units."""
+
+    def scale(
+        self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        """The rewards of a training step, where a return ended, and which entries are decisions of a rollout.
+
+        The others (a slot that rested, or was only reset) earned nothing and say nothing about returns.
+        """
+
+    def metrics(self) -> dict[str, float]:
+        """What moves with the run; often nothing."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class AsPaid:
+    """Rewards as they are."""
+
+    def scale(
+        self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        return rewards_NT
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Clipped(AsPaid):
+    """Rewards cut to -1..1: Mnih et al. (2015), 'Human-level control'. Changes what is optimal."""
+
+    def scale(
+        self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        return np.clip(rewards_NT, -1.0, 1.0)
+
+
+class ByRunningStd:
+    """Rewards divided by the running standard deviation of the discounted return, then cut to ten of them.
+
+    The return is summed forward, g_t = gamma g_{t-1} + r_t, as in OpenAI's baselines: Engstrom et al.
+    (arXiv 2005.12729), section 2. The mean is not subtracted: that would pay for, or punish, living longer.
+    """
+
+    def __init__(self, gamma: float) -> None:
+        self.gamma = gamma
+        self.moments = RunningMoments(1)
+        self.return_N: NDArray[np.float64] = np.zeros(0)
+
+    def scale(
+        self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        if len(self.return_N) != len(rewards_NT):
+            self.return_N = np.zeros(len(rewards_NT))
+        returns_TN = np.empty(rewards_NT.T.shape)
+        for t in range(len(returns_TN)):
+            self.return_N = self.gamma * self.return_N + rewards_NT[:, t]
+            returns_TN[t] = self.return_N
+            self.return_N = np.where(ended_NT[:, t], 0.0, self.return_N)
+        self.moments.update(returns_TN[counted_NT.T][:, None])
+        return np.clip(rewards_NT / self.std, -LIMIT, LIMIT)
+
+    @property
+    def std(self) -> float:
+        """Of the discounted return, over the run so far."""
+        return float(np.sqrt(self.moments.var_D[0] + 1e-8))
+
+    def metrics(self) -> dict[str, float]:
+        return {"reward_scale": self.std}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments.state_dict(), "return_N": torch.from_numpy(self.return_N.copy())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments.load_state_dict(state["moments"])
+        self.return_N = state["return_N"].numpy().copy()

@@ -1,0 +1,225 @@
+"""What a policy and its environments did, step by step, and the rollouts that can be cut from it.
+
+Shape legend: T steps, N slots (environments side by side), L decisions of a rollout, D numbers in an observation,
+A numbers in an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.config import ConfigError
+from covey.config.fields import plural
+from covey.control.envs.vector_env import Environments, Step
+from covey.control.policy import ControlPolicy
+from covey.data import EndReason, Rollout
+from covey.runtime.rng import uniforms
+
+DRAWN_AHEAD = 64  # positions whose random numbers are made at once
+LONGEST_WAIT = 100_000  # decisions without the end of an episode, after which it is said to have none
+
+
+class Draws:
+    """Random numbers of the decisions of N slots, each a function of (seed, step, group, rollout, position)."""
+
+    def __init__(self, seed: int, step: int, slots: int, numbers: int, stream: int) -> None:
+        self.seed, self.step, self.stream = seed, step, stream
+        self.numbers = numbers  # a decision needs
+        self._group_N = np.zeros(slots, dtype=np.int64)
+        self._rollout_N = np.zeros(slots, dtype=np.int64)
+        self._position_N = np.zeros(slots, dtype=np.int64)  # of the first number in the store
+        self._used_N = np.full(slots, DRAWN_AHEAD)
+        self._store_NPA = np.empty((slots, DRAWN_AHEAD, numbers))
+        self._all_N = np.arange(slots)
+
+    def begin(self, slot: int, group: int, rollout: int, position: int = 0) -> None:
+        """The slot's next decision is this one."""
+        self._group_N[slot], self._rollout_N[slot], self._position_N[slot] = group, rollout, position - DRAWN_AHEAD
+        self._used_N[slot] = DRAWN_AHEAD
+
+    def next(self) -> NDArray[np.float64]:
+        """uniform_NA for one decision of every slot."""
+        if self._used_N.max() == DRAWN_AHEAD:
+            self._fill(np.flatnonzero(self._used_N == DRAWN_AHEAD))
+        drawn_NA = self._store_NPA[self._all_N, self._used_N]
+        self._used_N += 1
+        return drawn_NA
+
+    def _fill(self, slots: NDArray[np.int64]) -> None:
+        self._position_N[slots] += DRAWN_AHEAD
+        ahead = DRAWN_AHEAD * self.numbers
+        position_KP = self._position_N[slots, None] * self.numbers + np.arange(ahead)
+        drawn = uniforms(
+            self.seed,
+            self.step,
+            np.repeat(self._group_N[slots], ahead),
+            np.repeat(self._rollout_N[slots], ahead),
+            position_KP.reshape(-1),
+            stream=self.stream,
+        )
+        self._store_NPA[slots] = drawn.reshape(len(slots), DRAWN_AHEAD, self.numbers)
+        self._used_N[slots] = 0
+
+
+@dataclass(slots=True)
+class Segment:
+    """Steps `start` to `stop` of a slot: an episode, or the part of one that was played."""
+
+    slot: int
+    start: int
+    stop: int
+    end: EndReason
+
+
+@dataclass(slots=True)
+class Tape:
+    """Everything that happened in N slots, one entry a step; the arrays are kept as they came, not copied."""
+
+    before: list[NDArray[np.float32]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    actions: list[NDArray[Any]] = field(default_factory=list)
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def add(
+        self, observation_ND: NDArray[np.float32], actions: NDArray[Any], logprobs_N: NDArray[np.float32], step: Step
+    ) -> None:
+        """One call of the environments."""
+        self.before.append(observation_ND)
+        self.actions.append(actions)
+        self.logprobs.append(logprobs_N)
+        self.steps.append(step)
+
+    def finish(self) -> FinishedTape:
+        """By slot and in order, so that a rollout is a slice."""
+        return FinishedTape(
+            before_NTD=_by_slot(self.before),
+            after_NTD=_by_slot([step.observation_ND for step in self.steps]),
+            actions_NT=_by_slot(self.actions),
+            logprobs_NT=_by_slot(self.logprobs),
+            rewards_NT=_by_slot([step.reward_N for step in self.steps]),
+            raw_steps=int(sum(step.steps_N.sum() for step in self.steps)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTape:
+    before_NTD: NDArray[np.float32]
+    after_NTD: NDArray[np.float32]
+    actions_NT: NDArray[Any]  # [N, T], or [N, T, A]
+    logprobs_NT: NDArray[np.float32]
+    rewards_NT: NDArray[np.float64]
+    raw_steps: int  # of the environments, in all slots together
+
+    def rewards(self, segment: Segment) -> NDArray[np.float64]:
+        """What each decision of the segment earned: [L]."""
+        return self.rewards_NT[segment.slot, segment.start : segment.stop]
+
+    def rollout(self, segment: Segment, version: int) -> Rollout:
+        """The segment as the mathematics wants it, not yet rewarded."""
+        slot, start, stop = segment.slot, segment.start, segment.stop
+        last_1D = self.after_NTD[slot, stop - 1 : stop]
+        return Rollout(
+            context=np.concatenate([self.before_NTD[slot, start:stop], last_1D]),
+            actions=self.actions_NT[slot, start:stop],
+            behavior_logprobs=self.logprobs_NT[slot, start:stop],
+            end=segment.end,
+            text=f"{plural(stop - start, 'step')}, {segment.end}",
+            version=version,
+        )
+
+
+def _by_slot(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return np.ascontiguousarray(np.stack(arrays).swapaxes(0, 1))
+
+
+def refuse_endless(decisions: int) -> None:
+    """Who waits for the end of an episode must not wait for ever.
+
+    Raises:
+        ConfigError: after LONGEST_WAIT decisions.
+    """
+    if decisions > LONGEST_WAIT:
+        raise ConfigError(
+            f"an episode has not ended after {LONGEST_WAIT:,} decisions: set environment.max_episode_steps to fewer"
+        )
+
+
+def ending(step: Step, slot: int) -> EndReason:
+    """Why the episode of a slot ended in this step; one that was terminated and truncated at once is over."""
+    return EndReason.TERMINATED if step.terminated_N[slot] else EndReason.TRUNCATED
+
+
+def play(
+    environments: Environments,
+    policy: ControlPolicy,
+    seeds: list[int],
+    draws: Draws | None,
+    names: Sequence[tuple[int, int]] = (),
+) -> tuple[list[Segment], FinishedTape]:
+    """One whole episode from every reset seed, as many at a time as there are slots.
+
+    Args:
+        environments: with `seeded`.
+        policy: acts.
+        seeds: one an episode.
+        draws: the policy's random numbers; None: it takes its best action.
+        names: with `draws`, the group and the rollout of every episode, which name its random numbers.
+
+    Returns:
+        the segments in the order of the seeds, and the tape that they lie on.
+
+    Raises:
+        ConfigError: for an environment whose episodes have no end.
+    """
+    slots = environments.count
+    segments: list[Segment | None] = [None] * len(seeds)
+    job_N = np.arange(slots)  # the episode in each slot; those from len(seeds) on are played for nobody
+    began_N = np.zeros(slots, dtype=np.int64)
+    for slot in range(min(slots, len(seeds))):
+        if draws is not None:
+            draws.begin(slot, *names[slot])
+    observation_ND = environments.reset([seeds[min(slot, len(seeds) - 1)] for slot in range(slots)])
+    waiting = min(slots, len(seeds))  # the next episode to begin
+    missing = len(seeds)
+    tape = Tape()
+    silent_N = np.zeros(slots, dtype=np.float32)
+    last_end = 0
+    while missing:
+        refuse_endless(len(tape) - last_end)
+        if draws is None:
+            actions, logprobs_N = policy.best(observation_ND), silent_N
+        else:
+            actions, logprobs_N = policy.act(observation_ND, draws.next())
+        step = environments.step(actions)
+        tape.add(observation_ND, actions, logprobs_N, step)
+        observation_ND = step.next_ND
+        ended_N = step.terminated_N | step.truncated_N
+        if not ended_N.any():
+            continue
+        free = []
+        for slot in np.flatnonzero(ended_N).tolist():
+            job = int(job_N[slot])
+            if job >= len(seeds):
+                continue
+            segments[job] = Segment(slot, int(began_N[slot]), len(tape), ending(step, slot))
+            missing -= 1
+            last_end = len(tape)
+            job_N[slot] = len(seeds)
+            if waiting < len(seeds):
+                job_N[slot], began_N[slot] = waiting, len(tape)
+                if draws is not None:
+                    draws.begin(slot, *names[waiting])
+                free.append(slot)
+                waiting += 1
+        if free:
+            observation_ND = observation_ND.copy()  # the tape keeps the episode's last one
+            observation_ND[free] = environments.begin(np.array(free), [seeds[int(job_N[slot])] for slot in free])
+    return [segment for segment in segments if segment is not None], tape.finish()

@@ -1,0 +1,114 @@
+"""Returns, and advantages from a critic.
+
+Shapes: B rollouts, T decisions. A row never crosses the end of an episode: what may follow its last decision is one
+number, `next_value_B`. Undecided columns are stepped over: the next column is the next decision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from covey.core.baselines import RELATIVE_RANGE
+
+
+def discounted_sums(value_BT: Tensor, mask_BT: Tensor, factor: float) -> Tensor:
+    """What each decision and those after it add up to, later ones discounted.
+
+    s_t = sum_{l >= 0} factor^l x_{t+l}      Sutton and Barto (2018), eq. 3.8
+
+    Computed by doubling the reach of each sum (Hillis and Steele 1986), in log2(T) passes over the whole tensor.
+
+    Args:
+        value_BT: x.
+        mask_BT: decided columns, bool.
+        factor: per decision.
+
+    Returns:
+        s_BT, 0 where undecided.
+    """
+    order_BT = _decided_first(mask_BT)
+    sums_BT = torch.where(mask_BT, value_BT, 0.0).gather(1, order_BT)
+    return torch.where(mask_BT, torch.zeros_like(sums_BT).scatter(1, order_BT, _scan(sums_BT, factor)), 0.0)
+
+
+def gae(
+    rewards_BT: Tensor, values_BT: Tensor, next_value_B: Tensor, mask_BT: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation.
+
+    delta_t = r_t + gamma V_{t+1} - V_t,   A_t = sum_l (gamma lam)^l delta_{t+l}      GAE (arXiv 1506.02438), eq. 16
+
+    Args:
+        rewards_BT: what each decision earned.
+        values_BT: V of the state before each decision.
+        next_value_B: V after the last decision: 0 where the episode terminated, the critic's value where a time limit
+            or the end of a fragment stopped it.
+        mask_BT: decided columns, bool.
+        gamma: discount per decision.
+        lam: 0 gives A = delta, 1 gives A = return - V.
+
+    Returns:
+        advantages_BT and returns_BT = A + V, what the critic should have said; both 0 where undecided.
+    """
+    order_BT = _decided_first(mask_BT)
+    decided_BT = mask_BT.gather(1, order_BT)
+    values = torch.where(mask_BT, values_BT, 0.0).gather(1, order_BT)
+    rewards = rewards_BT.gather(1, order_BT)
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    following = following.scatter(1, last_B1, next_value_B[:, None])
+    deltas = torch.where(decided_BT, rewards + gamma * following - values, 0.0)
+    advantages = torch.where(decided_BT, _scan(deltas, gamma * lam), 0.0)
+    blank_BT = torch.zeros_like(values)
+    return blank_BT.scatter(1, order_BT, advantages), blank_BT.scatter(1, order_BT, advantages + values)
+
+
+def squared_error(values_BT: Tensor, returns_BT: Tensor, old_values_BT: Tensor) -> Tensor:
+    """(V_t - R_t)^2. PPO (arXiv 1707.06347), eq. 9.
+
+    Args:
+        values_BT: of the current critic, with gradient.
+        returns_BT: what it should have said.
+        old_values_BT: unused; what it said before the update.
+
+    Returns:
+        error_BT.
+    """
+    return (values_BT - returns_BT) ** 2
+
+
+def clipped_squared_error(values_BT: Tensor, returns_BT: Tensor, old_values_BT: Tensor, *, clip: float) -> Tensor:
+    """max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2).
+
+    The critic gains nothing by moving further than `clip` in one update. GAE paper's trust region in PPO's form:
+    Engstrom et al. (arXiv 2005.12729), section 2. Arguments and return as in `squared_error`.
+    """
+    near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
+    return torch.maximum((values_BT - returns_BT) ** 2, (near_BT - returns_BT) ** 2)
+
+
+def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """1 - Var(R - V) / Var(R): the share of the variance that the critic foresaw (coefficient of determination).
+
+    Returns:
+        a scalar: 1 is perfect, 0 no better than a constant; 0 also where all returns are alike.
+    """
+    returns, errors = returns_BT[mask_BT], (returns_BT - values_BT)[mask_BT]
+    if not len(returns) or returns.max() - returns.min() <= RELATIVE_RANGE * returns.abs().max():
+        return returns.new_zeros(())
+    return 1 - errors.var(correction=0) / returns.var(correction=0)
+
+
+def _decided_first(mask_BT: Tensor) -> Tensor:
+    """Column indices of every row, the decided ones first and in order."""
+    return (~mask_BT).to(torch.uint8).argsort(dim=1, stable=True)
+
+
+def _scan(value_BT: Tensor, factor: float) -> Tensor:
+    """sum_l factor^l x_{t+l} over all columns."""
+    reach, power = 1, factor
+    while reach < value_BT.shape[1] and power != 0:
+        value_BT = value_BT + power * torch.nn.functional.pad(value_BT[:, reach:], (0, reach))
+        reach, power = 2 * reach, power * power
+    return value_BT

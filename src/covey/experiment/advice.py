@@ -1,0 +1,244 @@
+"""What to do after a run: a command, or a Python call, that works as it stands and keeps the run's own settings.
+
+A run remembers how it was started (`Launch`, in its origin.json). A run of the command line is advised commands, with
+the same recipe and the same `--field value` words; a run of `covey.run` is advised Python calls, with their import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from covey.config import ControlConfig, RunConfig
+from covey.config.fields import command
+from covey.config.model_sources import CONFIG_FILE
+from covey.config.recipe import config_from_dict, read_tables, split_overrides
+from covey.tracking.console import verdict
+from covey.tracking.run_folder import ORIGIN_FILE
+from covey.tracking.wording import find_wording
+
+Config = RunConfig | ControlConfig
+
+LOWER = 3  # the learning rate is divided by this where a policy got worse
+SAMPLES = 16  # answers to each problem that show how sure a model is
+LAST_SEED = 2**32 - 1
+PYTHON_NAME = "run"  # of a run from Python that was given none
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run was started."""
+
+    recipe: str = ""  # as typed after `covey train`; empty: the run was started by `covey.run`
+    fields: tuple[str, ...] = ()  # the `--field value` words behind it
+    recipe_steps: int = 0  # steps of the recipe without those words; 0: there is no recipe
+    name: str = PYTHON_NAME  # from Python: what the run is called
+    own_task: bool = False  # from Python: it was given a task
+    own_rewards: tuple[str, ...] = ()  # from Python: names of its reward functions, built-in ones quoted
+
+    @classmethod
+    def of_command(cls, recipe: str, fields: Sequence[str]) -> Launch:
+        """Of `covey train RECIPE --field value ...`; the words have been read without a mistake."""
+        steps = config_from_dict(read_tables(recipe)).steps
+        return cls(recipe, tuple(fields), steps if isinstance(steps, int) else 0)
+
+    @classmethod
+    def from_python(cls, name: str, task: object, rewards: Sequence[object]) -> Launch:
+        """Of a call of `covey.run`."""
+        names = tuple(repr(one) if isinstance(one, str) else str(getattr(one, "__name__", "")) for one in rewards)
+        return cls(name=name, own_task=task is not None, own_rewards=names)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Launch:
+        """What `vars` made of it, after JSON."""
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
+        launch = cls(**values)
+        if not all(isinstance(word, str) for word in (launch.recipe, launch.name, *launch.fields, *launch.own_rewards)):
+            raise TypeError("words are texts")
+        return launch
+
+    @property
+    def title(self) -> str:
+        """The recipe, or the name of a run from Python."""
+        return self.recipe or self.name
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that came to its end, as far as advice depends on it."""
+
+    launch: Launch
+    config: Config
+    run_dir: str
+    drawable: bool  # the environment can be rendered here
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to do next: where it is possible, in words, and as a command or a Python call."""
+
+    words: str
+    command: Callable[[Finished], str]
+    possible: Callable[[Finished], bool] = lambda run: True
+
+
+def start(launch: Launch, config: Config, changes: Mapping[str, Any], *, keep_folder: bool = False) -> str:
+    """The command or call that trains again with some fields changed.
+
+    Args:
+        launch: how the run was started.
+        config: of the run.
+        changes: dotted name of a field -> new value; None leaves the field as the recipe has it.
+        keep_folder: also keep the folder that was asked for; without it the run gets a new one.
+    """
+    if not launch.recipe:
+        for name, value in ({} if keep_folder else {"run_dir": ""} | dict(changes)).items():
+            config = _with(config, name, value)
+        return _call("run", python_of(config), launch)
+    dropped = {*changes, *(() if keep_folder else ("run_dir",))}
+    kept = [pair for pair in split_overrides(launch.fields) if not any(_names(pair[0], field) for field in dropped)]
+    words = [word for name, value in kept for word in (f"--{name}", value)]
+    if Path(launch.recipe).name == CONFIG_FILE and not keep_folder:
+        words += ["--run-dir", ""]  # that of a run names its folder
+    for name, value in changes.items():
+        if value is not None:
+            words += [f"--{name.rpartition('.')[2].replace('_', '-')}", f"{value}"]
+    return command("train", launch.recipe, *words)
+
+
+def go_on(launch: Launch, run_dir: str | Path) -> str:
+    """The command or call that resumes a run."""
+    if launch.recipe:
+        return command("train", "--resume", run_dir)
+    return _call("resume", repr(str(run_dir)), replace(launch, name=PYTHON_NAME))
+
+
+def after_training(run: Finished, summary: dict[str, Any]) -> str:
+    """One suggestion, by what the first evaluation showed."""
+    world, found, expected = find_wording(summary), verdict(summary), summary.get("expected_return")
+    chosen = next(advice for advice in ADVICE[summary["world"]][found] if advice.possible(run))
+    parts = [FINDINGS[found], f"Next: {chosen.words}: {chosen.command(run)}"]
+    if expected is not None:
+        reached = "reached" if found == "reached" else "not reached"
+        parts.insert(0, f"The expected return of {world.kind.write(expected)} is {reached}.")
+    return " ".join(part for part in parts if part)
+
+
+def after_evaluation(run_dir: Path, config: Config, *, drawable: bool, drawn: bool) -> str:
+    """What to do after `covey eval` of a control run; empty if nothing is known of how it was started."""
+    if drawable and not drawn:
+        return f"Next: {WATCH.words}: {command('eval', run_dir, '--render')}"
+    launch = read_launch(run_dir)
+    if launch is None:
+        return ""
+    return f"Next: {OTHER_SEED.words}: {OTHER_SEED.command(Finished(launch, config, str(run_dir), drawable))}"
+
+
+def read_launch(run_dir: Path) -> Launch | None:
+    """How the run in a folder was started; None if the folder does not say."""
+    try:
+        return Launch.from_dict(json.loads((run_dir / ORIGIN_FILE).read_bytes())["launch"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _names(typed: str, field: str) -> bool:
+    """Whether `--typed` on a command line means the field of this dotted name."""
+    return typed.replace("-", "_") in (field, field.rpartition(".")[2])
+
+
+def _with(config: Any, name: str, value: Any) -> Any:
+    section, _, leaf = name.rpartition(".")
+    if value is None:
+        return config
+    if section:
+        return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
+    return replace(config, **{leaf: value})
+
+
+def _call(function: str, first: str, launch: Launch) -> str:
+    """A call of `covey.run` or `covey.resume` with what only the script has, under the names that it has there."""
+    arguments = [first]
+    if launch.own_task:
+        arguments.append("task=task")
+    if launch.own_rewards:
+        named = all(name.isidentifier() or name[:1] in ("'", '"') for name in launch.own_rewards)
+        arguments.append(f"rewards=[{', '.join(launch.own_rewards)}]" if named else "rewards=rewards")
+    if launch.name != PYTHON_NAME:
+        arguments.append(f"recipe_name={launch.name!r}")
+    return f"import covey; covey.{function}({', '.join(arguments)})"
+
+
+def python_of(config: Any) -> str:
+    """A config as the Python expression that makes it, without the fields that have their default."""
+    if isinstance(config, tuple):
+        items = [python_of(item) for item in config]
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    if not is_dataclass(config):
+        return repr(config)
+    values = ((item, getattr(config, item.name)) for item in fields(config))
+    given = [f"{item.name}={python_of(value)}" for item, value in values if value != item.default]
+    return f"covey.{type(config).__name__}({', '.join(given)})"
+
+
+def _longer(run: Finished) -> str:
+    """Twice as long; or as long as the recipe, if the run was cut so short that this is more."""
+    changes: dict[str, Any] = {"steps": 2 * run.config.steps}
+    if run.launch.recipe_steps > changes["steps"]:
+        changes["steps"] = None
+    budget = run.config.token_budget if isinstance(run.config, RunConfig) else 0
+    if budget:
+        changes["token_budget"] = 2 * budget
+    return start(run.launch, run.config, changes)
+
+
+def _more_slowly(run: Finished) -> str:
+    lower = float(f"{run.config.update.learning_rate / LOWER:.1g}")
+    return start(run.launch, run.config, {"update.learning_rate": lower})
+
+
+def _another_seed(run: Finished) -> str:
+    return start(run.launch, run.config, {"seed": run.config.seed + 1 if run.config.seed < LAST_SEED else 0})
+
+
+def _watch(run: Finished) -> str:
+    if run.launch.recipe:
+        return command("eval", run.run_dir, "--render")
+    return f"import covey; covey.evaluate_run({run.run_dir!r}, render=True)"
+
+
+WATCH = Advice("watch the policy", _watch, lambda run: run.drawable)
+LONGER = Advice("train for longer", _longer)
+MORE_SLOWLY = Advice("lower the learning rate", _more_slowly)
+OTHER_SEED = Advice("try another seed", _another_seed)
+MEASURE = Advice(
+    "see how sure it is",
+    lambda run: command("eval", run.run_dir, "--samples", SAMPLES),
+    lambda run: bool(run.launch.recipe),  # a script's task and rewards are not in the run folder
+)
+
+# By the verdict of `covey.tracking.console.verdict`; of each row the first that is possible.
+FINDINGS: dict[str, str] = {
+    "reached": "",
+    "short": "The policy got better.",
+    "better": "The policy got better.",
+    "worse": "The policy got worse.",
+    "unclear": "The change is within the uncertainty of the evaluations.",
+}
+ADVICE: dict[str, dict[str, tuple[Advice, ...]]] = {
+    "language": {
+        "better": (MEASURE, LONGER),
+        "worse": (MORE_SLOWLY,),
+        "unclear": (LONGER,),
+    },
+    "control": {
+        "reached": (WATCH, OTHER_SEED),
+        "short": (LONGER,),
+        "better": (WATCH, OTHER_SEED),
+        "worse": (MORE_SLOWLY,),
+        "unclear": (OTHER_SEED,),
+    },
+}

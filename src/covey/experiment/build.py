@@ -1,0 +1,149 @@
+"""What the runs of both worlds are built from: the algorithm, the optimizer, the plan of the updates."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from covey.algorithms import ALGORITHMS, Algorithm, KLPenalty
+from covey.config import ConfigError, ControlConfig, LossBase, RewardConfig, RunConfig, UpdateBase
+from covey.core import kl, schedules
+from covey.runtime.checkpoint import CheckpointFolder
+from covey.runtime.optimizer import MasterAdamW
+from covey.tracking.console import Display
+from covey.tracking.run_store import CHECKPOINTS_FOLDER, RunStore
+from covey.train.loop import Parts, Settings
+from covey.train.update import UpdatePlan
+
+Evaluation = dict[str, Any]
+# A function with TRL's signature, a built-in reward's name, file.py:function, or a RewardConfig.
+Reward = Callable[..., Any] | RewardConfig | str
+
+SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {"linear": schedules.linear, "cosine": schedules.cosine}
+KL_ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "exact": kl.exact}
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A run that is ready to go."""
+
+    parts: Parts
+    settings: Settings
+    measure: Callable[[str], list[Evaluation]]  # greedy, on what training never sees; the label is for the display
+    save: Callable[[Path], None]  # what was trained, into the run folder
+    machine: dict[str, Any]  # what the bits of a result depend on beside seed, config and inputs
+    facts: Callable[[], dict[str, Any]]  # what summary.json says beside what every run has
+
+
+class World(Protocol):
+    """One of covey's two worlds, as a run sees it."""
+
+    name: str  # "language" or "control"
+
+    @property
+    def score_kind(self) -> str:
+        """The kind of what evaluations average: a key of `covey.tracking.score_kinds.SCORE_KINDS`."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know before the run, one line each; often nothing."""
+
+    @property
+    def config(self) -> RunConfig | ControlConfig:
+        """Of the run, as its folder keeps it."""
+
+    def describe(self) -> str:
+        """The run in half a line."""
+
+    def assemble(self, store: RunStore, display: Display) -> Assembled:
+        """Load what is heavy and put the parts together."""
+
+    def drawable(self) -> bool:
+        """Whether an episode can be rendered here."""
+
+    def close(self) -> None:
+        """End processes that it started."""
+
+
+def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
+    """The algorithm by its name, with the fields of [loss] that are set.
+
+    Args:
+        name: a key of `ALGORITHMS`.
+        loss: the [loss] table of either world.
+        options: what else the algorithm's builder takes; those that it does not take are left out.
+
+    Raises:
+        ConfigError: for clipping where the algorithm has none.
+    """
+    build = ALGORITHMS[name]
+    parameters = inspect.signature(build).parameters
+    default: KLPenalty = parameters["kl"].default
+    coefficient = default.coefficient(1) if loss.kl_coefficient is None else loss.kl_coefficient
+    to_behavior = loss.kl_anchor == "behavior"
+    estimator = KL_ESTIMATORS[loss.kl_estimator] if loss.kl_estimator else default.estimator
+    penalty = replace(
+        default,
+        coefficient=schedules.constant(coefficient, warmup_steps=loss.kl_warmup_steps),
+        estimator=estimator,
+        to_behavior=to_behavior,
+        # To the reference, k1 pulls only from within the reward: as a part of the loss its expected gradient is zero.
+        # The others pull only from within the loss: in the reward the two halves of k3 cancel.
+        in_reward=estimator is kl.k1 and not to_behavior,
+        controller=_kl_controller(loss),
+    )
+    chosen = {name: value for name, value in options.items() if name in parameters}
+    for field in ("clip_low", "clip_high", "dual_clip"):
+        value = getattr(loss, field)
+        if value is not None:
+            if field not in parameters:
+                raise ConfigError(f"algorithm {name!r} does not clip: leave out loss.{field}")
+            chosen[field] = value
+    return replace(build(kl=penalty, **chosen), importance_cap=getattr(loss, "importance_cap", None))
+
+
+def _kl_controller(loss: LossBase) -> schedules.KLController | None:
+    """What moves the KL coefficient after the warm-up, where there is a target."""
+    if loss.kl_target is None:
+        return None
+    return schedules.KLController(loss.kl_target, loss.kl_horizon, first_step=max(1, loss.kl_warmup_steps))
+
+
+def build_optimizer(module: nn.Module, update: UpdateBase) -> MasterAdamW:
+    """AdamW over a module's parameters as [update] wants it."""
+    return MasterAdamW(
+        module,
+        lr=update.learning_rate,
+        betas=(update.beta1, update.beta2),
+        weight_decay=update.weight_decay,
+        max_grad_norm=update.max_grad_norm,
+    )
+
+
+def learning_rate(peak: float, update: UpdateBase, steps: int) -> schedules.Schedule:
+    """The learning rate of every step."""
+    if update.schedule == "constant":
+        return schedules.constant(peak, warmup_steps=update.warmup_steps)
+    return SCHEDULES[update.schedule](peak, steps=steps, warmup_steps=update.warmup_steps)
+
+
+def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> UpdatePlan:
+    """How a step's rollouts are gone through; `single_decisions`: a minibatch may hold a part of a rollout."""
+    return UpdatePlan(
+        update.epochs,
+        update.minibatches,
+        single_decisions=single_decisions,
+        target_kl=update.target_kl,
+        critic_epochs=update.critic_epochs,
+        critic_warmup_steps=update.critic_warmup_steps,
+    )
+
+
+def build_checkpoints(store: RunStore, keep: int) -> CheckpointFolder:
+    """The checkpoints of a run folder; what the run recorded is on the disk before any of them."""
+    return CheckpointFolder(store.run_dir / CHECKPOINTS_FOLDER, keep, before_save=store.sync)

@@ -1,0 +1,315 @@
+"""From a config to the parts of a run on an environment, and the evaluation of its agent."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.algorithms.advantages import Credit, outcome, reward_to_go, within_rollout
+from covey.config import ConfigError, ControlConfig, EnvironmentConfig
+from covey.config.faults import faults_of
+from covey.config.fields import command, plural
+from covey.config.files import user_path
+from covey.config.recipe import config_from_dict, read_tables
+from covey.control.action_spaces import Continuous
+from covey.control.branch_sampler import BranchSampler, refuse_uncopyable
+from covey.control.envs.render import can_draw, render_episode
+from covey.control.envs.vector_env import Environments, check_environment, longest_episode, make_environments
+from covey.control.nets.running_mean_std import RunningMoments
+from covey.control.policy import ControlCritic, ControlPolicy, load_policy
+from covey.control.reward_scaling import AsPaid, ByRunningStd, Clipped, RewardScale
+from covey.control.rollout_buffer import play
+from covey.control.sampler import ControlSampler, EpisodeSampler, FragmentSampler
+from covey.control.tasks import EnvironmentPays, EpisodeStarts, reset_seeds
+from covey.experiment.build import (
+    Assembled,
+    Evaluation,
+    build_algorithm,
+    build_checkpoints,
+    build_optimizer,
+    learning_rate,
+    update_plan,
+)
+from covey.runtime.device import environment, set_threads
+from covey.runtime.rng import EVALUATING
+from covey.tracking.console import Display
+from covey.tracking.run_folder import FolderLock
+from covey.tracking.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
+from covey.tracking.score_kinds import RETURN
+from covey.train.loop import Parts, Settings
+
+EVALUATED_AT_ONCE = 100  # copies of the environment
+PICTURE = "agent.gif"
+
+CREDITS: dict[str, Callable[[ControlConfig, float], Credit]] = {
+    "episodes": lambda config, gamma: outcome,
+    "branches": lambda config, gamma: outcome,
+    "reward_to_go": lambda config, gamma: partial(
+        reward_to_go, gamma=gamma, same_step=config.rollouts.compare == "step"
+    ),
+    "within_episode": lambda config, gamma: partial(within_rollout, gamma=gamma),
+}
+
+
+class ControlWorld:
+    """A run on a Gymnasium environment; meets `covey.experiment.build.World`."""
+
+    name = "control"
+    score_kind = "return"
+
+    def __init__(self, config: ControlConfig) -> None:
+        """Makes the environments, so that a mistake is found at once.
+
+        Raises:
+            ConfigError: where the environment cannot be made or does not suit the groups.
+        """
+        set_threads(config.threads)
+        self.config = config
+        rollouts = config.rollouts
+        self.fragments = rollouts.groups == "fragments"
+        check_environment(evaluation_environment(config))
+        # A branch is one decision, for only its first is compared.
+        self.longest_rollout = 1 if rollouts.groups == "branches" else longest_episode(config.environment)
+        if config.algorithm == "dr_grpo" and self.longest_rollout is None:
+            raise ConfigError(
+                f"dr_grpo divides by the time limit of an episode, and {config.environment.id!r} has none: set "
+                "environment.max_episode_steps"
+            )
+        self.environments = make_environments(config.environment, rollouts.copies)
+        self.notes = (self.environments.note,) if self.environments.note else ()  # what a user should know
+        self.trunks = None
+        self._evaluation: Environments | None = None
+        if rollouts.groups == "branches":
+            self.trunks = make_environments(config.environment, rollouts.starts_per_step)
+            refuse_uncopyable(self.trunks)
+        if config.loss.kl_estimator == "exact" and isinstance(self.environments.actions, Continuous):
+            raise ConfigError(
+                "loss.kl_estimator = 'exact' sums over all actions, and here they are continuous: use 'k3'"
+            )
+
+    def describe(self) -> str:
+        config, rollouts = self.config, self.config.rollouts
+        what = (
+            f"{plural(self.environments.count, 'environment')} x {plural(rollouts.fragment_steps, 'step')}"
+            if self.fragments
+            else f"{plural(rollouts.starts_per_step, 'start')} x {plural(rollouts.group_size, 'rollout')} "
+            f"({rollouts.groups})"
+        )
+        return f"{config.algorithm} on {config.environment.id}, {plural(config.steps, 'step')} of {what}"
+
+    def assemble(self, store: RunStore, display: Display) -> Assembled:
+        config, update = self.config, self.config.update
+        gamma = config.rollouts.discount
+        policy = build_policy(config, self.environments)
+        critic = build_critic(config, policy) if config.algorithm == "ppo" else None
+        sampler = self._build_sampler(policy, gamma)
+        algorithm = build_algorithm(
+            config.algorithm,
+            config.loss,
+            max_length=self.longest_rollout,
+            entropy_coefficient=config.loss.entropy_coefficient,
+            gamma=gamma,
+            lam=config.loss.gae_lambda,
+            whiten=config.loss.whiten,
+            value_coefficient=config.loss.value_coefficient,
+            value_clip=config.loss.value_clip,
+            **({} if self.fragments else {"credit": CREDITS[config.rollouts.groups](config, gamma)}),
+        )
+        needs_reference = bool(config.loss.kl_coefficient) and not algorithm.kl.to_behavior
+        evaluation = EpisodeEvaluation(config, policy, self._evaluation_environments(), display)
+        parts = Parts(
+            task=EpisodeStarts(),
+            sampler=sampler,
+            grader=EnvironmentPays(),
+            policy=policy,
+            reference=copy.deepcopy(policy) if needs_reference else None,
+            algorithm=algorithm,
+            optimizer=build_optimizer(policy.module, update),
+            observers=(store, display),
+            checkpoints=build_checkpoints(store, config.checkpoint.keep),
+            evaluate=lambda step: sampler.metrics() | evaluation.due(step),
+            critic=critic,
+            critic_optimizer=build_optimizer(critic.module, update) if critic else None,
+        )
+        settings = Settings(
+            steps=config.steps,
+            seed=config.seed,
+            starts_per_step=self.environments.count if self.fragments else config.rollouts.starts_per_step,
+            group_size=1 if self.fragments else config.rollouts.group_size,
+            plan=update_plan(update, single_decisions=True),
+            learning_rate=learning_rate(update.learning_rate, update, config.steps),
+            critic_learning_rate=learning_rate(
+                update.critic_learning_rate or update.learning_rate, update, config.steps
+            ),
+            checkpoint_every=config.checkpoint.every,
+        )
+        return Assembled(
+            parts,
+            settings,
+            evaluation.measure,
+            lambda run_dir: policy.save(run_dir / MODEL_FOLDER),
+            _machine(),
+            lambda: self._facts(sampler),
+        )
+
+    def drawable(self) -> bool:
+        return can_draw(self.config.environment)
+
+    def close(self) -> None:
+        for environments in (self.environments, self.trunks, self._evaluation):
+            if environments is not None:
+                environments.close()
+
+    def _build_sampler(self, policy: ControlPolicy, gamma: float) -> ControlSampler:
+        rollouts = self.config.rollouts
+        scales: dict[str, Callable[[], RewardScale]] = {
+            "none": AsPaid,
+            "clip": Clipped,
+            "running_std": lambda: ByRunningStd(gamma),
+        }
+        shared = (policy, self.environments, self.config.seed, scales[rollouts.reward_scaling](), gamma)
+        if self.trunks is not None:
+            return BranchSampler(*shared, trunks=self.trunks, horizon=rollouts.horizon)
+        return FragmentSampler(*shared, steps=rollouts.fragment_steps) if self.fragments else EpisodeSampler(*shared)
+
+    def _evaluation_environments(self) -> Environments:
+        count = min(self.config.evaluation.episodes, EVALUATED_AT_ONCE)
+        self._evaluation = make_environments(evaluation_environment(self.config), count)
+        return self._evaluation
+
+    def _facts(self, sampler: ControlSampler) -> dict[str, Any]:
+        return {
+            "environment": self.config.environment.id,
+            "environment_steps": sampler.environment_steps,
+            "episodes": sampler.episodes,
+            "expected_return": self.config.evaluation.expected_return,
+        }
+
+
+class EpisodeEvaluation:
+    """The mean return of episodes in which the policy always takes its best action."""
+
+    def __init__(
+        self, config: ControlConfig, policy: ControlPolicy, environments: Environments, display: Display
+    ) -> None:
+        self.config, self.policy, self.environments, self.display = config.evaluation, policy, environments, display
+        self.seeds = [start.prompt for start in EpisodeStarts().held_out(config.evaluation.episodes)]
+
+    def measure(self, label: str) -> list[Evaluation]:
+        """One result: the mean return, its 95 % interval, seconds."""
+        began = time.perf_counter()
+        with self.display.progress(f"evaluation {label}", len(self.seeds)) as advance:
+            returns = episode_returns(self.policy, self.environments, self.seeds)
+            advance(len(self.seeds))
+        return [{**RETURN.estimate(returns), "seconds": time.perf_counter() - began}]
+
+    def due(self, step: int) -> dict[str, float]:
+        """The metric `eval/score` after a step where the config asks for it."""
+        if not self.config.every or step % self.config.every:
+            return {}
+        returns = episode_returns(self.policy, self.environments, self.seeds)
+        return {"eval/score": sum(returns) / len(returns)}
+
+
+def episode_returns(policy: ControlPolicy, environments: Environments, seeds: list[int]) -> list[float]:
+    """The undiscounted return of one greedy episode from every reset seed."""
+    segments, tape = play(environments, policy, seeds, None)
+    return [float(tape.rewards(segment).sum()) for segment in segments]
+
+
+def _machine() -> dict[str, Any]:
+    here = environment(torch.device("cpu"), torch.float32)
+    return here | {"gymnasium": version("gymnasium"), "numpy": version("numpy")}
+
+
+def build_policy(config: ControlConfig, environments: Environments) -> ControlPolicy:
+    """The untrained policy of a run."""
+    size = environments.observation_size
+    return ControlPolicy(
+        size,
+        environments.actions,
+        hidden=config.policy.hidden,
+        activation=config.policy.activation,
+        initial_std=config.policy.initial_std,
+        normaliser=RunningMoments(size) if config.policy.normalise_observations else None,
+        seed=config.seed,
+    )
+
+
+def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
+    """The untrained critic that goes with a policy."""
+    return ControlCritic(
+        policy.observation_size,
+        hidden=config.policy.critic_hidden or config.policy.hidden,
+        activation=config.policy.activation,
+        normaliser=policy.normaliser,
+        seed=config.seed,
+    )
+
+
+def evaluation_environment(config: ControlConfig) -> EnvironmentConfig:
+    """The environment as evaluation plays it: in this process, every episode from its own seed.
+
+    Its own vector class is kept where it can do that, for there may be no other.
+    """
+    own = config.environment.vectorization == "entry_point" and config.environment.autoreset == "disabled"
+    return replace(config.environment, autoreset="disabled", vectorization="entry_point" if own else "auto")
+
+
+def evaluate_run(
+    run_dir: str | Path, *, episodes: int | None = None, render: bool = False, seed: int | None = None
+) -> Evaluation:
+    """Greedy episodes of a finished run's policy.
+
+    Args:
+        run_dir: the run folder.
+        episodes: how many to play; None: as many as the run's own evaluations.
+        render: also write a moving picture of one of them into the run folder.
+        seed: of the episodes; None: those that every run is measured on.
+
+    Returns:
+        {"score", "low", "high", "count", "returns", "drawable"}, with "picture" (its path) if one was made. "drawable"
+        says whether the environment can be rendered here.
+
+    Raises:
+        ConfigError: where the run is not finished, its environment cannot be made, or (with `render`) another process
+            is writing into its folder.
+    """
+    run_dir = user_path(run_dir)
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"there is no run in {run_dir}")
+    config = config_from_dict(read_tables(run_dir / CONFIG_FILE))
+    if not isinstance(config, ControlConfig):
+        raise ConfigError(f"{run_dir} is no run on an environment")
+    if not (run_dir / MODEL_FOLDER).is_dir():
+        raise ConfigError(
+            f"the run in {run_dir} has not saved its policy yet: finish it with {command('train', '--resume', run_dir)}"
+        )
+    set_threads(config.threads)
+    policy = load_policy(run_dir / MODEL_FOLDER)
+    episodes = config.evaluation.episodes if episodes is None else episodes
+    if seed is None:
+        seeds = [start.prompt for start in EpisodeStarts().held_out(episodes)]
+    else:
+        seeds = reset_seeds(seed, 0, list(range(episodes)), 0, stream=EVALUATING)
+    played = evaluation_environment(config)
+    environments = make_environments(played, min(episodes, EVALUATED_AT_ONCE))
+    try:
+        returns = episode_returns(policy, environments, seeds)
+    finally:
+        environments.close()
+    result: Evaluation = {**RETURN.estimate(returns), "returns": returns, "drawable": render or can_draw(played)}
+    if render:
+        path = run_dir / PICTURE
+        with FolderLock(run_dir), faults_of(path):
+            render_episode(played, policy.best, seeds[0], path)
+        result["picture"] = str(path)
+    return result

@@ -1,0 +1,125 @@
+"""Greedy answers to problems that training never sees: what they score, and the answers themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from covey.config import EvaluationConfig, RunError
+from covey.config.fields import plural
+from covey.data import Group, Rollout, Start
+from covey.experiment.build import Evaluation
+from covey.llm.grader import RewardGrader
+from covey.llm.sampler import LanguageSampler, greedy
+from covey.tracking.console import Display
+from covey.tracking.run_store import RunStore, answer_record
+from covey.tracking.score_kinds import SCORE_KINDS
+
+PIECE = 128  # problems answered at a time
+
+
+class HeldOut:
+    """Greedy answers to the held-out problems, at one or more token limits."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        starts: Sequence[Start],
+        grader: RewardGrader,
+        sampler: LanguageSampler,
+        display: Display,
+        store: RunStore,
+    ) -> None:
+        self.every = config.every
+        # The training's own limit comes first: it is the one that the curve and the advice are about.
+        self.limits = list(dict.fromkeys([sampler.max_new_tokens, *config.token_limits]))
+        self.starts, self.grader, self.sampler, self.display, self.store = starts, grader, sampler, display, store
+        self._latest: dict[int, Evaluation] = {}  # by token limit, of the weights' version that follows
+        self._answers: dict[int, list[Group]] = {}  # likewise
+        self._version = sampler.version
+
+    def measure(self, label: str) -> list[Evaluation]:
+        """One result per token limit: the score, its 95 % interval, mean length, seconds."""
+        return self._at(self.limits, label)
+
+    def due(self, step: int) -> dict[str, float]:
+        """The metric `eval/score` after a step where the config asks for it."""
+        if not self.every or step % self.every:
+            return {}
+        (result,) = self._at(self.limits[:1], f"after step {step}")
+        return {"eval/score": result["score"]}
+
+    def _at(self, limits: list[int], label: str) -> list[Evaluation]:
+        if self._version != self.sampler.version:
+            self._latest, self._answers, self._version = {}, {}, self.sampler.version
+        new = [limit for limit in limits if limit not in self._latest]  # a run may end where an evaluation was due
+        if new:
+            self._measure(new, f"held-out {self.grader.score_kind} {label}, at most {plural(max(new), 'token')}")
+            self.store.record_evaluation(self._version, answer_records(self._version, self._answers))
+        return [self._latest[limit] for limit in limits]
+
+    def _measure(self, limits: list[int], label: str) -> None:
+        """A greedy answer begins like the one with more room, so one is sampled and cut at each limit."""
+        began = time.perf_counter()
+        sampler = greedy(self.sampler, max(limits))
+        graded: dict[int, list[Group]] = {limit: [] for limit in limits}
+        with self.display.progress(label, len(self.starts)) as advance:
+            for piece in answers(sampler, self.starts, 1):
+                for limit in limits:
+                    graded[limit] += self.grader.grade(sampler.shortened(piece, limit))
+                advance(len(piece))
+        seconds = (time.perf_counter() - began) / len(limits)
+        for limit, groups in graded.items():
+            self._answers[limit] = groups
+            self._latest[limit] = self._result(limit, groups) | {"seconds": seconds}
+
+    def _result(self, limit: int, groups: list[Group]) -> Evaluation:
+        rollouts = [group.rollouts[0] for group in groups]
+        scores = scores_of(rollouts)
+        if not scores:
+            raise RunError(nothing_scored(self.grader))
+        if len(scores) < len(rollouts):
+            self.display.note(f"{unscored(len(rollouts) - len(scores), len(rollouts))}")
+        return {
+            "max_new_tokens": limit,
+            **SCORE_KINDS[self.grader.score_kind].estimate(scores),
+            "unscored": len(rollouts) - len(scores),
+            "mean_tokens": sum(len(rollout.actions) for rollout in rollouts) / len(rollouts),
+        }
+
+
+def answers(sampler: LanguageSampler, starts: Sequence[Start], samples: int) -> Iterator[list[Group]]:
+    """Answers to `starts`, `samples` each, some problems at a time. Step 0 names their random numbers: training begins
+    at 1.
+    """
+    for i in range(0, len(starts), PIECE):
+        yield sampler.sample(starts[i : i + PIECE], samples, step=0)
+
+
+def answer_records(step: int, graded: dict[int, list[Group]]) -> list[dict[str, Any]]:
+    """The lines of a file of answers, from the graded groups by token limit."""
+    return [
+        answer_record(step, limit, group.start, rollout)
+        for limit, groups in graded.items()
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+def scores_of(rollouts: Sequence[Rollout]) -> list[float]:
+    """The scores of those that have one: an answer that could not be graded is no wrong answer."""
+    return [rollout.score for rollout in rollouts if rollout.score is not None]
+
+
+def unscored(count: int, total: int) -> str:
+    """The line that tells of answers without a score."""
+    return f"{count} of {plural(total, 'answer')} without a score, because their reward failed or was None: left out"
+
+
+def nothing_scored(grader: RewardGrader) -> str:
+    """What is said where no answer has a score."""
+    return (
+        f"no held-out answer has a score, because the reward {grader.score_name!r} was None for each: set score = true "
+        "for another reward"
+    )

@@ -1,0 +1,418 @@
+"""From a config to the parts of a run on a language model, and the evaluation and sampling of models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.algorithms import Algorithm
+from covey.algorithms.advantages import Credit, outcome, process, process_by_step, process_return
+from covey.config import ConfigError, RunConfig, SamplingConfig
+from covey.config.fields import plural
+from covey.config.model_sources import ARCHITECTURE_FOLDER, find_origin
+from covey.config.validate_collection import NOT_BY_GROUP
+from covey.config.validate_process import no_step_reward
+from covey.core import kl
+from covey.data import Start, Task
+from covey.experiment.build import (
+    Assembled,
+    Reward,
+    build_algorithm,
+    build_checkpoints,
+    build_optimizer,
+    learning_rate,
+    update_plan,
+)
+from covey.experiment.evaluate_llm import HeldOut
+from covey.llm.critic import LanguageCritic
+from covey.llm.grader import RewardGrader, WeightedReward, build_grader
+from covey.llm.model.chat import Chat
+from covey.llm.model.loading import find_chat, load_model, pin_model, save_architecture, take_over
+from covey.llm.native.bindings import kernels_for
+from covey.llm.policy import LanguagePolicy
+from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
+from covey.llm.sampler import LanguageSampler
+from covey.llm.tasks import Jsonl, build_task, task_of
+from covey.llm.tasks.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
+from covey.runtime.device import (
+    choose_device,
+    choose_precision,
+    environment,
+    keep_freed_memory,
+    limit_kernel_caches,
+    set_threads,
+)
+from covey.runtime.ema import FollowingWeights
+from covey.tracking.console import Display
+from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
+from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
+from covey.train.collect import Gathering
+from covey.train.loop import Parts, Settings
+
+CREDITS: dict[str, Credit] = {
+    "outcome": outcome,
+    "process": process,
+    "process_by_step": process_by_step,
+    "process_return": process_return,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be learnt: where prompts come from and what their answers are worth."""
+
+    task: Task
+    grader: RewardGrader
+    held_out: list[Start]  # at least one, at most evaluation.problems
+
+    def metrics(self) -> dict[str, float]:
+        """What the task counted since the last call."""
+        return self.task.metrics() if isinstance(self.task, FittingTask) else {}
+
+    def notes(self, asked: int, name: str) -> list[str]:
+        """What a user should know of the data: how much there is, where that is not as much as was asked for.
+
+        Args:
+            asked: how many held-out problems.
+            name: of the field or option that asked.
+        """
+        notes = [self.task.describe()] if isinstance(self.task, Jsonl) else []
+        if len(self.held_out) < asked:
+            there = plural(len(self.held_out), "held-out problem")
+            notes.append(f"evaluation: {there}, all that there are ({name} is {asked:,})")
+        return notes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run computes on."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = ()) -> Problem:
+    """Task and grader, each tried out on a few prompts, so that a mistake is found before a model is loaded.
+
+    Args:
+        config: names the task and rewards that are not given.
+        task: one of your own, for scripts: what `task_of` takes.
+        rewards: Python functions with TRL's signature, for scripts.
+
+    Raises:
+        ConfigError: where the data, the task or a reward is unusable.
+    """
+    if task is None and config.task is None:
+        raise ConfigError("there is no task: add a [task] table, or hand one to run(config, task=...)")
+    task = build_task(config.task) if task is None else task_of(task)
+    default = getattr(task, "default_rewards", ())
+    if not (rewards or config.rewards or default):
+        raise ConfigError(
+            "there is no reward: add a [[rewards]] table, or hand functions to run(config, rewards=[...])"
+        )
+    grader = build_grader(rewards or config.rewards, default, _shaping(config), config.process.boundary)
+    if config.loss.credit != "outcome" and grader.splitter is None:
+        raise ConfigError(no_step_reward(config.loss.credit))
+    try:
+        held_out = list(task.held_out(config.evaluation.problems))[: config.evaluation.problems]
+        if not held_out:
+            raise ConfigError("the task has no held-out problem, and evaluation needs at least one")
+        grader.check(task.draw(config.seed, 1, 2, first=0, before=0))
+    except ConfigError:
+        grader.close()
+        raise
+    return Problem(task, grader, held_out)
+
+
+def fit_prompts(
+    problem: Problem, config: RunConfig, chat: Chat, model_config: Any, note: Note, *, training: bool = True
+) -> Problem:
+    """The problem without the prompts that the model cannot take, or with a task that replaces them.
+
+    Args:
+        model_config: as transformers reads it.
+        note: is told of held-out prompts and, while it draws, of training prompts that were left out.
+        training: whether training prompts matter, or held-out prompts alone.
+
+    Raises:
+        ConfigError: naming the first prompt that is refused; a line of a file by its number.
+    """
+    drop, sampling = config.sampling.long_prompts == "drop", config.sampling
+    limit = PromptLimit(chat, model_config, sampling.max_new_tokens, drop)
+    longest = max(sampling.max_new_tokens, *config.evaluation.token_limits, 0)
+    evaluated = replace(limit, max_new_tokens=longest)
+    task = problem.task
+    if isinstance(task, Jsonl):
+        task.keep_fitting(limit if training else None, evaluated)
+        return replace(problem, held_out=task.held_out(config.evaluation.problems))
+    held_out = evaluated.taken(problem.held_out, note)
+    if training and not drop:
+        refuse_first_starts(task, limit, config.seed, config.steps, sampling.prompts_per_step)
+    return replace(problem, task=FittingTask(task, limit, note), held_out=held_out)
+
+
+def _shaping(config: RunConfig) -> list[WeightedReward]:
+    """Terms that the run adds to the user's rewards."""
+    if not config.overlong_tokens:
+        return []
+    return [WeightedReward.overlong(config.sampling.max_new_tokens, config.overlong_tokens)]
+
+
+def build_machine(device: str, precision: str, threads: int) -> Machine:
+    """Choose where and how to compute.
+
+    Raises:
+        ConfigError: for a device that is not there.
+    """
+    set_threads(threads)
+    keep_freed_memory()
+    limit_kernel_caches()
+    chosen = choose_device(device)
+    return Machine(chosen, choose_precision(precision, chosen))
+
+
+@dataclass
+class LoadedPolicy:
+    """A policy, how it talks, and a sampler on its weights."""
+
+    policy: LanguagePolicy
+    chat: Chat
+    sampler: LanguageSampler
+
+    def save(self, folder: Path) -> None:
+        """Write model and tokenizer so that transformers loads them unchanged."""
+        self.policy.save(folder)
+        self.chat.tokenizer.save_pretrained(folder)
+
+
+def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
+    """Load the model of a run.
+
+    Raises:
+        ConfigError: where it cannot be found or loaded.
+    """
+    with ThreadPoolExecutor(1) as meanwhile:
+        meanwhile.submit(kernels_for, machine.dtype, machine.device)  # compiled at first use, which takes seconds
+        loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
+    sampling = config.sampling
+    policy = LanguagePolicy(
+        loaded.module, temperature=sampling.temperature, microbatch_tokens=config.update.microbatch_tokens
+    )
+    sampler = LanguageSampler(
+        policy, loaded.chat, config.seed, sampling.max_new_tokens, sampling.temperature, sampling.rows_at_once
+    )
+    return LoadedPolicy(policy, loaded.chat, sampler)
+
+
+class LanguageWorld:
+    """A run on a language model; meets `covey.experiment.build.World`."""
+
+    name = "language"
+
+    def __init__(self, config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = ()) -> None:
+        """Tries out the task and the rewards, so that a mistake is found before a model is loaded.
+
+        Raises:
+            ConfigError: where the data, the task, a reward or the device is unusable.
+        """
+        self.config = replace(config, model=pin_model(config.model))
+        self.chosen = build_machine(config.device, config.precision, config.threads)
+        self.problem = build_problem(config, task, rewards)
+        self._fits = False  # whether the prompts are known to fit the model
+        found = find_chat(self.config.model) if isinstance(self.problem.task, Jsonl) else None
+        if found is not None:
+            self._fit_prompts(*found, lambda text: None)
+
+    def _fit_prompts(self, chat: Chat, model_config: Any, note: Note) -> Problem:
+        """The problem with prompts that the model can take; a file's are looked at once, the others when drawn."""
+        if self._fits:
+            return self.problem
+        try:
+            self.problem = fit_prompts(self.problem, self.config, chat, model_config, note)
+        except ConfigError:
+            self.problem.grader.close()
+            raise
+        self._fits = True
+        return self.problem
+
+    @property
+    def score_kind(self) -> str:
+        return self.problem.grader.score_kind
+
+    @property
+    def notes(self) -> list[str]:
+        return self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
+
+    def describe(self) -> str:
+        config, sampling = self.config, self.config.sampling
+        first, last = sampling.group_size, sampling.group_size_last
+        size = f"{first} to {plural(last, 'rollout')}" if last else plural(first, "rollout")
+        kind = " (adaptive)" if sampling.adaptive else ""
+        return (
+            f"{config.algorithm} on {config.model}, {plural(config.steps, 'step')} of "
+            f"{plural(sampling.prompts_per_step, 'prompt')} x {size}{kind}; "
+            f"{self.chosen.device.type}, "
+            f"{str(self.chosen.dtype).removeprefix('torch.')}"
+        )
+
+    def assemble(self, store: RunStore, display: Display) -> Assembled:
+        """Load the model, and a second copy of it as the reference."""
+        config = self.config
+        loaded = self._load(store, display)
+        update = config.update
+        problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
+        problem.grader.use_chat(loaded.chat)
+        self._tell_of_steps(display)
+        critic = build_critic(config, loaded.policy, display) if config.algorithm == "ppo" else None
+        reference = LanguagePolicy(
+            copy.deepcopy(loaded.policy.module).requires_grad_(False),
+            temperature=config.sampling.temperature,
+            microbatch_tokens=update.microbatch_tokens,
+            backend=loaded.policy.backend,
+        )
+        algorithm = _algorithm(config)
+        if algorithm.kl.by_policy and config.kl_coefficient != 0:
+            loaded.policy.anchor = reference
+        held_out = HeldOut(config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store)
+        parts = Parts(
+            task=problem.task,
+            sampler=loaded.sampler,
+            grader=_noted(problem.grader, store, display),
+            policy=loaded.policy,
+            reference=reference,
+            follower=_follower(config, reference, loaded.policy),
+            algorithm=algorithm,
+            optimizer=build_optimizer(loaded.policy.module, update),
+            observers=(store, display),
+            checkpoints=build_checkpoints(store, config.checkpoint.keep),
+            evaluate=lambda step: held_out.due(step) | problem.metrics(),
+            critic=critic,
+            critic_optimizer=build_optimizer(critic.module, update) if critic else None,
+        )
+        settings = Settings(
+            steps=config.steps,
+            seed=config.seed,
+            starts_per_step=config.sampling.prompts_per_step,
+            group_size=config.sampling.group_size,
+            gathering=_gathering(config),
+            plan=update_plan(update),
+            learning_rate=learning_rate(update.learning_rate, update, config.steps),
+            critic_learning_rate=learning_rate(
+                update.critic_learning_rate or update.learning_rate, update, config.steps
+            ),
+            mask_truncated=config.loss.mask_truncated,
+            checkpoint_every=config.checkpoint.every,
+            follow_every=config.reference.refresh_every,
+            decision_budget=config.token_budget,
+        )
+        machine = environment(self.chosen.device, self.chosen.dtype)
+        machine |= loaded.policy.backend.recorded(loaded.policy.module)
+        return Assembled(
+            parts, settings, held_out.measure, lambda run_dir: _save(run_dir, loaded, critic),
+            machine, lambda: {"model": config.model},
+        )  # fmt: skip
+
+    def _load(self, store: RunStore, display: Display) -> LoadedPolicy:
+        """The policy; writes down what the checkpoints of the run will not hold of it."""
+        loaded = load_policy(self.config, self.chosen)
+        module, tokenizer = loaded.policy.module, loaded.chat.tokenizer
+        write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
+        display.note(loaded.policy.backend.describe(loaded.policy.module))
+        return loaded
+
+    def _tell_of_steps(self, display: Display) -> None:
+        config = self.config
+        by_outcome = config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP
+        if by_outcome and self.problem.grader.splitter is not None:
+            display.note("step rewards are only added up; loss.credit = process_return would compare steps")
+
+    def drawable(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.problem.grader.close()
+
+
+def _noted(grader: RewardGrader, store: RunStore, display: Display) -> NotedGrader:
+    """The grader of a run's steps; says here if the last call of a resumed run was not finished."""
+    noted = NotedGrader(grader, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
+    if note := noted.take_note():
+        display.note(note)
+    return noted
+
+
+def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) -> LanguageCritic:
+    """The critic that goes with a policy: a new one, or that of the run which the policy comes from.
+
+    Raises:
+        ConfigError: where that run's critic does not fit.
+    """
+    critic = LanguageCritic(policy, own_trunk=config.critic.trunk == "own")
+    origin = find_origin(config.model)
+    if origin is None:
+        return critic
+    folder = origin.run_dir / CRITIC_FOLDER
+    if origin.from_checkpoint and origin.told["algorithm"] == config.algorithm:
+        take_over(critic.module, origin, "critic_optimizer", "set critic.trunk as that run has it")
+        display.note(f"the critic goes on from {config.model}")
+    elif not origin.from_checkpoint and folder.is_dir():
+        critic.load(folder)
+        display.note(f"the critic goes on from {folder}")
+    return critic
+
+
+def _save(run_dir: Path, loaded: LoadedPolicy, critic: LanguageCritic | None) -> None:
+    loaded.save(run_dir / MODEL_FOLDER)
+    if critic is not None:
+        critic.save(run_dir / CRITIC_FOLDER)
+
+
+def _algorithm(config: RunConfig) -> Algorithm:
+    loss = config.loss
+    algorithm = build_algorithm(
+        config.algorithm,
+        replace(loss, kl_coefficient=config.kl_coefficient),
+        max_length=config.sampling.max_new_tokens,
+        entropy_coefficient=loss.entropy_coefficient,
+        credit=CREDITS[loss.credit],
+        gamma=loss.gamma,
+        lam=loss.gae_lambda,
+        whiten=loss.whiten,
+        value_coefficient=loss.value_coefficient,
+        value_clip=loss.value_clip,
+    )
+    # Of a vocabulary only the policy itself can sum up the KL: there is no list of all probabilities.
+    return replace(algorithm, kl=replace(algorithm.kl, by_policy=algorithm.kl.estimator is kl.exact))
+
+
+def _follower(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> FollowingWeights | None:
+    """What moves the reference after the policy, where [reference] wants that."""
+    if not config.reference.refresh_every:
+        return None
+    return FollowingWeights(reference.module, policy.module, config.reference.refresh_share)
+
+
+def _gathering(config: RunConfig) -> Gathering:
+    sampling = config.sampling
+    return Gathering(
+        group_size_last=sampling.group_size_last,
+        adaptive_first=sampling.group_size_first if sampling.adaptive else None,
+        adaptive_most=sampling.group_size_most,
+        redraws=config.redraws,
+    )
+
+
+def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:
+    """`n` answers to what a user says, through the model's chat template where it has one."""
+    config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
+    loaded = load_policy(config, build_machine("auto", "auto", 0))
+    sampler: LanguageSampler = replace(loaded.sampler, temperature=temperature)
+    asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
+    (group,) = sampler.sample([Start(0, asked)], n, step=0)
+    return [rollout.text for rollout in group.rollouts]

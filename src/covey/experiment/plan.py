@@ -1,0 +1,197 @@
+"""`covey plan`, and the memory in the report of `covey check`: predicted bytes as a table, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from covey.config import ConfigError, RunConfig
+from covey.config.fields import plural
+from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
+from covey.config.validate import validate
+from covey.llm.memory.dimensions import find_model_config, read_dimensions
+from covey.llm.memory.estimate import PROMPT_TOKENS, SAMPLING, UPDATE, MemoryPlan, predict
+from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
+
+NAME_WIDTH, COLUMN_WIDTH = 28, 14
+SHARED = "ppo, shared"  # the column of a critic on the policy's trunk
+TIGHT = 0.9  # a plan that takes more of a machine's memory than this is too tight: other programs want some as well
+
+
+@dataclass(frozen=True)
+class Column:
+    """One run of the table."""
+
+    name: str
+    config: RunConfig
+    plan: MemoryPlan
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a run would compute on."""
+
+    device: str
+    dtype: torch.dtype
+    memory: int | None  # bytes; None where this machine has no such device
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Place:
+        """The device and precision that a run would choose here; a GPU may be planned for where there is none."""
+        if config.device == "cuda" and not torch.cuda.is_available():
+            return cls("cuda", torch.float32 if config.precision == "fp32" else torch.bfloat16, None)
+        device = choose_device(config.device)
+        return cls(device.type, choose_precision(config.precision, device), total_memory_bytes(device))
+
+    @property
+    def precision(self) -> str:
+        """As a recipe names it."""
+        return "bf16" if self.dtype == torch.bfloat16 else "fp32"
+
+
+def plan_memory(
+    model: str,
+    fields: Sequence[str] = (),
+    *,
+    algorithms: Sequence[str] = ("grpo", "ppo"),
+    critic_trunk: str | None = None,
+    prompt_tokens: int = PROMPT_TOKENS,
+) -> str:
+    """The report of `covey plan`.
+
+    Args:
+        model: as in a recipe, or the path of a config.json.
+        fields: `--field value` words, as for `covey train`.
+        algorithms: one column each; PPO has two, one for each trunk of its critic, unless `critic_trunk` chooses.
+
+    Raises:
+        ConfigError: for a mistake in what was asked for, or a model that is not on this machine.
+    """
+    if prompt_tokens < 1:
+        raise ConfigError(f"--prompt-tokens must be at least 1 (is {prompt_tokens})")
+    configs = _configs(fields, algorithms, critic_trunk)
+    model_config = find_model_config(model)
+    if model_config is None:
+        raise ConfigError(
+            f"there is no config.json of {model} on this machine: give its path (it is a few hundred bytes on the "
+            "model's page), a model folder, a .gguf file, or smollm2-135m"
+        )
+    size = read_dimensions(model_config, model)
+    first = next(iter(configs.values()))
+    place = Place.of(first)
+
+    def planned(config: RunConfig) -> MemoryPlan:
+        return predict(size, config, device=place.device, width=place.dtype.itemsize, prompt_tokens=prompt_tokens)
+
+    columns = [Column(name, config, planned(config)) for name, config in configs.items()]
+    sampling = first.sampling
+    title = [
+        f"Predicted memory of {model} ({size.parameters / 1e6:,.1f} million weights) in {place.precision} on "
+        f"{place.device}, in GiB",
+        f"{plural(sampling.prompts_per_step, 'prompt')} x {plural(sampling.group_size, 'completion')} a step, "
+        f"{prompt_tokens} + {plural(sampling.max_new_tokens, 'token')}, at most "
+        f"{plural(first.update.microbatch_tokens, 'token')} in a microbatch",
+    ]
+    advice = _advice(columns, place, planned, _next_command(model, fields))
+    return "\n".join([*title, "", *_table(columns), "", *_comparison(columns), advice])
+
+
+def check_memory(config: RunConfig) -> str:
+    """The predicted memory of a recipe's run, by part, on the device and in the precision that it would choose here."""
+    model_config = find_model_config(config.model)
+    if model_config is None:
+        return f"estimated memory: unknown until {config.model} has been downloaded"
+    place = Place.of(config)
+    plan = predict(read_dimensions(model_config, config.model), config, device=place.device, width=place.dtype.itemsize)
+    lines = [f"  {name:<{NAME_WIDTH}} {size / 2**30:6.2f} GiB" for name, size in plan.parts.items() if size]
+    return "\n".join(
+        [f"estimated memory: {plan.peak / 2**30:.1f} GiB at the most (sampling and update take turns)", *lines]
+    )
+
+
+def _configs(fields: Sequence[str], algorithms: Sequence[str], critic_trunk: str | None) -> dict[str, RunConfig]:
+    """The config of every column, by its title."""
+    configs: dict[str, RunConfig] = {}
+    for algorithm in algorithms:
+        trunks = [critic_trunk] if critic_trunk else ["own", "policy"]
+        for trunk in trunks if algorithm == "ppo" else [None]:
+            tables: dict[str, object] = {"algorithm": algorithm}
+            words = ["--critic.trunk", trunk] if trunk else []
+            apply_overrides(tables, split_overrides([*fields, *words]))
+            config = config_from_dict(tables)
+            assert isinstance(config, RunConfig)
+            validate(config, own_task=True)
+            configs[SHARED if trunk == "policy" else algorithm] = config
+    return configs
+
+
+def _table(columns: Sequence[Column]) -> list[str]:
+    """One line a part that some column has; the parts that take turns stand below those that stay."""
+
+    def line(name: str, sizes: Sequence[int], indent: int = 2) -> str:
+        cells = (f"{size / 2**30:{COLUMN_WIDTH}.2f}" if size else " " * (COLUMN_WIDTH - 1) + "-" for size in sizes)
+        return f"{' ' * indent + name:<{NAME_WIDTH + 2}}{''.join(cells)}"
+
+    parts = [name for name in columns[0].plan.parts if any(column.plan.parts[name] for column in columns)]
+    phases = (
+        ("all the time", [name for name in parts if name not in (*SAMPLING, *UPDATE)]),
+        ("while sampling", [name for name in parts if name in SAMPLING]),
+        ("during the update", [name for name in parts if name in UPDATE]),
+    )
+    lines = [" " * (NAME_WIDTH + 2) + "".join(f"{column.name:>{COLUMN_WIDTH}}" for column in columns)]
+    for title, names in phases:
+        lines += [title, *(line(name, [column.plan.parts[name] for column in columns]) for name in names)]
+    return [*lines, line("at the most", [column.plan.peak for column in columns], indent=0)]
+
+
+def _comparison(columns: Sequence[Column]) -> list[str]:
+    """How much less the first column needs than each other, as a share of the other."""
+    first, *others = columns
+    saved = [f"{1 - first.plan.peak / other.plan.peak:.0%} less than {other.name}" for other in others]
+    lines = [f"{first.name} needs {', '.join(saved)}."] if saved else []
+    if SHARED in [column.name for column in columns]:
+        lines.append(f"{SHARED}: the critic's value head stands on the policy's own trunk (critic.trunk = policy).")
+    return lines
+
+
+def _advice(
+    columns: Sequence[Column], place: Place, planned: Callable[[RunConfig], MemoryPlan], next_command: str
+) -> str:
+    """What fits, and what to lower where something does not."""
+    largest = max(columns, key=lambda column: column.plan.peak)
+    if place.memory is None:
+        return f"There is no GPU here to compare with: take one with more than {largest.plan.peak / 2**30:.1f} GiB."
+    room = int(TIGHT * place.memory)
+    where = "GPU" if place.device == "cuda" else "machine"
+    has = f"This {where} has {place.memory / 2**30:.1f} GiB"
+    tight = [column for column in columns if column.plan.peak > room]
+    if not tight:
+        return f"{has}: {'it fits' if len(columns) == 1 else 'all fit'}. Next: {next_command}"
+    smallest = min(tight, key=lambda column: column.plan.peak)
+    names = ", ".join(column.name for column in tight)
+    return f"{has}, too little for: {names}. {_what_to_lower(smallest, planned, room)}"
+
+
+def _what_to_lower(column: Column, planned: Callable[[RunConfig], MemoryPlan], room: int) -> str:
+    """The largest microbatch, and then the smallest piece of sampling, with which a run fits."""
+    config = column.config
+    tokens = config.update.microbatch_tokens
+    while tokens > config.sampling.max_new_tokens:
+        tokens //= 2
+        update = replace(config.update, microbatch_tokens=tokens)
+        if planned(replace(config, update=update)).peak <= room:
+            return f"With --microbatch-tokens {tokens} {column.name} fits."
+        rows = replace(config.sampling, rows_at_once=config.sampling.group_size)
+        if planned(replace(config, update=update, sampling=rows)).peak <= room:
+            return f"With --microbatch-tokens {tokens} --rows-at-once {config.sampling.group_size} {column.name} fits."
+    return f"No microbatch is small enough for {column.name}: choose a smaller model."
+
+
+def _next_command(model: str, fields: Sequence[str]) -> str:
+    path = Path(model)
+    folder = str(path.parent) if path.name == "config.json" else model
+    return shlex.join(["covey", "train", "arithmetic_grpo", "--model", folder, *fields])

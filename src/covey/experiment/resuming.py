@@ -1,0 +1,209 @@
+"""How a run is taken up again: its settings and its beginning, as far as they are still there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from covey.config import ConfigError, ControlConfig, RunConfig
+from covey.config.faults import faults_of, machine_error
+from covey.config.fields import command
+from covey.config.model_sources import CHECKPOINTS_FOLDER
+from covey.config.recipe import config_from_dict, config_to_dict, first_difference, read_tables, write_config
+from covey.experiment.advice import Launch
+from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
+from covey.tracking.console import Display
+from covey.tracking.run_folder import ORIGIN_FILE
+from covey.tracking.run_store import CONFIG_FILE, METRICS_FILE, RunStore, read_metrics
+from covey.train.loop import Parts, Progress, load_checkpoint
+
+Origin = dict[str, Any]
+
+_MEASURED = {"score", "low", "high", "count", "seconds"}  # what every evaluation in origin.json has
+
+
+def new_origin(
+    launch: Launch,
+    config: RunConfig | ControlConfig,
+    inputs: dict[str, str],
+    machine: dict[str, Any],
+    before: list[Any],
+) -> Origin:
+    """What a resumed run must know of its beginning.
+
+    Args:
+        inputs: checksums of the files that it reads, by their names.
+        machine: what the bits of a result depend on beside seed, config and inputs.
+        before: the evaluations before training.
+    """
+    return {
+        "recipe": launch.title,
+        "launch": vars(launch),
+        "config": _plain(config),
+        "inputs": inputs,
+        "environment": machine,
+        "before": before,
+    }
+
+
+def read_beginning(run_dir: Path) -> tuple[Origin | None, RunConfig | ControlConfig, list[str]]:
+    """What `new_origin` made when the run began (None if it is lost), the settings of the run, and notes on losses.
+
+    Raises:
+        ConfigError: if config.toml is damaged, or has changed since the run began; names the first difference.
+        MachineError: if a file cannot be read.
+    """
+    origin, lost = _read_origin(run_dir)
+    config, notes = _read_config(run_dir, origin)
+    return origin, config, [*notes, *([lost] if lost else [])]
+
+
+def _read_origin(run_dir: Path) -> tuple[Origin | None, str]:
+    path = run_dir / ORIGIN_FILE
+    try:
+        with faults_of(path):
+            origin = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (ValueError, RecursionError):
+        origin = "damaged"
+    if _is_origin(origin):
+        return origin, ""
+    return None, (
+        f"{ORIGIN_FILE} is {'missing' if origin is None else 'damaged'}: the evaluation before training is repeated; "
+        f"whether {CONFIG_FILE}, the files that it names and this machine are those of its beginning is not known"
+    )
+
+
+def _is_origin(origin: Any) -> bool:
+    return (
+        isinstance(origin, dict)
+        and isinstance(origin.get("recipe"), str)
+        and isinstance(origin.get("config"), dict)
+        and isinstance(origin.get("inputs"), dict)
+        and isinstance(origin.get("environment"), dict)
+        and isinstance(origin.get("before"), list)
+        and bool(origin["before"])
+        and all(isinstance(result, dict) and result.keys() >= _MEASURED for result in origin["before"])
+    )
+
+
+def _read_config(run_dir: Path, origin: Origin | None) -> tuple[RunConfig | ControlConfig, list[str]]:
+    path, notes = run_dir / CONFIG_FILE, []
+    if origin is not None and not path.exists():
+        config = config_from_dict(origin["config"])
+        with faults_of(path):
+            write_config(replace(config, run_dir=str(run_dir)), path)
+        notes.append(f"{CONFIG_FILE} was missing; it is written anew from {ORIGIN_FILE}")
+    try:
+        config = config_from_dict(read_tables(path))
+    except ConfigError as error:
+        if origin is None:
+            raise
+        raise ConfigError(f"{error}; delete {path}, and the run takes its settings from {ORIGIN_FILE}") from error
+    if origin is not None:
+        _refuse_changed(config, origin, run_dir)
+    return replace(config, run_dir=str(run_dir)), notes
+
+
+def _refuse_changed(config: RunConfig | ControlConfig, origin: Origin, run_dir: Path) -> None:
+    began, now = origin["config"] | {"run_dir": ""}, _plain(config)
+    name = first_difference(began, now)
+    if not name:
+        return
+    raise ConfigError(
+        f"{run_dir / CONFIG_FILE} has changed since the run began: {name} was {_value(began, name)} and is "
+        f"{_value(now, name)}; a resumed run keeps its settings, so put it back, or {_anew(config, run_dir)}"
+    )
+
+
+def refuse_changed_inputs(
+    origin: Origin | None, inputs: dict[str, str], config: RunConfig | ControlConfig, run_dir: Path
+) -> None:
+    """Refuse data and functions that are not those of the run's beginning, which would not end as if never stopped.
+
+    Raises:
+        ConfigError: naming the first file.
+    """
+    if origin is None or inputs == origin["inputs"]:
+        return
+    names = [name for name in inputs if inputs[name] != origin["inputs"].get(name)]
+    raise ConfigError(
+        f"{names[0]} has changed since the run began; a resumed run reads what it read before, so put it back, or "
+        f"{_anew(config, run_dir)}"
+    )
+
+
+def _anew(config: RunConfig | ControlConfig, run_dir: Path) -> str:
+    """How to begin a new run with what has changed."""
+    steps = CheckpointFolder(run_dir / CHECKPOINTS_FOLDER).steps()
+    words = ["train", str(run_dir / CONFIG_FILE), "--run-dir", f"{run_dir}-changed"]
+    if not isinstance(config, RunConfig) or not steps:
+        return f"start a new run: {command(*words)}"
+    words += ["--model", str(run_dir / CHECKPOINTS_FOLDER / f"step-{steps[-1]:08d}")]
+    return f"start a new run from its last checkpoint: {command(*words)}"
+
+
+def _plain(config: RunConfig | ControlConfig) -> dict[str, Any]:
+    """A config as JSON holds it, without its folder, which may have moved."""
+    tables: dict[str, Any] = json.loads(json.dumps(config_to_dict(replace(config, run_dir=""))))
+    return tables
+
+
+def _value(tables: dict[str, Any], name: str) -> str:
+    """The value with a dotted name, as a person reads it."""
+    value: Any = tables
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return "not set"
+        value = value[part]
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def take_up(parts: Parts, store: RunStore, display: Display, checkpoint_every: int) -> Progress:
+    """Put the newest whole checkpoint back into the parts, forget what was recorded after it, and show the rest.
+
+    Returns:
+        how far the run had come.
+
+    Raises:
+        ConfigError: if checkpoints were made and none can be used.
+    """
+    checkpoints: CheckpointFolder = parts.checkpoints  # type: ignore[assignment]
+    latest = checkpoints.latest()
+    progress = Progress()
+    if latest is not None:
+        progress = _loaded(parts, checkpoints, latest)
+        checkpoints.tidy(latest)
+    elif checkpoints.steps() or store.last_recorded() > checkpoint_every:
+        why = "no checkpoint is whole" if checkpoints.steps() else f"{CHECKPOINTS_FOLDER}/ was deleted"
+        words = ["covey", "train", str(store.run_dir / CONFIG_FILE), "--run-dir", f"{store.run_dir}-again"]
+        raise CheckpointError(
+            f"the run in {store.run_dir} cannot be resumed, because {why}; {METRICS_FILE} and the rollouts are "
+            f"untouched. Train it again from its beginning: {shlex.join(words)}"
+        )
+    for line in store.rewind(progress.step):
+        display.note(line)
+    display.resume(progress.step, read_metrics(store.run_dir))
+    display.note(f"resuming after step {progress.step}")
+    return progress
+
+
+def _loaded(parts: Parts, checkpoints: CheckpointFolder, step: int) -> Progress:
+    state = checkpoints.load(step)
+    try:
+        progress = load_checkpoint(parts, state)
+        if progress.step != step:
+            raise ValueError(f"it is that of step {progress.step}")
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        if fault := machine_error(error):
+            raise fault from error
+        raise CheckpointError(
+            f"checkpoint {checkpoints.folder(step)} does not fit this run ({type(error).__name__}: {error!s:.80}): "
+            "delete it, and the one before is used"
+        ) from error
+    return progress

@@ -1,0 +1,268 @@
+"""A run from its config to its summary: train, resume, check. The commands and scripts call the same functions.
+
+What the two worlds add is in `covey.experiment.llm` and `covey.experiment.control`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from covey.config import ConfigError, ControlConfig, MachineError, RunConfig
+from covey.config.faults import faults_of, machine_error
+from covey.config.fields import command
+from covey.config.inputs import input_checksums
+from covey.config.recipe import write_config
+from covey.config.validate import validate
+from covey.data import Task
+from covey.experiment import advice
+from covey.experiment.advice import Launch
+from covey.experiment.build import Evaluation, Reward, World
+from covey.experiment.resuming import Origin, new_origin, read_beginning, refuse_changed_inputs, take_up
+from covey.runtime.device import differences, peak_memory_bytes
+from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
+from covey.tracking.console import Display
+from covey.tracking.curve import draw_curve
+from covey.tracking.output import outlasting_output
+from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
+from covey.tracking.run_store import CONFIG_FILE, CURVE_FILE, RunStore, read_metrics
+from covey.train.loop import Progress, train
+
+Summary = dict[str, Any]
+TaskSource = Task | Sequence[Mapping[str, Any]] | str | Path  # of a task: see covey.llm.tasks.task_of
+
+
+def run(
+    config: RunConfig | ControlConfig,
+    *,
+    task: TaskSource | None = None,
+    rewards: Reward | Sequence[Reward] = (),
+    recipe_name: str = advice.PYTHON_NAME,
+    launch: Launch | None = None,
+) -> Summary | None:
+    """Train a policy and measure it before and after.
+
+    Args:
+        config: of the run; an empty `run_dir` is numbered.
+        task: of a language model, instead of the config's: prompts (dicts with a `prompt` and any other columns), the
+            path of a JSONL file, a task's config, or an object with the methods of `covey.data.Task`.
+        rewards: of a language model, instead of the config's: functions, built-in rewards by name, file.py:function.
+        recipe_name: names the run folder.
+        launch: the command that starts the run, for the advice at its end; None advises calls of this function.
+
+    Returns:
+        what `summary.json` holds, or None if Ctrl-C stopped the run between two steps.
+
+    Raises:
+        ConfigError: for a mistake in what was asked for, before the model is loaded where that is possible.
+        RunError: where training cannot go on.
+        MachineError: for a fault of the machine, such as a full disk; the run can be resumed from its last checkpoint.
+    """
+    rewards = _listed(rewards)
+    validate(config, own_task=task is not None, own_rewards=bool(rewards))
+    inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
+    world = open_world(config, task, rewards)
+    try:
+        run_dir = config.run_dir or claim_run_dir(Path(recipe_name).stem)
+        with RunStore(run_dir) as store, _faults_of_run(store):
+            with faults_of(store.run_dir / CONFIG_FILE):
+                write_config(replace(world.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
+            return _carry_out(world, store, launch or Launch.from_python(recipe_name, task, rewards), inputs)
+    finally:
+        world.close()
+
+
+def resume(
+    run_dir: str | Path, *, task: TaskSource | None = None, rewards: Reward | Sequence[Reward] = ()
+) -> Summary | None:
+    """Go on with a run that was stopped or killed; it ends as if it had never stopped.
+
+    A run that was started with a task or rewards of its own in Python must be given them again.
+
+    Raises:
+        ConfigError: where the folder holds no run that can be resumed, or its settings, its data or the files of its
+            functions have changed since it began.
+        MachineError: for a fault of the machine; what the run had reached stays.
+    """
+    rewards = _listed(rewards)
+    with RunStore(run_dir, resume=True) as store, _faults_of_run(store):
+        origin, config, notes = read_beginning(store.run_dir)
+        validate(config, own_task=task is not None, own_rewards=bool(rewards))
+        inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
+        refuse_changed_inputs(origin, inputs, config, store.run_dir)
+        world = open_world(config, task, rewards)
+        try:
+            launch = advice.read_launch(store.run_dir) or Launch(str(store.run_dir / CONFIG_FILE))
+            return _carry_out(world, store, launch, inputs, origin, notes, resuming=True)
+        finally:
+            world.close()
+
+
+def _listed(rewards: Reward | Sequence[Reward]) -> Sequence[Reward]:
+    return tuple(rewards) if isinstance(rewards, Sequence) and not isinstance(rewards, str) else (rewards,)
+
+
+def open_world(
+    config: RunConfig | ControlConfig, task: TaskSource | None = None, rewards: Sequence[Reward] = ()
+) -> World:
+    """The world that a config is about, its light parts tried out.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    # Imported here, because the libraries of the other world take seconds to load.
+    if isinstance(config, RunConfig):
+        from covey.experiment.llm import LanguageWorld
+
+        return LanguageWorld(config, task, rewards)
+    if task is not None or rewards:
+        raise ConfigError("a run on an environment takes no task and no rewards of its own: the environment has both")
+    from covey.experiment.control import ControlWorld
+
+    return ControlWorld(config)
+
+
+def _carry_out(
+    world: World,
+    store: RunStore,
+    launch: Launch,
+    inputs: dict[str, str],
+    origin: Origin | None = None,
+    notes: Sequence[str] = (),
+    *,
+    resuming: bool = False,
+) -> Summary | None:
+    config = world.config
+    display = Display(
+        config.steps,
+        config.show_rollouts_every,
+        title=f"covey: {launch.title}",
+        world=world.name,
+        score_kind=world.score_kind,
+    )
+    display.note(f"{world.describe()}; everything goes to {store.run_dir}")
+    for line in (*world.notes, *notes):
+        display.note(line)
+    set_last_words(lambda: f"interrupted. {_how_to_continue(world, store.run_dir, launch)}")
+    try:
+        with outlasting_output():
+            return _train(world, store, launch, inputs, display, origin, resuming=resuming)
+    except KeyboardInterrupt:
+        say_last_words()
+        raise
+
+
+def _train(
+    world: World,
+    store: RunStore,
+    launch: Launch,
+    inputs: dict[str, str],
+    display: Display,
+    origin: Origin | None,
+    *,
+    resuming: bool,
+) -> Summary | None:
+    assembled = world.assemble(store, display)
+    parts, settings = assembled.parts, assembled.settings
+    with display:
+        if origin is None:  # the weights are still those that training begins with
+            origin = new_origin(launch, world.config, inputs, assembled.machine, assembled.measure("before"))
+            write_atomically(store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
+        progress = Progress()
+        if resuming:
+            for line in differences(origin["environment"], assembled.machine):
+                display.note(f"resuming on another footing, so the last bits may differ: {line}")
+            progress = take_up(parts, store, display, settings.checkpoint_every)
+        with stop_requests(display.note) as stopped:
+            train(parts, settings, progress, should_stop=stopped)
+        if stopped() or not settings.is_done(progress):
+            display.note(f"stopped after step {progress.step}. {_how_to_continue(world, store.run_dir, launch)}")
+            return None
+        after = assembled.measure("after")
+    write_folders(store.run_dir, assembled.save)
+    summary = _summarise(world, store, progress, origin, after) | assembled.facts()
+    store.write_summary(summary)
+    with faults_of(store.run_dir / CURVE_FILE):
+        draw_curve(store.run_dir)
+    finished = advice.Finished(launch, world.config, str(store.run_dir), world.drawable())
+    display.show_summary(summary, advice.after_training(finished, summary))
+    return summary
+
+
+def _how_to_continue(world: World, run_dir: Path, launch: Launch) -> str:
+    if holds_run(run_dir):
+        return f"Go on with: {advice.go_on(launch, run_dir)}"
+    return f"Start again with: {advice.start(launch, world.config, {}, keep_folder=True)}"
+
+
+@contextmanager
+def _faults_of_run(store: RunStore) -> Iterator[None]:
+    """A fault of the machine with the way to go on after it."""
+    try:
+        try:
+            yield
+        except Exception:
+            store.check()  # a folder that is gone is the cause of whatever failed
+            raise
+        store.check()
+    except Exception as error:
+        fault = machine_error(error)
+        if fault is None:
+            raise
+        then = "start the run again"
+        with suppress(OSError):
+            if store.began or holds_run(store.run_dir):
+                then = f"go on with: {command('train', '--resume', store.run_dir)}"
+        raise MachineError(f"{fault}; then {then}") from error
+
+
+def _summarise(
+    world: World,
+    store: RunStore,
+    progress: Progress,
+    origin: Origin,
+    after: list[Evaluation],
+) -> Summary:
+    steps = read_metrics(store.run_dir)
+    measured = [*origin["before"], *after]
+    return {
+        "world": world.name,
+        "score_kind": world.score_kind,
+        "run_dir": str(store.run_dir),
+        "recipe": origin["recipe"],
+        "algorithm": world.config.algorithm,
+        "seed": world.config.seed,
+        "steps": progress.step,
+        "seconds": sum(step.get("time/step", 0.0) for step in steps) + sum(result["seconds"] for result in measured),
+        "decisions_sampled": progress.decisions,
+        "peak_memory_bytes": max([peak_memory_bytes(), *(int(step.get("memory/peak_bytes", 0)) for step in steps)]),
+        "machine": origin["environment"],
+        "evaluations": [
+            {key: first[key] for key in ("max_new_tokens",) if key in first} | {"before": first, "after": second}
+            for first, second in zip(origin["before"], after, strict=True)
+        ],
+    }
+
+
+def check(config: RunConfig | ControlConfig) -> list[str]:
+    """Try out the data, the rewards and the model's files of a recipe, or its environment, without training or loading
+    a weight.
+
+    Returns:
+        what a user should know before the run, one line each.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    validate(config)
+    world = open_world(config)
+    world.close()
+    if isinstance(config, RunConfig):
+        from covey.llm.model.loading import check_model_files
+
+        check_model_files(config.model)
+    return list(world.notes)

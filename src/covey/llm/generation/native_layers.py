@@ -1,0 +1,136 @@
+"""All layers of a Llama-like decoder and its head, with copies of the weights laid out for few rows.
+
+Two ways: products by oneDNN with the kernels between them, on every processor; and one call for all of it, on those
+that multiply pairs of bf16. Both compute the same, up to roundings.
+
+Shapes: R rows, W hidden width, H heads, K key-value heads, D head width, V vocabulary; of a linear layer: M outputs,
+N inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from covey.llm.generation.llama_layers import PackedLayer
+from covey.llm.generation.prepacked_linear import PackedLinear, joined
+from covey.llm.model.architecture import Parts
+from covey.llm.native.bindings import PAD, AttentionPlace, Kernels, Layer, Linear, Step, address_of, padded
+
+
+class Stack(Protocol):
+    """The layers and the head, for new tokens at different places of their rows."""
+
+    def step(self, hidden_RW: Tensor, place: AttentionPlace, own_keys: Tensor, own_values: Tensor) -> Tensor:
+        """logits_RV from the tokens' embeddings (fp32, overwritten). `place` tells all but the tokens' own numbers;
+        `own_keys` and `own_values` are [layers, ...]."""
+
+    def head(self, hidden_RW: Tensor) -> Tensor:
+        """logits_RV from what the last norm gave."""
+
+
+def make_stack(module: PreTrainedModel, kernels: Kernels, rows: int) -> Stack:
+    """For at most so many rows."""
+    return TiledStack(module, kernels, rows) if kernels.has_pairs else PackedStack(module, kernels)
+
+
+class PackedStack:
+    """Products by oneDNN."""
+
+    def __init__(self, module: PreTrainedModel, kernels: Kernels) -> None:
+        base = cast(Any, module.base_model)
+        self.kernels = kernels
+        self.layers = [PackedLayer(layer) for layer in base.layers]
+        self.norm = base.norm.weight.detach()
+        self.head = PackedLinear(module.get_output_embeddings())  # type: ignore[arg-type]
+
+    def step(self, hidden_RW: Tensor, place: AttentionPlace, own_keys: Tensor, own_values: Tensor) -> Tensor:
+        kernels, epsilon = self.kernels, place.epsilon
+        normed_RW = torch.empty_like(hidden_RW, dtype=kernels.dtype)
+        attended = normed_RW.new_empty(len(hidden_RW), place.heads * place.width)
+        place.out, place.out_pitch = attended.data_ptr(), attended.shape[1]
+        added_RW: Tensor | None = None
+        for number, layer in enumerate(self.layers):
+            parts = layer.parts
+            kernels.add_and_normalise(hidden_RW, added_RW, parts.input_norm, epsilon, hidden_RW, normed_RW)
+            qkv = layer.qkv(normed_RW)
+            place.layer, place.qkv, place.qkv_pitch = number, qkv.data_ptr(), qkv.shape[1]
+            place.query_norm, place.key_norm = address_of(parts.query_norm), address_of(parts.key_norm)
+            place.own_keys, place.own_values = own_keys[number].data_ptr(), own_values[number].data_ptr()
+            kernels.attend(place)
+            attended_RW = layer.output(attended)
+            kernels.add_and_normalise(hidden_RW, attended_RW, parts.inner_norm, epsilon, hidden_RW, normed_RW)
+            gate, up = layer.gate_up(normed_RW).chunk(2, dim=1)
+            gated = gate.new_empty(gate.shape)
+            kernels.gate(gate, up, gated)
+            added_RW = layer.down(gated)
+        kernels.add_and_normalise(hidden_RW, added_RW, self.norm, epsilon, hidden_RW, normed_RW)
+        return self.head(normed_RW)
+
+
+class TiledStack:
+    """All of a step in one call, with weights in the order in which its products read them."""
+
+    def __init__(self, module: PreTrainedModel, kernels: Kernels, rows: int) -> None:
+        base = cast(Any, module.base_model)
+        self.kernels = kernels
+        self.kept: list[Tensor] = []  # whose addresses are in `layers` and `step`
+        self.layers = (Layer * len(base.layers))(*(self._layer(Parts.of(layer)) for layer in base.layers))
+        self.linear_head = self._linear(*joined(module.get_output_embeddings()))  # type: ignore[arg-type]
+        first = self.layers[0]
+        sizes = [first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs]
+        self.buffers = [torch.zeros(-(-rows // 16) * 16, padded(size), dtype=kernels.dtype) for size in sizes]
+        self.norm = base.norm.weight.detach()
+
+    def step(self, hidden_RW: Tensor, place: AttentionPlace, own_keys: Tensor, own_values: Tensor) -> Tensor:
+        logits_RV = hidden_RW.new_empty(len(hidden_RW), self.linear_head.outputs, dtype=self.kernels.dtype)
+        normed, qkv, attended, gated = self.buffers
+        place.qkv, place.qkv_pitch = qkv.data_ptr(), qkv.shape[1]
+        place.out, place.out_pitch = attended.data_ptr(), attended.shape[1]
+        place.own_keys, place.own_values = own_keys.data_ptr(), own_values.data_ptr()
+        self.kernels.decode(
+            Step(
+                layers=self.layers, layer_count=len(self.layers), norm=self.norm.data_ptr(), head=self.linear_head,
+                attention=place, own_per_layer=own_keys.stride(0), hidden=hidden_RW.data_ptr(),
+                normed=normed.data_ptr(), qkv=qkv.data_ptr(), attended=attended.data_ptr(), gated=gated.data_ptr(),
+                logits=logits_RV.data_ptr(),
+            )
+        )  # fmt: skip
+        return logits_RV
+
+    def head(self, hidden_RW: Tensor) -> Tensor:
+        rows, width = hidden_RW.shape
+        padding = (0, padded(width) - width, 0, padded(rows) - rows)
+        return self.kernels.multiply(nn.functional.pad(hidden_RW, padding), self.linear_head)[:rows]
+
+    def _layer(self, parts: Parts) -> Layer:
+        norms = {name: getattr(parts, name) for name in ("input_norm", "query_norm", "key_norm", "inner_norm")}
+        self.kept += [norm for norm in norms.values() if norm is not None]
+        weight, bias = joined(*parts.gate_up)
+        return Layer(
+            **{name: address_of(norm) for name, norm in norms.items()},
+            qkv=self._linear(*joined(*parts.qkv)),
+            output=self._linear(*joined(parts.output)),
+            gate_up=self._linear(_alternating(weight), None if bias is None else _alternating(bias)),
+            down=self._linear(*joined(parts.down)),
+        )
+
+    def _linear(self, weight_MN: Tensor, bias_M: Tensor | None) -> Linear:
+        outputs, inputs = weight_MN.shape
+        tiles = self.kernels.tile_weight(weight_MN.contiguous())
+        self.kept.append(tiles)
+        if bias_M is not None:
+            bias_M = nn.functional.pad(bias_M, (0, padded(outputs) - outputs))
+            self.kept.append(bias_M)
+        return Linear(weight=tiles.data_ptr(), bias=address_of(bias_M), outputs=outputs, inputs=inputs)
+
+
+def _alternating(halves: Tensor) -> Tensor:
+    """16 of the first half, 16 of the second, and so on, with zeros at the ends of both."""
+    parts = halves.unflatten(0, (2, -1))
+    missing = -parts.shape[1] % (PAD // 2)
+    parts = nn.functional.pad(parts, (*(0, 0) * (parts.dim() - 2), 0, missing))
+    return parts.unflatten(1, (-1, PAD // 2)).transpose(0, 1).flatten(0, 2)

@@ -1,0 +1,74 @@
+"""Choosing tokens: one uniform number per decision, turned into a token by inverting the cumulative distribution.
+
+Shapes: R rows, V vocabulary, C blocks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from covey.llm.native.bindings import kernels_for
+
+BLOCK = 256  # width of a block: two short cumulative sums instead of one over the whole vocabulary
+ROWS = 32  # rows whose probabilities exist at a time: 6 MB at a vocabulary of 50,000 stays in the cache
+
+
+def choose(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens drawn from softmax(logits / temperature), and their log-probabilities.
+
+    token = min {v : sum_{w <= v} p_w > u}, found first among sums over blocks and then inside the block.
+
+    Args:
+        logits_RV: of any float type; computed on in fp32 (fp64 stays).
+        uniforms_R: in [0, 1), float64.
+        temperature: 0 takes the likeliest token, whose log-probability is then reported at temperature 1.
+
+    Returns:
+        tokens_R (int64) and logprobs_R (nats).
+
+    Raises:
+        FloatingPointError: if the logits of a row contain NaN or +infinity, or are all -infinity.
+    """
+    if temperature == 0.0:
+        z_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+        total_R = z_RV.logsumexp(dim=1)
+        _check_finite(total_R)
+        tokens_R = z_RV.argmax(dim=1)
+        return tokens_R, z_RV.gather(1, tokens_R[:, None])[:, 0] - total_R
+    kernels = kernels_for(logits_RV.dtype, logits_RV.device)
+    if kernels is not None:
+        return kernels.choose(logits_RV.contiguous(), uniforms_R, temperature)
+    pieces = zip(logits_RV.split(ROWS), uniforms_R.split(ROWS), strict=True)
+    tokens, logprobs = zip(*(_draw(logits, uniforms, temperature) for logits, uniforms in pieces), strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _check_finite(total_R: Tensor) -> None:
+    failed = int((~total_R.isfinite()).sum())
+    if failed:
+        raise FloatingPointError(f"{failed} rows of logits define no distribution")
+
+
+def _draw(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    mass_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32), copy=True)
+    if temperature != 1.0:
+        mass_RV /= temperature
+    top_R1 = mass_RV.amax(dim=1, keepdim=True)
+    mass_RV.sub_(top_R1).exp_()
+    mass_RCV = pad(mass_RV, (0, -mass_RV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    upto_RC = mass_RCV.sum(dim=2).double().cumsum(dim=1)
+    total_R = upto_RC[:, -1]
+    _check_finite(total_R)
+
+    wanted_R1 = (uniforms_R * total_R)[:, None]
+    block_R1 = torch.searchsorted(upto_RC, wanted_R1, right=True).clamp(max=upto_RC.shape[1] - 1)
+    inside_RV = mass_RCV.gather(1, block_R1[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
+    before_R1 = upto_RC.gather(1, block_R1) - inside_RV.sum(dim=1, keepdim=True)
+    offset_R1 = torch.searchsorted(inside_RV.cumsum(dim=1), wanted_R1 - before_R1, right=True)
+    # Rounding may point past the block's last possible token; that token is meant.
+    last_R1 = BLOCK - 1 - (inside_RV.flip(1) > 0).int().argmax(dim=1, keepdim=True)
+    tokens_R1 = block_R1 * BLOCK + torch.minimum(offset_R1, last_R1)
+    chosen_R1 = logits_RV.gather(1, tokens_R1).to(mass_RV.dtype) / temperature
+    return tokens_R1[:, 0], (chosen_R1 - top_R1)[:, 0] - total_R.log().to(mass_RV.dtype)

@@ -1,0 +1,1 @@
+"""Memory predicted before a run: `dimensions` of a model, `estimate` of the peak."""

@@ -1,0 +1,184 @@
+"""The sizes of a model from its `config.json` alone: no weight is read, none is allocated."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFReader
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from covey.config import ConfigError
+from covey.config.files import user_path
+from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind, locate_model
+from covey.llm.model.architecture import is_llama_like
+from covey.llm.model.folder import check_config
+from covey.llm.model.foreign_files import check_model_config, read_model_config, reading
+from covey.llm.model.pretrained import config_of, skeleton
+
+SMOLLM2_135M = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What the memory of a decoder follows from."""
+
+    parameters: int  # all weights, tied ones once
+    trunk_parameters: int  # those below the output layer; tied embeddings belong to the trunk
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    feed_forward_kept: int  # tensors as wide as `intermediate` that autograd keeps of a layer
+    is_tied: bool  # the output layer is the embedding table
+    has_rms_norm: bool  # computed in fp32, which keeps more than torch's own LayerNorm
+    has_head_norms: bool  # queries and keys are normalised as well
+    packed_parameters: int  # that decoding on a CPU copies into another order
+    has_kernels: bool  # covey's own, on a CPU
+
+    @property
+    def query(self) -> int:
+        """Width of all queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        """Width of all keys of a token, and of all values."""
+        return self.kv_heads * self.head_dim
+
+
+def read_dimensions(model_config: dict[str, Any], model: str = "of this config.json") -> Dimensions:
+    """The dimensions of the model that the dict of a `config.json` describes; `model` names it in messages.
+
+    transformers builds the model on torch's meta device, where tensors have shapes and no memory, so the weights of
+    every architecture that it knows are counted exactly.
+
+    Raises:
+        ConfigError: if the dict describes no causal language model that transformers knows.
+    """
+    fields = {name: value for name, value in model_config.items() if name != "quantization_config"}
+    check_config(fields, model)
+    config = config_of(fields, model)
+    module = skeleton(config, model)
+    with reading(f"model {model}: its config.json describes no language model known here", "check it"):
+        return _dimensions(config, module)
+
+
+def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions:
+    text = config.get_text_config()
+    # A recurrent model has no attention heads. Its state is counted as one head, which is more than it needs.
+    heads, hidden = int(getattr(text, "num_attention_heads", 1)), int(text.hidden_size)
+    layers, vocabulary = int(text.num_hidden_layers), int(text.vocab_size)
+    for name, value in (("heads", heads), ("hidden units", hidden), ("layers", layers), ("tokens", vocabulary)):
+        if value < 1:
+            raise ConfigError(f"the model's config.json describes no language model: it has {value} {name}")
+    names = {name.rpartition(".")[2] for name, _ in module.named_modules()}
+    own = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or getattr(text, "n_inner", None)
+    head = module.get_output_embeddings()
+    return Dimensions(
+        parameters=_count(module),
+        trunk_parameters=_count(module.base_model),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or hidden // heads,
+        intermediate=own or 4 * hidden,
+        vocabulary=vocabulary,
+        feed_forward_kept=_feed_forward_kept(text, is_gated="gate_proj" in names or "gate_up_proj" in names),
+        is_tied=head is not None and head.weight is module.get_input_embeddings().weight,
+        has_rms_norm=any("RMSNorm" in type(part).__name__ for part in module.modules()),
+        has_head_norms="q_norm" in names,
+        packed_parameters=sum(part.weight.numel() for part in module.modules() if type(part) is nn.Linear),
+        has_kernels=is_llama_like(module),
+    )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _feed_forward_kept(text: Any, *, is_gated: bool) -> int:
+    """Gated: the gate, its activation, the other half, their product. Else: the activation's input and result; where
+    GELU is written out, x, x / 2, tanh and 1 + tanh besides the result.
+    """
+    if is_gated:
+        return 4
+    activation = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None)
+    return 5 if activation == "gelu_new" else 2
+
+
+def find_model_config(model: str) -> dict[str, Any] | None:
+    """The `config.json` of a model by the name that a recipe gives it, or by its own path; None for a hub's model that
+    is not on this machine. Asks no hub.
+
+    Raises:
+        ConfigError: if there is no such model, or its config cannot be read.
+    """
+    if model.endswith(".json"):
+        return read_model_config(user_path(model, "model: "))
+    source = locate_model(model)
+    if source.kind is ModelKind.EMBEDDED:
+        return SMOLLM2_135M
+    if source.kind is ModelKind.GGUF:
+        return read_gguf_config(source.path)
+    if source.kind is ModelKind.HUB:
+        return _cached_config(source.name)
+    assert source.description is not None
+    return read_model_config(source.description / MODEL_CONFIG_FILE)
+
+
+def _cached_config(name: str) -> dict[str, Any] | None:
+    """The `config.json` of a hub's model, if it was downloaded before."""
+    try:
+        cached = try_to_load_from_cache(name, MODEL_CONFIG_FILE)
+    except HFValidationError:
+        return None
+    return read_model_config(Path(cached)) if isinstance(cached, (str, os.PathLike)) else None
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """The dimensions in the head of a GGUF file, under the names of a `config.json`.
+
+    Raises:
+        ConfigError: if it is no GGUF file of a language model.
+    """
+    with reading(f"{path} is no GGUF file of a language model"):
+        return _config_of(GGUFReader(path), path)
+
+
+def _config_of(reader: GGUFReader, path: Path) -> dict[str, Any]:
+    kind = reader.fields["general.architecture"].contents()
+    names = {
+        "embedding_length": "hidden_size",
+        "block_count": "num_hidden_layers",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "context_length": "max_position_embeddings",
+    }
+    found = {ours: reader.get_field(f"{kind}.{theirs}") for theirs, ours in names.items()}
+    config: dict[str, Any] = {name: int(field.contents()) for name, field in found.items() if field is not None}
+    tensors = {tensor.name: tensor.shape for tensor in reader.tensors}
+    config["vocab_size"] = int(tensors["token_embd.weight"][1])
+    check_model_config(config, str(path))
+    return config | {"model_type": kind, "tie_word_embeddings": "output.weight" not in tensors}

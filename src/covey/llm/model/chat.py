@@ -1,0 +1,140 @@
+"""Between text and token ids: chat templates, end tokens, completions as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from covey.config import ConfigError
+from covey.llm.model.chat_templates import TemplateFailed, render
+
+Message = dict[str, str]
+
+
+class TokenPrompt(str):
+    """A prompt that was given as token ids, which the model is given as they are; the rewards read its text."""
+
+    __slots__ = ("ids",)
+    ids: tuple[int, ...]
+
+    def __new__(cls, text: str, ids: Sequence[int]) -> TokenPrompt:
+        prompt = super().__new__(cls, text)
+        prompt.ids = tuple(ids)
+        return prompt
+
+
+class Chat:
+    """Renders prompts for one model and reads its completions."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int], embedded: int | None = None
+    ) -> None:
+        """`embedded` is how many token ids the model has an embedding for; None does not check."""
+        self.tokenizer = tokenizer
+        self.end_ids = end_ids
+        self.embedded = embedded
+
+    def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a prompt: a string is taken as it stands, messages go through the model's chat template.
+
+        What a tokenizer puts behind a text, such as an end token, is left out: a completion is to follow.
+
+        Raises:
+            ConfigError: if messages meet a model without a chat template, or one whose template gives no text, or the
+                prompt is empty.
+        """
+        ids: Any
+        if isinstance(prompt, TokenPrompt):
+            ids = prompt.ids
+        elif isinstance(prompt, str):
+            ids = self.tokenizer(prompt)["input_ids"]
+            if self._appended and tuple(ids[-len(self._appended) :]) == self._appended:
+                ids = ids[: -len(self._appended)]
+        else:
+            ids = self.tokenizer(self.render(prompt), add_special_tokens=False)["input_ids"]
+            if not ids:
+                raise ConfigError(
+                    f"the model's chat template makes no text of the messages {_roles(prompt)}: use messages that it "
+                    "knows, or prompts that are plain strings"
+                )
+        if not ids:
+            raise ConfigError("a prompt is empty: a model needs at least one token to continue from")
+        return self._checked(ids)
+
+    def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
+        if self.embedded is not None and max(ids) >= self.embedded:
+            token = self.tokenizer.convert_ids_to_tokens(max(ids))
+            raise ConfigError(
+                f"a prompt holds the token {token!r} (number {max(ids)}), but the model has embeddings for "
+                f"{self.embedded} tokens only: leave it out of the prompts and the chat template"
+            )
+        return tuple(ids)
+
+    @cached_property
+    def _appended(self) -> tuple[int, ...]:
+        """The ids that the tokenizer puts behind every text of its own accord."""
+        plain, whole = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        for begin in range(len(whole) - len(plain) + 1):
+            if plain and whole[begin : begin + len(plain)] == plain:
+                return tuple(whole[begin + len(plain) :])
+        return ()
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text of a chat, up to where the model's answer begins.
+
+        Raises:
+            ConfigError: if the model has no chat template, or it gives no text.
+        """
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                "the prompts are chat messages but the model has no chat template: "
+                "use an instruction-tuned model, or prompts that are plain strings"
+            )
+        try:
+            template = self.tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ConfigError(
+                f"the model has several chat templates and none is called 'default' ({error}): name one of them so"
+            ) from error
+        known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            return render(template, known, self.tokenizer.special_tokens_map)
+        except TemplateFailed as error:
+            raise ConfigError(
+                f"the model's chat template {error} (the roles are {_roles(messages)}): change the prompts or the "
+                "template, or use prompts that are plain strings"
+            ) from error
+
+    def decode(self, actions: Sequence[int]) -> str:
+        """The text of a completion, without the end token and other special tokens."""
+        return str(self.tokenizer.decode(list(actions), skip_special_tokens=True))
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    roles = [message["role"] for message in messages]
+    return ", ".join(roles[:6]) + (", ..." if len(roles) > 6 else "")
+
+
+def end_ids_of(config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a completion: those that the model, its generation config or its tokenizer declare.
+
+    Raises:
+        ConfigError: for an end token that is no id.
+    """
+    found: set[int] = set()
+    for declared in (
+        getattr(config, "eos_token_id", None),
+        getattr(generation, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        listed = declared if isinstance(declared, (list, tuple)) else [declared]
+        for end in listed:
+            if end is not None and (not isinstance(end, int) or isinstance(end, bool)):
+                raise ConfigError(
+                    f"eos_token_id {declared!r} is no token id: correct generation_config.json or config.json"
+                )
+        found.update(end for end in listed if end is not None and end >= 0)
+    return frozenset(found)

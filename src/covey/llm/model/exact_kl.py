@@ -1,0 +1,81 @@
+"""The exact KL between two policies over a vocabulary, without the matrix [tokens, vocabulary].
+
+Shapes: N decisions, W hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.llm.model.logprobs import EVERY, LogitGradients, Logits
+
+
+def exact_kl(
+    hidden_NW: Tensor, head: Any, reference_hidden_NW: Tensor, reference_head: Any, temperature: float
+) -> Tensor:
+    """KL of the policy to the reference at each decision: sum_v pi(v) (log pi(v) - log reference(v)), in nats.
+
+    Both are softmaxes of logits divided by the temperature, in fp32 from the logits on. Logits are made in parts, and
+    made again for the gradient instead of being kept: with z the policy's divided logits,
+    dKL / dz_v = pi(v) (log pi(v) - log reference(v) - KL).
+
+    Args:
+        hidden_NW: the policy's last hidden states at the positions that predict the decisions.
+        head: the policy's output layer: a `torch.nn.Linear`, or what has its `weight` and `bias`.
+        reference_hidden_NW: the reference's at the same positions; its width may be another.
+        reference_head: the reference's output layer. No gradient flows into the reference.
+        temperature: that the tokens were sampled at.
+
+    Returns:
+        kl_N in fp32 (in fp64 for fp64 inputs), with a gradient to `hidden_NW` and `head`.
+    """
+    reference_bias = None if reference_head.bias is None else reference_head.bias.detach()
+    return _ExactKL.apply(
+        hidden_NW, head.weight, head.bias,
+        reference_hidden_NW.detach(), reference_head.weight.detach(), reference_bias, temperature,
+    )  # fmt: skip
+
+
+class _ExactKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        reference_hidden: Tensor,
+        reference_weight: Tensor,
+        reference_bias: Tensor | None,
+        temperature: float,
+    ) -> Tensor:
+        logits = Logits(hidden, weight, bias, temperature)
+        others = Logits(reference_hidden, reference_weight, reference_bias, temperature)
+        kl = torch.empty(len(hidden), dtype=logits.exact, device=hidden.device)
+        log_total, other_log_total = torch.empty_like(kl), torch.empty_like(kl)
+        for part in logits.by_decision():
+            z, other = logits.divided(part, EVERY), others.divided(part, EVERY)
+            log_total[part], other_log_total[part] = z.logsumexp(dim=1), other.logsumexp(dim=1)
+            gap = other.neg_().add_(z).add_((other_log_total - log_total)[part, None])
+            kl[part] = torch.linalg.vecdot(z.sub_(log_total[part, None]).exp_(), gap)
+        ctx.save_for_backward(
+            hidden, weight, bias, reference_hidden, reference_weight, reference_bias, log_total, other_log_total, kl
+        )
+        ctx.temperature = temperature
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, other_hidden, other_weight, other_bias, log_total, other_log_total, kl = ctx.saved_tensors
+        logits = Logits(hidden, weight, bias, ctx.temperature)
+        others = Logits(other_hidden, other_weight, other_bias, ctx.temperature)
+        gradients = LogitGradients(logits)
+        for part in logits.by_token():
+            z, other = logits.divided(EVERY, part), others.divided(EVERY, part)
+            slope = other.neg_().add_(z).add_((other_log_total - log_total - kl)[:, None])
+            slope *= z.sub_(log_total[:, None]).exp_()
+            slope.mul_(grad_kl[:, None] / ctx.temperature)
+            gradients.add(part, logits.rounded(slope))
+        return *gradients.all(), None, None, None, None

@@ -1,0 +1,322 @@
+"""Loading models by the names that recipes, commands and scripts give them, and taking over those in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from covey.config import ConfigError
+from covey.config.model_sources import (
+    MODEL_CONFIG_FILE,
+    ModelKind,
+    ModelSource,
+    Origin,
+    locate_model,
+)
+from covey.llm.memory.dimensions import read_gguf_config
+from covey.llm.model.architecture import is_llama_like
+from covey.llm.model.chat import Chat, end_ids_of
+from covey.llm.model.checks import check_forward, check_tokenizer, check_weights
+from covey.llm.model.conversion import converted, embedded_file
+from covey.llm.model.folder import (
+    WeightFiles,
+    check_config,
+    check_tokenizer_files,
+    read_weight_files,
+)
+from covey.llm.model.foreign_files import read_model_config
+from covey.llm.model.hub import cached_folder, download
+from covey.llm.model.pretrained import (
+    build,
+    check_causal,
+    read_config,
+    read_generation_config,
+    read_tokenizer,
+    skeleton,
+)
+from covey.runtime.checkpoint import CheckpointFolder
+
+BUFFERS_FILE = "buffers.safetensors"  # in a run's architecture folder: what a model keeps beside its parameters
+GENERATION_FILE = "generation_config.json"
+
+
+@dataclass
+class LoadedModel:
+    """A causal language model, how it talks, and where it came from."""
+
+    module: PreTrainedModel
+    chat: Chat
+    source: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model without its weights."""
+
+    folder: Path
+    config: PreTrainedConfig
+    module: PreTrainedModel  # on the meta device
+    tokenizer: Any
+    weights: WeightFiles | None  # None: those of a run's checkpoint
+
+
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Load a model by the name that a recipe gives it.
+
+    Args:
+        name: `smollm2-135m`, a folder in Hugging Face's layout, a `.gguf` file, a hub name, a run folder of covey (its
+            model or, where the run was stopped, its newest checkpoint) or one of its checkpoints.
+
+    Raises:
+        ConfigError: if nothing is found under the name, or what is found is no causal language model that is whole.
+    """
+    source = locate_model(pin_model(name))
+    described = describe_model(model_folder(source), name, has_weights=source.kind is not ModelKind.CHECKPOINT)
+    with _weights(source, described) as tensors:
+        module, misfits = build(type(described.module), described.config, tensors, dtype, name)
+    if source.kind is ModelKind.CHECKPOINT:
+        assert source.origin is not None
+        take_over(module, source.origin, "optimizer", "start from that run's model/")
+        _load_buffers(module, described.folder)
+    elif misfits:
+        raise ConfigError(_do_not_fit(name, misfits))
+    if (described.folder / GENERATION_FILE).is_file() and module.can_generate():
+        module.generation_config = read_generation_config(described.folder, name)
+    module.name_or_path = module.config.name_or_path = str(described.folder)
+    check_weights(module, name)
+    module.to(device)  # type: ignore[arg-type]  # transformers hides torch's own signature
+    return _ready(module, described.tokenizer, str(described.folder), name)
+
+
+def describe_model(folder: Path, name: str, *, has_weights: bool = True) -> Description:
+    """Everything of a model but its weights, checked; of the weights, the headers of their files.
+
+    Args:
+        name: names the model in messages.
+        has_weights: False for the architecture of a run, whose weights are in its checkpoints.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    check_config(read_model_config(folder / MODEL_CONFIG_FILE), name)
+    check_tokenizer_files(folder, name)
+    weights = read_weight_files(folder, name) if has_weights else None
+    config = read_config(folder, name)
+    module = skeleton(config, name)
+    if weights is not None:
+        _check_count(module, weights, name)
+    tokenizer = read_tokenizer(folder, name)
+    check_tokenizer(tokenizer, module, name)
+    if (folder / GENERATION_FILE).is_file():
+        read_generation_config(folder, name)
+    return Description(folder, config, module, tokenizer, weights)
+
+
+def check_model_files(name: str) -> None:
+    """What can be known of a model without reading its weights, downloading it or converting it.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    source = locate_model(pin_model(name))
+    if source.kind is ModelKind.GGUF:
+        read_gguf_config(source.path)
+    folder = cached_folder(name) if source.kind is ModelKind.HUB else source.description
+    if folder is not None:
+        describe_model(folder, name, has_weights=source.kind is not ModelKind.CHECKPOINT)
+
+
+def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
+    """Tokenizer and config of a model without its weights; None if they are not on this machine or unusable, which
+    `load_model` tells.
+    """
+    try:
+        source = locate_model(pin_model(name))
+        folder = cached_folder(source.name) if source.kind is ModelKind.HUB else model_folder(source)
+        if folder is None:
+            return None
+        return Chat(read_tokenizer(folder, name), frozenset()), read_config(folder, name)
+    except ConfigError:
+        return None
+
+
+def pin_model(name: str) -> str:
+    """`name` as it can be found from any working directory; for the folder of a stopped run its newest checkpoint.
+
+    A run writes down where it began. Were that a folder that another run goes on filling, it could not be resumed.
+
+    Raises:
+        ConfigError: if there is no such model, or the run has saved nothing that is whole.
+    """
+    source = locate_model(name)
+    if source.kind is not ModelKind.RUN:
+        return source.name
+    assert source.origin is not None
+    checkpoints = CheckpointFolder(source.origin.checkpoints)
+    newest = checkpoints.latest()
+    if newest is None:
+        raise ConfigError(f"the run in {source.name} has no checkpoint that is whole: name another model")
+    return str(checkpoints.folder(newest))
+
+
+def model_folder(source: ModelSource) -> Path:
+    """The folder with a model's config and tokenizer. Converts a GGUF file on first use; downloads a hub's model.
+
+    Raises:
+        ConfigError: with the way to put it right.
+    """
+    if source.kind is ModelKind.EMBEDDED:
+        return converted(embedded_file())
+    if source.kind is ModelKind.GGUF:
+        return converted(source.path)
+    if source.kind is ModelKind.HUB:
+        return download(source.name)
+    folder = source.description
+    assert folder is not None
+    return folder
+
+
+def find_model(name: str) -> str:
+    """The folder that holds config and tokenizer, and for all but checkpoints the weights, of the model `name`.
+
+    Raises:
+        ConfigError: with the way to put it right.
+    """
+    return str(model_folder(locate_model(name)))
+
+
+@contextmanager
+def _weights(source: ModelSource, described: Description) -> Iterator[dict[str, Any]]:
+    """The tensors of a model by name."""
+    if described.weights is None:
+        assert source.origin is not None
+        assert source.origin.step is not None
+        yield dict(CheckpointFolder(source.origin.checkpoints).tensors(source.origin.step, "optimizer/masters"))
+    else:
+        with described.weights.open() as tensors:
+            yield tensors
+
+
+def _check_count(module: nn.Module, weights: WeightFiles, name: str) -> None:
+    """Refuse files with fewer numbers than the architecture has, before memory is taken for those that are missing."""
+    needed = sum(parameter.numel() for parameter in module.parameters())
+    if needed <= weights.numbers:
+        return
+    shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
+    absent = sorted(shapes.keys() - weights.shapes.keys())
+    others = sorted(key for key in shapes.keys() & weights.shapes.keys() if shapes[key] != weights.shapes[key])
+    misfits = [f"{needed:,} numbers are needed, its files hold {weights.numbers:,}"]
+    for what, keys in (("missing from its files", absent), ("of another shape than its config.json says", others)):
+        if keys:
+            misfits.append(f"{len(keys)} {'weight is' if len(keys) == 1 else 'weights are'} {what} ({keys[0]})")
+    raise ConfigError(_do_not_fit(name, misfits))
+
+
+def _do_not_fit(name: str, misfits: list[str]) -> str:
+    return (
+        f"model {name}: its weights and its config.json do not fit each other: {'; '.join(misfits)}: copy or download "
+        "both again"
+    )
+
+
+@torch.no_grad()
+def take_over(module: nn.Module, origin: Origin, optimizer: str, advice: str) -> None:
+    """Give a module the weights that a checkpoint holds: the masters of an optimizer, rounded as that run rounded them.
+
+    Args:
+        module: with the same parameters as the one in that run.
+        origin: names the checkpoint.
+        optimizer: under which name the checkpoint holds its state.
+        advice: what to do where the parameters are others.
+
+    Raises:
+        ConfigError: where the checkpoint is damaged or its weights are those of another module.
+    """
+    assert origin.step is not None
+    masters = CheckpointFolder(origin.checkpoints).tensors(origin.step, f"{optimizer}/masters")
+    parameters = dict(module.named_parameters())
+    saved, needed = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (masters, parameters))
+    if saved != needed:
+        raise ConfigError(
+            f"the checkpoint of step {origin.step} in {origin.run_dir} holds other weights than are needed: {advice}"
+        )
+    for name, master in masters.items():
+        parameters[name].copy_(master)
+
+
+def save_architecture(module: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write what a run's checkpoints do not hold of its model: config, tokenizer and the buffers that are saved."""
+    module.config.save_pretrained(folder)
+    if module.can_generate() and module.generation_config is not None:
+        module.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    buffers = _saved_buffers(module)
+    if buffers:
+        save_file({name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}, folder / BUFFERS_FILE)
+
+
+def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to a model's state, as the correction of a router's scores does."""
+    state, parameters = module.state_dict(), dict(module.named_parameters(remove_duplicate=False))
+    return {name: buffer for name, buffer in module.named_buffers() if name in state and name not in parameters}
+
+
+@torch.no_grad()
+def _load_buffers(module: nn.Module, folder: Path) -> None:
+    buffers = _saved_buffers(module)
+    if buffers:
+        saved = load_file(folder / BUFFERS_FILE)
+        for name, buffer in buffers.items():
+            buffer.copy_(saved[name])
+
+
+def adopt_model(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
+    """A model that a script has already in memory; it is used as it is, on its device, in its precision.
+
+    Args:
+        module: a causal language model of transformers.
+        tokenizer: its own; None loads the one that lies where the model came from.
+
+    Raises:
+        ConfigError: for something else, or where no tokenizer is found.
+    """
+    if not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is None:
+        raise ConfigError(
+            f"a causal language model of transformers, or its name, is needed; this is a {type(module).__name__}"
+        )
+    name = str(module.name_or_path or type(module).__name__)
+    check_causal(module.config, name)
+    if tokenizer is None:
+        if not module.name_or_path:
+            raise ConfigError("the model does not say where its tokenizer is: give tokenizer=...")
+        try:
+            tokenizer = read_tokenizer(Path(find_model(module.name_or_path)), name)
+        except ConfigError as error:
+            raise ConfigError(f"the model's tokenizer is not found ({error}): give tokenizer=...") from error
+    check_tokenizer(tokenizer, module, name)
+    check_weights(module, name)
+    return _ready(module, tokenizer, str(module.name_or_path), name)
+
+
+def _ready(module: PreTrainedModel, tokenizer: Any, source: str, name: str) -> LoadedModel:
+    if not is_llama_like(module):  # which is causal; in bf16 the trial takes seconds on some processors
+        check_forward(module, name)
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            # torch gives a padding row no gradient. Where pad is also the end token, as on many models, the
+            # policy could then not learn how it reads its own end.
+            part.padding_idx = None
+    try:
+        end_ids = end_ids_of(module.config, module.generation_config, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"model {name}: {error}") from error
+    embedding: Any = module.get_input_embeddings()
+    return LoadedModel(module, Chat(tokenizer, end_ids, len(embedding.weight)), source)

@@ -1,0 +1,172 @@
+"""From hidden states to the log-probabilities of chosen tokens, without the matrix [tokens, vocabulary].
+
+Shapes: N decisions, W hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.llm.native.bindings import kernels_for
+
+CHUNK = 512  # decisions whose logits exist at a time: 50 MB in bf16 at a vocabulary of 50,000
+
+
+def token_logprobs(
+    hidden_NW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, tokens_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token, and entropy of the distribution that it was drawn from, in nats.
+
+    log p = z_token - log sum_v exp(z_v) with z = (W h + b) / temperature, in fp32 from the logits on. Logits are made
+    in parts, and made again for the gradient instead of being kept.
+
+    Args:
+        hidden_NW: last hidden states at the positions that predict the tokens.
+        weight_VW, bias_V: of the output layer.
+        tokens_N: int64.
+        temperature: that the tokens were sampled at.
+
+    Returns:
+        logprobs_N and entropy_N in fp32 (in fp64 for fp64 inputs). Gradients flow through both.
+    """
+    return _TokenLogprobs.apply(hidden_NW, weight_VW, bias_V, tokens_N, temperature)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logits = Logits(hidden, weight, bias, temperature)
+        kernels = kernels_for(hidden.dtype, hidden.device)
+        logprobs = torch.empty(len(hidden), dtype=logits.exact, device=hidden.device)
+        entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for part in logits.by_decision():
+            if kernels is not None:
+                out = logprobs[part], entropy[part], log_total[part]
+                kernels.measure_logits(logits.products(part, EVERY), tokens[part], temperature, out)
+                continue
+            z = logits.divided(part, EVERY)
+            top = z.amax(dim=1, keepdim=True)
+            p = torch.sub(z, top).exp_()
+            total = p.sum(dim=1)
+            log_total[part] = top[:, 0] + total.log()
+            logprobs[part] = z.gather(1, tokens[part, None])[:, 0] - log_total[part]
+            entropy[part] = log_total[part] - torch.linalg.vecdot(p, z) / total
+        ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
+        logits = Logits(hidden, weight, bias, ctx.temperature)
+        gradients = LogitGradients(logits)
+        kernels = kernels_for(hidden.dtype, hidden.device)
+        grad_logprobs, grad_entropy = (None if g is None else g.contiguous() for g in (grad_logprobs, grad_entropy))
+        for part in logits.by_token():
+            if kernels is not None:
+                products = logits.products(EVERY, part)
+                kernels.logit_gradients(
+                    products, tokens, log_total, entropy, grad_logprobs, grad_entropy, ctx.temperature, part.start
+                )
+                gradients.add(part, products)
+                continue
+            logp = logits.divided(EVERY, part).sub_(log_total[:, None])
+            # d log p_token / dz = [token] - p;  dH / dz = -p (log p + H)
+            scale = torch.zeros_like(log_total[:, None]) if grad_logprobs is None else -grad_logprobs[:, None]
+            if grad_entropy is not None:
+                scale = scale - grad_entropy[:, None] * (logp + entropy[:, None])
+            grad_z = logp.exp_().mul_(scale)
+            if grad_logprobs is not None:
+                here = (tokens >= part.start) & (tokens < part.stop)
+                grad_z[here, tokens[here] - part.start] += grad_logprobs[here]
+            gradients.add(part, logits.rounded(grad_z.div_(ctx.temperature)))
+        return *gradients.all(), None, None
+
+
+class Logits:
+    """A part of the logits at a time, always in the same memory: fresh pages cost more than the arithmetic.
+
+    Forward a part is some decisions with the whole vocabulary, over which they are normalised. On the way back it is
+    all decisions with a part of the vocabulary: those tokens' rows of the output layer then get their gradient at once,
+    instead of as a sum over parts.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
+        self.hidden, self.weight, self.bias, self.temperature = hidden, weight, bias, temperature
+        self.exact = torch.promote_types(hidden.dtype, torch.float32)
+        self.size = min(CHUNK, len(hidden)) * len(weight)  # numbers of a part
+        self._products: Tensor | None = None
+        self._exact: Tensor | None = None
+
+    def by_decision(self) -> Iterator[slice]:
+        return (slice(i, min(i + CHUNK, len(self.hidden))) for i in range(0, len(self.hidden), CHUNK))
+
+    def by_token(self) -> Iterator[slice]:
+        if not len(self.hidden):
+            return iter([slice(0, len(self.weight))])
+        width = max(self.size // len(self.hidden), 1)
+        return (slice(v, min(v + width, len(self.weight))) for v in range(0, len(self.weight), width))
+
+    def products(self, decisions: slice, tokens: slice) -> Tensor:
+        """W h + b; valid until the next call."""
+        hidden, weight = self.hidden[decisions], self.weight[tokens]
+        if self._products is None:
+            self._products = self.hidden.new_empty(self.size)
+        out = self._products[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+        if self.bias is None:
+            return torch.mm(hidden, weight.T, out=out)
+        return torch.addmm(self.bias[tokens], hidden, weight.T, out=out)
+
+    def divided(self, decisions: slice, tokens: slice) -> Tensor:
+        """z = (W h + b) / temperature in fp32; valid until the next call."""
+        products = self.products(decisions, tokens)
+        if products.dtype == self.exact:
+            z = products
+        else:
+            if self._exact is None:
+                self._exact = self.hidden.new_empty(self.size, dtype=self.exact)
+            z = self._exact[: products.numel()].view(products.shape).copy_(products)
+        return z if self.temperature == 1.0 else z.div_(self.temperature)
+
+    def rounded(self, z: Tensor) -> Tensor:
+        """`z`, made from what `divided` returned last, in the precision of the products, in their memory."""
+        if self._products is None or z.dtype == self._products.dtype:
+            return z
+        return self._products[: z.numel()].view(z.shape).copy_(z)
+
+
+EVERY = slice(None)
+
+
+class LogitGradients:
+    """From the gradients of the logits, a part of the vocabulary at a time, to those of all they were made from."""
+
+    def __init__(self, logits: Logits) -> None:
+        self.logits = logits
+        self.kernels = kernels_for(logits.hidden.dtype, logits.hidden.device)
+        self.hidden = torch.zeros_like(logits.hidden, dtype=logits.exact)
+        self.weight = torch.empty_like(logits.weight)
+        self.bias = None if logits.bias is None else torch.empty_like(logits.bias)
+
+    def add(self, tokens: slice, gradient: Tensor) -> None:
+        """`gradient` is that of W h + b, for all decisions, in the precision of W."""
+        self.hidden += gradient @ self.logits.weight[tokens]
+        if self.kernels is None:
+            torch.mm(gradient.T, self.logits.hidden, out=self.weight[tokens])
+        else:
+            self.kernels.weight_gradients(self.logits.hidden.contiguous(), [gradient], [self.weight[tokens]])
+        if self.bias is not None:
+            self.bias[tokens] = gradient.sum(dim=0)
+
+    def all(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of the hidden states, the weight and the bias."""
+        return self.hidden.to(self.logits.hidden.dtype), self.weight, self.bias

@@ -1,0 +1,410 @@
+"""Attention over token sequences that share their prompt.
+
+The rollouts of a group begin with the same prompt. Its tokens pass through the model once, beside the tokens of all
+completions, as one long row of tokens without padding: every product of the model but attention treats tokens one by
+one. Only attention has to know which token may look at which, and that is what a layout tells it.
+
+transformers hands extra keyword arguments of a model's forward down to its attention function. That is how a layout
+travels: `model(..., layout=layout)` with the attention implementation named "covey".
+
+Shapes: N tokens, S prompts, P longest prompt, R rows (completions), L longest completion, H heads, K key-value heads,
+D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from covey.llm.model.prefix_tree import common_beginning, grown
+
+IMPLEMENTATION = "covey"
+
+# Up to this many attention scores a layer, plain products beat fused attention, and keeping them is cheap (32 MB).
+SCORES_LIMIT = 8 << 20
+
+
+class UnsupportedAttentionError(NotImplementedError):
+    """The model's attention does something that shared prompts are not written for."""
+
+
+class Layout(Protocol):
+    """Which of the tokens of one forward pass may attend to which."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attention of [H, N, D] queries; returns [N, H, D]."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedAttentionError(name)
+    if attention_mask is not None and (attention_mask.dtype != torch.bool or attention_mask.numel() != 1):
+        raise UnsupportedAttentionError("a mask that the model adds to, perhaps what it learns")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return layout.attend(layer, query[0], key[0], value[0], scale)[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def forward(base: nn.Module, tokens_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
+    """hidden_NW of one row of tokens that attend as the layout tells; `base` is a decoder without its output layer."""
+    # A mask of four dimensions is passed on by transformers as it is, which spares building one that nobody reads.
+    no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=tokens_N.device)
+    output = base(
+        input_ids=tokens_N[None],
+        position_ids=positions_N[None],
+        attention_mask=no_mask,
+        use_cache=False,
+        layout=layout,
+    )
+    hidden_NW: Tensor = output.last_hidden_state[0]
+    return hidden_NW
+
+
+class PackedLayout:
+    """Prompts, each followed by the completions of its group: one row of tokens, without padding.
+
+    What all prompts begin with alike (a system prompt, a template, examples) is fed once for all of them. The order of
+    the tokens is: that common beginning, the rest of every prompt, one after another, then the completions: what some
+    of a prompt's begin with alike, once for all of them, and then how each goes on.
+    """
+
+    keeps_prompts = False  # whether `keep_prompt` does anything
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Tensor] = (),
+        prompt_of_row: Sequence[int] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        """All completions of a prompt follow those of the prompts before."""
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.prompt_of_row = list(prompt_of_row)
+        self.device = device
+        self.common = common_beginning(prompts)
+        rests = [torch.tensor(prompt[self.common :]) for prompt in prompts]
+        parts = [torch.tensor(prompts[0][: self.common], dtype=torch.int64), *rests]
+        self.prompt_ends = torch.tensor([len(part) for part in parts]).cumsum(0)[1:] - 1  # the last token of each
+        self.segments = grown(completions, prompt_of_row)
+        written = [completions[segment.rows[0]][segment.begin : segment.end] for segment in self.segments]
+        self.tokens = torch.cat([*parts, *written]).to(device)
+        begins = [0, *[self.common for _ in prompts]]
+        begins += [self.prompt_lengths[segment.prompt] + segment.begin for segment in self.segments]
+        spans = zip(begins, (*parts, *written), strict=True)
+        self.positions = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in spans]).to(device)
+        self.mask: Tensor | None = None  # of the fused path, made when first needed
+
+    @cached_property
+    def sequences(self) -> Tensor:
+        """[sequences, 3] int32: first token, length, and which sequence it continues, or -1. Each follows that one."""
+        lengths = [self.common, *(length - self.common for length in self.prompt_lengths)]
+        firsts = [0, *accumulate(lengths)]
+        of_prompts: list[list[int]] = [[] for _ in self.prompt_lengths]
+        for number, segment in enumerate(self.segments):
+            of_prompts[segment.prompt].append(number)
+        made = [(0, self.common, -1)] if self.common else []
+        beginning = len(made) - 1
+        places: dict[int, int] = {}  # of segments, among what is made
+        for prompt, segments in enumerate(of_prompts):
+            made.append((firsts[1 + prompt], lengths[1 + prompt], beginning))
+            of_prompt = len(made) - 1
+            for number in segments:
+                places[number] = len(made)
+                parent = places.get(self.segments[number].parent, of_prompt)
+                made.append((self.segment_firsts[number], self.segments[number].length, parent))
+        return torch.tensor(made, dtype=torch.int32)
+
+    @cached_property
+    def segment_firsts(self) -> list[int]:
+        """The first token of every segment."""
+        return list(accumulate((segment.length for segment in self.segments), initial=int(self.prompt_ends[-1]) + 1))[
+            :-1
+        ]
+
+    @cached_property
+    def places(self) -> list[Tensor]:
+        """Where the tokens of every completion are, [L] each."""
+        found: list[list[Tensor]] = [[] for _ in self.prompt_of_row]
+        for first, segment in zip(self.segment_firsts, self.segments, strict=True):
+            stretch = torch.arange(first, first + segment.length)
+            for row in segment.rows:
+                found[row].append(stretch)
+        return [torch.cat(stretches) if stretches else torch.arange(0) for stretches in found]
+
+    @cached_property
+    def rests(self) -> _Rectangle:
+        """Of the prompts, behind their common beginning."""
+        ends = list(accumulate(length - self.common for length in self.prompt_lengths))
+        return _Rectangle([torch.arange(*span) for span in pairwise([0, *ends])], self.device)
+
+    @cached_property
+    def leaves(self) -> list[int]:
+        """The completions that no other continues, which together have all tokens."""
+        continued = {segment.parent for segment in self.segments}
+        return sorted(segment.rows[0] for number, segment in enumerate(self.segments) if number not in continued)
+
+    @cached_property
+    def completions(self) -> _Rectangle:
+        """The leaves, whole: what some of them begin with alike is in every one."""
+        split = int(self.prompt_ends[-1]) + 1
+        return _Rectangle([self.places[row] - split for row in self.leaves], self.device)
+
+    @cached_property
+    def prompt_of_leaf(self) -> Tensor:
+        prompts = [self.prompt_of_row[row] for row in self.leaves]
+        return torch.tensor(prompts, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def slots(self) -> PromptSlots:
+        return PromptSlots(torch.tensor(self.prompt_lengths, device=self.device), self.prompt_of_leaf)
+
+    def keep_prompt(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
+        """For every layer's keys, which are rotated, and values of the prompts; the sampler's prefill stores them."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        split = self.common + self.rests.tokens
+        key_KSPD, value_KSPD = self.whole_prompts(key[:, :split]), self.whole_prompts(value[:, :split])
+        self.keep_prompt(layer, key_KSPD, value_KSPD)
+        out = self._attend_to_prompts(query[:, :split], key_KSPD, value_KSPD, scaling)
+        if not self.completions.width:
+            return torch.cat(out)
+        query_HRLD = self.completions.pad(query[:, split:])
+        own_KRLD = self.completions.pad(key[:, split:]), self.completions.pad(value[:, split:])
+        heads, rows, length = query_HRLD.shape[:3]
+        scores = heads * rows * length * (key_KSPD.shape[2] + length)
+        attend = self._attend_by_products if scores <= SCORES_LIMIT else self._attend_fused
+        out.append(self.completions.unpad(attend(query_HRLD, key_KSPD, value_KSPD, *own_KRLD, scaling)))
+        return torch.cat(out)
+
+    def whole_prompts(self, flat: Tensor) -> Tensor:
+        """[K, common beginning and rests, D] -> [K, S, P, D], 0 at padding."""
+        rests = self.rests.pad(flat[:, self.common :])
+        if not self.common:
+            return rests
+        return torch.cat([flat[:, None, : self.common].expand(-1, rests.shape[1], -1, -1), rests], dim=2)
+
+    def _attend_to_prompts(self, query: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, scaling: float) -> list[Tensor]:
+        """The tokens of the prompts: of the common beginning, [common, H, D], and of the rests."""
+        heads, common = query.shape[0], self.common
+        key, value = _repeat(key_KSPD, heads), _repeat(value_KSPD, heads)
+        if not common:
+            out = F.scaled_dot_product_attention(self.rests.pad(query), key, value, is_causal=True, scale=scaling)
+            return [self.rests.unpad(out)]
+        beginning = F.scaled_dot_product_attention(
+            query[:, None, :common], key[:, :1, :common], value[:, :1, :common], is_causal=True, scale=scaling
+        )
+        seen = torch.ones(self.rests.width, key.shape[2], dtype=torch.bool, device=key.device).tril(common)
+        rests = F.scaled_dot_product_attention(
+            self.rests.pad(query[:, common:]), key, value, attn_mask=seen, scale=scaling
+        )
+        return [beginning[:, 0].transpose(0, 1), self.rests.unpad(rests)]
+
+    def _attend_by_products(
+        self, query_HRLD: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Short completions: plain products, in which the rows of a group read their prompt's keys together."""
+        heads, length, kv_heads = query_HRLD.shape[0], query_HRLD.shape[2], key.shape[0]
+        groups = kv_heads, heads // kv_heads
+        query_KRMD = (query_HRLD * scaling).unflatten(0, groups).transpose(1, 2).flatten(2, 3).contiguous()
+        own_LL = torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
+        own_mask = own_LL.repeat(groups[1], 1)
+        out = self.slots.attend(query_KRMD, key_KSPD, value_KSPD, key, value, own_mask)
+        return out.unflatten(2, (-1, length)).transpose(1, 2).flatten(0, 1)
+
+    def _attend_fused(
+        self, query_HRLD: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Long completions: torch's fused attention, which keeps no scores but wants a prompt's keys in every row."""
+        heads, length = query_HRLD.shape[0], query_HRLD.shape[2]
+        key = torch.cat([key_KSPD[:, self.prompt_of_leaf], key], dim=2)
+        value = torch.cat([value_KSPD[:, self.prompt_of_leaf], value], dim=2)
+        if self.mask is None:
+            causal_LL = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
+            prompt_RP = ~self.slots.padding_SP[self.prompt_of_leaf]
+            rows = (len(prompt_RP), length, -1)
+            self.mask = torch.cat([prompt_RP[:, None].expand(rows), causal_LL.expand(rows)], dim=2)[None]
+        return F.scaled_dot_product_attention(
+            query_HRLD, _repeat(key, heads), _repeat(value, heads), attn_mask=self.mask, scale=scaling
+        )
+
+
+class PromptSlots:
+    """Rows and the prompts that they share, for products in which the rows of a prompt stand side by side.
+
+    Every row has a slot in a [S, most rows of one prompt] rectangle. Rows are ordered by prompt.
+    """
+
+    def __init__(self, prompt_lengths_S: Tensor, prompt_of_row: Tensor) -> None:
+        counts_S = torch.bincount(prompt_of_row, minlength=len(prompt_lengths_S))
+        self.prompts, self.width = len(prompt_lengths_S), int(counts_S.max())
+        before_S = counts_S.cumsum(0) - counts_S
+        within_R = torch.arange(len(prompt_of_row), device=prompt_of_row.device) - before_S[prompt_of_row]
+        self.places = prompt_of_row * self.width + within_R
+        self.even = bool((counts_S == self.width).all())
+        longest = int(prompt_lengths_S.max())
+        self.padding_SP = torch.arange(longest, device=prompt_of_row.device) >= prompt_lengths_S[:, None]
+        self.padded = bool(self.padding_SP.any())
+
+    def attend(
+        self,
+        query_KRMD: Tensor,
+        prompt_key_KSPD: Tensor,
+        prompt_value_KSPD: Tensor,
+        own_key_KRTD: Tensor,
+        own_value_KRTD: Tensor,
+        own_mask_MT: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of M queries per key-value head (already scaled) to the row's prompt and to its own T tokens.
+
+        `own_mask_MT` is True where a query must not look. One softmax runs over both parts, in fp32 within.
+        """
+        kv_heads, rows = query_KRMD.shape[:2]
+        prompt_scores = self._together(query_KRMD) @ prompt_key_KSPD.flatten(0, 1).transpose(1, 2)
+        if self.padded:
+            by_head = prompt_scores.unflatten(0, (-1, self.prompts))
+            prompt_scores = by_head.masked_fill(self.padding_SP[:, None], -torch.inf).flatten(0, 1)
+        own_scores = query_KRMD.flatten(0, 1) @ own_key_KRTD.flatten(0, 1).transpose(1, 2)
+        if own_mask_MT is not None:
+            own_scores = own_scores.masked_fill_(own_mask_MT, -torch.inf)
+        scores = torch.cat([self._apart(prompt_scores, kv_heads), own_scores], dim=2)
+        sizes = prompt_scores.shape[2], own_scores.shape[2]
+        prompt_weights, own_weights = scores.softmax(dim=2).split(sizes, dim=2)
+        of_prompts = self._together(prompt_weights.unflatten(0, (kv_heads, rows))) @ prompt_value_KSPD.flatten(0, 1)
+        of_prompts = self._apart(of_prompts, kv_heads)
+        return torch.baddbmm(of_prompts, own_weights, own_value_KRTD.flatten(0, 1)).unflatten(0, (kv_heads, rows))
+
+    def _together(self, rows_KRMX: Tensor) -> Tensor:
+        """[K, R, M, X] -> [K x S, slots x M, X]: the rows of a prompt side by side."""
+        rows = rows_KRMX
+        if not self.even:
+            rows = _Scatter.apply(rows, self.places, self.prompts * self.width)
+        return rows.reshape(-1, self.width * rows.shape[2], rows.shape[3])
+
+    def _apart(self, together: Tensor, kv_heads: int) -> Tensor:
+        """[K x S, slots x M, X] -> [K x R, M, X]."""
+        rows = together.reshape(kv_heads, self.prompts * self.width, -1, together.shape[2])
+        return (rows if self.even else _Gather.apply(rows, self.places)).flatten(0, 1)
+
+
+class _Rectangle:
+    """Between tokens laid end to end and rows of them, padded to one width. Rows may have tokens in common."""
+
+    def __init__(self, places: list[Tensor], device: torch.device | None) -> None:
+        """`places`: which tokens each row consists of. Each token is in some row."""
+        self.rows, self.width = len(places), max(map(len, places), default=0)
+        inside = torch.arange(self.width) < torch.tensor([len(row) for row in places], dtype=torch.int64)[:, None]
+        cells = inside.flatten().nonzero()[:, 0]
+        held = torch.cat(places) if places else torch.arange(0)
+        in_order = torch.equal(held, torch.arange(len(held)))
+        self.copies = None if in_order else _Copies(held, device)
+        self.even = in_order and len(held) == self.rows * self.width
+        self.tokens = len(held) if self.copies is None else self.copies.tokens
+        self.filled = cells.to(device)
+        self.first = self.filled if self.copies is None else self.filled[self.copies.first]  # cell of each token
+
+    def pad(self, flat: Tensor) -> Tensor:
+        """[heads, tokens, D] -> [heads, rows, width, D], 0 at padding."""
+        if self.copies is not None:
+            flat = _Copy.apply(flat, self.copies)
+        if not self.even:
+            flat = _Scatter.apply(flat, self.filled, self.rows * self.width)
+        return flat.unflatten(1, (self.rows, self.width))
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """[heads, rows, width, D] -> [tokens, heads, D]."""
+        flat = padded.flatten(1, 2)
+        return (flat if self.even else _Gather.apply(flat, self.first)).transpose(0, 1)
+
+
+class _Copies:
+    """Of which column each copy is, and, the other way round, every column's first copy, its second, and so on."""
+
+    def __init__(self, of: Tensor, device: torch.device | None) -> None:
+        order = of.argsort(stable=True)
+        counts = of.bincount()
+        number = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of[order]]  # among the copies of its column
+        self.tokens = len(counts)
+        self.of = of.to(device)
+        self.first = order[number == 0].to(device)
+        turns = [order[number == turn] for turn in range(1, int(counts.max()))]
+        self.more = [(of[copies].to(device), copies.to(device)) for copies in turns]
+
+
+class _Copy(torch.autograd.Function):
+    """Some columns several times. Their gradients are added up one copy after another: always in the same order, which
+    on a GPU an accumulation by index has not, and in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, columns: Tensor, copies: _Copies) -> Tensor:
+        ctx.copies = copies
+        return columns.index_select(1, copies.of)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.index_select(1, ctx.copies.first).to(exact)
+        for columns, copies in ctx.copies.more:
+            total.index_copy_(1, columns, total.index_select(1, columns) + gradient.index_select(1, copies))
+        return total.to(gradient.dtype), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Columns to distinct places of a larger tensor. Its gradient is a plain gather, not an accumulation."""
+
+    @staticmethod
+    def forward(ctx: Any, columns: Tensor, places: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return columns.new_zeros(columns.shape[0], size, *columns.shape[2:]).index_copy_(1, places, columns)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradient.index_select(1, places), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Columns from distinct places of a larger tensor. Its gradient is a plain scatter, not an accumulation."""
+
+    @staticmethod
+    def forward(ctx: Any, columns: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = columns.shape[1]
+        return columns.index_select(1, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        size = gradient.shape[0], ctx.size, *gradient.shape[2:]
+        return gradient.new_zeros(size).index_copy_(1, places, gradient), None
+
+
+def _repeat(tensor: Tensor, heads: int) -> Tensor:
+    """[K, rows, T, D] -> [H, rows, T, D]: every key-value head serves H / K query heads."""
+    kv_heads = tensor.shape[0]
+    return tensor if kv_heads == heads else tensor.repeat_interleave(heads // kv_heads, dim=0)

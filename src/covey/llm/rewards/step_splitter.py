@@ -1,0 +1,120 @@
+"""Process supervision: where the reasoning steps of a completion end, in characters and in tokens.
+
+A step reward is told the texts of the steps and gives one number for each (`RewardConfig.per_step`). Where such numbers
+come from is open: a rule now, a process reward model with the same signature later.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from covey.data import Rollout
+from covey.llm.model.chat import Chat
+from covey.llm.rewards.reward_call import WrongResults
+from covey.llm.rewards.runner import RewardProcess
+
+Boundary = Callable[[str], Sequence[int]]  # text -> positions (in characters) after its steps
+
+BOUNDARY_SECONDS = 10.0  # for one text, by a function of the user's own
+
+# What follows a step: white space belongs to the step before it, so that no step is empty.
+_LINE = re.compile(r"(?<=\S)[^\S\n]*\n\s*")
+_PARAGRAPH = re.compile(r"(?<=\S)[^\S\n]*\n[^\S\n]*\n\s*")
+_SENTENCE = re.compile(r"[.!?][\"')\]*]*\s+|(?<=\S)[^\S\n]*\n\s*")
+_LIST_NUMBER = re.compile(r"\s*[0-9]+[.]\s+")
+
+
+def lines(text: str) -> list[int]:
+    """A step is a line; empty lines are none."""
+    return [match.end() for match in _LINE.finditer(text)]
+
+
+def paragraphs(text: str) -> list[int]:
+    """A step ends where an empty line follows."""
+    return [match.end() for match in _PARAGRAPH.finditer(text)]
+
+
+def sentences(text: str) -> list[int]:
+    """A step ends after a full stop, an exclamation mark or a question mark that white space follows, and with its
+    line; the number of a list item, as in "2. Add 5", is no sentence.
+    """
+    ends: list[int] = []
+    for match in _SENTENCE.finditer(text):
+        begin = ends[-1] if ends else 0
+        if not _LIST_NUMBER.fullmatch(text, begin, match.end()):
+            ends.append(match.end())
+    return ends
+
+
+RULES: dict[str, Boundary] = {"line": lines, "paragraph": paragraphs, "sentence": sentences}
+
+
+class StepSplitter:
+    """Cuts completions into reasoning steps: after the positions that a rule or a function gives, and at their end.
+
+    Every completion has at least one step. A step ends at the token that completes its text; steps that end within the
+    same token are one, and the end token belongs to the last step.
+    """
+
+    def __init__(self, boundary: str) -> None:
+        """`boundary` is a key of `RULES`, or `file.py:function`, called in a process of its own, text by text."""
+        self.boundary = boundary
+        self.chat: Chat | None = None  # known once the model is loaded; until then steps have no tokens
+        self._process = None if boundary in RULES else RewardProcess(boundary)
+
+    def split(self, rollout: Rollout) -> list[str]:
+        """The texts of a rollout's steps; joined they are its text. Sets `step_ends` where the tokens are known.
+
+        Raises:
+            CallFailed: if the boundary function fails on this text. WrongResults: if it gives no positions in it.
+        """
+        positions = self._positions(rollout.text)
+        if self.chat is not None:
+            ended = rollout.actions[-1] in self.chat.end_ids
+            tokens = rollout.actions[:-1] if ended else rollout.actions
+            positions, ends = token_ends(self.chat.decode, tokens, positions)
+            rollout.step_ends = [*ends, len(rollout.actions) - 1]
+        return [rollout.text[i:j] for i, j in zip([0, *positions], [*positions, len(rollout.text)], strict=True)]
+
+    def close(self) -> None:
+        """End the process of the boundary function."""
+        if self._process is not None:
+            self._process.close()
+
+    def _positions(self, text: str) -> list[int]:
+        """Where inside the text a step ends, ascending; its end is left out."""
+        if self._process is None:
+            found: Sequence[int] = RULES[self.boundary](text)
+        else:
+            found = self._process.call_on_text(text, BOUNDARY_SECONDS)
+            if any(not 0 <= position <= len(text) for position in found) or sorted(found) != list(found):
+                raise WrongResults(
+                    f"returned {found!r:.60} for a text of {len(text)} characters: give ascending positions in it"
+                )
+        return sorted({position for position in found if text[:position].strip() and text[position:].strip()})
+
+
+def token_ends(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], positions: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """The tokens that complete the text up to each position; a token may hold a part of a character, or several steps.
+
+    Args:
+        decode: token ids -> text.
+        tokens: of a completion, without its end token.
+        positions: in characters of the decoded text, ascending.
+
+    Returns:
+        (positions, token indices) of the steps that end before the last token, no two of them in the same one.
+    """
+    text = decode(tokens)
+    ends: dict[int, int] = {}
+    for position in positions:
+        # Found by halving: once a beginning is complete, further tokens leave it as it is.
+        ends[
+            bisect_left(range(len(tokens)), True, key=lambda k: decode(tokens[: k + 1]).startswith(text[:position]))
+        ] = position
+    ends.pop(len(tokens) - 1, None)
+    return list(ends.values()), list(ends)

@@ -1,0 +1,177 @@
+"""Which prompts a model can take, asked before training wherever the prompts are known by then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from covey.config import ConfigError, RunError
+from covey.data import Start, Task
+from covey.llm.model.architecture import exact_length, position_limit
+from covey.llm.model.chat import Chat
+
+Note = Callable[[str], None]
+
+TRIED_BEFOREHAND = 256  # training starts of a task that makes up its prompts
+OTHER_DRAWS = 20  # in place of one start, before the task counts as unusable
+FAR = 1_000_003  # starts ahead, where a task draws another start from
+NOTED = 3  # prompts that were left out, each on a line of its own; further ones are counted
+
+
+def length_fault(config: Any, prompt_tokens: int, max_new_tokens: int) -> str:
+    """Why a prompt of so many tokens cannot be completed by a model with this config; "" if it can.
+
+    A model knows positions up to a limit. Beyond it some crash and others write nonsense. Up to another one, the
+    numbers of a row do not depend on the rows beside it.
+    """
+    wanted = f"a prompt of {prompt_tokens} tokens and max_new_tokens = {max_new_tokens}"
+    limit, exact = position_limit(config), exact_length(config)
+    if limit is not None and prompt_tokens + max_new_tokens > limit:
+        return f"{wanted} exceed the model's {limit} positions: shorten the prompt or lower max_new_tokens"
+    if exact is not None and prompt_tokens + max_new_tokens > exact[0]:
+        return (
+            f"{wanted} exceed {exact[0]} tokens, beyond which a model of the type {config.model_type} cannot be "
+            f"trained because {exact[1]}: shorten the prompt or lower max_new_tokens"
+        )
+    return ""
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    """Says of prompts whether a model can complete them."""
+
+    chat: Chat
+    config: Any  # the model's, as transformers reads it
+    max_new_tokens: int
+    drop: bool = False  # what becomes of a prompt that is too long: dropped, or refused
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where no prompt could fit."""
+        positions = position_limit(self.config)
+        if positions is not None and self.max_new_tokens >= positions:
+            raise ConfigError(
+                f"a limit of {self.max_new_tokens} new tokens leaves no room for prompts in the model's {positions} "
+                "positions: lower max_new_tokens, or token_limits"
+            )
+
+    def fault(self, prompt: Any) -> str:
+        """Why a prompt is too long; "" if it fits.
+
+        Raises:
+            ConfigError: if it is no prompt at all, empty, or refused by the chat template.
+        """
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, (list, tuple)) and prompt and all(isinstance(message, dict) for message in prompt)
+        ):
+            raise ConfigError(f"a prompt must be a string or a list of chat messages, this is {str(prompt)[:60]!r}")
+        return length_fault(self.config, len(self.chat.encode(prompt)), self.max_new_tokens)
+
+    def taken(self, starts: Sequence[Start], note: Note) -> list[Start]:
+        """Of held-out starts those that fit; the others are refused or, where the run says so, left out.
+
+        Raises:
+            ConfigError: naming the first prompt that is refused; if none is left.
+        """
+        kept = []
+        for start in starts:
+            fault = _fault_of(self, start)
+            if fault and not self.drop:
+                raise ConfigError(f'{fault}; or set sampling.long_prompts = "drop" to leave such prompts out')
+            if not fault:
+                kept.append(start)
+        if not kept:
+            raise ConfigError(f"no held-out prompt of the task fits the model: {fault}")
+        if len(kept) < len(starts):
+            note(f"{len(starts) - len(kept)} of {len(starts)} held-out prompts are too long for the model: left out")
+        return kept
+
+
+class FittingTask:
+    """A task whose prompts are made up as they are drawn; other starts replace those that the model cannot take.
+
+    One such prompt does not end a run that has begun: where the task has no other start in its place, the step has one
+    group less. What replaces it is a function of the same arguments, so that a resumed run draws the same. Implements
+    `covey.data.Task`.
+    """
+
+    def __init__(self, task: Task, limit: PromptLimit, note: Note) -> None:
+        self.task, self.limit, self.note = task, limit, note
+        self._left_out, self._told = 0, 0
+
+    def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
+        """As the task's own, with every prompt such that the model can take it.
+
+        Raises:
+            RunError: if none of them fits, nor what would replace them.
+        """
+        starts = self.task.draw(seed, step, count, first=first, before=before)
+        found = [
+            self._fitting(start, seed, step, None if before is None else before + place)
+            for place, start in enumerate(starts)
+        ]
+        fitting = [start for start in found if start is not None]
+        if starts and not fitting:
+            raise RunError(f"step {step}: the model can take no prompt of the task: {_fault_of(self.limit, starts[0])}")
+        return fitting
+
+    def held_out(self, count: int) -> list[Start]:
+        """As the task's own."""
+        return self.task.held_out(count)
+
+    def metrics(self) -> dict[str, float]:
+        """`prompts/left_out` since the last call; empty if there were none."""
+        count, self._left_out = self._left_out, 0
+        return {"prompts/left_out": float(count)} if count else {}
+
+    def _fitting(self, start: Start, seed: int, step: int, before: int | None) -> Start | None:
+        drawn = start
+        for attempt in range(1, OTHER_DRAWS + 1):
+            fault = _fault_of(self.limit, drawn)
+            if not fault:
+                return drawn if drawn is start else replace(drawn, index=start.index)
+            self._left_out += 1
+            self._tell(step, fault)
+            ahead = attempt * FAR
+            drawn_before = None if before is None else before + ahead
+            try:
+                drawn = self.task.draw(seed, step, 1, first=start.index + ahead, before=drawn_before)[0]
+            except Exception:  # a task of the user's own may have no start so far ahead
+                return None
+        return None
+
+    def _tell(self, step: int, fault: str) -> None:
+        self._told += 1
+        if self._told <= NOTED:
+            last = "; further ones are counted in prompts/left_out" if self._told == NOTED else ""
+            self.note(f"step {step}: left out a prompt that the model cannot take: {fault}{last}")
+
+
+def _fault_of(limit: PromptLimit, start: Start) -> str:
+    """Why a start cannot be used, with the beginning of its prompt; "" if it can."""
+    try:
+        fault = limit.fault(start.prompt)
+    except ConfigError as error:
+        fault = str(error)
+    return f"{fault} (prompt {start.index}: {_beginning(start.prompt)})" if fault else ""
+
+
+def _beginning(prompt: Any) -> str:
+    chat = isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[-1], dict)
+    return f"{str(prompt[-1].get('content') if chat else prompt)[:60]!r}"
+
+
+def refuse_first_starts(task: Task, limit: PromptLimit, seed: int, steps: int, count: int) -> None:
+    """Try the training starts of the first steps, so that most prompts that do not fit are found before training.
+
+    Args:
+        steps: of the run.
+        count: starts of a step.
+
+    Raises:
+        ConfigError: for the first that does not fit.
+    """
+    for step in range(1, min(steps, -(-TRIED_BEFOREHAND // count)) + 1):
+        for start in task.draw(seed, step, count, first=0, before=(step - 1) * count):
+            if fault := _fault_of(limit, start):
+                raise ConfigError(f'{fault}; or set sampling.long_prompts = "drop" to leave such prompts out')

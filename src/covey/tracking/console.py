@@ -1,0 +1,328 @@
+"""What a person sees while a run goes on: a live panel on a terminal or in a notebook, else one line a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from covey.config.fields import plural, printable
+from covey.config.terminal import fitted
+from covey.tracking.notebook import NotebookOutput, in_notebook
+from covey.tracking.score_kinds import is_above
+from covey.tracking.wording import Shown, Wording, find_wording
+
+if TYPE_CHECKING:  # covey.data imports torch, which a mistake in a recipe must not wait for
+    from covey.data import Group as RolloutGroup
+    from covey.data import Rollout
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 24
+PACE_STEPS = 20  # the time left is told from the pace of the last steps
+KEPT = 30  # notes and sample rollouts in a notebook
+SHOWN_CHARACTERS = 400  # of a prompt or a completion
+QUIET_SECONDS = 1.0  # between two lines of a log, where steps are quick
+
+
+class Display:
+    """Shows a run. An `Observer` of the loop and a context manager.
+
+    `world` and `score_kind` choose the words, as `covey.tracking.wording.find_wording` takes them.
+    With `total_steps` 0 there is no panel: only notes and progress bars, for commands that do not train.
+    """
+
+    def __init__(
+        self,
+        total_steps: int = 0,
+        show_rollouts_every: int = 0,
+        *,
+        world: str = "language",
+        score_kind: str = "accuracy",
+        title: str = "covey",
+        console: Console | None = None,
+    ) -> None:
+        self.total_steps = total_steps
+        self.show_rollouts_every = show_rollouts_every
+        self.world: Wording = find_wording({"world": world, "score_kind": score_kind})
+        self.title = title
+        self.step = 0
+        self.console = console or Console()
+        self._notebook = NotebookOutput() if console is None and in_notebook() else None
+        self._kept: deque[RenderableType] = deque(maxlen=KEPT)  # in a notebook: what stands below the panel
+        on_terminal = self.console.is_terminal and not self.console.is_dumb_terminal and self._notebook is None
+        self.is_live = on_terminal or self._notebook is not None
+        self.metrics: dict[str, float] = {}  # the newest value of every metric that was measured
+        self.history: dict[str, list[float]] = {name: [] for name in self.world.drawn}
+        self._last_line = -math.inf
+        self._pace: deque[float] = deque(maxlen=PACE_STEPS)
+        self._last_record = time.monotonic()
+        self._bars: list[_Bar] = []
+        self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
+
+    def __enter__(self) -> Display:
+        if self.is_live and self._notebook is None:
+            self._live.start()
+        self._last_record = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()  # nothing where it was not started
+        self._draw()
+
+    def record(self, step: int, metrics: dict[str, float], groups: Sequence[RolloutGroup]) -> None:
+        """Show a finished step, and every `show_rollouts_every` steps two of its rollouts."""
+        now = time.monotonic()
+        self._pace.append(now - self._last_record)
+        self._last_record = now
+        self._take_in(step, metrics)
+        due = not self.world.quick or now - self._last_line >= QUIET_SECONDS or step == self.total_steps
+        if not self.is_live and (due or "eval/score" in metrics):
+            self._last_line = now
+            self._say(self.step_line(metrics))
+        if self.show_rollouts_every and step % self.show_rollouts_every == 0:
+            shown = sample_rollouts(step, groups, self.world.prompt)
+            self._print(shown, soft_wrap=not self.console.is_terminal)
+        self._draw(now=step == self.total_steps)
+
+    def resume(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Go on after `step`, with what `covey.tracking.run_store.read_metrics` gives of the steps before."""
+        for record in records:
+            self._take_in(record["step"], record)
+        self.step = step
+
+    def _take_in(self, step: int, metrics: Mapping[str, Any]) -> None:
+        measured = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        self.step, self.metrics = step, self.metrics | measured
+        for name, values in self.history.items():
+            if name in measured:
+                values.append(measured[name])
+
+    def note(self, text: str) -> None:
+        """A line that stays: what the run is doing, or what went wrong."""
+        self._say(text)
+
+    @contextmanager
+    def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar for `total` items of work; call what it yields with the number of items just finished."""
+        bar = _Bar(label, total, lambda: self._draw(now=False))
+        self._bars.append(bar)
+        if not self.is_live and not self.world.quick:
+            self._say(f"{label} ...")
+        try:
+            yield bar.advance
+        finally:
+            self._bars.remove(bar)
+        seconds = time.monotonic() - bar.began
+        if not self.is_live and (not self.world.quick or seconds >= QUIET_SECONDS):
+            self._say(f"{label}: done in {seconds:.1f} s")
+        self._last_record += seconds  # an evaluation is no part of a step's pace
+
+    def show_summary(self, summary: dict[str, Any], advice: str) -> None:
+        """The end of a run: before and after, what it cost, and what to do next."""
+        self._print(before_after_table(summary))
+        self._say(cost_line(summary))
+        self._say(advice)
+
+    def seconds_left(self) -> float | None:
+        """By the pace of the last steps; None before the first."""
+        if not self._pace:
+            return None
+        return (self.total_steps - self.step) * sum(self._pace) / len(self._pace)
+
+    def step_line(self, metrics: Mapping[str, float]) -> str:
+        """The last step, whose metrics these are, on one line."""
+        width = len(str(self.total_steps))
+        parts = [f"step {self.step:>{width}}/{self.total_steps}"]
+        parts += [f"{shown.label} {text}" for shown in self.world.shown if (text := written(shown, metrics))]
+        left = self.seconds_left()
+        return "  ".join(parts + ([f"left {clock(left)}"] if left is not None else []))
+
+    def _say(self, text: str) -> None:
+        """Lines of words; what does not fit a terminal is broken between words, but for a command."""
+        self._print(Text(fitted(text, self.console.width if self.console.is_terminal else None)), soft_wrap=True)
+
+    def _print(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
+        if self._notebook is not None:
+            self._kept.append(what)
+            self._draw()
+            return
+        self.console.print(what, soft_wrap=soft_wrap)
+        if not self.is_live:
+            self.console.file.flush()  # a log that is followed shows a step when it is finished
+
+    def _draw(self, *, now: bool = True) -> None:
+        if self._notebook is not None:
+            self._notebook.draw(self._render(), now=now)
+
+    def _render(self) -> RenderableType:
+        parts: list[RenderableType] = [self._panel()] if self.total_steps else []
+        return Group(*parts, *(bar.render() for bar in self._bars), *self._kept)
+
+    def _panel(self) -> Panel:
+        left = self.seconds_left()
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True)
+        head.add_row(
+            Text(f"step {self.step}/{self.total_steps}", "bold"),
+            ProgressBar(total=self.total_steps, completed=self.step, complete_style="green", finished_style="green"),
+            Text("time left --:--" if left is None else f"time left {clock(left)}", "cyan"),
+        )
+        numbers = Table.grid(padding=(0, 2))
+        for _ in range(3):
+            numbers.add_column(style="dim", no_wrap=True)
+            numbers.add_column(justify="right", no_wrap=True, min_width=7)
+        texts = [(shown.label, written(shown, self.metrics)) for shown in self.world.shown]
+        cells = [(label, Text(text or "-", "bold")) for label, text in texts if text or not self.metrics]
+        for row in range(0, len(cells), 3):
+            numbers.add_row(*(part for cell in cells[row : row + 3] for part in cell))
+        body: list[RenderableType] = [head, Text(), numbers]
+        drawn = [(name, shown) for name in self.history for shown in self.world.shown if shown.metrics == (name,)]
+        for (name, shown), color in zip(drawn, ("green", "blue"), strict=True):
+            values = self.history[name]
+            if len(values) > 1:
+                line = Text().append(f"{shown.label:<11}", "dim").append(sparkline(values), color)
+                body.append(line.append(f"  from {shown.write(values[0])} to {shown.write(values[-1])}", "dim"))
+        return Panel(Group(*body), title=self.title, title_align="left", border_style="dim", padding=(0, 1))
+
+
+class _Bar:
+    """One line of progress under the panel."""
+
+    def __init__(self, label: str, total: int, moved: Callable[[], None]) -> None:
+        self.label, self.total, self.done, self._moved = label, total, 0, moved
+        self.began = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        self._moved()
+
+    def render(self) -> RenderableType:
+        seconds = time.monotonic() - self.began
+        left = clock(seconds / self.done * (self.total - self.done)) if self.done else "--:--"
+        grid = Table.grid(padding=(0, 2), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
+        grid.add_row(
+            Text(self.label), ProgressBar(self.total, self.done), Text(f"{self.done}/{self.total}  left {left}", "cyan")
+        )
+        return grid
+
+
+def written(shown: Shown, metrics: Mapping[str, float]) -> str:
+    """A number as a person reads it; empty where it was not measured."""
+    values = [metrics[name] for name in shown.metrics if name in metrics]
+    return shown.write(sum(values)) if len(values) == len(shown.metrics) else ""
+
+
+def sample_rollouts(step: int, groups: Sequence[RolloutGroup], prompt: str = "prompt") -> Text:
+    """The best and the worst rollout of the group whose rewards differ most: what the step could learn from."""
+    graded = [(group, [r for r in group.rollouts if r.reward is not None]) for group in groups]
+    graded = [(group, rollouts) for group, rollouts in graded if rollouts]
+    if not graded:
+        return Text(f"  step {step}: no rollout was graded")
+    group, rollouts = max(graded, key=lambda pair: _spread(pair[1]))
+    best, worst = max(rollouts, key=_reward), min(rollouts, key=_reward)
+    text = Text().append(f"  {prompt:<9} {readable(last_turn(group.start.prompt))}\n", "dim")
+    shown = [("best", best, "green"), ("worst", worst, "red")] if best is not worst else [("all", best, "yellow")]
+    for number, (label, rollout, style) in enumerate(shown):
+        text.append(f"  {label:<9} ", "dim")
+        text.append(readable(rollout.text) or "(nothing)", style)
+        text.append(f"  reward {_reward(rollout):g}", "bold")
+        text.append("\n" if number + 1 < len(shown) else "")
+    return text
+
+
+def _reward(rollout: Rollout) -> float:
+    return 0.0 if rollout.reward is None else rollout.reward
+
+
+def _spread(rollouts: Sequence[Rollout]) -> float:
+    rewards = [_reward(rollout) for rollout in rollouts]
+    return max(rewards) - min(rewards)
+
+
+def last_turn(prompt: Any) -> str:
+    """What was asked: the last user message of a chat, or the prompt itself."""
+    if isinstance(prompt, (list, tuple)):
+        turns = [turn for turn in prompt if isinstance(turn, dict)]
+        asked = [turn for turn in turns if turn.get("role") == "user"] or turns
+        return str(asked[-1].get("content", "")) if asked else ""
+    return str(prompt)
+
+
+def readable(text: str) -> str:
+    """Text from a model on one line, short, and without characters that could command the terminal."""
+    text = printable(" ⏎ ".join(text.strip().splitlines()))
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 2] + " …"
+
+
+def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
+    """The course of a number in a few characters: at most `width`, each the mean of its share of the values."""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BLOCKS[0] * count
+    return "".join(BLOCKS[min(int((mean - low) / (high - low) * len(BLOCKS)), len(BLOCKS) - 1)] for mean in means)
+
+
+def clock(seconds: float) -> str:
+    """372.4 as 6:12."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def before_after_table(summary: dict[str, Any]) -> Table:
+    """The evaluations before and after training, one row each."""
+    world = find_wording(summary)
+    measured = world.count_measured(summary["evaluations"][0]["after"]["count"])
+    table = Table(title=world.table_title.format(measured=measured), title_style="bold")
+    table.add_column(world.case, justify="right")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right", style="bold")
+    table.add_column("change", justify="right")
+    for evaluation in summary["evaluations"]:
+        before, after = evaluation["before"], evaluation["after"]
+        style = "green" if is_above(after, before) else "red" if is_above(before, after) else "yellow"
+        table.add_row(
+            world.case_of(summary, evaluation),
+            world.kind.write_interval(before),
+            world.kind.write_interval(after),
+            Text(world.kind.write_change(after["score"] - before["score"]), style),
+        )
+    return table
+
+
+def cost_line(summary: dict[str, Any]) -> str:
+    """What the run took, and where it lies."""
+    return (
+        f"{plural(summary['steps'], 'step')} in {clock(summary['seconds'])}, {find_wording(summary).cost(summary)}, "
+        f"peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB. Everything is in {summary['run_dir']}"
+    )
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """What the first evaluation showed: reached, short (of what was expected), better, worse or unclear."""
+    expected = summary.get("expected_return")
+    before, after = summary["evaluations"][0]["before"], summary["evaluations"][0]["after"]
+    if expected is not None and after["score"] >= expected:
+        return "reached"
+    if is_above(after, before):
+        return "better" if expected is None else "short"
+    return "worse" if is_above(before, after) else "unclear"

@@ -1,0 +1,146 @@
+"""A run as one picture: `curve.png`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.figure import Figure  # used without pyplot: nothing opens a window, nothing is kept
+from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
+
+from covey.tracking.run_store import CURVE_FILE, SUMMARY_FILE, read_metrics
+from covey.tracking.wording import CONTROL, Panel, Wording, find_wording
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
+TRAINING, EVALUATION, SMALL = "#2563eb", "#c2410c", "#0f766e"
+
+
+def draw_curve(run_dir: str | Path) -> Path:
+    """Draw the score while training, the evaluations, and small panels below; returns the picture's path.
+
+    What a language model scores goes by training steps, a return by environment steps. Reads `metrics.jsonl`, and
+    `summary.json` where there is one: without it, nothing says that a score is an accuracy. A run without a score shows
+    its reward instead.
+
+    Raises:
+        ConfigError: if there is no metrics file.
+    """
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir)
+    summary_path = run_dir / SUMMARY_FILE
+    summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {}
+    in_control = any(CONTROL.x_metric in record for record in records)
+    by_metrics = ("control", "return") if in_control else ("language", "score")
+    world = find_wording(summary or dict(zip(("world", "score_kind"), by_metrics, strict=True)))
+
+    figure = Figure(figsize=(9, 6.4), dpi=160, facecolor="white", layout="constrained")
+    grid = figure.add_gridspec(2, len(world.panels), height_ratios=(2.6, 1))
+    _draw_main(figure.add_subplot(grid[0, :]), records, summary, world)
+    for column, candidates in enumerate(world.panels):
+        _draw_panel(figure.add_subplot(grid[1, column]), records, candidates, world)
+    path = run_dir / CURVE_FILE
+    figure.savefig(path)
+    return path
+
+
+def points_of(records: Sequence[dict[str, Any]], name: str, x_metric: str) -> tuple[list[float], list[float]]:
+    """Where a metric was measured, and what it was."""
+    measured = [record for record in records if record.get(name) is not None]
+    return [record[x_metric] for record in measured], [record[name] for record in measured]
+
+
+def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str, Any], world: Wording) -> None:
+    """The large panel: what training is for."""
+    has_scores = any(record.get("score/mean") is not None for record in records)
+    name, label = ("score/mean", world.kind.name) if has_scores else ("reward/mean", "reward")
+    title = f"{summary['recipe']}: {label} while it trains" if "recipe" in summary else f"{label} while it trains"
+    _decorate(axes, label)
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, pad=12)
+    axes.set_xlabel(world.x_label, color=MUTED, fontsize=9)
+    _draw_series(
+        axes, *points_of(records, name, world.x_metric), TRAINING, f"training {label}, sampled (thin: each step)"
+    )
+
+    last = max((record[world.x_metric] for record in records), default=1)
+    checked = points_of(records, "eval/score", world.x_metric)
+    evaluations = summary.get("evaluations", [])
+    results = [evaluations[0]["before"], evaluations[0]["after"]] if evaluations else []
+    if checked[0]:
+        axes.plot(*checked, "o-", color=EVALUATION, markersize=4, linewidth=0.9, zorder=4,
+                  label=None if results else "evaluation")  # fmt: skip
+    if results:
+        _draw_before_after(axes, results, last, world)
+    if summary.get("expected_return") is not None:
+        expected = summary["expected_return"]
+        axes.axhline(expected, color=INK, linewidth=1, linestyle=(0, (5, 4)), zorder=1,
+                     label=f"expected return, {world.kind.write_label(expected)}")  # fmt: skip
+    if has_scores:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: world.kind.write_tick(value)))
+        if world.kind.limits:
+            axes.set_ylim(world.kind.limits)
+    label_length = max((len(world.kind.write_label(result["score"])) for result in results), default=3)
+    margin = max(last * (0.03 + 0.014 * label_length), 0.5)
+    axes.set_xlim(-margin, last + margin)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc=world.legend, frameon=False, fontsize=9, labelcolor=INK)
+
+
+def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: float, world: Wording) -> None:
+    """The evaluations before and after training, with their intervals and their values beside them."""
+    label = world.evaluation.format(measured=world.count_measured(results[1]["count"]))
+    label += " (95 % interval)" if results[1]["low"] is not None else ""
+    for x, result, side in zip((0, last), results, (-1, 1), strict=True):
+        score = result["score"]
+        if result["low"] is not None:
+            axes.plot([x, x], [result["low"], result["high"]], color=EVALUATION, linewidth=2, zorder=5)
+            axes.plot([x] * 2, [result["low"], result["high"]], "_", color=EVALUATION, markersize=9, zorder=5)
+        axes.plot(x, score, "o", color=EVALUATION, markersize=9, markeredgecolor="white", zorder=6,
+                  label=label if side > 0 else None)  # fmt: skip
+        axes.annotate(world.kind.write_label(score), (x, score), xytext=(9 * side, 0), textcoords="offset points",
+                      va="center", ha="left" if side > 0 else "right", fontsize=12, fontweight="bold",
+                      color=EVALUATION)  # fmt: skip
+
+
+def _draw_panel(axes: Axes, records: Sequence[dict[str, Any]], candidates: Sequence[Panel], world: Wording) -> None:
+    """The first of the candidates that was measured, or the last of them."""
+    measured = [panel for panel in candidates if points_of(records, panel.metric, world.x_metric)[0]]
+    panel = measured[0] if measured else candidates[-1]
+    _decorate(axes, panel.unit, ticks=4)
+    axes.set_title(panel.title, loc="left", fontsize=9, color=INK)
+    _draw_series(axes, *points_of(records, panel.metric, world.x_metric), SMALL)
+    axes.set_ylim(panel.low, panel.high)
+
+
+def _draw_series(axes: Axes, x: Sequence[float], values: Sequence[float], color: str, label: str = "") -> None:
+    """A metric: every value thin, their running mean thick."""
+    if not x:
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=MUTED, fontsize=9)
+        return
+    axes.plot(x, values, color=color, linewidth=0.9, alpha=0.35, zorder=2)
+    axes.plot(x, smooth(values), color=color, linewidth=2.2, solid_capstyle="round", zorder=3, label=label or None)
+
+
+def smooth(values: Sequence[float], share: float = 0.06) -> list[float]:
+    """A centred running mean that reaches over `share` of the values to each side, and over fewer at the ends."""
+    data = np.asarray(values, dtype=np.float64)
+    reach = max(1, round(share * len(data)))
+    return [float(data[max(0, i - reach) : i + reach + 1].mean()) for i in range(len(data))]
+
+
+def _decorate(axes: Axes, unit: str, ticks: int = 8) -> None:
+    """Quiet axes: no frame, a light grid."""
+    axes.set_ylabel(unit, color=MUTED, fontsize=9)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=8, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=ticks, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

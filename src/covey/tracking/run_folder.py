@@ -1,0 +1,356 @@
+"""Which folder a run may write into, and the lock that keeps every other process out of it meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from covey.config import ConfigError, MachineError
+from covey.config.faults import faults_of, told
+from covey.config.fields import command
+from covey.config.files import sync, user_path
+from covey.config.model_sources import ARCHITECTURE_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
+
+_log = logging.getLogger(__name__)
+
+LOCK_FILE = "covey.lock"
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FOLDER = "rollouts"
+HELD_OUT_FOLDER = "held_out"
+ORIGIN_FILE = "origin.json"
+_DRAFT = ".tmp"  # behind the name of a file that is being written
+_UNFINISHED = ".unfinished-"  # prefix of what a crash may leave behind
+LOG_FILE = "output.log"  # what a run of a comparison would have shown on the terminal
+
+# What a run has written before its first step: a folder with nothing else in it holds nothing worth keeping.
+_BEFORE_THE_FIRST_STEP = {
+    LOCK_FILE, CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, HELD_OUT_FOLDER, ORIGIN_FILE, CHECKPOINTS_FOLDER,
+    ARCHITECTURE_FOLDER, f"{_UNFINISHED}new", f"{_UNFINISHED}old",
+}  # fmt: skip
+
+
+class FolderLock:
+    """The right to write into a folder, which one process has at a time.
+
+    An operating-system lock (flock) on the file `covey.lock`: it ends with the process, even by kill -9. A forked child
+    does not have it, nor does a program that this process starts. The file stays; it names the last process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock of an existing folder.
+
+        Raises:
+            ConfigError: if another process has it; names that process.
+            MachineError: if the file cannot be written.
+        """
+        self.folder = folder
+        with faults_of(folder / LOCK_FILE):
+            self._descriptor = _open_locked(folder)
+        self.release = weakref.finalize(self, _unlock, self._descriptor)
+        _held.add(self)
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def check(self) -> None:
+        """See that the folder is still there, and still the same one.
+
+        Raises:
+            MachineError: if it was deleted, moved or replaced.
+        """
+        if not _is_file_of(self.folder / LOCK_FILE, self._descriptor):
+            raise MachineError(
+                f"the run folder {self.folder} was deleted or moved while the run wrote to it: put it back"
+            )
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """The parent's lock lives until its last descriptor is closed: a child must not keep one open, nor unlock it."""
+    for lock in list(_held):
+        if lock.release.detach() is not None:
+            os.close(lock._descriptor)
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _unlock(descriptor: int) -> None:
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # at once, even if a child that was just forked still has its copy open
+    os.close(descriptor)
+
+
+def _open_locked(folder: Path) -> int:
+    path = folder / LOCK_FILE
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(os.pread(descriptor, 200, 0))
+            os.close(descriptor)
+            raise ConfigError(
+                f"{folder} is being written by {holder}: wait until it ends, or use another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                os.close(descriptor)
+                raise
+            _log.warning("the file system of %s has no locks: nothing keeps a second run out of it", folder)
+        if _is_file_of(path, descriptor):  # else somebody deleted the file in between
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} {os.uname().nodename}\n".encode(), 0)
+            return descriptor
+        os.close(descriptor)
+
+
+def _holder(content: bytes) -> str:
+    """The process that a lock file names, in words."""
+    pid, _, host = content.decode(errors="replace").strip().partition(" ")
+    if not pid.isdecimal():
+        return "another process"
+    return f"process {pid}" + ("" if host == os.uname().nodename else f" on {host}")
+
+
+def _is_file_of(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def check_run_dir(run_dir: str | Path, *, resume: bool = False) -> Path:
+    """Refuse a folder that a run could not use, leaving nothing behind; returns its path.
+
+    A new run takes a folder that does not exist, an empty one, or one whose run ended before its first step.
+
+    Raises:
+        ConfigError: if the folder is no place for a run, already holds one, is being written by another process, or
+            (with `resume`) holds none.
+        MachineError: if it cannot be written because of the disk or its permissions.
+    """
+    with _unusable(run_dir):
+        folder = user_path(run_dir, "run_dir: ")
+        if resume and not holds_run(folder):
+            raise ConfigError(f"there is no run to resume in {run_dir}: {_what_is_missing(folder)}")
+        if not resume:
+            _refuse_occupied(folder, run_dir)
+        if (folder / LOCK_FILE).is_file():
+            FolderLock(folder).release()
+        _try_to_write(next(path for path in (folder, *folder.absolute().parents) if _is_there(path)))
+    return folder
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raises OSError where no file can be made. Trying is the only sure way: root may write where it cannot."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        error.filename = str(folder)  # the name of the file says nothing
+        raise
+
+
+@contextmanager
+def _unusable(run_dir: str | Path) -> Iterator[None]:
+    """Tell in one line why a run folder cannot be used: a mistake in its name, or a fault of the machine."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, (ConfigError, MachineError)):
+            raise
+        raise told(error, f"cannot write the run folder {run_dir}, name another with --run-dir") from error
+
+
+def _refuse_occupied(folder: Path, shown: str | Path) -> None:
+    """Refuse a folder in which a new run would replace or bury something."""
+    if holds_run(folder):
+        raise ConfigError(
+            f"{shown} already holds a run: continue it with {command('train', '--resume', shown)}, "
+            "or name another folder with --run-dir"
+        )
+    if not _is_there(folder):
+        return
+    if not folder.exists():
+        raise ConfigError(f"{shown} is a link that leads nowhere: name another folder with --run-dir")
+    if folder.is_dir() and folder.resolve() == Path.home().resolve():
+        raise ConfigError(f"{shown} is your home folder: name a new folder for the run with --run-dir")
+    foreign = _foreign(folder)
+    if foreign:
+        raise ConfigError(
+            f"{shown} is not empty and holds no run of covey (it has {foreign[0]}): name a new folder with --run-dir"
+        )
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something has this name, be it a link that leads nowhere."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _what_is_missing(folder: Path) -> str:
+    """Why there is nothing to resume in a folder."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if not (folder / CONFIG_FILE).is_file() and not (folder / ORIGIN_FILE).is_file():
+        return f"it has neither {CONFIG_FILE} nor {ORIGIN_FILE}, which every run of covey has"
+    return "no step is recorded there"
+
+
+def _foreign(folder: Path) -> list[str]:
+    """What is in a folder beside the files of a run that ended before its first step."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    own = _BEFORE_THE_FIRST_STEP if LOCK_FILE in names else set()
+    return [name for name in names if name.removesuffix(_DRAFT) not in own | {LOG_FILE}]
+
+
+def check_new_file(path: Path, option: str) -> None:
+    """Refuse a file that is there already, or whose folder is not; `option` names it in the message.
+
+    Raises:
+        ConfigError: for a name that cannot be used.
+        MachineError: if the folder cannot be written.
+    """
+    if _is_there(path):
+        raise ConfigError(f"{option} {path}: the file is there already, and is not replaced: name another")
+    try:
+        _try_to_write(path.absolute().parent)
+    except OSError as error:
+        raise told(error, f"{option} {path}: create the folder {path.parent}, or name another") from None
+
+
+def holds_run(run_dir: Path) -> bool:
+    """True if a run has left something worth keeping. One that stopped before its first step has not."""
+    if not ((run_dir / CONFIG_FILE).is_file() or (run_dir / ORIGIN_FILE).is_file()):
+        return False
+    metrics, checkpoints = run_dir / METRICS_FILE, run_dir / CHECKPOINTS_FOLDER
+    return (metrics.is_file() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def next_run_dir(recipe_name: str, root: Path = Path("runs")) -> Path:
+    """The first unused folder after every `<root>/<recipe>-<number>`: runs/arithmetic_grpo-001."""
+    pattern = re.compile(re.escape(recipe_name) + r"-(\d+)")
+    matches = (pattern.fullmatch(path.name) for path in (root.iterdir() if root.is_dir() else ()))
+    last = max((int(match[1]) for match in matches if match), default=0)
+    return root / f"{recipe_name}-{last + 1:03d}"
+
+
+def claim_run_dir(recipe_name: str, root: Path = Path("runs")) -> Path:
+    """Make the folder that `next_run_dir` names. Of two processes that ask at the same moment each gets its own.
+
+    Raises:
+        ConfigError, MachineError: if it cannot be made.
+    """
+    with _unusable(root):
+        root.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = next_run_dir(recipe_name, root)
+            try:
+                folder.mkdir()
+            except FileExistsError:  # another process was faster
+                continue
+            return folder
+
+
+def open_run_dir(run_dir: str | Path, *, resume: bool = False) -> FolderLock:
+    """Make the folder of a run, or with `resume` open it, and lock it.
+
+    Raises:
+        ConfigError, MachineError: as `check_run_dir`.
+    """
+    folder = check_run_dir(run_dir, resume=resume)
+    with _unusable(run_dir):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder)
+    try:
+        if not resume:
+            _refuse_occupied(folder, run_dir)  # another run may have come and gone since
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def write_folders(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill an empty folder, then move what it made there into `folder`: each part whole, or as it was.
+
+    Raises:
+        MachineError: if that fails.
+    """
+    draft, old = folder / f"{_UNFINISHED}new", folder / f"{_UNFINISHED}old"
+    with faults_of(folder):
+        for leftover in (draft, old):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        try:
+            draft.mkdir()
+            write(draft)
+            give_usual_permissions(draft)
+            for path in draft.rglob("*"):
+                sync(path)
+            old.mkdir()
+            for part in draft.iterdir():
+                if os.path.lexists(folder / part.name):
+                    (folder / part.name).rename(old / part.name)
+                part.rename(folder / part.name)
+            sync(folder)
+        finally:
+            for leftover in (draft, old):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def give_usual_permissions(folder: Path) -> None:
+    """Let others read the weights below a folder as far as the umask allows: safetensors saves for the owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(0o666 & ~mask)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file so that a crash leaves the old one or the new one, never half.
+
+    Raises:
+        MachineError: if that fails; the old one is untouched.
+    """
+    temporary = path.with_name(path.name + _DRAFT)
+    with faults_of(path):
+        try:
+            temporary.write_bytes(data)
+            sync(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+
+def discard_unstarted(folder: Path) -> None:
+    """Remove the folder of a run that ended before its first step, unless something else is in it."""
+    if holds_run(folder) or not folder.is_dir() or _foreign(folder):
+        return
+    for path in list(folder.iterdir()):
+        if path.name in (LOCK_FILE, LOG_FILE):
+            continue
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    if set(os.listdir(folder)) == {LOCK_FILE}:
+        (folder / LOCK_FILE).unlink()
+        folder.rmdir()

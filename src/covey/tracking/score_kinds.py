@@ -1,0 +1,136 @@
+"""What an evaluation averages, and how its numbers are written: accuracies, scores and returns.
+
+The kind is a property of what is averaged: an accuracy where the reward says right (1) or wrong (0) by its kind, a
+score where it says how good, a return in control. It is never guessed from the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.config.fields import plural
+from covey.tracking.statistics import Estimate, accuracy, best_at_k, mean_score, mean_share, pass_at_k
+
+LARGE, SMALL = 1e9, 1e-3  # sizes from which on, and below which, a number is written with an exponent
+
+Result = Mapping[str, Any]  # an `Estimate`, as read back from `summary.json`
+
+
+@dataclass(frozen=True)
+class ScoreKind:
+    """One kind of score: its name in texts and in `summary.json`, its statistics, and how it is written."""
+
+    name: str
+    estimate: Callable[[Sequence[float]], Estimate]  # of one score a problem or episode
+    write: Callable[[float], str]
+    write_bound: Callable[[float], str]  # an end of an interval that follows its score
+    write_label: Callable[[float], str]  # beside a point of the curve
+    write_change: Callable[[float], str]
+    write_tick: Callable[[float], str]  # beside an axis
+    describe_mean: Callable[[Result], str]  # what the score of an evaluation is the mean of
+    limits: tuple[float, float] | None  # of a curve's axis; None: set by the data
+    best_of: str  # what k answers to one problem come to: pass@k, best@k
+    best_at_k: Callable[[Sequence[float], int], float]  # of the scores of one problem's answers
+    estimate_best: Callable[[Sequence[float]], Estimate]  # of one `best_at_k` a problem
+
+    def name_interval(self, result: Result) -> str:
+        """'95 % interval 6.4% to 13.6%'; of one score 'no interval from one problem'."""
+        if result["low"] is None:
+            return "no interval from one problem"
+        return f"95 % interval {self.write(result['low'])} to {self.write(result['high'])}"
+
+    def write_interval(self, result: Result) -> str:
+        """'9.4% (6.4 to 13.6)'; of one score, which has no interval, '39.0 (no interval)'."""
+        score = self.write(result["score"])
+        if result["low"] is None:
+            return f"{score} (no interval)"
+        return f"{score} ({self.write_bound(result['low'])} to {self.write_bound(result['high'])})"
+
+
+def percent(value: float) -> str:
+    """0.0941 as '9.4%'."""
+    return f"{value:.1%}"
+
+
+def number(value: float) -> str:
+    """A number of any size, short and with enough digits: '0.74', '-134.2', '12,500.0', '0.0042', '1.20e-06'."""
+    size = abs(value)
+    if size >= 10:
+        return f"{value:,.1f}" if size < LARGE else f"{value:.2e}"
+    if size >= 0.1 or not size:
+        return f"{value:.2f}"
+    return f"{value:.2g}" if size >= SMALL else f"{value:.2e}"
+
+
+def whole(value: float) -> str:
+    """12500.0 as '12,500'."""
+    return f"{value:,.0f}"
+
+
+def signed(change: float) -> str:
+    """A change with its sign: '+0.74', '-134.2'."""
+    return ("" if change < 0 else "+") + number(change)
+
+
+def axis_tick(value: float) -> str:
+    """A number beside an axis: '0.25', '3,900', '1.5e-06'."""
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.6g}"
+
+
+def _describe_accuracy(result: Result) -> str:
+    right = round(result["score"] * result["count"])
+    return f"{right:,} of {plural(result['count'], 'problem')} right"
+
+
+def _right_at_k(scores: Sequence[float], k: int) -> float:
+    return pass_at_k(len(scores), sum(score == 1 for score in scores), k)
+
+
+def _short(value: float) -> str:
+    return whole(value) if 100 <= abs(value) < LARGE else number(value)
+
+
+ACCURACY = ScoreKind(
+    name="accuracy",
+    estimate=accuracy,
+    write=percent,
+    write_bound=lambda value: f"{100 * value:.1f}",
+    write_label=lambda value: f"{value:.0%}",
+    write_change=lambda change: f"{100 * change:+.1f} points",
+    write_tick=lambda value: f"{value:.0%}",
+    describe_mean=_describe_accuracy,
+    limits=(0.0, 1.0),
+    best_of="pass",
+    best_at_k=_right_at_k,
+    estimate_best=mean_share,
+)
+
+
+def _of_numbers(name: str) -> ScoreKind:
+    return ScoreKind(
+        name=name,
+        estimate=mean_score,
+        write=number,
+        write_bound=number,
+        write_label=_short,
+        write_change=signed,
+        write_tick=axis_tick,
+        describe_mean=lambda result: f"mean of {plural(result['count'], 'problem')}",
+        limits=None,
+        best_of="best",
+        best_at_k=best_at_k,
+        estimate_best=mean_score,
+    )
+
+
+SCORE, RETURN = _of_numbers("score"), _of_numbers("return")
+SCORE_KINDS = {kind.name: kind for kind in (ACCURACY, SCORE, RETURN)}
+
+
+def is_above(first: Result, second: Result) -> bool:
+    """Whether the interval of `first` lies above that of `second`. A score without an interval proves nothing."""
+    if first["low"] is None or second["high"] is None:
+        return False
+    return bool(first["low"] > second["high"])

@@ -1,0 +1,162 @@
+"""The words and numbers in which a run is told: one table for each world and kind of score.
+
+The display, the curve and the comparison take all that differs between worlds and kinds of score from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from covey.config.fields import plural
+from covey.tracking.score_kinds import ACCURACY, RETURN, SCORE, ScoreKind, number, percent, whole
+
+SECONDS = "seconds of training"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A number of the live panel and of a log's lines: the sum of its metrics, under a label."""
+
+    metrics: tuple[str, ...]
+    label: str
+    write: Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A small panel of the curve. A limit of None is set by the data."""
+
+    metric: str
+    title: str
+    unit: str
+    low: float | None = 0.0
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a run of one world is told. `{names}` in the texts are keys of `summary.json` or given beside them."""
+
+    world: str  # "language" or "control"
+    kind: ScoreKind  # of what evaluations average
+    measured: str  # what an evaluation counts, in the singular
+    evaluation: str  # of the curve's legend
+    table_title: str
+    case: str  # heading of the table's first column
+    case_of: Callable[[Mapping[str, Any], Mapping[str, Any]], str]  # its text, from the summary and an evaluation
+    cost: Callable[[Mapping[str, Any]], str]  # what a run took beside its time, from its summary
+    prompt: str  # what rollouts of a group have in common
+    quick: bool  # steps take milliseconds: a log gets a line a second at the most
+    shown: tuple[Shown, ...]
+    drawn: tuple[str, ...]  # metrics with a sparkline
+    x_metric: str  # what the curve goes by
+    x_label: str
+    legend: Literal["upper left", "lower right", "best"]  # where the curve leaves room for it
+    panels: tuple[tuple[Panel, ...], ...]  # of each place the first that was measured
+    axes: tuple[str, ...]  # what a comparison draws the score by; the last is always seconds
+    training_score: str  # what a comparison measures while training
+    counted: str  # the axis whose thousands a comparison tells the price by
+
+    def count_measured(self, count: int) -> str:
+        """'1 problem', '256 problems'."""
+        return plural(count, self.measured)
+
+
+def _digits(count: int) -> Callable[[float], str]:
+    return lambda value: f"{value:.{count}f}"
+
+
+def _reward(value: float) -> str:
+    """Three decimals, as far as they show a number of this size."""
+    return f"{value:.3f}" if not value or 0.001 <= abs(value) < 10_000 else number(value)
+
+
+ENTROPY = Panel("entropy", "Entropy", "nats per decision", low=None)
+DEAD_GROUPS = Panel("groups/dead_share", "Groups that teach nothing", "share", high=1.0)
+
+
+def _language(kind: ScoreKind) -> Wording:
+    return Wording(
+        world="language",
+        kind=kind,
+        measured="problem",
+        evaluation=f"held-out {kind.name}, greedy, {{measured}}",
+        table_title=f"Held-out {kind.name} on {{measured}}, greedy answers (95 % interval)",
+        case="token limit",
+        case_of=lambda _, evaluation: str(evaluation["max_new_tokens"]),
+        cost=lambda summary: f"{plural(summary['decisions_sampled'], 'token')} sampled",
+        prompt="prompt",
+        quick=False,
+        shown=(
+            Shown(("reward/mean",), "reward", _reward),
+            Shown(("score/mean",), kind.name, kind.write),
+            Shown(("kl",), "KL", _digits(4)),
+            Shown(("entropy",), "entropy", _digits(3)),
+            Shown(("length/mean",), "length", _digits(1)),
+            Shown(("groups/dead_share",), "dead groups", lambda value: f"{value:.0%}"),
+            Shown(("decisions_per_second",), "tokens/s", whole),
+            Shown(("eval/score",), "held-out", kind.write),
+        ),
+        drawn=("score/mean", "reward/mean"),
+        x_metric="step",
+        x_label="training step",
+        legend="upper left" if kind.limits else "best",
+        panels=(
+            (Panel("kl", "KL to the reference", "nats per token"),),
+            (Panel("length/mean", "Completion length", "tokens"),),
+            (DEAD_GROUPS,),
+        ),
+        axes=("training steps", "tokens", SECONDS),
+        training_score="the mean score of a training step, with sampled answers",
+        counted="tokens",
+    )
+
+
+CONTROL = Wording(
+    world="control",
+    kind=RETURN,
+    measured="evaluation episode",
+    evaluation="return, best actions, {measured}",
+    table_title="Mean return of {measured}, best actions (95 % interval)",
+    case="environment",
+    case_of=lambda summary, _: str(summary["environment"]),
+    cost=lambda summary: (
+        f"{plural(summary['environment_steps'], 'environment step')}, {plural(summary['episodes'], 'episode')}"
+    ),
+    prompt="seed",
+    quick=True,
+    shown=(
+        Shown(("score/mean",), "return", number),
+        Shown(("eval/score",), "evaluation", number),
+        Shown(("environment/episodes",), "episodes", whole),
+        Shown(("environment/steps",), "environment steps", whole),
+        Shown(("entropy",), "entropy", _digits(3)),
+        Shown(("clip/low", "clip/high"), "clipped", percent),
+        Shown(("decisions_per_second",), "steps/s", whole),
+    ),
+    drawn=("score/mean", "eval/score"),
+    x_metric="environment/steps",
+    x_label="environment steps",
+    legend="lower right",
+    panels=(
+        (ENTROPY,),
+        (
+            Panel("loss/value", "Value loss", "squared return"),
+            Panel("kl", "KL to the reference", "nats per decision"),
+            Panel("kl/behavior", "KL of an update", "nats per decision"),
+        ),
+        (Panel("value/explained_variance", "Explained variance of the critic", "share", -1.0, 1.0), DEAD_GROUPS),
+    ),
+    axes=("episodes", "environment steps", SECONDS),
+    training_score="the mean return of the last 100 training episodes, with sampled actions",
+    counted="episodes",
+)
+
+WORDINGS = {(one.world, one.kind.name): one for one in (_language(ACCURACY), _language(SCORE), CONTROL)}
+
+
+def find_wording(told: Mapping[str, Any]) -> Wording:
+    """The words of a run, by the keys "world" and "score_kind" of its `summary.json`."""
+    return WORDINGS[told["world"], told["score_kind"]]

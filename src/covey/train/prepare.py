@@ -1,0 +1,191 @@
+"""From a collated batch to one that is ready to learn from: values, advantages, weights, old and reference policy.
+
+Shapes: B rollouts, T decisions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from covey.algorithms import Algorithm
+from covey.config import ConfigError
+from covey.core.kl import k3
+from covey.core.loss_weights import count
+from covey.core.returns import explained_variance
+from covey.data import Batch, Critic, Evaluation, Policy
+
+# Where the KL is only watched, the reference reads every eighth group: enough for a curve, an eighth of the price.
+WATCH_EVERY = 8
+
+
+def annotate(
+    batch: Batch,
+    policy: Policy,
+    reference: Policy | None,
+    algorithm: Algorithm,
+    *,
+    critic: Critic | None = None,
+    kl_coefficient: float,
+    optimizer_steps: int,
+    mask_truncated: bool,
+) -> tuple[Batch, dict[str, float]]:
+    """Everything that the update needs to know of a batch, computed once, before the first backward.
+
+    Args:
+        batch: as collated; every row of the step.
+        policy: evaluates the old log-probabilities, where more than one optimizer step will follow.
+        reference: the policy that the KL is measured to; None where there is none.
+        critic: what the algorithm's value loss trains; None where it has none.
+        kl_coefficient: of this step.
+        optimizer_steps: how many will be made from this batch.
+        mask_truncated: leave rollouts that a limit cut out of the loss; their rewards stay in the baseline.
+
+    Returns:
+        the rows that teach, and metrics of the whole step. A row teaches if it has an advantage other than 0; where a
+        KL or an entropy is part of the loss, also if a sibling has one, for they pull on every rollout of a live group;
+        where a critic learns, always.
+
+    Raises:
+        ConfigError: if something is missing that the algorithm needs: a reference policy or a critic.
+    """
+    _refuse_missing(algorithm, reference, critic, kl_coefficient)
+    rows = len(batch)
+    to_reference = bool(kl_coefficient) and not algorithm.kl.to_behavior
+    kl_in_loss = bool(kl_coefficient) and not algorithm.kl.in_reward
+    kl_left_to_policy = to_reference and algorithm.kl.by_policy
+    reference_BT = torch.full_like(batch.behavior_logprobs_BT, math.nan)
+    distribution_BTV = None
+    if reference is not None and to_reference and not kl_in_loss:
+        reference_BT, _ = evaluated(reference, batch, batch.valid_B)
+        batch = _charge_kl(batch, algorithm, reference_BT, kl_coefficient)
+    if critic is not None:
+        batch = _with_values(batch, policy, critic)
+
+    advantages_BT, returns_BT = algorithm.advantage(batch)
+    counted_BT = batch.mask_BT & batch.valid_B[:, None]
+    if mask_truncated:
+        counted_BT = counted_BT & ~batch.truncated_B[:, None]
+    alive = alive_groups(batch, advantages_BT)
+    pulled = kl_in_loss or bool(algorithm.entropy_coefficient)
+    teaching_B = alive[batch.group_B] if pulled else (advantages_BT != 0).any(dim=1)
+    teaches_B = counted_BT.any(dim=1) & (teaching_B | (critic is not None))
+    metrics = {"groups/dead_share": 1.0 - float(alive.float().mean())}
+
+    if reference is not None and not kl_left_to_policy and (kl_in_loss or not to_reference):
+        watched_B = batch.valid_B & (batch.group_B % WATCH_EVERY == 0)
+        reference_BT, distribution_BTV = evaluated(reference, batch, teaches_B if to_reference else watched_B)
+    known_BT = batch.mask_BT & ~reference_BT.isnan()
+    if known_BT.any():
+        # k3 of the sampled decisions, whatever estimator the algorithm uses: never negative and of low variance.
+        metrics["kl"] = float(k3(batch.behavior_logprobs_BT, reference_BT)[known_BT].mean())
+    metrics |= _value_metrics(batch.values_BT, returns_BT, counted_BT)
+
+    old_BT, old_BTV = evaluated(policy, batch, teaches_B) if optimizer_steps > 1 else (None, None)
+    batch = replace(
+        batch,
+        mask_BT=counted_BT,
+        advantages_BT=torch.where(counted_BT, advantages_BT, 0.0),
+        returns_BT=returns_BT,
+        weights_BT=algorithm.aggregation(counted_BT, count(counted_BT)).to(torch.float32),
+        reference_logprobs_BT=reference_BT,
+        reference_distribution_BTV=distribution_BTV,
+        proximal_logprobs_BT=old_BT,
+        proximal_distribution_BTV=old_BTV,
+    )
+    metrics["decisions/trained"] = float(counted_BT[teaches_B].sum())
+    metrics["update/rows"] = float(teaches_B.sum()) / rows
+    return batch if teaches_B.all() else batch.select(teaches_B.nonzero()[:, 0]), metrics
+
+
+@torch.no_grad()
+def evaluated(policy: Policy, batch: Batch, wanted_B: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What `policy` says of the decisions of the wanted rows, in nats: their log-probabilities, NaN on other rows, and
+    those of every action where the policy tells them, 0 on other rows.
+    """
+    logprobs_BT = torch.full_like(batch.behavior_logprobs_BT, math.nan)
+    distribution_BTV = None
+
+    def keep(rows: Tensor, part: Batch) -> None:
+        nonlocal distribution_BTV
+        evaluation: Evaluation = policy.evaluate(part)
+        width = part.mask_BT.shape[1]
+        logprobs_BT[rows, :width] = evaluation.logprobs_BT.to(logprobs_BT)
+        if evaluation.distribution_BTV is not None:
+            if distribution_BTV is None:
+                actions = evaluation.distribution_BTV.shape[-1]
+                distribution_BTV = logprobs_BT.new_zeros(*logprobs_BT.shape, actions)
+            distribution_BTV[rows, :width] = evaluation.distribution_BTV.to(logprobs_BT)
+
+    _in_pieces(policy, batch, wanted_B, keep)
+    return logprobs_BT, distribution_BTV
+
+
+def _in_pieces(policy: Policy, batch: Batch, wanted_B: Tensor, visit: Callable[[Tensor, Batch], None]) -> None:
+    """Visit the wanted rows in pieces that the policy can evaluate at once: (their row indices, the piece)."""
+    wanted = wanted_B.nonzero()[:, 0]
+    if not len(wanted):
+        return
+    chosen = batch if len(wanted) == len(batch) else batch.select(wanted)
+    for rows in policy.microbatches(chosen):
+        visit(wanted[rows], chosen.select(rows))
+
+
+@torch.no_grad()
+def _with_values(batch: Batch, policy: Policy, critic: Critic) -> Batch:
+    """The batch with the critic's opinion of every state, and of the state that each row ended in.
+
+    Where the episode was over nothing follows and the value is 0; a time limit or the end of a fragment is no end.
+    """
+    values_BT = torch.zeros_like(batch.behavior_logprobs_BT)
+    next_value_B = torch.zeros_like(batch.reward_B)
+
+    def keep(rows: Tensor, part: Batch) -> None:
+        values_BT[rows, : part.mask_BT.shape[1]] = critic.values(part).to(values_BT)
+        next_value_B[rows] = critic.next_values(part).to(next_value_B)
+
+    _in_pieces(policy, batch, batch.valid_B, keep)
+    return replace(batch, values_BT=values_BT, next_value_B=torch.where(batch.truncated_B, next_value_B, 0.0))
+
+
+def _value_metrics(values_BT: Tensor | None, returns_BT: Tensor | None, counted_BT: Tensor) -> dict[str, float]:
+    """How well the critic foresaw the returns; nothing where there is none."""
+    if values_BT is None or returns_BT is None:
+        return {}
+    metrics = {"value/explained_variance": float(explained_variance(values_BT, returns_BT, counted_BT))}
+    if counted_BT.any():
+        metrics["value/mean"] = float(values_BT[counted_BT].mean())
+        metrics["value/returns_mean"] = float(returns_BT[counted_BT].mean())
+    return metrics
+
+
+def _charge_kl(batch: Batch, algorithm: Algorithm, reference_BT: Tensor, coefficient: float) -> Batch:
+    """The batch with the KL taken off its rewards: DeepSeekMath (arXiv 2402.03300), eq. 2."""
+    penalty_BT = coefficient * algorithm.kl.estimator(batch.behavior_logprobs_BT, reference_BT)
+    penalty_BT = torch.where(batch.mask_BT & batch.valid_B[:, None], penalty_BT, 0.0)
+    return replace(batch, reward_B=batch.reward_B - penalty_BT.sum(dim=1), rewards_BT=batch.rewards_BT - penalty_BT)
+
+
+def alive_groups(batch: Batch, advantages_BT: Tensor) -> Tensor:
+    """For every group: did some rollout do better than another?"""
+    alive = torch.zeros(int(batch.group_B.max()) + 1, dtype=torch.bool)
+    alive[batch.group_B[(advantages_BT != 0).any(dim=1)]] = True
+    return alive
+
+
+def _refuse_missing(
+    algorithm: Algorithm, reference: Policy | None, critic: Critic | None, kl_coefficient: float
+) -> None:
+    if kl_coefficient and not algorithm.kl.to_behavior and reference is None:
+        raise ConfigError(
+            f"the KL coefficient is {kl_coefficient} but there is no reference policy: give one or set it to 0"
+        )
+    if (algorithm.value_loss is None) != (critic is None):
+        has, lacks = (
+            ("needs a critic", "give it one") if critic is None else ("has no use for a critic", "leave it out")
+        )
+        raise ConfigError(f"the algorithm {algorithm.name} {has}: {lacks}")

@@ -1,0 +1,250 @@
+"""What both trainers are made of: a policy, how it talks, who samples from it, and what answers are worth.
+
+Shapes: N prompts, G answers each, T tokens of an answer.
+"""
+# ruff: noqa: RUF009 -- `option` returns a dataclasses.field, made once per field on purpose
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from covey.config import ConfigError, option
+from covey.config.fields import check_fields
+from covey.data import EndReason, Group, Rollout, Start
+from covey.llm.grader import build_grader
+from covey.llm.model.chat import Chat, TokenPrompt
+from covey.llm.model.checks import check_tokenizer
+from covey.llm.model.loading import LoadedModel, adopt_model, load_model
+from covey.llm.policy import LanguagePolicy
+from covey.llm.sampler import LanguageSampler
+from covey.runtime.device import choose_device, choose_precision
+from covey.runtime.optimizer import MasterAdamW
+from covey.tracking.run_folder import give_usual_permissions
+from covey.trainers.prompts import PromptDeck, Prompts, read_prompts
+
+Model = nn.Module | str | Path
+OnStep = Callable[[int, dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """What either trainer can be told by keyword beside its models and the numbers of its algorithm."""
+
+    tokenizer: Any = option(None, "the model's own; unset is loaded from where the model came from")
+    reward_function: Any = option(
+        None, "f(prompts, completions, completion_ids, **columns) -> list of float; or several"
+    )
+    prompts: Any = option(None, "what train() draws from: any form of prompts, or a task of covey")
+    prompts_per_step: int = option(4, "prompts that train() draws for every step", least=1)
+    steps: int = option(100, "steps of train()", least=1)
+    learning_rate: float = option(1e-5, "of AdamW", above=0)
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
+    max_new_tokens: int = option(64, "longest answer, in tokens, the end token included", least=1)
+    temperature: float = option(1.0, "divides the logits while sampling and in the log-probabilities", above=0)
+    minibatches: int = option(1, "optimizer steps per pass over the answers", least=1)
+    microbatch_tokens: int = option(4096, "tokens in one backward pass; less memory when smaller", least=1)
+    seed: int = option(0, "names the random choices", least=0, most=2**32 - 1)
+    device: str = option("auto", "of models given by name", choices=("auto", "cpu", "cuda"))
+    precision: str = option("auto", "of models given by name", choices=("auto", "bf16", "fp32"))
+
+
+def option_names() -> list[str]:
+    return [item.name for item in fields(TrainerOptions)]
+
+
+class LanguageTrainer:
+    """The shared part of `GRPOTrainer` and `PPOTrainer`.
+
+    The model is trained where it is: what was handed over is what has learned. `step` counts the updates made.
+    """
+
+    def __init__(self, model: Model, ref_model: Model | None, kl_beta: float, options: TrainerOptions) -> None:
+        check_fields(options)
+        for name, given in (("the model", model), ("ref_model", ref_model)):
+            if given is not None and not isinstance(given, (nn.Module, str, Path)):
+                raise ConfigError(
+                    f"{name} must be a model, or a name or folder of one (is {type(given).__name__}); rewards go to "
+                    "reward_function=..., prompts to prompts=..."
+                )
+        if ref_model is not None and ref_model is model and not isinstance(model, (str, Path)):
+            raise ConfigError(
+                "ref_model is the model that is trained, so their KL would stay 0: leave it out for a frozen copy"
+            )
+        rewards = options.reward_function
+        listed = [rewards] if callable(rewards) else list(rewards or ())
+        self.options, self.kl_beta = options, kl_beta
+        self.grader = build_grader(listed, ()) if listed else None
+        self.deck = None if options.prompts is None else PromptDeck(options.prompts)
+        loaded = open_model(model, options)
+        self.policy, self.chat = policy_of(loaded.module, options), loaded.chat
+        self.reference = self._frozen(ref_model)
+        self.optimizer = self._optimizer_of(self.policy.module)
+        self.sampler = LanguageSampler(
+            self.policy, self.chat, options.seed, options.max_new_tokens, options.temperature
+        )
+        self.step = 0
+        self._samplings = 0  # each takes random numbers of its own
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self.policy.module
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.chat.tokenizer
+
+    def save(self, folder: str | Path) -> None:
+        """Write model and tokenizer so that transformers loads them unchanged."""
+        self.policy.save(Path(folder))
+        self.tokenizer.save_pretrained(folder)
+        give_usual_permissions(Path(folder))
+
+    def _sample(self, prompts: Prompts, group_size: int, max_new_tokens: int | None) -> tuple[Tensor, Tensor]:
+        """outputs_NGT and their log-probabilities logprobs_NGT, by the model as it is now; see `_decided`."""
+        limit = self.options.max_new_tokens if max_new_tokens is None else max_new_tokens
+        check_fields(replace(self.options, max_new_tokens=limit))
+        self._samplings += 1
+        sampler = replace(self.sampler, max_new_tokens=limit)
+        groups = sampler.sample(self._starts(prompts), group_size, self._samplings)
+        rows = [rollout for group in groups for rollout in group.rollouts]
+        width = max(len(row.actions) for row in rows)
+        outputs = torch.full((len(rows), width), self._padding())
+        logprobs = torch.zeros(len(rows), width)
+        for place, row in enumerate(rows):
+            outputs[place, : len(row.actions)] = torch.tensor(row.actions)
+            logprobs[place, : len(row.actions)] = torch.tensor(row.behavior_logprobs)
+        shape = (len(groups), group_size, width)
+        return outputs.view(shape), logprobs.view(shape)
+
+    def _starts(self, prompts: Prompts) -> list[Start]:
+        """Prompts in any of their forms; those of token ids without padding at their ends."""
+        starts = read_prompts(prompts)
+        return [replace(s, prompt=self._of_tokens(s.prompt)) if isinstance(s.prompt, tuple) else s for s in starts]
+
+    def _of_tokens(self, ids: tuple[int, ...]) -> TokenPrompt:
+        pad, known = self.tokenizer.pad_token_id, self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        places = [place for place, token in enumerate(ids) if token != pad]
+        kept = ids[places[0] : places[-1] + 1] if places else ()
+        foreign = [token for token in kept if not 0 <= token < known]
+        if foreign:
+            raise ConfigError(f"a prompt has the token id {foreign[0]}, the model knows 0 to {known - 1}")
+        return TokenPrompt(self.chat.decode(kept), kept)
+
+    def _decided(self, outputs_NGT: Tensor) -> Tensor:
+        """True up to and with the first end token of an answer; what follows is padding."""
+        ends = torch.isin(outputs_NGT, torch.tensor(sorted(self.chat.end_ids), dtype=outputs_NGT.dtype))
+        return (ends.cumsum(-1) - ends.long()) == 0
+
+    def _groups(self, starts: Sequence[Start], outputs_NGT: Tensor, logprobs_NGT: Tensor | None) -> list[Group]:
+        """The answers as covey's core takes them."""
+        if outputs_NGT.dim() != 3 or len(outputs_NGT) != len(starts):
+            raise ConfigError(
+                f"outputs has shape {list(outputs_NGT.shape)}: [batch, group_size, seq_len] with batch = {len(starts)} "
+                "is needed, one group for every prompt"
+            )
+        outputs_NGT = outputs_NGT.cpu()
+        lengths_NG = self._decided(outputs_NGT).sum(-1)
+        groups = []
+        for n, start in enumerate(starts):
+            context = self.chat.encode(start.prompt)
+            rollouts = []
+            for g, length in enumerate(lengths_NG[n].tolist()):
+                tokens = outputs_NGT[n, g, :length].tolist()
+                logprobs = [0.0] * length if logprobs_NGT is None else logprobs_NGT[n, g, :length].tolist()
+                ended = tokens[-1] in self.chat.end_ids
+                end = EndReason.STOP if ended else EndReason.LENGTH
+                text = self.chat.decode(tokens[:-1] if ended else tokens)
+                rollouts.append(Rollout(context, tokens, logprobs, end, text=text, version=self.step))
+            groups.append(Group(start, rollouts))
+        return groups
+
+    def _rewards(self, prompts: Prompts, outputs_NGT: Tensor) -> Tensor:
+        """reward_NG by the reward functions; NaN where one failed."""
+        if self.grader is None:
+            raise ConfigError("there is no reward: give reward_function=..., or override compute_rewards")
+        groups = self.grader.grade(self._groups(self._starts(prompts), outputs_NGT, None))
+        rows = [[float("nan") if r.reward is None else r.reward for r in group.rollouts] for group in groups]
+        return torch.tensor(rows)
+
+    def _draw(self) -> Prompts:
+        """The prompts of the next step of train()."""
+        if self.deck is None:
+            raise ConfigError("there is nothing to train on: give prompts=[...]")
+        return self.deck.draw(self.options.seed, self.step + 1, self.options.prompts_per_step)
+
+    def _advanced(self) -> None:
+        self.step += 1
+        self.sampler.refresh(self.step)
+
+    def _frozen(self, ref_model: Model | None) -> LanguagePolicy | None:
+        """The reference: what was given, or else, where a KL needs one, a copy of the model as it is now."""
+        if ref_model is None:
+            if not self.kl_beta:
+                return None
+            return policy_of(copy.deepcopy(self.policy.module).requires_grad_(False), self.options)
+        loaded = open_model(ref_model, replace(self.options, tokenizer=self.tokenizer))
+        self.check_vocabulary("ref_model", loaded.module)
+        return policy_of(loaded.module, self.options)
+
+    def check_vocabulary(self, name: str, module: nn.Module) -> None:
+        """Another model must understand the same token ids.
+
+        Raises:
+            ConfigError: where it knows more or fewer.
+        """
+        models: tuple[Any, Any] = (self.policy.module, module)
+        ours, theirs = (model.get_input_embeddings().weight.shape[0] for model in models)
+        if ours != theirs:
+            raise ConfigError(f"{name} knows {theirs} tokens, the model {ours}: they must share a vocabulary")
+
+    def _optimizer_of(self, module: nn.Module, learning_rate: float | None = None) -> MasterAdamW:
+        rate = self.options.learning_rate if learning_rate is None else learning_rate
+        return MasterAdamW(module, lr=rate, max_grad_norm=self.options.max_grad_norm)
+
+    def _padding(self) -> int:
+        """A token id that shows where nothing was sampled."""
+        pad: int | None = self.tokenizer.pad_token_id
+        return pad if pad is not None else min(self.chat.end_ids, default=0)
+
+
+def with_rewards(groups: list[Group], reward_NG: Tensor) -> list[Group]:
+    """The same groups, each answer with its reward; NaN is a failed one.
+
+    Raises:
+        ConfigError: for another shape.
+    """
+    wanted = (len(groups), len(groups[0].rollouts))
+    if reward_NG.shape != wanted:
+        raise ConfigError(f"compute_rewards returned shape {list(reward_NG.shape)}, {list(wanted)} is needed")
+    for group, rewards in zip(groups, reward_NG.tolist(), strict=True):
+        for rollout, reward in zip(group.rollouts, rewards, strict=True):
+            rollout.reward = rollout.score = None if reward != reward else reward
+    return groups
+
+
+def open_model(model: Model, options: TrainerOptions) -> LoadedModel:
+    """A model by name, or one that is in memory."""
+    if not isinstance(model, (str, Path)):
+        return adopt_model(model, options.tokenizer)
+    device = choose_device(options.device)
+    loaded = load_model(str(model), dtype=choose_precision(options.precision, device), device=device)
+    if options.tokenizer is not None:
+        check_tokenizer(options.tokenizer, loaded.module, str(model))
+        loaded.chat = Chat(options.tokenizer, loaded.chat.end_ids, loaded.chat.embedded)
+    return loaded
+
+
+def policy_of(module: nn.Module, options: TrainerOptions) -> LanguagePolicy:
+    return LanguagePolicy(
+        module,  # type: ignore[arg-type]
+        temperature=options.temperature,
+        microbatch_tokens=options.microbatch_tokens,
+    )

@@ -1,0 +1,145 @@
+"""GRPO step by step: generate, reward, compare, update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from covey.config import ConfigError
+from covey.data import collate
+from covey.functional import GRPOLoss
+from covey.train.loop import describe
+from covey.train.prepare import annotate
+from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.trainers.base import LanguageTrainer, Model, OnStep, TrainerOptions, option_names, with_rewards
+from covey.trainers.prompts import Prompts
+from covey.trainers.trl_names import check_names
+
+
+class GRPOTrainer(LanguageTrainer):
+    """GRPO on a language model, in the methods that articles give it; `covey.run` is the same with a run folder.
+
+    >>> trainer = GRPOTrainer("smollm2-135m", reward_function=brevity, prompts=["Name a fruit.", "Name a tree."])
+    >>> trainer.train(on_step=lambda step, metrics: print(step, metrics["reward/mean"]))
+
+    Prompts, wherever they are asked for, are a list of texts or of chats, a list of rows ({"prompt": ..., "answer":
+    ...}) or columns ({"prompts": [...], "answer": [...]}); further columns reach the reward functions by their names.
+    A prompt may also be token ids: a tensor [batch, length], padded at either end, or what a tokenizer returns.
+    """
+
+    def __init__(
+        self,
+        model: Model | None = None,
+        ref_model: Model | None = None,
+        group_size: int = 4,
+        clip_epsilon: float = 0.2,
+        kl_beta: float = 0.1,
+        *,
+        scale_rewards: bool = True,
+        epochs: int = 1,
+        **options: Any,
+    ) -> None:
+        """Load what is given by name; everything that can be wrong is told before.
+
+        Args:
+            model: a causal language model of transformers, trained in place, or a name or folder that covey loads.
+            ref_model: what the KL is measured to. None takes a frozen copy of the model as it is now; with kl_beta = 0
+                there is no reference, and no memory for one.
+            group_size: answers to each prompt, at least 2.
+            clip_epsilon: how far the ratio may leave 1; it does so only with several epochs or minibatches.
+            kl_beta: weight of the KL to the reference.
+            scale_rewards: divide the advantages by the standard deviation of the group (`GRPOLoss`).
+            epochs: passes over the answers of a step.
+            options: the fields of `TrainerOptions`: tokenizer, reward_function, prompts, prompts_per_step, steps,
+                learning_rate, max_grad_norm, max_new_tokens, temperature, minibatches, microbatch_tokens, seed, device,
+                precision.
+
+        Raises:
+            ConfigError: for an impossible value, a name of TRL's trainer, or a model that cannot be loaded.
+        """
+        check_names("GRPOTrainer", options, option_names())
+        if model is None:
+            raise ConfigError("there is no model: give a model of transformers, or a name or folder of one")
+        if group_size < 2:
+            raise ConfigError(f"group_size must be at least 2 (is {group_size}): answers are compared with each other")
+        if epochs < 1:
+            raise ConfigError(f"epochs must be at least 1 (is {epochs})")
+        self.group_size = group_size
+        self.algorithm = GRPOLoss(clip_epsilon, kl_beta, scale_rewards=scale_rewards).algorithm
+        super().__init__(model, ref_model, kl_beta, TrainerOptions(**options))
+        self.plan = UpdatePlan(epochs, self.options.minibatches)
+
+    def generate_group_outputs(
+        self, prompts: Prompts, max_new_tokens: int | None = None, *, sequence_logprobs: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Sample `group_size` answers to every prompt.
+
+        Args:
+            prompts: in any of the forms above.
+            max_new_tokens: longest answer; None is the trainer's own.
+            sequence_logprobs: return one log-probability for each answer, the sum over its tokens.
+
+        Returns:
+            outputs, int64 [batch, group_size, seq_len]: the tokens of the answers, without their prompts, each up to
+            and with its end token and then padded; and their log-probabilities in nats, as many, 0 at padding; or
+            [batch, group_size] with `sequence_logprobs`.
+        """
+        outputs, logprobs = self._sample(prompts, self.group_size, max_new_tokens)
+        return outputs, logprobs.sum(-1) if sequence_logprobs else logprobs
+
+    def compute_rewards(self, prompts: Prompts, outputs: Tensor) -> Tensor:
+        """What the answers are worth, [batch, group_size]; override it, or give `reward_function`.
+
+        Args:
+            prompts: the same as were answered.
+            outputs: [batch, group_size, seq_len], as `generate_group_outputs` returns them.
+
+        Raises:
+            ConfigError: without a reward function.
+            RunError: if more than a fifth of the answers could not be graded; up to that they are NaN, and leave their
+                groups.
+        """
+        return self._rewards(prompts, outputs)
+
+    def training_step(self, batch: Prompts) -> dict[str, float]:
+        """One step: generate, reward, compare, update; returns its metrics, which docs/metrics.md explains.
+
+        Groups whose rewards are all alike are left out of the update, as in every run of covey.
+        """
+        outputs, logprobs = self.generate_group_outputs(batch)
+        rewards = self.compute_rewards(batch, outputs)
+        groups = with_rewards(self._groups(self._starts(batch), outputs, logprobs), rewards)
+        annotated, found = annotate(
+            collate(groups),
+            self.policy,
+            self.reference,
+            self.algorithm,
+            kl_coefficient=self.kl_beta,
+            optimizer_steps=self.plan.optimizer_steps,
+            mask_truncated=False,
+        )
+        learned = update(
+            Learner(self.policy, self.optimizer),
+            self.algorithm,
+            annotated,
+            self.plan,
+            StepSizes(self.options.learning_rate, kl_coefficient=self.kl_beta),
+            seed=self.options.seed,
+            step=self.step + 1,
+        )
+        self._advanced()
+        return describe(groups) | found | learned
+
+    def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
+        """`steps` steps on the prompts that the trainer was given; returns the metrics of each.
+
+        Args:
+            on_step: called with (step, metrics) after every step.
+        """
+        history = []
+        for _ in range(self.options.steps):
+            history.append(self.training_step(self._draw()))
+            if on_step is not None:
+                on_step(self.step, history[-1])
+        return history

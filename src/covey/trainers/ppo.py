@@ -1,0 +1,246 @@
+"""PPO step by step: collect experiences, compute advantages, update policy and critic.
+
+Shapes: B prompts, each with one answer; T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.algorithms import KLPenalty
+from covey.algorithms.advantages import critic as by_critic
+from covey.config import ConfigError
+from covey.config.model_sources import CRITIC_FOLDER
+from covey.core import kl, schedules
+from covey.core.baselines import group_zscore
+from covey.data import Batch, collate
+from covey.functional import PPOLoss, check_limits, compute_gae, weighed
+from covey.llm.critic import LanguageCritic
+from covey.train.loop import describe
+from covey.train.prepare import annotate
+from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.trainers.base import (
+    LanguageTrainer,
+    Model,
+    OnStep,
+    TrainerOptions,
+    open_model,
+    option_names,
+    policy_of,
+    with_rewards,
+)
+from covey.trainers.prompts import Prompts
+from covey.trainers.trl_names import check_names
+
+# `annotate` evaluates the old policy where more than one optimizer step will follow; experiences always hold it.
+SEVERAL_STEPS = 2
+
+Experiences = dict[str, Any]
+
+
+class PPOTrainer(LanguageTrainer):
+    """PPO on a language model, in the methods that articles give it; `covey.run` is the same with a run folder.
+
+    >>> trainer = PPOTrainer("smollm2-135m", reward_function=brevity, prompts=["Name a fruit.", "Name a tree."])
+    >>> trainer.train(on_step=lambda step, metrics: print(step, metrics["reward/mean"]))
+
+    Prompts take the same forms as for `GRPOTrainer`; each gets one answer, which the critic judges.
+    """
+
+    def __init__(
+        self,
+        actor_model: Model | None = None,
+        critic_model: Model | None = None,
+        ref_model: Model | None = None,
+        clip_epsilon: float = 0.2,
+        gamma: float = 0.99,
+        lam: float = 0.95,
+        *,
+        kl_beta: float = 0.02,
+        value_loss_coef: float = 0.5,
+        entropy_coef: float = 0.0,
+        critic_learning_rate: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Load what is given by name; everything that can be wrong is told before.
+
+        Args:
+            actor_model: a causal language model of transformers, trained in place, or a name or folder.
+            critic_model: what the critic begins as: a copy of this model's decoder, with a value head that says 0. None
+                takes the actor's. The actor_model itself gives it a value head on the actor's own trunk, which then
+                learns from both losses.
+            ref_model: what the KL is measured to. None takes a frozen copy of the actor as it is now; with kl_beta = 0
+                there is no reference, and no memory for one.
+            clip_epsilon: how far the ratio may leave 1.
+            gamma: discount per token. Articles take over 0.99 from control; for answers that are paid at their end, 1
+                is usual.
+            lam: 0 trusts the critic, 1 the rewards.
+            kl_beta: weight of the KL to the reference, taken off the reward of every token (DeepSeekMath, arXiv
+                2402.03300, eq. 2); 0.02 is InstructGPT's (arXiv 2203.02155, appendix C.4).
+            value_loss_coef: weight of the critic's squared error.
+            entropy_coef: weight of the bonus for undecidedness.
+            critic_learning_rate: the critic's own; None is `learning_rate`.
+            options: the fields of `TrainerOptions`, as for `GRPOTrainer`.
+
+        Raises:
+            ConfigError: for an impossible value, a name of TRL's trainer, or a model that cannot be loaded.
+        """
+        check_names("PPOTrainer", options, option_names())
+        if actor_model is None:
+            raise ConfigError("there is no actor_model: give a model of transformers, or a name or folder of one")
+        check_limits("gamma", gamma, 0.0, 1.0)
+        check_limits("lam", lam, 0.0, 1.0)
+        check_limits("kl_beta", kl_beta, 0.0, math.inf)
+        if critic_learning_rate is not None and not critic_learning_rate > 0:
+            raise ConfigError(f"critic_learning_rate must be above 0 (is {critic_learning_rate})")
+        self.gamma, self.lam = gamma, lam
+        penalty = KLPenalty(schedules.constant(kl_beta), kl.k1, in_reward=True)
+        loss = PPOLoss(clip_epsilon, value_loss_coef, entropy_coef)
+        self.algorithm = replace(loss.algorithm, advantage=by_critic(gamma=gamma, lam=lam), kl=penalty)
+        super().__init__(actor_model, ref_model, kl_beta, TrainerOptions(**options))
+        self.critic = self._critic_of(critic_model)
+        self.critic_learning_rate = critic_learning_rate or self.options.learning_rate
+        self.critic_optimizer = self._optimizer_of(self.critic.module, self.critic_learning_rate)
+        self.metrics: dict[str, float] = {}  # of the last update_policy
+
+    def collect_experiences(self, prompts: Prompts, max_new_tokens: int | None = None) -> Experiences:
+        """Answer every prompt once, and note all that the update needs to know of the answers.
+
+        Args:
+            prompts: in any of the forms that `GRPOTrainer` takes.
+            max_new_tokens: longest answer; None is the trainer's own.
+
+        Returns:
+            a dict. Per token, [batch, seq_len], 0 at padding: "outputs" (token ids; padded with the tokenizer's pad),
+            "mask" (True where a token was sampled), "old_logprobs" (of the policy as it is now), "sampler_logprobs"
+            (the same, as the sampler computed them), "values" (of the critic) and "rewards" (the answer's reward at its
+            last token, minus kl_beta times the KL of each). Per answer, [batch]: "scores" (the reward alone) and
+            "sequence_logprobs" (the sum of "old_logprobs"). Also "prompt_ids", a tuple of token ids for each prompt,
+            and "metrics". An answer that could not be graded is
+            left out of all but the metrics.
+        """
+        outputs, logprobs = (tensor[:, 0] for tensor in self._sample(prompts, 1, max_new_tokens))
+        scores = self.compute_rewards(prompts, outputs)
+        groups = self._groups(self._starts(prompts), outputs[:, None], logprobs[:, None])
+        groups = with_rewards(groups, scores[..., None])
+        batch, found = annotate(
+            collate(groups),
+            self.policy,
+            self.reference,
+            self.algorithm,
+            critic=self.critic,
+            kl_coefficient=self.kl_beta,
+            optimizer_steps=SEVERAL_STEPS,
+            mask_truncated=False,
+        )
+        assert batch.proximal_logprobs_BT is not None
+        old_logprobs = torch.where(batch.mask_BT, batch.proximal_logprobs_BT, 0.0)
+        return {
+            "prompt_ids": list(batch.context),
+            "outputs": batch.actions_BT.masked_fill(~batch.mask_BT, self._padding()),
+            "mask": batch.mask_BT,
+            "old_logprobs": old_logprobs,
+            "sequence_logprobs": old_logprobs.sum(-1),
+            "sampler_logprobs": batch.behavior_logprobs_BT,
+            "values": batch.values_BT,
+            "rewards": batch.rewards_BT,
+            "scores": scores[~scores.isnan()],
+            "metrics": describe(groups) | found,
+        }
+
+    def compute_rewards(self, prompts: Prompts, outputs: Tensor) -> Tensor:
+        """What the answers are worth, [batch]; override it, or give `reward_function`.
+
+        Args:
+            prompts: the same as were answered.
+            outputs: [batch, seq_len], each answer up to and with its end token and then padded.
+
+        Raises:
+            ConfigError: without a reward function.
+            RunError: if more than a fifth of the answers could not be graded; up to that they are NaN.
+        """
+        return self._rewards(prompts, outputs[:, None])[:, 0]
+
+    def compute_advantages(self, rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages and returns, [batch, seq_len], by `compute_gae` with the trainer's gamma and lam.
+
+        Nothing follows an answer's last token, also where the token limit cut it: its reward was paid for what stands
+        there. `update_policy` calls this, and whitens the advantages.
+        """
+        return compute_gae(rewards, values, self.gamma, self.lam)
+
+    def update_policy(self, experiences: Experiences, num_epochs: int = 4) -> float:
+        """Learn from experiences: `num_epochs` passes, each of `minibatches` optimizer steps for policy and critic.
+
+        Args:
+            experiences: what `collect_experiences` returned; what you changed in it counts.
+            num_epochs: passes.
+
+        Returns:
+            the loss of policy and critic together, averaged over the passes; `metrics` then holds the details.
+
+        Raises:
+            ConfigError: for less than one pass.
+        """
+        if num_epochs < 1:
+            raise ConfigError(f"num_epochs must be at least 1 (is {num_epochs})")
+        mask_BT = experiences["mask"]
+        advantages_BT, returns_BT = self.compute_advantages(experiences["rewards"], experiences["values"])
+        together = torch.zeros(int(mask_BT.sum()), dtype=torch.int64)
+        whitened_BT = torch.zeros_like(advantages_BT)
+        whitened_BT[mask_BT] = group_zscore(advantages_BT[mask_BT], together, together == 0)
+        batch = Batch.blank(
+            mask_BT,
+            context=tuple(experiences["prompt_ids"]),
+            actions_BT=experiences["outputs"],
+            behavior_logprobs_BT=experiences["sampler_logprobs"],
+            group_B=torch.arange(len(mask_BT)),
+            advantages_BT=whitened_BT,
+            returns_BT=returns_BT,
+            values_BT=experiences["values"],
+            proximal_logprobs_BT=experiences["old_logprobs"],
+        )
+        self.metrics = update(
+            Learner(self.policy, self.optimizer, self.critic, self.critic_optimizer),
+            self.algorithm,
+            weighed(self.algorithm, batch),
+            UpdatePlan(num_epochs, self.options.minibatches),
+            StepSizes(self.options.learning_rate, self.critic_learning_rate, self.kl_beta),
+            seed=self.options.seed,
+            step=self.step + 1,
+        )
+        self._advanced()
+        return self.metrics["loss"] + self.metrics["loss/value"]
+
+    def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
+        """`steps` steps on the prompts that the trainer was given; returns the metrics of each.
+
+        Args:
+            on_step: called with (step, metrics) after every step.
+        """
+        history = []
+        for _ in range(self.options.steps):
+            experiences = self.collect_experiences(self._draw())
+            self.update_policy(experiences)
+            history.append(experiences["metrics"] | self.metrics)
+            if on_step is not None:
+                on_step(self.step, history[-1])
+        return history
+
+    def save(self, folder: str | Path) -> None:
+        """Write actor and tokenizer so that transformers loads them unchanged, and the critic into critic/ there."""
+        super().save(folder)
+        self.critic.save(Path(folder) / CRITIC_FOLDER)
+
+    def _critic_of(self, critic_model: Model | None) -> LanguageCritic:
+        if critic_model is None or critic_model is self.model:
+            return LanguageCritic(self.policy, own_trunk=critic_model is None)
+        loaded = open_model(critic_model, replace(self.options, tokenizer=self.tokenizer))
+        self.check_vocabulary("critic_model", loaded.module)
+        return LanguageCritic(policy_of(loaded.module, self.options))

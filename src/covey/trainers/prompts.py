@@ -1,0 +1,112 @@
+"""Prompts as scripts hand them over: lists of texts or chats, rows of a data set, or a data loader's columns.
+
+Whatever other columns there are (answers, for instance) reach the reward functions under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from covey.config import ConfigError
+from covey.config.data_file import row_of
+from covey.data import Start, Task
+from covey.llm.tasks.jsonl import order_of_pass
+
+PROMPT_COLUMNS = ("prompts", "prompt")
+
+Prompts = Tensor | Iterable[Any] | Mapping[str, Sequence[Any]]
+
+
+def read_prompts(prompts: Prompts) -> list[Start]:
+    """Prompts in any of these forms:
+
+    >>> read_prompts(["2+2=", "3+4="])
+    >>> read_prompts([[{"role": "user", "content": "What is 2 + 2?"}]])
+    >>> read_prompts([{"prompt": "2+2=", "answer": "4"}])
+    >>> read_prompts({"prompts": ["2+2="], "answer": ["4"]})
+    >>> read_prompts(torch.tensor([[17, 4, 23], [17, 9, 23]]))
+    >>> read_prompts(tokenizer(["2+2=", "13+4="], padding=True, return_tensors="pt"))
+
+    A prompt of token ids becomes a tuple of them, its padding included unless there is an "attention_mask".
+
+    Raises:
+        ConfigError: naming the first that is none of them.
+    """
+    if isinstance(prompts, str):
+        raise ConfigError("prompts is a single text: give a list of them, [text]")
+    if isinstance(prompts, Tensor) and prompts.dim() != 2:
+        raise ConfigError(f"prompts has shape {list(prompts.shape)}: token ids have [batch, length]")
+    if isinstance(prompts, Mapping):
+        prompts = _rows_of(prompts)
+    starts = []
+    for index, given in enumerate(prompts):
+        record = dict(given) if isinstance(given, Mapping) else {"prompt": given}
+        ids = _token_ids(record.get("prompt"))
+        row = row_of(f"prompts[{index}]", record if ids is None else record | {"prompt": "token ids"})
+        starts.append(Start(index, row.prompt if ids is None else ids, row.columns))
+    if not starts:
+        raise ConfigError("prompts is empty: give at least one")
+    return starts
+
+
+def as_columns(starts: Sequence[Start]) -> dict[str, list[Any]]:
+    """The last form of `read_prompts`; a column that a row does not have is None there."""
+    names = dict.fromkeys(name for start in starts for name in start.columns)
+    columns = {name: [start.columns.get(name) for start in starts] for name in names}
+    return {PROMPT_COLUMNS[0]: [start.prompt for start in starts], **columns}
+
+
+class PromptDeck:
+    """Draws prompts without replacement, every pass over them in an order of its own."""
+
+    def __init__(self, prompts: Prompts | Task) -> None:
+        """Raises ConfigError for prompts that cannot be read; a task of covey draws by itself."""
+        self._task: Any = prompts if hasattr(prompts, "draw") else None
+        self._starts = [] if self._task else read_prompts(prompts)  # type: ignore[arg-type]
+
+    def draw(self, seed: int, step: int, count: int) -> dict[str, list[Any]]:
+        """The `count` prompts of a step (counted from 1), with their columns."""
+        if self._task:
+            return as_columns(self._task.draw(seed, step, count))
+        size = len(self._starts)
+        places = [(step - 1) * count + index for index in range(count)]
+        return as_columns([self._starts[order_of_pass(seed, place // size, size)[place % size]] for place in places])
+
+
+def _token_ids(prompt: Any) -> tuple[int, ...] | None:
+    """Token ids, if the prompt is a vector or a list of whole numbers."""
+    if isinstance(prompt, Tensor) and prompt.dim() == 1 and not prompt.is_floating_point():
+        return tuple(map(int, prompt.tolist()))
+    if isinstance(prompt, (list, tuple)) and prompt and all(type(token) is int for token in prompt):
+        return tuple(prompt)
+    return None
+
+
+def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Columns of equal length, turned into rows."""
+    if "input_ids" in columns:
+        columns = _without_padding(columns)
+    name = next((name for name in PROMPT_COLUMNS if name in columns), None)
+    if name is None:
+        raise ConfigError(f"the batch has no 'prompts': its columns are {', '.join(columns) or 'none'}")
+    renamed = {"prompt" if key == name else key: values for key, values in columns.items()}
+    lengths = {key: len(values) for key, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(f"the columns of the batch differ in length: {lengths}")
+    return [dict(zip(renamed, row, strict=True)) for row in zip(*renamed.values(), strict=True)]
+
+
+def _without_padding(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tokenizer returns, as prompts of token ids: those that its attention mask keeps."""
+    rest = {name: values for name, values in columns.items() if name not in ("input_ids", "attention_mask")}
+    kept = columns.get("attention_mask")
+    rows = columns["input_ids"]
+    if kept is not None:
+        rows = [
+            [int(token) for token, keep in zip(row, mask, strict=True) if keep]
+            for row, mask in zip(rows, kept, strict=True)
+        ]
+    return {PROMPT_COLUMNS[0]: list(rows)} | rest

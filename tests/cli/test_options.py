@@ -1,0 +1,147 @@
+"""The command line on its own: the overview, the list of recipes, misspelt words, completion with Tab."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from covey.cli.main import main
+from covey.cli.options import OVERVIEW, parse
+from covey.config import ConfigError
+from covey.config.recipe import read_recipe
+from covey.config.recipe_files import packaged_recipes
+
+COVEY = Path(sys.executable).with_name("covey")
+
+
+@pytest.mark.parametrize("words", [[], ["--debug"]])
+def test_covey_alone_prints_an_overview(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert capsys.readouterr().out == OVERVIEW + "\n"
+
+
+def test_every_command_of_the_overview_exists() -> None:
+    for line in OVERVIEW.splitlines():
+        if line.startswith("  covey "):
+            words = shlex.split(line.split("   ")[0].split(" > ")[0])[1:]
+            arguments, fields = parse(words)
+            assert (arguments.command, fields) == (words[0], [])
+
+
+def test_recipes_lists_every_packaged_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    described = dict(line.split(maxsplit=1) for line in lines if line.startswith("  "))
+    assert sorted(described) == packaged_recipes()
+    assert described["acrobot_ppo"] == "Acrobot-v1 with PPO: swing the tip above the line"
+    assert described["arithmetic_grpo"] == "SmolLM2-135M-Instruct learns to add and subtract two-digit numbers"
+    assert all(20 < len(text) < 150 for text in described.values())
+    agents = lines[: lines.index("Language models:")]
+    assert {line.split()[0] for line in agents if line.startswith("  ")} >= {"cartpole_grpo", "pendulum_ppo"}
+    assert not [line for line in agents if "family_" in line]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100])
+def test_the_list_of_recipes_fits_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["recipes"])
+    words = capsys.readouterr().out.split()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    main(["recipes"])
+    narrow = capsys.readouterr().out
+    assert narrow.split() == words  # no word is broken
+    if columns >= 80:
+        assert max(map(len, narrow.splitlines())) <= columns
+
+
+def test_a_printed_recipe_is_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["recipes", "cartpole_grpo"]) == 0
+    (tmp_path / "my.toml").write_text(capsys.readouterr().out)
+    assert read_recipe(tmp_path / "my.toml") == read_recipe("cartpole_grpo")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("trian x", "there is no command 'trian' (did you mean 'train'?)"),
+        ("Train x", "there is no command 'Train' (did you mean 'train'?)"),
+        ("complete", "(did you mean 'completion'?)"),
+        ("evaluate runs/x", "there is no command 'evaluate'"),
+        ("frobnicate", "commands: train, check, plan, eval, compare, sample, recipes, completion"),
+        ("cartpole_grpo", "cartpole_grpo is a recipe, not a command: write covey train cartpole_grpo"),
+        ("my.toml", "my.toml is a recipe, not a command: write covey train my.toml"),
+        ("--versio", "unknown option '--versio' (did you mean '--version'?) (see covey --help)"),
+        ("-x train", "unknown option '-x'"),
+        ("eval m --tsk arithmetic", "unknown option '--tsk' (did you mean '--task'?) (see covey eval --help)"),
+        ("eval m --sampels=3", "unknown option '--sampels' (did you mean '--samples'?)"),
+        ("compare a b --treshold 3", "unknown option '--treshold' (did you mean '--threshold'?)"),
+        ("plan m --prompt_token 3", "unknown option '--prompt-token' (did you mean '--prompt-tokens'?)"),
+        ("sample m hi --temperatur 1", "unknown option '--temperatur' (did you mean '--temperature'?)"),
+        ("sample m hi --group-size 4", "unknown option '--group-size' (see covey sample --help)"),
+        ("recipes --debgu", "unknown option '--debgu' (did you mean '--debug'?)"),
+        ("completion tcsh", "choose from"),
+    ],
+)
+def test_misspelt_words_are_told_with_the_nearest_one(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    out, error = capsys.readouterr()
+    assert told in error
+    assert (len(error.splitlines()), out) == (1, "")
+
+
+def test_a_field_is_no_misspelt_option() -> None:
+    _, fields = parse(["compare", "a", "b", "--seed", "3", "--threads", "2"])
+    assert fields == ["--seed", "3", "--threads", "2"]
+    with pytest.raises(ConfigError, match="did you mean '--seeds'"):
+        parse(["compare", "a", "b", "--seedz", "3"])
+
+
+# ---- completion, by a real shell ----
+
+ASK = """
+eval "$({covey} completion bash)"
+COMP_LINE='{line}' COMP_POINT={point} COMP_TYPE=9 COMP_WORDS=({line}) COMP_CWORD=1
+_python_argcomplete {covey}
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+def completions(typed: str, folder: Path) -> set[str]:
+    """The words that bash offers after `covey TYPED`."""
+    line = f"{COVEY} {typed}"
+    script = ASK.format(covey=COVEY, line=line, point=len(line))
+    done = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, cwd=folder, check=True)
+    assert not done.stderr, done.stderr
+    return {word.rstrip() for word in done.stdout.splitlines()} - {""}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_commands_recipes_fields_and_choices(tmp_path: Path) -> None:
+    (tmp_path / "cartoon.toml").write_text("")
+    assert {"train", "check", "plan", "eval", "compare", "sample", "recipes"} <= completions("", tmp_path)
+    assert completions("tr", tmp_path) == {"train"}
+    assert completions("train cart", tmp_path) == {
+        "cartoon.toml", *(name for name in packaged_recipes() if name.startswith("cart"))
+    }  # fmt: skip
+    assert "--group-size" in completions("train cartpole_grpo --group-s", tmp_path)
+    assert completions("train arithmetic_grpo --algorithm gs", tmp_path) == {"gspo"}
+    assert completions("check arithmetic_grpo --steps 3 --prec", tmp_path) == {"--precision"}
+    assert completions("eval smol", tmp_path) == {"smollm2-135m"}
+    assert completions("eval smollm2-135m --task ari", tmp_path) == {"arithmetic"}
+    assert completions("completion z", tmp_path) == {"zsh"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_text_for_each_shell_names_the_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert "covey" in capsys.readouterr().out

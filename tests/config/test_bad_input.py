@@ -1,0 +1,402 @@
+"""Mistakes of the user's: one line that names the fix, exit code 2, fast, without torch."""
+
+import gc
+import resource
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.config import (
+    ArithmeticConfig,
+    CheckpointConfig,
+    ConfigError,
+    CountdownConfig,
+    CriticConfig,
+    EvaluationConfig,
+    JsonlConfig,
+    LossConfig,
+    RewardConfig,
+    RunConfig,
+    SamplingConfig,
+    UpdateConfig,
+    WordProblemsConfig,
+)
+from covey.config.function_source import check_function_name
+from covey.config.recipe import config_from_dict, config_to_dict, describe_fields, read_recipe, write_config
+from covey.config.validate import validate
+
+RECIPE = """\
+steps = 5
+[task]
+name = "arithmetic"
+digits = [1, 2]
+[sampling]
+group_size = 4
+[[rewards]]
+name = "numeric"
+"""
+GOOD = RunConfig(task=ArithmeticConfig())
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def message_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(path, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def message_of_toml(tmp_path: Path, toml: str) -> str:
+    path = tmp_path / "bad.toml"
+    path.write_text(toml)
+    return message_of(path)
+
+
+# ---- what is right is read as it was meant ----
+
+
+def test_reads_fields_and_overrides(recipe: Path) -> None:
+    config = read_recipe(recipe, [
+        "--learning-rate", "3", "--operators", "-,+", "--sampling.group_size=8", "--max_grad_norm", "1e-1",
+        "--mask-truncated", "true", "--token-limits", "12,96", "--dual-clip", "3",
+    ])  # fmt: skip
+    assert config.task == ArithmeticConfig(digits=(1, 2), operators=("-", "+"))
+    assert config.steps == 5
+    assert config.sampling.group_size == 8
+    assert config.update == UpdateConfig(learning_rate=3.0, max_grad_norm=0.1)
+    assert type(config.update.learning_rate) is float
+    assert config.loss == LossConfig(dual_clip=3.0, mask_truncated=True)
+    assert config.evaluation.token_limits == (12, 96)
+    assert config.rewards == (RewardConfig(name="numeric"),)
+
+
+def test_a_top_level_name_wins_over_the_task_s(recipe: Path) -> None:
+    config = read_recipe(recipe, ["--task", "word_problems", "--steps", "7", "--task.steps", "3,4"])
+    assert config.steps == 7
+    assert config.task == WordProblemsConfig(steps=(3, 4))
+
+
+def test_another_task_drops_the_fields_of_the_first(recipe: Path) -> None:
+    assert read_recipe(recipe, ["--task", "countdown", "--numbers", "4"]).task == CountdownConfig(numbers=4)
+    assert read_recipe(recipe, ["--task", "arithmetic", "--terms", "3"]).task.digits == (1, 2)
+
+
+def test_none_unsets_what_may_be_unset(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[task]\nname = "arithmetic"\n[loss]\nkl_coefficient = 0.1\n')
+    assert read_recipe(path, ["--kl-coefficient", "none"]).loss.kl_coefficient is None
+    assert "must be an integer" in message_of(path, "--seed", "none")
+
+
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+positive = st.floats(1e-300, 1e300, allow_nan=False)
+
+
+@given(texts, texts, positive, st.integers(0, 2**62), st.lists(st.integers(1, 12), min_size=1), st.none() | positive)
+@settings(max_examples=200)
+def test_what_is_written_reads_back_equal(
+    instruction: str, pattern: str, rate: float, seed: int, digits: list[int], clip: float | None
+) -> None:
+    config = RunConfig(
+        task=ArithmeticConfig(digits=tuple(digits), instruction=instruction),
+        seed=seed,
+        rewards=(RewardConfig(name="numeric", score=True), RewardConfig(name="format", pattern=pattern, weight=-0.5)),
+        loss=LossConfig(clip_high=clip),
+        update=UpdateConfig(learning_rate=rate),
+        evaluation=EvaluationConfig(token_limits=(12, 96)),
+    )
+    assert config_from_dict(config_to_dict(config)) == config
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        write_config(config, path)
+        import tomllib
+
+        assert config_from_dict(tomllib.loads(path.read_text(encoding="utf-8"))) == config
+
+
+@pytest.mark.parametrize("task", [ArithmeticConfig(), CountdownConfig(), WordProblemsConfig(), JsonlConfig(path="x")])
+def test_every_task_reads_back_equal(task: object, tmp_path: Path) -> None:
+    config = RunConfig(task=task)
+    write_config(config, tmp_path / "c.toml")
+    import tomllib
+
+    assert config_from_dict(tomllib.loads((tmp_path / "c.toml").read_text())) == config
+
+
+def test_every_field_has_help() -> None:
+    rows = describe_fields()
+    assert all(row.text and row.type for row in rows)
+    assert ("sampling", "group_size") in [(row.section, row.name) for row in rows]
+    assert ("task (jsonl)", "path") in [(row.section, row.name) for row in rows]
+
+
+# ---- mistakes in the file and on the command line ----
+
+
+def test_unknown_keys_get_a_suggestion(tmp_path: Path) -> None:
+    task = '[task]\nname = "arithmetic"\n'
+    cases = {
+        task
+        + "[sampling]\ngroup_sizes = 4\n": "unknown field 'group_sizes' in [sampling] (did you mean 'group_size'?)",
+        "stepz = 4\n" + task: "unknown field 'stepz' at the top level (did you mean 'steps'?)",
+        task + "[smapling]\ngroup_size = 4\n": "unknown field 'smapling' at the top level (did you mean 'sampling'?)",
+        "group_size = 4\n" + task: "unknown field 'group_size' at the top level ('group_size' belongs in [sampling])",
+        task + "digit = [2]\n": "unknown field 'digit' in [task] of arithmetic (did you mean 'digits'?)",
+        task + "[[rewards]]\nnames = 'x'\n": "unknown field 'names' in [[rewards]] (did you mean 'name'?)",
+        task + "[loss]\nsteps = 4\n": "unknown field 'steps' in [loss] ('steps' belongs at the top, before",
+        "[task]\nname = 'arithmetics'\n": "unknown task 'arithmetics' (did you mean 'arithmetic'?)",
+        "[task]\ndigits = [2]\n": "no name; tasks are arithmetic, countdown",
+        "steps = 3\n": "no task: add a [task] table",
+        "task = 'arithmetic'\n": "task must be a table",
+        task + "[rewards]\nname = 'numeric'\n": "rewards must be a list of tables: write [[rewards]]",
+        "sampling = 3\n" + task: "[sampling] must be a table",
+        "steps = \n": "is not valid TOML",
+    }
+    for toml, expected in cases.items():
+        assert expected in message_of_toml(tmp_path, toml)
+
+
+def test_types_are_strict(tmp_path: Path) -> None:
+    task = '[task]\nname = "arithmetic"\n'
+    cases = {
+        "steps = '5'\n" + task: "steps must be an integer (is '5')",
+        "steps = true\n" + task: "steps must be an integer (is true)",
+        "steps = 5.0\n" + task: "steps must be an integer (is 5.0)",
+        task + "digits = 2\n": "task.digits must be a list of integers (is 2)",
+        task + "digits = [1, 'x']\n": "task.digits must be a list of integers (is [1, 'x'])",
+        task + "digits = [true]\n": "task.digits must be a list of integers",
+        task + "digits = []\n": "task.digits is empty",
+        task + "[update]\nlearning_rate = true\n": "update.learning_rate must be a number (is true)",
+        task + "[update]\nlearning_rate = nan\n": "update.learning_rate must be a finite number",
+        task + "[update]\nlearning_rate = inf\n": "update.learning_rate must be a finite number",
+        task + "[update]\nlearning_rate = 1" + "0" * 400 + "\n": "is an integer of more than 64 bits",
+        task + "[loss]\nmask_truncated = 1\n": "loss.mask_truncated must be true or false (is 1)",
+        "model = 5\n" + task: "model must be text (is 5)",
+        "device = 'gpu'\n" + task: "device must be auto, cpu or cuda (is 'gpu')",
+        "algorithm = 'grop'\n" + task: "reinforce, reinforce_pp or ppo (is 'grop') (did you mean 'grpo'?)",
+    }
+    for toml, expected in cases.items():
+        assert expected in message_of_toml(tmp_path, toml)
+
+
+def test_command_line_mistakes(recipe: Path) -> None:
+    cases = {
+        ("--group-sizes", "4"): "unknown field --group-sizes (did you mean --group-size?)",
+        ("--every", "4"): "--every is ambiguous: write --evaluation.every or --checkpoint.every",
+        ("--steps", "abc"): "--steps must be an integer (is 'abc')",
+        ("--digits", "1,a"): "--digits must be a list of integers separated by commas (is '1,a')",
+        ("--mask-truncated", "maybe"): "--mask-truncated must be true or false (is 'maybe')",
+        ("--steps",): "--steps needs a value",
+        ("extra",): "'extra' is neither a field nor its value",
+        ("--numbers", "3"): "--numbers belongs to the task countdown, and this run's task is arithmetic",
+        ("--task", "counting"): "unknown task 'counting'",
+    }
+    for overrides, expected in cases.items():
+        assert expected in message_of(recipe, *overrides)
+
+
+def test_recipes_that_are_not_there(tmp_path: Path, recipe: Path) -> None:
+    assert "did you mean" in message_of(tmp_path / "recipes.toml")
+    assert "covey recipes lists the packaged ones" in message_of(Path("no_such_recipe"))
+    assert "is a folder" in message_of(tmp_path)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "is not valid TOML" in message_of(binary)
+
+
+# ---- combinations that cannot work ----
+
+
+def refused(config: RunConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def with_sampling(**fields: object) -> RunConfig:
+    return replace(GOOD, sampling=replace(GOOD.sampling, **fields))
+
+
+def with_reward(**fields: object) -> RunConfig:
+    return replace(GOOD, rewards=(RewardConfig(**fields),))
+
+
+def test_the_defaults_are_accepted() -> None:
+    validate(GOOD)
+
+
+def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
+    validate(replace(with_sampling(group_size=1), algorithm="ppo"))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (with_sampling(group_size=1), "nothing to compare with; set group_size to 2 or more"),
+        (with_sampling(group_size=0), "sampling.group_size must be at least 1"),
+        (with_sampling(top_p=0.9), "while training it must stay 1.0"),
+        (
+            replace(GOOD, algorithm="ppo", steps=5, update=UpdateConfig(critic_warmup_steps=5)),
+            "leave the policy none of the run's 5 steps",
+        ),
+        (replace(GOOD, critic=CriticConfig(trunk="policy")), "critic.trunk is set, but only ppo uses it"),
+        (replace(GOOD, algorithm="ppo", critic=CriticConfig(trunk="both")), "critic.trunk must be own or policy"),
+        (with_sampling(top_k=50), "while training it must stay 0"),
+        (with_sampling(temperature=0.0), "it must be above 0"),
+        (with_sampling(temperature=-1.0), "it must be above 0"),
+        (with_sampling(prompts_per_step=0), "sampling.prompts_per_step must be at least 1"),
+        (with_sampling(max_new_tokens=-3), "sampling.max_new_tokens must be at least 1"),
+        (replace(GOOD, update=UpdateConfig(minibatches=5)), "set minibatches to 4, or prompts_per_step to a multiple"),
+        (replace(GOOD, update=UpdateConfig(learning_rate=0.0)), "update.learning_rate must be above 0"),
+        (replace(GOOD, update=UpdateConfig(beta2=1.0)), "update.beta2 must be below 1"),
+        (replace(GOOD, update=UpdateConfig(max_grad_norm=0.0)), "update.max_grad_norm must be above 0"),
+        (replace(GOOD, loss=LossConfig(dual_clip=1.0)), "must be above 1 (3.0 is usual)"),
+        (replace(GOOD, loss=LossConfig(clip_low=0.0)), "loss.clip_low must be above 0"),
+        (replace(GOOD, loss=LossConfig(clip_low=1.5)), "loss.clip_low must be at most 1"),
+        (replace(GOOD, loss=LossConfig(clip_high=-0.2)), "loss.clip_high must be above 0"),
+        (replace(GOOD, loss=LossConfig(kl_coefficient=-1.0)), "loss.kl_coefficient must be at least 0"),
+        (replace(GOOD, algorithm="rloo", loss=LossConfig(clip_low=0.2)), "rloo does not clip"),
+        (
+            replace(GOOD, algorithm="reinforce", update=UpdateConfig(epochs=2)),
+            "update.epochs is 2, but reinforce has no ratio",
+        ),
+        (replace(GOOD, checkpoint=CheckpointConfig(keep=1)), "checkpoint.keep must be at least 2"),
+        (replace(GOOD, checkpoint=CheckpointConfig(every=0)), "checkpoint.every must be at least 1"),
+        (replace(GOOD, evaluation=EvaluationConfig(problems=0)), "evaluation.problems must be at least 1"),
+        (replace(GOOD, evaluation=EvaluationConfig(token_limits=(12, 0))), "evaluation.token_limits must be at"),
+        (replace(GOOD, evaluation=EvaluationConfig(token_limits=(12, 12))), "names a limit twice"),
+        (replace(GOOD, steps=0), "steps must be at least 1"),
+        (replace(GOOD, seed=-1), "seed must be at least 0"),
+        (replace(GOOD, task=ArithmeticConfig(digits=(0,))), "task.digits must be at least 1"),
+        (replace(GOOD, task=ArithmeticConfig(operators=("/",))), "task.operators must be +, - or *"),
+        (replace(GOOD, task=WordProblemsConfig(steps=(5,))), "task.steps must be at most 4"),
+        (replace(GOOD, task=JsonlConfig()), "the jsonl task needs a file"),
+        (replace(GOOD, task=JsonlConfig(path="no/such.jsonl")), "task.path: there is no file no/such.jsonl"),
+        (replace(GOOD, task=JsonlConfig(path="/")), "is a folder; name a JSONL file"),
+        (with_reward(), "neither name nor function: give exactly one"),
+        (with_reward(name="numeric", function="a:b"), "both name and function: give exactly one"),
+        (with_reward(name="format"), "needs a pattern"),
+        (with_reward(name="format", pattern="("), "is no regular expression"),
+        (with_reward(name="numeric", pattern="x"), "which only the format reward uses"),
+        (with_reward(name="numerics"), "did you mean 'numeric'?"),
+        (with_reward(name="numeric", weight=0.0), "has weight 0"),
+        (with_reward(name="numeric", timeout_seconds=0.0), "timeout_seconds must be above 0"),
+        (with_reward(function="rewards.py"), "function must be file.py:function"),
+        (with_reward(function="no_such_file.py:reward"), "there is no file no_such_file.py"),
+        (replace(GOOD, rewards=(RewardConfig(name="numeric", score=True),) * 2), "keep one"),
+        (replace(GOOD, model="./no/such/folder"), "there is no folder ./no/such/folder"),
+        (replace(GOOD, model="~/no_such_folder"), "there is no folder"),
+        (replace(GOOD, model="/no/such/folder"), "there is no folder"),
+        (replace(GOOD, model="model.gguf"), "there is no file model.gguf"),
+        (replace(GOOD, model="smollm2-135"), "did you mean 'smollm2-135m'?"),
+        (replace(GOOD, model="two words"), "is no embedded model"),
+        (replace(GOOD, model="/"), "has no config.json"),
+    ],
+)
+def test_impossible_values_are_refused(config: RunConfig, expected: str) -> None:
+    assert expected in refused(config)
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "Qwen/Qwen2.5-0.5B-Instruct", "gpt2"])
+def test_hub_names_are_accepted(model: str) -> None:
+    validate(replace(GOOD, model=model))
+
+
+def test_edges_that_are_allowed() -> None:
+    validate(with_sampling(group_size=2, prompts_per_step=1, max_new_tokens=1))
+    validate(replace(GOOD, update=UpdateConfig(minibatches=16), loss=LossConfig(clip_low=1.0, dual_clip=1.01)))
+    validate(replace(GOOD, sampling=SamplingConfig(temperature=1e-3)))
+
+
+def test_a_near_file_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("{}\n")
+    text = refused(replace(GOOD, task=JsonlConfig(path=str(tmp_path / "prompt.jsonl"))))
+    assert f"did you mean '{tmp_path / 'prompts.jsonl'}'?" in text
+
+
+# ---- the command itself ----
+
+WITHOUT_TORCH = """
+import sys
+from covey.cli.main import main
+code = main(sys.argv[1:])
+heavy = sorted({"torch", "transformers", "matplotlib"} & set(sys.modules))
+print("heavy", heavy)
+sys.exit(code)
+"""
+
+
+def processor_seconds() -> float:
+    """What the children of this process have computed so far: unlike the clock, it does not depend on other work."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "RECIPE", "--group-sizes", "4"], "unknown field --group-sizes (did you mean --group-size?)"),
+        (["train", "RECIPE", "--group-size", "1"], "a group of one has nothing to compare with"),
+        (["train", "RECIPE", "--run-dir", "RECIPE"], "cannot write the run folder"),
+        (["train", "RECIPE", "--run-dir", "/proc/covey"], "cannot write the run folder"),
+        (["train", "--resume", "no_such_run"], "there is no run to resume in no_such_run"),
+        (["check", "RECIPE", "--model", "./nowhere"], "there is no folder ./nowhere"),
+        (["eval", "./nowhere", "--task", "arithmetic"], "there is no folder ./nowhere"),
+        (["eval", "smollm2-135m", "--task", "arithmetics"], "did you mean 'arithmetic'?"),
+        (["sample", "./nowhere", "hello"], "there is no folder ./nowhere"),
+        (["trian", "RECIPE"], "there is no command 'trian' (did you mean 'train'?)"),
+    ],
+)
+def test_a_mistake_is_one_line_within_three_seconds_and_without_torch(
+    words: list[str], expected: str, recipe: Path
+) -> None:
+    words = [word.replace("RECIPE", str(recipe)) for word in words]
+    before = processor_seconds()
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=300)
+    seconds = processor_seconds() - before
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert expected in done.stderr
+    assert done.stdout == "heavy []\n"
+    assert seconds < 3
+
+
+def test_debug_shows_the_traceback(recipe: Path) -> None:
+    words = [sys.executable, "-m", "covey.cli.main", "train", str(recipe), "--group-size", "1", "--debug"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert "Traceback" in done.stderr
+    assert done.returncode != 0
+
+
+def test_threads_may_look_up_functions_at_once(tmp_path: Path) -> None:
+    """Python 3.11 raises SystemError if two threads parse at once."""
+    (tmp_path / "many.py").write_text("".join(f"def f{n}(x):\n    return [x + {n}, (x, [{n}])]\n" for n in range(400)))
+
+    def switch(phase: str, info: dict[str, int]) -> None:
+        time.sleep(0.0001)  # another thread runs; garbage is collected in the midst of parsing
+
+    gc.callbacks.append(switch)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = [pool.submit(check_function_name, f"{tmp_path / 'many.py'}:f{n}", "function") for n in range(24)]
+    finally:
+        gc.callbacks.remove(switch)
+    assert [one.exception() for one in found] == [None] * 24

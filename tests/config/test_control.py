@@ -1,0 +1,258 @@
+"""Recipes for control: what is read, what is written back, and what is refused."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.config import (
+    ConfigError,
+    ControlConfig,
+    ControlEvaluationConfig,
+    ControlLossConfig,
+    ControlUpdateConfig,
+    EnvironmentConfig,
+    PolicyConfig,
+    RolloutsConfig,
+    RunConfig,
+)
+from covey.config.fields import leaves
+from covey.config.recipe import (
+    config_from_dict,
+    config_to_dict,
+    config_to_toml,
+    describe_fields,
+    read_recipe,
+)
+from covey.config.recipe_files import PACKAGED_RECIPES, find_recipe
+from covey.config.validate import USED_ONLY_BY, validate
+
+ENVIRONMENT = '[environment]\nid = "CartPole-v1"\n'
+GOOD = ControlConfig(environment=EnvironmentConfig("CartPole-v1"))
+FRAGMENTS = RolloutsConfig(groups="fragments")
+
+
+def read(folder: Path, toml: str, *overrides: str) -> RunConfig | ControlConfig:
+    path = folder / "recipe.toml"
+    path.write_text(toml)
+    return read_recipe(path, overrides)
+
+
+def message(folder: Path, toml: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(folder, toml, *overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def with_rollouts(**fields: object) -> ControlConfig:
+    return replace(GOOD, rollouts=RolloutsConfig(**fields))
+
+
+# ---- what is right is read as it was meant ----
+
+
+def test_a_table_environment_makes_a_recipe_one_for_control(tmp_path: Path) -> None:
+    config = read(
+        tmp_path, 'algorithm = "ppo"\n' + ENVIRONMENT,
+        "--groups", "fragments", "--hidden", "128,32", "--gamma", "1", "--critic-learning-rate", "1e-3",
+        "--rollouts.environments=16", "--expected-return", "-100", "--evaluation.every", "5",
+    )  # fmt: skip
+    assert config == ControlConfig(
+        algorithm="ppo",
+        environment=EnvironmentConfig("CartPole-v1"),
+        policy=PolicyConfig(hidden=(128, 32)),
+        rollouts=RolloutsConfig(groups="fragments", gamma=1.0, environments=16),
+        update=ControlUpdateConfig(critic_learning_rate=1e-3),
+        evaluation=ControlEvaluationConfig(expected_return=-100.0, every=5),
+    )
+    assert type(read(tmp_path, '[task]\nname = "arithmetic"\n')) is RunConfig
+
+
+def test_the_environment_can_be_given_as_one_word(tmp_path: Path) -> None:
+    assert read(tmp_path, ENVIRONMENT, "--environment", "Acrobot-v1").environment == EnvironmentConfig("Acrobot-v1")
+    assert read(tmp_path, ENVIRONMENT, "--id", "mine:Env-v0").environment == EnvironmentConfig("mine:Env-v0")
+
+
+@given(
+    st.text(st.characters(exclude_categories=("Cs",)), min_size=1),
+    st.lists(st.integers(1, 512), min_size=1),
+    st.none() | st.floats(0, 1),
+    st.none() | st.floats(1e-300, 1e300),
+    st.none() | st.floats(-1e300, 1e300),
+    st.booleans(),
+)
+@settings(max_examples=200)
+def test_what_is_written_reads_back_equal(
+    name: str, hidden: list[int], gamma: float | None, clip: float | None, expected: float | None, flag: bool
+) -> None:
+    config = ControlConfig(
+        algorithm="ppo",
+        environment=EnvironmentConfig(name),
+        policy=PolicyConfig(hidden=tuple(hidden), normalise_observations=flag),
+        rollouts=RolloutsConfig(groups="fragments", gamma=gamma),
+        loss=ControlLossConfig(value_clip=clip, clip_high=clip, whiten=flag),
+        update=ControlUpdateConfig(target_kl=clip),
+        evaluation=ControlEvaluationConfig(expected_return=expected),
+    )
+    assert config_from_dict(config_to_dict(config)) == config
+    assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
+
+
+def test_what_stands_for_unset_fields() -> None:
+    assert with_rollouts(starts_per_step=3, group_size=5).rollouts.copies == 15
+    assert with_rollouts(environments=7).rollouts.copies == 7
+    assert with_rollouts(environments=33).rollouts.copies == 32
+    assert replace(FRAGMENTS, environments=33).copies == 33
+    assert FRAGMENTS.copies == 8
+    discounts = {groups: RolloutsConfig(groups=groups).discount for groups in ("episodes", "reward_to_go", "fragments")}
+    assert discounts == {"episodes": 1.0, "reward_to_go": 0.99, "fragments": 0.99}
+    assert RolloutsConfig(gamma=0.0).discount == 0.0
+
+
+def test_every_field_has_help() -> None:
+    rows = describe_fields(ControlConfig)
+    named = {f"{row.section}.{row.name}".removeprefix(".") for row in rows}
+    assert named == {where for where, *_ in leaves(ControlConfig())}
+    assert all(row.text and row.type for row in rows)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGED_RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_packaged_recipe_is_accepted(path: Path) -> None:
+    config = read_recipe(path)
+    if isinstance(config, ControlConfig):
+        assert config.evaluation.expected_return is not None
+
+
+def test_a_packaged_recipe_may_be_named_by_its_place_in_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe("recipes/arithmetic_grpo.toml") == PACKAGED_RECIPES / "arithmetic_grpo.toml"
+    with pytest.raises(ConfigError, match="did you mean 'arithmetic_grpo'"):
+        find_recipe("recipes/arithmetic_grop.toml")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "arithmetic_grpo.toml").write_text(ENVIRONMENT)
+    assert find_recipe("recipes/arithmetic_grpo.toml") == Path("recipes/arithmetic_grpo.toml")
+    (tmp_path / "mine.toml").write_text(ENVIRONMENT)
+    with pytest.raises(ConfigError, match=r"mine\.toml"):  # only packaged recipes go without their ending
+        find_recipe(tmp_path / "mine")
+
+
+# ---- mistakes ----
+
+
+def test_a_field_of_the_other_world_is_named_as_such(tmp_path: Path) -> None:
+    task = '[task]\nname = "arithmetic"\n'
+    language = "is for language models; a table [environment] makes a recipe one for control"
+    control = "is for control; a table [environment] makes a recipe one for control"
+    for toml, key in (
+        (ENVIRONMENT + task, "task"),
+        (ENVIRONMENT + "[loss]\nmask_truncated = true\n", "mask_truncated"),
+    ):
+        assert f"('{key}' {language})" in message(tmp_path, toml)
+    assert f"('policy' {control})" in message(tmp_path, "[policy]\nhidden = [3]\n")
+    for option in ("--task", "--model", "--mask-truncated", "--sampling.group-size"):
+        assert f"unknown field {option}: it {language}" in message(tmp_path, ENVIRONMENT, option, "1")
+    for option in ("--environment", "--horizon", "--rollouts.groups"):
+        assert f"unknown field {option}: it {control}" in message(tmp_path, task, option, "1")
+
+
+def test_unknown_fields_get_a_suggestion(tmp_path: Path) -> None:
+    cases = {
+        "[enviroment]\nid = 'x'\n": "unknown field 'enviroment' at the top level (did you mean 'environment'?)",
+        ENVIRONMENT + "[rollouts]\nenvironment = 4\n": "in [rollouts] (did you mean 'environments'?)",
+        ENVIRONMENT + "[rollouts]\nsteps = 4\n": "('steps' belongs at the top, before the first [table])",
+        ENVIRONMENT + "[update]\ngamma = 0.9\n": "('gamma' belongs in [rollouts])",
+        ENVIRONMENT + "[rollouts]\ngroups = 'episode'\n": "did you mean 'episodes'?",
+        'environment = "CartPole-v1"\n': "[environment] must be a table with fields below it",
+    }
+    for toml, expected in cases.items():
+        assert expected in message(tmp_path, toml)
+    assert "did you mean --group-size?" in message(tmp_path, ENVIRONMENT, "--group-sizes", "3")
+    assert "write --evaluation.every or --checkpoint.every" in message(tmp_path, ENVIRONMENT, "--every", "3")
+    assert "did you mean --rollouts.groups?" in message(tmp_path, ENVIRONMENT, "--rollouts.group", "3")
+
+
+def test_the_defaults_and_the_edges_are_accepted() -> None:
+    validate(GOOD)
+    validate(replace(GOOD, algorithm="ppo", rollouts=FRAGMENTS, update=ControlUpdateConfig(minibatches=1024)))
+    validate(replace(GOOD, algorithm="rloo", update=ControlUpdateConfig(epochs=1, minibatches=3)))
+    validate(replace(GOOD, update=ControlUpdateConfig(minibatches=3)))
+    validate(with_rollouts(groups="within_episode", group_size=1))
+    validate(with_rollouts(groups="branches", horizon=3))
+    validate(with_rollouts(groups="reward_to_go", compare="group", gamma=0.0))
+    validate(replace(GOOD, seed=2**32 - 1, update=ControlUpdateConfig(minibatches=4)))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (ControlConfig(), "give the table [environment] an id"),
+        (replace(GOOD, algorithm="ppo"), "'ppo' does not go with rollouts.groups 'episodes'"),
+        (with_rollouts(groups="fragments"), "'grpo' does not go with rollouts.groups 'fragments'"),
+        (replace(GOOD, algorithm="dr_grpo", rollouts=FRAGMENTS), "'dr_grpo' does not go with"),
+        (with_rollouts(groups="within_episode"), "rollouts.group_size is 8: within_episode"),
+        (with_rollouts(group_size=1), "episodes learns by comparison with the group"),
+        (with_rollouts(groups="reward_to_go", group_size=1), "set group_size to 2 or more"),
+        (with_rollouts(groups="branches", group_size=1), "set group_size to 2 or more"),
+        (replace(GOOD, algorithm="rloo"), "update.epochs is 4, but rloo has no ratio"),
+        (
+            replace(GOOD, algorithm="reinforce", update=ControlUpdateConfig(epochs=2)),
+            "set epochs to 1, or choose grpo",
+        ),
+        (with_rollouts(groups="branches", environments=3), "rollouts.environments is set, but branches has no use"),
+        (
+            replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, group_size=1)),
+            "rollouts.group_size is set, but fragments has no use for it: take it out",
+        ),
+        (
+            replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, starts_per_step=8)),
+            "rollouts.starts_per_step is set, but fragments has no use for it",
+        ),
+        (
+            replace(GOOD, algorithm="ppo", rollouts=FRAGMENTS, update=ControlUpdateConfig(minibatches=3)),
+            "(1024) cannot be split evenly into update.minibatches (3); set minibatches to 2",
+        ),
+        (replace(GOOD, environment=EnvironmentConfig("X-v0", autoreset="next_step")), "only fragments can be sampled"),
+        (replace(GOOD, environment=EnvironmentConfig("X-v0", autoreset="same_step")), "only fragments can be sampled"),
+        (replace(GOOD, environment=EnvironmentConfig("X-v0", autoreset="never")), "must be disabled, same_step or"),
+        (replace(GOOD, environment=EnvironmentConfig("X-v0", action_repeat=0)), "action_repeat must be at least 1"),
+        (replace(GOOD, algorithm="rloo", loss=ControlLossConfig(clip_low=0.2)), "rloo does not clip"),
+        (replace(GOOD, seed=2**32), "seed must be at most 4294967295 (is 4294967296)"),
+        (with_rollouts(gamma=1.01), "rollouts.gamma must be at most 1"),
+        (replace(GOOD, policy=PolicyConfig(hidden=())), "policy.hidden is empty"),
+        (replace(GOOD, policy=PolicyConfig(hidden=(64, 0))), "policy.hidden must be at least 1"),
+        (replace(GOOD, evaluation=ControlEvaluationConfig(episodes=0)), "evaluation.episodes must be at least 1"),
+    ],
+)
+def test_impossible_values_are_refused(config: ControlConfig, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("vectorization", ["async", "entry_point"])
+def test_branches_need_the_environment_in_this_process(vectorization: str) -> None:
+    config = replace(
+        with_rollouts(groups="branches"), environment=EnvironmentConfig("X-v0", vectorization=vectorization)
+    )
+    with pytest.raises(ConfigError, match="set it to 'auto' or 'sync'"):
+        validate(config)
+
+
+def test_a_field_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
+    others = {"int": "7", "float": "0.25", "bool": "false", "str": "group", "tuple": "7"}
+    users = {"ppo": ("--algorithm", "ppo", "--groups", "fragments")}
+    names = {where: item for where, item, *_ in leaves(ControlConfig())}
+    for where in sorted(USED_ONLY_BY.keys() & names.keys()):
+        user = USED_ONLY_BY[where]
+        value = "7" if names[where].default is None else others[type(names[where].default).__name__]
+        using = ("--algorithm", "ppo", "--groups", "fragments") if user == "fragments" else ("--groups", user)
+        read(tmp_path, ENVIRONMENT, f"--{where}", value, *users.get(user, using))
+        refusal = message(tmp_path, ENVIRONMENT, f"--{where}", value)
+        assert refusal.startswith(f"{where} is set, but only {user} uses it")

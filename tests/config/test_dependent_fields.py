@@ -1,0 +1,177 @@
+"""Fields of a recipe that follow what the command line changes: every packaged recipe with every single change."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import Field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
+from covey.config.dependent_fields import get
+from covey.config.fields import check_limits, leaves, plain_type
+from covey.config.recipe import read_recipe
+from covey.config.recipe_files import PACKAGED_RECIPES
+
+RECIPES = sorted(path.stem for path in PACKAGED_RECIPES.glob("*.toml"))
+NUMBERS = {int: (0, 1, 2, 3, 1000), float: (0.0, 0.5, 1.0, 3.0), bool: ("true", "false")}
+
+
+def tried(item: Field[Any], hint: Any) -> list[str]:
+    """Values that a field takes by itself: its choices, or small and large ones within its limits."""
+    kind, _, _ = plain_type(hint)
+    values = []
+    for value in item.metadata["choices"] or NUMBERS.get(kind, ()):
+        try:
+            check_limits("", item.metadata["limits"], value)
+        except (ConfigError, TypeError):
+            continue
+        values.append(str(value))
+    return values
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_single_change_is_only_refused_for_its_own_sake(name: str) -> None:
+    """What is refused names the field that was given, so nothing that the recipe has beside it stands in the way."""
+    base = read_recipe(name)
+    tasks = [("task", task) for task in TASK_CONFIGS if task != "jsonl"] if isinstance(base, RunConfig) else []
+    fields = [(where, item, hint) for where, item, hint, _ in leaves(base) if not where.startswith("rewards")]
+    changes = tasks + [(where, value) for where, item, hint in fields for value in tried(item, hint)]
+    assert len(changes) > 100
+    refused = {change: said for change in changes if (said := refusal(name, *change))}
+    strangers = {change: said for change, said in refused.items() if change[0].rpartition(".")[2] not in said}
+    assert not strangers
+    assert not {change for change in refused if change[0] in ("steps", "task")}
+    assert len(refused) < 0.4 * len(changes)
+
+
+def refusal(name: str, where: str, value: str) -> str:
+    """What is said of a recipe with one change; empty if it can be trained."""
+    try:
+        read_recipe(name, [f"--{where}", value])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_shortest_runs_work_with_every_recipe(name: str, steps: int) -> None:
+    config = read_recipe(name, ["--steps", str(steps)])
+    assert config.steps == steps
+    assert config.update.warmup_steps < max(steps, 1)
+    assert config.evaluation.every <= steps or config.evaluation.every == type(config.evaluation)().every
+
+
+def test_a_group_size_that_is_given_is_that_of_every_step(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "covey")
+    config = read_recipe("arithmetic_grpo", ["--group-size", "8", "--steps", "30"])
+    assert isinstance(config, RunConfig)
+    assert (config.sampling.group_size, config.sampling.group_size_last) == (8, None)
+    assert config.evaluation.every == 18, "the evaluation between stays in the run"
+    assert config.update.warmup_steps == 3
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "--group-size, --steps: so the recipe's evaluation.every = 18 (was 50), "
+        "sampling.group_size_last = unset (was 16)"
+    )
+
+
+def test_only_options_that_changed_something_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "covey")
+    read_recipe("cartpole_grpo", ["--seed", "3", "--environment", "Acrobot-v1", "--evaluation.episodes", "9"])
+    [record] = caplog.records
+    assert record.getMessage() == "--environment: so the recipe's evaluation.expected_return = unset (was 475.0)"
+
+
+def test_what_is_given_itself_does_not_follow() -> None:
+    config = read_recipe("arithmetic_grpo", ["--group-size", "8", "--group-size-last", "32", "--evaluation.every", "9"])
+    assert isinstance(config, RunConfig)
+    assert (config.sampling.group_size_last, config.evaluation.every) == (32, 9)
+
+
+RECIPE = """
+steps = 40
+token_budget = 1000
+[task]
+name = "arithmetic"
+[sampling]
+prompts_per_step = 8
+max_new_tokens = 20
+overlong_tokens = 10
+{sampling}
+[loss]
+kl_coefficient = 0.1
+kl_warmup_steps = 4
+kl_target = 0.1
+kl_horizon = 50
+{loss}
+[update]
+warmup_steps = 10
+critic_warmup_steps = 0
+minibatches = 4
+[reference]
+refresh_every = 20
+refresh_share = 0.5
+[evaluation]
+token_limits = [20, 40]
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--steps 4", {"update.warmup_steps": 1, "loss.kl_warmup_steps": 0, "reference.refresh_every": 2}),
+        ("--steps 80", {"token_budget": 2000, "update.warmup_steps": 10}),
+        ("--kl-coefficient 0", {"loss.kl_warmup_steps": 0, "loss.kl_target": None, "loss.kl_horizon": 10_000}),
+        ("--kl-target none", {"loss.kl_horizon": 10_000}),
+        ("--refresh-every 0", {"reference.refresh_share": 1.0}),
+        ("--max-new-tokens 8", {"sampling.overlong_tokens": 4, "evaluation.token_limits": (8, 40)}),
+        ("--max-new-tokens 40", {"sampling.overlong_tokens": 10, "evaluation.token_limits": (40,)}),
+        ("--prompts-per-step 6", {"update.minibatches": 3}),
+        ("--group-size 2", {"sampling.group_size_first": 2, "sampling.group_size_most": 40}),
+        ("--group-size 50", {"sampling.group_size_first": 8, "sampling.group_size_most": 50}),
+        ("--adaptive false", {"sampling.group_size_first": 4, "sampling.group_size_most": None}),
+        ("--redraws 2", {"sampling.adaptive": False, "sampling.group_size_first": 4}),
+        ("--algorithm dapo", {"sampling.adaptive": True, "sampling.redraws": 0}),
+        ("--algorithm ppo", {"sampling.adaptive": False, "sampling.group_size_most": None, "loss.clip_low": 0.1}),
+        ("--algorithm rloo", {"loss.clip_low": None, "sampling.adaptive": True}),
+    ],
+)
+def test_what_a_change_brings_with_it(words: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "whole.toml"
+    adaptive = "adaptive = true\ngroup_size_first = 8\ngroup_size_most = 40"
+    path.write_text(RECIPE.format(sampling=adaptive, loss="clip_low = 0.1"))
+    config = read_recipe(path, words.split())
+    assert {name: get(config, name) for name in expected} == expected
+
+
+def test_rewards_follow_the_task() -> None:
+    """Those that cannot grade it go; steps are compared only where a reward pays them."""
+    config = read_recipe("process_grpo", ["--task", "arithmetic"])
+    assert isinstance(config, RunConfig)
+    assert [reward.name for reward in config.rewards] == ["numeric"]
+    assert config.loss.credit == "outcome"
+    config = read_recipe("arithmetic_grpo", ["--task", "countdown"])
+    assert isinstance(config, RunConfig)
+    assert config.rewards == (), "the task's own"
+
+
+def test_control_follows_its_groups_and_its_environment() -> None:
+    config = read_recipe(
+        "cartpole_grpo", ["--groups", "fragments", "--algorithm", "ppo", "--environment", "Acrobot-v1"]
+    )
+    assert isinstance(config, ControlConfig)
+    assert (config.rollouts.starts_per_step, config.evaluation.expected_return) == (4, None)
+    config = read_recipe("cartpole_ppo", ["--algorithm", "grpo", "--groups", "episodes"])
+    assert isinstance(config, ControlConfig)
+    assert (config.update.critic_learning_rate, config.rollouts.fragment_steps) == (None, 128)
+    config = read_recipe("cartpole_ppo", ["--environments", "3", "--fragment-steps", "5"])
+    assert config.update.minibatches == 3
+    config = read_recipe("cartpole_articles", ["--epochs", "1"])
+    assert config.loss.kl_coefficient == 0, "with one pass there is no KL to the policy that sampled"
+    config = read_recipe("cartpole_articles", ["--groups", "episodes"])
+    assert isinstance(config, ControlConfig)
+    assert config.rollouts.group_size == 8

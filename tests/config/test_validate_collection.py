@@ -1,0 +1,59 @@
+"""Group fields that contradict each other are refused in one line that names the fix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from covey.config import ArithmeticConfig, ConfigError, RunConfig, SamplingConfig
+from covey.config.validate import validate
+
+GOOD = RunConfig(task=ArithmeticConfig(digits=(1,)))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "steps", "fields", "message"),
+    [
+        ("grpo", 9, {"adaptive": True, "group_size_first": 17}, "group_size_first (17) spends more than the budget"),
+        (
+            "grpo", 9, {"adaptive": True, "group_size_first": 8, "group_size_last": 6},
+            "budget of group_size (6) rollouts a prompt: set it to at most 6",
+        ),
+        ("grpo", 9, {"adaptive": True, "group_size_most": 12}, "group_size_most (12) is below group_size (16)"),
+        (
+            "grpo", 9, {"adaptive": True, "group_size_most": 20, "group_size_last": 32},
+            "group_size_most (20) is below group_size (32), so part of the budget could never be spent: set it to 32",
+        ),
+        ("grpo", 9, {"group_size_first": 8}, "only adaptive groups use it: set adaptive = true"),
+        ("grpo", 9, {"group_size_most": 32}, "only adaptive groups use it: set adaptive = true"),
+        ("grpo", 9, {"adaptive": True, "redraws": 2}, "set redraws = 0, or take out adaptive"),
+        ("dapo", 9, {"adaptive": True}, "sampling.adaptive with 3 redraws"),
+        ("reinforce_pp", 9, {"adaptive": True}, "reinforce_pp does not compare within groups"),
+        ("reinforce_pp", 9, {"redraws": 1}, "sampling.redraws is set, but reinforce_pp does not compare"),
+        ("ppo", 9, {"redraws": 1}, "ppo does not compare within groups"),
+        ("grpo", 1, {"group_size_last": 32}, "the run has one step"),
+        ("grpo", 9, {"overlong_tokens": 65}, "set it to at most 64"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(algorithm, steps, fields, message):
+    with pytest.raises(ConfigError) as refused:
+        validate(replace(GOOD, algorithm=algorithm, steps=steps, sampling=SamplingConfig(**fields)))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "fields"),
+    [
+        ("grpo", {"adaptive": True}),
+        ("grpo", {"adaptive": True, "group_size_first": 16, "group_size_most": 16}),
+        ("grpo", {"adaptive": True, "group_size_last": 128}),
+        ("dapo", {}),
+        ("dapo", {"adaptive": True, "redraws": 0}),
+        ("rloo", {"redraws": 5, "group_size_last": 4}),
+        ("ppo", {"group_size_last": 8, "overlong_tokens": 64}),
+    ],
+)
+def test_what_can_work_is_allowed(algorithm, fields):
+    validate(replace(GOOD, algorithm=algorithm, sampling=SamplingConfig(**fields)))

@@ -1,0 +1,304 @@
+"""Environments that raise, lie, hang or die: one line that names environment, episode and step."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from covey.config import ConfigError, ControlConfig, EnvironmentConfig
+from covey.config.recipe import config_from_dict
+from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward
+from covey.control.envs.vector_env import Environments, check_environment, make_environments
+from covey.experiment.control import ControlWorld
+from covey.experiment.run import check, run
+
+NAME = "covey-faulty/Faulty-v0"
+FINE = np.zeros(2, dtype=np.float32)
+
+
+class BadText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def answers(**changed: Any) -> tuple[Any, ...]:
+    given = {"observation": FINE, "reward": 1.0, "terminated": False, "truncated": False, "info": {}} | changed
+    return tuple(given.values())
+
+
+def raises(error: BaseException) -> Any:
+    raise error
+
+
+# What a step does that it must not, and what is said of it.
+FAULTS: dict[str, tuple[Any, str]] = {
+    "raises": (lambda: raises(ZeroDivisionError("by\n\nzero")), "ZeroDivisionError: by zero"),
+    "raises without a text": (lambda: raises(KeyError()), "KeyError"),
+    "raises a text that raises": (lambda: raises(BadText()), "BadText"),
+    "nothing": (lambda: None, "TypeError"),
+    "four values": (lambda: answers()[:4], "it returned 4 values instead of 5"),
+    "six values": (lambda: (*answers(), 1), "it returned more values instead of 5"),
+    "NaN observed": (
+        lambda: answers(observation=np.array([0, np.nan], np.float32)),
+        "number 1 of its observation is nan",
+    ),
+    "infinity observed": (lambda: answers(observation=FINE - np.inf), "number 0 of its observation is -inf"),
+    "too large for fp32": (lambda: answers(observation=np.array([1e39, 0.0])), "number 0 of its observation is inf"),
+    "None observed": (lambda: answers(observation=None), "its observation is None, not (2,) numbers"),
+    "text observed": (lambda: answers(observation="up"), "its observation is 'up', not (2,) numbers"),
+    "objects observed": (lambda: answers(observation=np.array([{}, []], object)), "not (2,) numbers"),
+    "another shape": (lambda: answers(observation=np.zeros(3, np.float32)), "has the shape (3,), not (2,)"),
+    "a shape that would broadcast": (
+        lambda: answers(observation=np.zeros(1, np.float32)),
+        "has the shape (1,), not (2,)",
+    ),
+    "a number observed": (lambda: answers(observation=1.0), "has the shape (), not (2,)"),
+    "ragged": (lambda: answers(observation=[[1], [1, 2]]), "ValueError"),
+    "NaN paid": (lambda: answers(reward=float("nan")), "its reward is nan"),
+    "infinity paid": (lambda: answers(reward=np.float32(np.inf)), "its reward is inf"),
+    "None paid": (lambda: answers(reward=None), "its reward is None, not a number"),
+    "text paid": (lambda: answers(reward="1.0"), "its reward is '1.0', not a number"),
+    "several paid": (lambda: answers(reward=np.ones(2)), "its reward is array([1., 1.]), not a number"),
+    "None for an end": (lambda: answers(terminated=None), "terminated is None, neither True nor False"),
+    "text for an end": (lambda: answers(truncated="no"), "truncated is 'no', neither True nor False"),
+}
+
+
+class Faulty(gym.Env):
+    """Fails in step `fails_at` of the episode that begins with reset(seed=7); step 0 is the reset itself."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, fault: Any = None, fails_at: int = 2, seed: int = 7) -> None:
+        self.fault, self.fails_at, self.fails_with = fault, fails_at, seed
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.bad, self.made = self.fault is not None and seed == self.fails_with, 0
+        if self.bad and self.fails_at == 0:
+            found = self.fault()
+            return found[0] if isinstance(found, tuple) else found, {}
+        return FINE, {}
+
+    def step(self, action: int) -> Any:
+        self.made += 1
+        if self.bad and self.made == self.fails_at:
+            return self.fault()
+        return answers(truncated=self.made == 5)
+
+
+@pytest.fixture
+def register():
+    """Registers an environment under NAME for one test."""
+
+    def do(entry: Any, **limits: Any) -> EnvironmentConfig:
+        gym.register(NAME, entry, **limits)
+        return EnvironmentConfig(id=NAME)
+
+    yield do
+    gym.registry.pop(NAME, None)
+
+
+def play(environments: Environments, steps: int = 4) -> None:
+    environments.reset([3, 7])
+    for _ in range(steps):
+        environments.step(np.zeros(2, dtype=np.int64))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_names_environment_episode_and_step(fault, kind, register):
+    does, said = FAULTS[fault]
+    config = EnvironmentConfig(id=register(lambda: Faulty(does)).id, vectorization=kind)
+    environments = make_environments(config, 2)
+    try:
+        with pytest.raises(EnvironmentFault) as caught:
+            play(environments)
+    finally:
+        environments.close()
+    line = str(caught.value)
+    assert line.startswith(f"environment '{NAME}', step 2 of the episode that began with reset(seed=7): ")
+    assert said in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if "observed" in name or name.startswith("raises")])
+def test_a_reset_is_checked_too(fault, register):
+    does, said = FAULTS[fault]
+    environments = make_environments(register(lambda: Faulty(does, fails_at=0)), 2)
+    with pytest.raises(EnvironmentFault) as caught:
+        play(environments)
+    assert str(caught.value).startswith(
+        f"environment '{NAME}', the reset of the episode that began with reset(seed=7): "
+    )
+    assert said in str(caught.value)
+
+
+def test_a_reset_of_the_old_api_is_told(register):
+    class Old(Faulty):
+        def reset(self, **_: Any) -> Any:
+            return FINE
+
+    with pytest.raises(ConfigError, match="its reset returned no pair of observation and info"):
+        check_environment(register(Old))
+
+
+def test_rewards_and_flags_of_every_honest_kind_are_taken():
+    for reward in (1, True, 1.0, np.float32(1), np.array(1.0), np.array([1.0]), np.int64(1)):
+        assert checked_reward(reward) == 1.0
+    for flag in (True, 1, np.bool_(True), np.array([True]), np.int8(1)):
+        assert checked_flag(flag, "terminated") is True
+    for observation in (FINE, [0, 0], (0.0, 0.0), np.zeros(2, np.int64)):
+        assert checked_observation(observation, Faulty.observation_space).shape == (2,)
+    nested = spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(0, 1, (2,)))
+    assert checked_observation({"a": 2, "b": FINE}, nested)["a"] == 2
+    for wrong in ({"a": 3, "b": FINE}, {"a": 2}, {"a": 2, "b": "x"}, None, 4):
+        with pytest.raises(ValueError, match="does not belong to"):
+            checked_observation(wrong, nested)
+
+
+def test_a_process_that_hangs_is_given_up(register):
+    config = EnvironmentConfig(
+        id=register(lambda: Faulty(lambda: time.sleep(600))).id, vectorization="async", timeout_seconds=1.0
+    )
+    environments = make_environments(config, 2)
+    with pytest.raises(
+        EnvironmentFault, match=r"the step of copy 1 did not end within 1 s: .* environment.timeout_seconds"
+    ):
+        play(environments)
+    assert not any(process.is_alive() for process in environments._vector.processes)
+
+
+@pytest.mark.parametrize("how", [lambda: os._exit(3), lambda: os.kill(os.getpid(), 9)], ids=["exit", "kill"])
+def test_a_process_that_dies_is_told(how, register):
+    config = EnvironmentConfig(id=register(lambda: Faulty(how)).id, vectorization="async")
+    environments = make_environments(config, 2)
+    with pytest.raises(EnvironmentFault, match=r"the process of copy 1 died in step \(exit code (3|-9)\)"):
+        play(environments)
+    assert not any(process.is_alive() for process in environments._vector.processes)
+
+
+def forever() -> None:
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            continue
+
+
+def test_python_code_that_hangs_in_this_process_is_interrupted(register):
+    config = EnvironmentConfig(id=register(lambda: Faulty(forever)).id, timeout_seconds=0.5)
+    environments = make_environments(config, 2)
+    with pytest.raises(EnvironmentFault, match=r"did not answer within 0.5 s: .* environment.timeout_seconds"):
+        play(environments)
+    time.sleep(0.5)  # nothing is left to be raised here
+
+
+def test_a_fault_ends_the_run_in_one_line_and_what_was_learned_stays(register, tmp_path):
+    class Late(Faulty):
+        resets = 0
+
+        def reset(self, **options: Any) -> Any:
+            Late.resets += 1
+            return super().reset(**options)
+
+        def step(self, action: int) -> Any:
+            if Late.resets > 10:
+                raise ValueError("out of luck")
+            return super().step(action)
+
+    register(Late)
+    tables = {
+        "algorithm": "grpo", "steps": 50, "run_dir": str(tmp_path / "run"),
+        "environment": {"id": NAME}, "rollouts": {"starts_per_step": 2, "group_size": 2},
+        "evaluation": {"episodes": 2}, "checkpoint": {"every": 1},
+    }  # fmt: skip
+    with pytest.raises(
+        EnvironmentFault, match=f"^environment '{NAME}', step 1 of the episode .*: ValueError: out of luck$"
+    ):
+        run(config_from_dict(tables))
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
+
+
+@pytest.mark.parametrize("fault", ["raises", "four values", "NaN observed", "None paid"])
+def test_check_finds_a_fault_at_once(fault, register):
+    with pytest.raises(ConfigError, match="step 1 of the episode that began with reset"):
+        check_environment(register(lambda: Faulty(FAULTS[fault][0], fails_at=1, seed=0)))
+
+
+class Endless(Faulty):
+    def step(self, action: int) -> Any:
+        return answers()
+
+
+def test_an_environment_without_an_end_is_found_before_the_first_episode(register):
+    config = register(Endless)
+    with pytest.raises(ConfigError, match="no time limit, and none of its episodes ended in 1,000 random steps: set"):
+        check_environment(config)
+    check_environment(EnvironmentConfig(id=NAME, max_episode_steps=5))
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({"action_space": spaces.Discrete(10**12)}, "has 1,000,000,000,000 actions"),
+        ({"action_space": spaces.MultiDiscrete([10**6, 10**6])}, "has 2,000,000 actions"),
+        ({"observation_space": spaces.Discrete(10**9)}, "observes 1,000,000,000 numbers"),
+        ({"observation_space": spaces.Box(0, 1, (0,))}, "observes 0 numbers"),
+        ({"observation_space": spaces.Text(5)}, "a policy here takes Box, Discrete"),
+        (
+            {"observation_space": spaces.Dict(mission=spaces.Text(5), view=spaces.Box(0, 1, (2,)))},
+            "FilterObservation leaves parts of a Dict out",
+        ),
+    ],
+    ids=str,
+)
+def test_spaces_that_no_policy_can_have_are_refused(space, said, register):
+    with pytest.raises(ConfigError, match=said):
+        check_environment(register(type("Spaced", (Faulty,), space)))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("MiniGrid-Empty-5x5-v0", "pip install minigrid"),
+        ("BabyAI-GoToObj-v0", "pip install minigrid"),
+        ("ALE/Pong-v5", r"pip install 'covey\[atari\]'"),
+        ("Ant-v5", r"pip install 'covey\[mujoco\]'"),
+        ("highway-v0", "pip install highway-env"),
+    ],
+)
+def test_an_environment_of_a_package_that_is_missing_says_what_to_install(name, said):
+    with pytest.raises(ConfigError, match=said):
+        make_environments(EnvironmentConfig(id=name), 1)
+
+
+class Pictures(Faulty):
+    observation_space = spaces.Box(0, 255, (8, 8, 3), np.uint8)
+
+    def reset(self, **_: Any) -> Any:
+        self.made = 0
+        return np.zeros((8, 8, 3), np.uint8), {}
+
+    def step(self, action: int) -> Any:
+        self.made += 1
+        return answers(observation=np.full((8, 8, 3), 255, np.uint8), terminated=self.made == 3)
+
+
+def test_pictures_come_with_a_warning(register):
+    register(Pictures)
+    config = config_from_dict({"environment": {"id": NAME}})
+    assert isinstance(config, ControlConfig)
+    (note,) = check(config)
+    assert "pictures (8 x 8 x 3): they are flattened to 192 numbers" in note
+    environment = config_from_dict({"environment": {"id": "CartPole-v1"}})
+    assert isinstance(environment, ControlConfig)
+    assert not ControlWorld(environment).notes

@@ -1,0 +1,368 @@
+"""Copies of an environment: what is a transition, what is not, and that states can be copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from covey.config import ConfigError, EnvironmentConfig
+from covey.control.action_spaces import Continuous, Discrete
+from covey.control.envs.vector_env import Environments, check_environment, make_environments
+from helpers import counting_environment
+from helpers.counting_environment import COUNTING, PUSHED
+
+MODES = {"disabled": "Disabled", "same_step": "SameStep", "next_step": "NextStep"}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    counting_environment.register()
+
+
+def counting(mode: str, kind: str, count: int = 3, **more: int) -> Environments:
+    name = f"covey-tests/Counting{MODES[mode]}-v0" if kind == "entry_point" else COUNTING
+    return make_environments(EnvironmentConfig(id=name, vectorization=kind, autoreset=mode, **more), count)
+
+
+@pytest.fixture(params=[(mode, kind) for mode in MODES for kind in ("sync", "async", "entry_point")], ids="-".join)
+def environments(request: pytest.FixtureRequest) -> Iterator[Environments]:
+    made = counting(*request.param)
+    yield made
+    made.close()
+
+
+def test_every_transition_lies_within_one_episode(environments: Environments) -> None:
+    """Whatever the autoreset mode: acted entries go on by one step, pay for it, and end where the episode ends."""
+    current_ND = environments.reset([3, 4, 5])
+    over_N = np.zeros(3, dtype=bool)
+    resets_at_once = environments._autoreset is gym.vector.AutoresetMode.SAME_STEP
+    ends = idle = 0
+    for _ in range(40):
+        step = environments.step(np.zeros(3, dtype=np.int64))
+        for slot in range(3):
+            name, length, made = current_ND[slot]
+            if step.acted_N[slot]:
+                assert not over_N[slot]
+                assert step.observation_ND[slot].tolist() == [name, length, made + 1]
+                assert step.reward_N[slot] == made + 1
+                assert step.terminated_N[slot] == (made + 1 == length)
+                assert step.steps_N[slot] == 1
+            else:
+                assert over_N[slot], "only a slot that is over may not act"
+                idle += 1
+                assert step.reward_N[slot] == 0
+                assert not step.terminated_N[slot]
+                assert step.steps_N[slot] == 0
+            ended = bool(step.terminated_N[slot])
+            ends += ended
+            if environments.seeded:
+                over_N[slot] |= ended
+            else:  # after the end comes a reset: within the step, or instead of the next
+                over_N[slot] = ended and not resets_at_once
+        current_ND = step.next_ND.copy()
+    assert not step.truncated_N.any()
+    if environments.seeded:
+        assert ends == 3
+    else:
+        assert ends > 15
+    assert (idle == 0) == resets_at_once
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "entry_point"])
+def test_finished_slots_rest_until_begun(kind: str) -> None:
+    environments = counting("disabled", kind)
+    first_ND = environments.reset([3, 4, 5])
+    for _ in range(10):
+        step = environments.step(np.zeros(3, dtype=np.int64))
+    assert not step.acted_N.any()
+    begun_KD = environments.begin(np.array([2, 0]), [4, 4])
+    assert begun_KD.tolist() == [first_ND[1].tolist()] * 2
+    step = environments.step(np.zeros(3, dtype=np.int64))
+    assert step.acted_N.tolist() == [True, False, True]
+    environments.begin(np.array([0]), [5])  # in the middle of an episode too
+    step = environments.step(np.zeros(3, dtype=np.int64))
+    assert step.observation_ND[0].tolist() == [*first_ND[2][:2], 1]
+    assert step.observation_ND[2].tolist() == [*first_ND[1][:2], 2]
+    environments.close()
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_episodes_that_begin_by_themselves_cannot_be_begun(mode: str) -> None:
+    environments = counting(mode, "sync")
+    environments.reset([1, 2, 3])
+    assert not environments.snapshots
+    with pytest.raises(RuntimeError, match="autoreset = 'disabled'"):
+        environments.begin(np.array([0]), [1])
+    with pytest.raises(RuntimeError, match="cannot be copied"):
+        environments.snapshot(0)
+
+
+def test_same_step_shows_the_last_observation_and_the_next() -> None:
+    environments = counting("same_step", "sync", count=1)
+    length = int(environments.reset([3])[0, 1])
+    for _ in range(length):
+        step = environments.step(np.zeros(1, dtype=np.int64))
+    assert step.terminated_N[0]
+    assert step.observation_ND[0, 2] == length
+    assert step.next_ND[0, 2] == 0
+    assert step.next_ND[0, 0] != step.observation_ND[0, 0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_time_limit_truncates(mode: str) -> None:
+    environments = counting(mode, "sync", max_episode_steps=2)
+    environments.reset([3, 4, 5])
+    ends = environments.step(np.zeros(3, dtype=np.int64)).truncated_N.tolist()
+    assert ends == [False] * 3
+    step = environments.step(np.zeros(3, dtype=np.int64))
+    assert step.truncated_N.tolist() == [True] * 3
+    assert step.observation_ND[:, 2].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_held_action_counts_raw_steps_and_stays_in_its_episode(mode: str, kind: str) -> None:
+    environments = counting(mode, kind, count=3, action_repeat=4)
+    lengths_N = environments.reset([0, 1, 2])[:, 1]
+    assert min(lengths_N) < 4 < max(lengths_N)  # ends early, goes on
+    step = environments.step(np.zeros(3, dtype=np.int64))
+    made_N = np.minimum(lengths_N, 4)
+    assert step.steps_N.tolist() == made_N.tolist()
+    assert step.reward_N.tolist() == (made_N * (made_N + 1) / 2).tolist()
+    assert step.observation_ND[:, 2].tolist() == made_N.tolist()
+    assert step.terminated_N.tolist() == (lengths_N <= 4).tolist()
+    step = environments.step(np.zeros(3, dtype=np.int64))
+    assert (step.steps_N > 0).tolist() == step.acted_N.tolist()
+    environments.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_seeds_reproduce(mode: str) -> None:
+    def play(seeds: list[int]) -> list[list[float]]:
+        environments = counting(mode, "sync")
+        seen = [environments.reset(seeds).tolist()]
+        seen += [environments.step(np.zeros(3, dtype=np.int64)).next_ND.tolist() for _ in range(20)]
+        return seen
+
+    assert play([1, 2, 3]) == play([1, 2, 3])
+    assert play([1, 2, 3]) != play([1, 2, 4])
+
+
+def test_a_vector_class_with_one_seed_depends_on_all_that_are_given() -> None:
+    config = EnvironmentConfig(id="CartPole-v1", vectorization="entry_point", autoreset="next_step")
+    environments = make_environments(config, 2)
+    first = environments.reset([1, 2]).tolist()
+    assert environments.reset([1, 2]).tolist() == first
+    assert environments.reset([1, 3]).tolist() != first
+
+
+def test_actions_are_numbered_from_zero() -> None:
+    environments = counting("disabled", "sync", count=2)
+    environments.reset([3, 4])
+    assert environments.actions == Discrete(3)
+    assert environments.step(np.array([1, 2])).reward_N.tolist() == [1.0, 101.0]
+
+
+def test_action_vectors_are_clipped_and_observations_flattened() -> None:
+    environments = make_environments(EnvironmentConfig(id=PUSHED), 2)
+    assert isinstance(environments.actions, Continuous)
+    assert environments.actions.low_A.tolist() == [-1, -1, -2, -2]
+    assert environments.observation_size == 7
+    first_ND = environments.reset([0, 0])
+    assert first_ND.dtype == np.float32
+    assert sorted(first_ND[0].tolist()) == [0, 0, 0, 1, 1, 2, 3]  # one-hot gear and the positions
+    step = environments.step(np.array([[0.5, 0.25, 0, 0], [-9, 9, 9, 9]], dtype=np.float32))
+    assert step.reward_N.tolist() == [0.75, 4.0]
+    assert step.observation_ND[1, :4].tolist() == [-1, 1, 2, 2]
+
+
+def test_discrete_observations_become_one_hot() -> None:
+    environments = make_environments(EnvironmentConfig(id="FrozenLake-v1"), 2)
+    assert environments.reset([0, 1]).tolist() == [[1.0] + [0.0] * 15] * 2
+
+
+@pytest.mark.parametrize("name", [COUNTING, "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "FrozenLake-v1"])
+def test_a_snapshot_goes_on_exactly_any_number_of_times(name: str) -> None:
+    environments = make_environments(EnvironmentConfig(id=name), 3)
+    rng = np.random.default_rng(0)
+    environments.reset([5, 6, 7])
+
+    def act() -> np.ndarray:
+        if isinstance(environments.actions, Discrete):
+            return rng.integers(0, environments.actions.count, 3)
+        return rng.normal(size=(3, environments.actions.size)).astype(np.float32)
+
+    before = environments.step(act())
+    assert environments.snapshots
+    snapshot = environments.snapshot(1)
+    plan = [act() for _ in range(8)]
+    environments.step(act())  # the original goes on meanwhile
+    futures = []
+    for slot in (1, 1, 0):  # twice where it was taken, once elsewhere
+        assert environments.restore(slot, snapshot).tobytes() == before.observation_ND[1].tobytes()
+        future = []
+        for actions in plan:
+            step = environments.step(actions[[1, 1, 1]])
+            future.append((step.observation_ND[slot].tobytes(), step.reward_N[slot], step.acted_N[slot]))
+        futures.append(future)
+    assert futures[0] == futures[1] == futures[2]
+    assert any(acted for _, _, acted in futures[0])
+
+
+@pytest.mark.parametrize("name", [COUNTING, "CartPole-v1"])
+def test_a_snapshot_of_a_finished_slot_rests(name: str) -> None:
+    environments = make_environments(EnvironmentConfig(id=name, max_episode_steps=3), 2)
+    environments.reset([5, 6])
+    fresh, _ = environments.snapshot(0), environments.step(np.zeros(2, dtype=np.int64))
+    for _ in range(5):
+        environments.step(np.zeros(2, dtype=np.int64))
+    over = environments.snapshot(0)
+    environments.restore(0, fresh)
+    environments.restore(1, over)
+    steps = [environments.step(np.zeros(2, dtype=np.int64)) for _ in range(4)]
+    assert [step.acted_N.tolist() for step in steps] == [[True, False]] * 3 + [[False, False]]
+    assert steps[2].truncated_N.tolist() == [True, False]
+
+
+class Shared(counting_environment.Counting):
+    """Keeps its count outside of itself, as simulators written in C do."""
+
+    total = [0]  # noqa: RUF012
+
+    def step(self, action: int):
+        self.total[0] += 1
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, float(self.total[0]), terminated, truncated, info
+
+
+class Uncopyable(counting_environment.Counting):
+    def __deepcopy__(self, memo: dict) -> None:
+        raise TypeError("cannot be copied")
+
+
+class Forgetful(counting_environment.Counting):
+    """Its copies draw other episodes."""
+
+    def __deepcopy__(self, memo: dict) -> Forgetful:
+        twin = type(self)()
+        twin.__dict__.update(self.__dict__)
+        twin.np_random = np.random.default_rng(1)
+        return twin
+
+
+class Patient(Forgetful):
+    """Only its reset, long after the copy was made, shows that its generator was not copied."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        observation, info = super().reset(seed=seed)
+        self.length = 1000
+        return observation, info
+
+
+@pytest.mark.parametrize("entry", [Shared, Uncopyable, Forgetful, Patient])
+def test_environments_that_cannot_be_copied_exactly_are_found_out(entry: type) -> None:
+    gym.registry.pop("covey-tests/Odd-v0", None)
+    gym.register("covey-tests/Odd-v0", entry_point=entry)
+    assert not make_environments(EnvironmentConfig(id="covey-tests/Odd-v0"), 1).snapshots
+
+
+@pytest.mark.parametrize("name", ["LunarLander-v3", "BipedalWalker-v3"])
+def test_box2d_worlds_cannot_be_copied(name: str) -> None:
+    pytest.importorskip("Box2D")
+    assert not make_environments(EnvironmentConfig(id=name), 1).snapshots
+
+
+def test_async_copies_cannot_be_copied() -> None:
+    environments = counting("disabled", "async", count=1)
+    assert not environments.snapshots
+    environments.close()
+
+
+def gym_registered_odd(space: gym.Space, observed: gym.Space | None = None) -> str:
+    class Odd(counting_environment.Counting):
+        action_space = space
+        observation_space = observed or counting_environment.Counting.observation_space
+
+    gym.registry.pop("covey-tests/Odd-v0", None)
+    gym.register("covey-tests/Odd-v0", entry_point=Odd)
+    return "covey-tests/Odd-v0"
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gym.spaces.Box(0, 9, (2,), np.int64),
+        gym.spaces.Dict(a=gym.spaces.Discrete(2)),
+    ],
+    ids=lambda space: type(space).__name__,
+)
+def test_other_action_spaces_are_refused(space: gym.Space) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"one choice \(Discrete\), several \(MultiDiscrete, MultiBinary\) or gives a vector of floats",
+    ):
+        check_environment(EnvironmentConfig(id=gym_registered_odd(space)))
+
+
+def test_observations_without_a_fixed_size_are_refused() -> None:
+    name = gym_registered_odd(gym.spaces.Discrete(2), gym.spaces.Sequence(gym.spaces.Discrete(2)))
+    with pytest.raises(ConfigError, match="a policy here takes Box, Discrete"):
+        check_environment(EnvironmentConfig(id=name))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EnvironmentConfig(id="CartPol-v1"), r"no environment 'CartPol-v1' .*did you mean 'CartPole-v1'\?"),
+        (EnvironmentConfig(id="CartPole"), r"did you mean 'CartPole-v[01]'\?"),
+        (EnvironmentConfig(id="no_such_module:X-v0"), "cannot import the module of 'no_such_module:X-v0'"),
+        (EnvironmentConfig(id="math:CartPol-v1"), r"did you mean 'CartPole-v1'"),
+        (EnvironmentConfig(id="Acrobot-v1", vectorization="entry_point"), "no vector class of its own"),
+        (EnvironmentConfig(id="CartPole-v1", vectorization="entry_point"), "is 'disabled', but .* has 'next_step'"),
+        (
+            EnvironmentConfig(id="CartPole-v1", vectorization="entry_point", autoreset="next_step", action_repeat=2),
+            "action_repeat above 1 needs",
+        ),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(config: EnvironmentConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_environment(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "Box2D", None)
+    with pytest.raises(ConfigError, match=r"pip install 'covey\[box2d\]'"):
+        check_environment(EnvironmentConfig(id="LunarLander-v3"))
+
+
+def test_a_broken_environment_is_named() -> None:
+    def entry() -> None:
+        raise OSError("no licence\nsecond line")
+
+    gym.registry.pop("covey-tests/Odd-v0", None)
+    gym.register("covey-tests/Odd-v0", entry_point=entry)
+    with pytest.raises(ConfigError, match=r"could not be made: OSError: no licence$"):
+        check_environment(EnvironmentConfig(id="covey-tests/Odd-v0"))
+
+
+def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    (tmp_path / "my_own_world.py").write_text(
+        "import gymnasium as gym\n"
+        "gym.register('MyOwn-v0', entry_point='gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=7)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    environments = make_environments(EnvironmentConfig(id="my_own_world:MyOwn-v0"), 1)
+    assert environments.observation_size == 3
+    gym.registry.pop("MyOwn-v0")

@@ -1,0 +1,63 @@
+"""Evaluation on held-out problems: the same weights are measured once."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from covey.config import EvaluationConfig
+from covey.data import Start
+from covey.experiment.evaluate_llm import HeldOut
+from covey.llm.model.chat import Chat
+from covey.llm.policy import LanguagePolicy
+from covey.llm.sampler import LanguageSampler
+from helpers.tiny_models import tiny_model, tiny_tokenizer
+
+
+def test_weights_are_measured_once_and_new_ones_again():
+    graded, written = [], {}
+
+    def grade(groups):
+        graded.append([len(group.rollouts[0].actions) for group in groups])
+        for group in groups:
+            group.rollouts[0].score = float(len(graded))
+        return groups
+
+    sampler = LanguageSampler(
+        LanguagePolicy(tiny_model()), Chat(tiny_tokenizer(), frozenset({1})), seed=1, max_new_tokens=3
+    )
+    held_out = HeldOut(
+        EvaluationConfig(problems=2, token_limits=(3, 5), every=4),
+        [Start(i, f"{i}+1", {"topic": i}) for i in range(2)],
+        SimpleNamespace(grade=grade, score_kind="score"),
+        sampler,
+        SimpleNamespace(progress=lambda label, total: nullcontext(lambda count: None)),
+        SimpleNamespace(record_evaluation=lambda step, answers: written.update({step: answers})),
+    )
+    assert held_out.due(3) == {}
+    assert held_out.due(4) == {"eval/score": 1.0}
+    assert [result["score"] for result in held_out.measure("after")] == [1.0, 2.0], "only the other limit is new"
+    assert [(line["max_new_tokens"], line["problem"]) for line in written[0]] == [(3, 0), (3, 1), (5, 0), (5, 1)]
+    assert [line["columns"] for line in written[0]] == [{"topic": 0}, {"topic": 1}] * 2
+    sampler.refresh(1)
+    assert held_out.due(8) == {"eval/score": 3.0}
+    graded.clear()
+    sampler.refresh(2)
+    assert [result["mean_tokens"] for result in held_out.measure("after")] == [3.0, 5.0]
+    assert graded == [[3, 3], [5, 5]], "each limit has its own copy to grade"
+
+
+def test_an_answer_cut_at_a_limit_is_the_answer_with_that_limit():
+    policy, chat = LanguagePolicy(tiny_model()), Chat(tiny_tokenizer(), frozenset(range(0, 90, 7)))
+    starts = [Start(i, f"{i}+1") for i in range(12)]
+    long, short = (LanguageSampler(policy, chat, seed=3, max_new_tokens=limit) for limit in (9, 4))
+    cut, written = long.shortened(long.sample(starts, 2, step=0), 4), short.sample(starts, 2, step=0)
+    ends = set()
+    for ours, theirs in zip(cut, written, strict=True):
+        for one, other in zip(ours.rollouts, theirs.rollouts, strict=True):
+            ends.add(other.end)
+            assert (one.actions, one.text, one.end) == (other.actions, other.text, other.end)
+            assert one.behavior_logprobs == pytest.approx(other.behavior_logprobs, abs=1e-5)
+    assert len(ends) == 2, "some ended and some were cut"

@@ -1,0 +1,126 @@
+"""`covey` on a GPU that does not exist: what computes is the CPU, and what a GPU refuses is refused.
+
+    python -m helpers.fake_gpu train tiny.toml
+
+Tensors sent to the device say that they are there, and torch's own rules are kept: an operation takes tensors of one
+device alone (a number may come from the CPU, and so may an index).
+
+The device is called "meta", for torch built without CUDA knows no device of that name, and has nothing else in common
+with torch's own. Speed, streams and CUDA's arithmetic are not pretended: tests of those need a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+CPU, GPU = torch.device("cpu"), torch.device("meta")
+MIXED = ("aten::_to_copy", "aten::copy_", "aten::to.", "aten::index.", "aten::index_put")  # may take tensors of both
+
+
+class OnGPU(Tensor):
+    """A tensor that says it is on the GPU, and one on the CPU that has its numbers."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor) -> OnGPU:
+        told = torch.Tensor._make_wrapper_subclass(
+            cls, numbers.shape, strides=numbers.stride(), storage_offset=numbers.storage_offset(),
+            dtype=numbers.dtype, device=CPU, dispatch_device=True, requires_grad=numbers.requires_grad,
+        )  # fmt: skip
+        told.numbers = numbers
+        return told
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        return compute(operation, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.numbers.data_ptr()
+
+    def tolist(self) -> list[Any]:
+        return self.numbers.tolist()
+
+
+def compute(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation, on the CPU's tensors behind those that are given."""
+    if operation is torch.ops.prim.device.default:
+        return GPU if isinstance(args[0], OnGPU) else CPU
+    leaves = tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sent = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
+    name = operation.name()
+    there = [isinstance(tensor, OnGPU) for tensor in tensors]
+    mixed = any(there) and not all(here or tensor.dim() == 0 for here, tensor in zip(there, tensors, strict=True))
+    if mixed and not name.startswith(MIXED):
+        raise RuntimeError(f"{name}: all tensors are expected on one device")
+    to_gpu = sent[0] == GPU if sent else any(there)
+
+    def behind(leaf: Any) -> Any:
+        return leaf.numbers if isinstance(leaf, OnGPU) else CPU if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = tree_map(behind, args), tree_map(behind, kwargs)
+    out = operation(*args, **kwargs)
+    known = {id(tensor.numbers): tensor for tensor in tensors if isinstance(tensor, OnGPU)}
+
+    def ahead(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not to_gpu:
+            return leaf.clone() if id(leaf) in known else leaf  # "moved" to where its numbers are already
+        return known[id(leaf)] if id(leaf) in known else OnGPU(leaf)
+
+    return tree_map(ahead, out)
+
+
+class Computing(TorchDispatchMode):
+    """For operations that make tensors of nothing."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        return compute(operation, args, kwargs or {})
+
+
+class Sending(TorchFunctionMode):
+    """torch makes a tensor of numbers on a device without asking a mode: here it is made and then sent."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            device = kwargs.pop("device")
+            return function(*args, **kwargs).to(device)
+        return function(*args, **kwargs)
+
+
+def send(module: nn.Module, device: torch.device) -> nn.Module:
+    """`module.to`, which cannot turn a parameter into another class."""
+    if device != GPU:
+        return module
+    sent: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                on_gpu = nn.Parameter(OnGPU(parameter.detach().clone()), requires_grad=parameter.requires_grad)
+                part._parameters[name] = sent.setdefault(id(parameter), on_gpu)
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else OnGPU(buffer.clone())
+    return module
+
+
+def main() -> int:
+    torch.inference_mode = torch.no_grad  # before covey is imported: tensors of that mode cannot be wrapped
+    from covey.cli.main import main as covey
+    from covey.experiment import llm, plan
+
+    llm.choose_device = plan.choose_device = lambda name: GPU
+    nn.Module.to = lambda module, device: send(module, device)
+    with Computing(), Sending():
+        return covey(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Small environments in which one knows what an agent should learn, and runs on them without files to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from rich.console import Console
+
+from covey.config import ControlConfig
+from covey.config.recipe import config_from_dict
+from covey.config.validate import validate
+from covey.control.envs.vector_env import Environments, make_environments
+from covey.control.nets.running_mean_std import RunningMoments
+from covey.control.policy import ControlPolicy
+from covey.control.tasks import EpisodeStarts
+from covey.data import EndReason, Group, Rollout, Start, collate
+from covey.experiment.control import ControlWorld, episode_returns
+from covey.tracking.console import Display
+from covey.tracking.run_store import RunStore
+from covey.train.loop import Parts, Progress, train
+
+ENDLESS = "covey-practice/Endless-v0"
+NOISY = "covey-practice/Noisy-v0"
+TARGET = "covey-practice/Target-v0"
+NEGATED_TARGET = "covey-practice/NegatedTarget-v0"
+NEGATED_CARTPOLE = "covey-practice/NegatedCartPole-v0"
+ENDLESS_LIMIT = 10
+
+
+class Endless(gym.Env):
+    """Always looks the same, pays 1 a step, never ends by itself: only a time limit stops it."""
+
+    observation_space = spaces.Box(-1, 1, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.ones(1, dtype=np.float32), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.ones(1, dtype=np.float32), 1.0, False, False, {}
+
+
+class Noisy(gym.Env):
+    """A walk that its own generator pushes about: what comes next is known only to who has the generator's state."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.place, self.made = self.np_random.normal(), 0
+        return self._observation(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.place += action - 1 + self.np_random.normal()
+        self.made += 1
+        return self._observation(), self.place, bool(abs(self.place) > 4), self.made == 12, {}
+
+    def _observation(self) -> Any:
+        return np.array([self.place, self.made], dtype=np.float32)
+
+
+class Target(gym.Env):
+    """Continuous: name the number that is shown. Pays minus the squared distance, ten times an episode."""
+
+    observation_space = spaces.Box(-1, 1, (1,), np.float32)
+    action_space = spaces.Box(-3, 3, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.made = 0
+        return self._show(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        reward = -float((action[0] - self.shown[0]) ** 2)
+        self.made += 1
+        return self._show(), reward, self.made == 10, False, {}
+
+    def _show(self) -> Any:
+        self.shown = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+        return self.shown
+
+
+class Negated(gym.RewardWrapper):
+    """The opposite of what an environment pays."""
+
+    def reward(self, reward: Any) -> float:
+        return -float(reward)
+
+
+def register() -> None:
+    """Make the environments known under their ids; harmless when repeated."""
+    if ENDLESS in gym.registry:
+        return
+    gym.register(ENDLESS, entry_point=Endless, max_episode_steps=ENDLESS_LIMIT)
+    gym.register(NOISY, entry_point=Noisy)
+    gym.register(TARGET, entry_point=Target)
+    gym.register(NEGATED_TARGET, entry_point=lambda **options: Negated(Target(**options)))
+    gym.register(NEGATED_CARTPOLE, entry_point=lambda **options: Negated(gym.make("CartPole-v1", **options)))
+
+
+def read(tables: dict[str, Any], **sections: Any) -> ControlConfig:
+    """A checked config; tables given twice are merged, the later value counts."""
+    merged = dict(tables)
+    for name, value in sections.items():
+        merged[name] = merged.get(name, {}) | value if isinstance(value, dict) else value
+    config = config_from_dict(merged)
+    assert isinstance(config, ControlConfig)
+    validate(config)
+    return config
+
+
+def policy_for(environments: Environments, *, normalised: bool = False, spread: float = 30.0) -> ControlPolicy:
+    """An untrained policy whose choices depend visibly on what it sees."""
+    size = environments.observation_size
+    normaliser = RunningMoments(size) if normalised else None
+    policy = ControlPolicy(size, environments.actions, hidden=(8,), normaliser=normaliser, seed=1)
+    policy.module.network.linears[-1].weight.data.mul_(spread)
+    return policy
+
+
+def made(name: str, count: int, **environment: Any) -> Environments:
+    """Copies of an environment, with the settings of [environment]."""
+    return make_environments(read({"environment": {"id": name, **environment}, **FRAGMENTS}).environment, count)
+
+
+FRAGMENTS = {"algorithm": "ppo", "rollouts": {"groups": "fragments"}}  # goes with every setting of an environment
+
+
+def train_quietly(
+    config: ControlConfig, run_dir: Path, change: Callable[[Parts], Parts] = lambda parts: parts
+) -> Parts:
+    """The whole training loop of a run, without evaluation and curve; `change` may exchange parts of it."""
+    world = ControlWorld(config)
+    try:
+        display = Display(config.steps, world=world.name, score_kind=world.score_kind, console=Console(quiet=True))
+        assembled = world.assemble(RunStore(run_dir), display)
+        parts = change(assembled.parts)
+        train(parts, assembled.settings, Progress(), should_stop=lambda: False)
+    finally:
+        world.close()
+    return parts
+
+
+def mean_return(policy: ControlPolicy, name: str, episodes: int = 20) -> float:
+    """Of greedy episodes that training never saw."""
+    environments = made(name, episodes)
+    returns = episode_returns(policy, environments, [start.prompt for start in EpisodeStarts().held_out(episodes)])
+    environments.close()
+    return float(np.mean(returns))
+
+
+def mean_kl_from_even(policy: ControlPolicy) -> float:
+    """How far a policy of two actions for CartPole is from choosing evenly, in nats, over a few states."""
+    states_ND = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+    rows = [Rollout(state[None].repeat(2, 0), np.zeros(1, np.int64), np.zeros(1), EndReason.CUT) for state in states_ND]
+    logp_NV = policy.evaluate(collate([Group(Start(0, 0), rows)])).distribution_BTV[:, 0]
+    return float((logp_NV.exp() * (logp_NV + np.log(2))).sum(dim=1).mean().detach())

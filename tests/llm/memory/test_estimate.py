@@ -1,0 +1,372 @@
+"""The predicted memory against models that are really made, against what autograd really keeps, and against itself."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from covey.cli.main import main
+from covey.config import (
+    ConfigError,
+    CriticConfig,
+    LossConfig,
+    RunConfig,
+    SamplingConfig,
+    UpdateConfig,
+)
+from covey.data import Batch, EndReason, Group, Rollout, Start, collate
+from covey.experiment.plan import check_memory, plan_memory
+from covey.llm.memory import estimate
+from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, find_model_config, read_dimensions
+from covey.llm.memory.estimate import MemoryPlan, activation_bytes, largest_microbatch, predict
+from covey.llm.model import fused_layers, prefix_attention
+from covey.llm.policy import LanguagePolicy
+
+ROOT = Path(__file__).parents[3]
+CONFIG = RunConfig(precision="bf16", device="cpu")
+PPO = replace(CONFIG, algorithm="ppo")
+GROUPED = {
+    "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "intermediate_size": 200, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FIELDS = {
+    "llama": {**GROUPED, "tie_word_embeddings": True},
+    "llama without groups": {**GROUPED, "num_key_value_heads": 6},
+    "qwen2": {**GROUPED, "tie_word_embeddings": False},
+    "qwen3": {**GROUPED, "head_dim": 32},
+    "gpt2": {
+        "n_embd": 96, "n_layer": 3, "n_head": 6, "vocab_size": 512, "n_positions": 128,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+}  # fmt: skip
+
+
+def model_config(kind: str) -> dict:  # type: ignore[type-arg]
+    config = AutoConfig.for_model(kind.split()[0], **FIELDS[kind])
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def real_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.split()[0], **FIELDS[kind]), dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Dimensions:
+    return read_dimensions(SMOLLM2_135M)
+
+
+@pytest.mark.parametrize("kind", sorted(FIELDS))
+def test_parameters_are_counted_exactly(kind: str) -> None:
+    size, model = read_dimensions(model_config(kind)), real_model(kind)
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    head = 0 if size.is_tied else model.get_output_embeddings().weight.numel()
+    assert size.trunk_parameters == size.parameters - head
+    assert size.is_tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+
+
+def test_dimensions_are_those_of_the_architecture() -> None:
+    gpt2, qwen3 = read_dimensions(model_config("gpt2")), read_dimensions(model_config("qwen3"))
+    assert (gpt2.hidden, gpt2.layers, gpt2.query, gpt2.key_value, gpt2.intermediate) == (96, 3, 96, 96, 384)
+    assert (qwen3.query, qwen3.key_value, qwen3.has_head_norms, qwen3.feed_forward_kept) == (192, 64, True, 4)
+    assert (gpt2.has_rms_norm, gpt2.has_head_norms, gpt2.feed_forward_kept) == (False, False, 5)
+
+
+def batch_of(prompts: int, group_size: int, prompt_tokens: int, new_tokens: int) -> Batch:
+    def rollout(prompt: int, number: int) -> Rollout:
+        context = [(7 * prompt + 3 * j) % 500 for j in range(prompt_tokens)]
+        actions = [(5 * number + j) % 500 for j in range(new_tokens)]
+        return Rollout(context, actions, [0.0] * new_tokens, EndReason.LENGTH, reward=0.0)
+
+    groups = [Group(Start(i, ""), [rollout(i, number) for number in range(group_size)]) for i in range(prompts)]
+    return collate(groups)
+
+
+def bytes_kept(policy: LanguagePolicy, batch: Batch) -> int:
+    """What autograd holds on to between forward and backward, the weights aside; a storage counts once."""
+    weights = {p.untyped_storage().data_ptr() for p in policy.module.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.evaluate(batch)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("limit", [prefix_attention.SCORES_LIMIT, 0], ids=["products", "fused"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("kind", sorted(FIELDS))
+def test_activations_are_what_autograd_keeps(
+    kind: str, kernels: bool, dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(fused_layers, "kernels_for", lambda *_: None)
+    monkeypatch.setattr(prefix_attention, "SCORES_LIMIT", limit)
+    monkeypatch.setattr(estimate, "SCORES_LIMIT", limit)
+    policy = LanguagePolicy(real_model(kind, dtype))
+    assert policy.shares_prompts
+    size = read_dimensions(model_config(kind))
+    for prompts, group_size, prompt_tokens, new_tokens in ((2, 4, 10, 7), (2, 3, 30, 5), (2, 8, 10, 30)):
+        counted = activation_bytes(
+            size, dtype.itemsize, prompts, prompts * group_size, prompt_tokens, new_tokens - 1,
+            fused=kernels and size.has_kernels,
+        )  # fmt: skip
+        kept = bytes_kept(policy, batch_of(prompts, group_size, prompt_tokens, new_tokens))
+        assert counted == pytest.approx(kept, rel=0.015)
+
+
+@pytest.mark.parametrize("microbatch_tokens", [1, 20, 30, 64, 100, 117, 118, 119, 400])
+def test_the_largest_microbatch_is_that_of_the_policy(microbatch_tokens: int) -> None:
+    prompts, group_size, prompt_tokens, new_tokens = 3, 4, 19, 10
+    policy = LanguagePolicy(real_model("llama"), microbatch_tokens=microbatch_tokens)
+    batch = batch_of(prompts, group_size, prompt_tokens, new_tokens)
+    largest = max(policy.microbatches(batch), key=len)
+    config = replace(
+        CONFIG,
+        sampling=SamplingConfig(prompts_per_step=prompts, group_size=group_size, max_new_tokens=new_tokens),
+        update=UpdateConfig(microbatch_tokens=microbatch_tokens),
+    )
+    assert largest_microbatch(config, prompt_tokens) == (len(batch.group_B[largest].unique()), len(largest))
+    halves = replace(config, update=UpdateConfig(microbatch_tokens=10_000, minibatches=3))
+    assert largest_microbatch(halves, prompt_tokens) == (1, group_size)
+
+
+def test_what_stays_is_counted_by_the_weights(smollm2: Dimensions) -> None:
+    assert smollm2.parameters == smollm2.trunk_parameters == 134_515_008
+    parts = predict(smollm2, CONFIG, device="cpu", width=2).parts
+    assert parts["weights"] == parts["reference"] == 2 * smollm2.parameters
+    assert parts["fp32 master weights"] == parts["gradients"] == 4 * smollm2.parameters
+    assert parts["optimizer moments"] == 8 * smollm2.parameters
+    exact = predict(smollm2, CONFIG, device="cpu", width=4).parts
+    assert exact["weights"] == exact["reference"] == 4 * smollm2.parameters
+    assert exact["fp32 master weights"] == exact["critic's master weights"] == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_ppo_is_grpo_and_a_critic(kind: str) -> None:
+    size, everything = read_dimensions(model_config(kind)), UpdateConfig(microbatch_tokens=100_000)
+    grpo = predict(size, replace(CONFIG, update=everything), device="cuda", width=2)
+    ppo = replace(PPO, update=everything)
+    own = predict(size, ppo, device="cuda", width=2)
+    shared = predict(size, replace(ppo, critic=CriticConfig(trunk="policy")), device="cuda", width=2)
+    without_head = size.parameters - (0 if size.is_tied else size.hidden * size.vocabulary)
+    for plan, critic in ((own, without_head + size.hidden + 1), (shared, size.hidden + 1)):
+        names = ("critic's weights", "critic's master weights", "critic's moments", "critic's gradients")
+        assert [plan.parts[name] for name in names] == [2 * critic, 4 * critic, 8 * critic, 4 * critic]
+        assert not plan.parts["holes between them"]
+        read = 256 * 64 * size.hidden * 4 if plan is shared else 0  # by the value head on the policy's trunk, in fp32
+        rest = {name: count for name, count in plan.parts.items() if name not in names}
+        rest["activations"] -= read
+        assert rest == {name: count for name, count in grpo.parts.items() if name not in names}
+    assert not any(size for name, size in grpo.parts.items() if name.startswith("critic"))
+    assert grpo.peak < min(shared.peak, own.peak)
+
+
+def test_keys_and_values_grow_with_the_rows_up_to_the_sampler_s_bound(smollm2: Dimensions) -> None:
+    def cache(**fields: int) -> float:
+        config = replace(CONFIG, sampling=SamplingConfig(**fields))
+        return predict(smollm2, config, device="cpu", width=2, prompt_tokens=50).parts["keys and values"]
+
+    per_token = 2 * 30 * 3 * 64 * 2
+    row, prompt = 32, 50  # room is made for 32 tokens at a time
+    assert cache(prompts_per_step=1, group_size=4, max_new_tokens=16) == per_token * (4 * row + prompt)
+    assert cache(prompts_per_step=4, group_size=4, max_new_tokens=16) == per_token * 4 * (4 * row + prompt)
+    assert cache(rows_at_once=16, max_new_tokens=16) == per_token * (16 * row + prompt)
+    assert 0.8 * 2**31 < cache(max_new_tokens=4000, group_size=4) < 1.05 * 2**31
+
+
+def test_without_kernels_the_keys_of_the_rows_that_stay_are_copied(smollm2: Dimensions) -> None:
+    sampling = SamplingConfig(rows_at_once=16, max_new_tokens=32)
+    fast, slow = (
+        predict(size, replace(CONFIG, sampling=sampling), device="cpu", width=2, prompt_tokens=0).parts
+        for size in (smollm2, replace(smollm2, has_kernels=False))
+    )
+    assert slow["keys and values"] == fast["keys and values"] * 23 / 16
+
+
+def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) -> None:
+    from covey.llm.generation.native_layers import PackedStack, TiledStack
+    from covey.llm.generation.prepacked_linear import PackedLinear, PackedLinears
+    from covey.llm.model.architecture import is_llama_like
+    from covey.llm.native.bindings import kernels_for
+
+    config = CONFIG
+    assert predict(smollm2, config, device="cuda", width=2).parts["packed weights"] == 0
+    # All weights but the norms', 576 in each of 61.
+    matrices = smollm2.parameters - 61 * 576
+    assert predict(smollm2, config, device="cpu", width=2).parts["packed weights"] == 2 * matrices
+    for kind in ("llama", "qwen2", "gpt2"):
+        model = real_model(kind)
+        counted = read_dimensions(model_config(kind)).packed_parameters
+        alone = PackedLinears(model).packed.values()
+        assert counted == sum(part.weight.numel() for part in alone)
+        assert is_llama_like(model) is (kind != "gpt2")
+        if kind == "gpt2":
+            continue
+        stack = PackedStack(model, kernels_for(torch.float32, torch.device("cpu")))
+        packed = [part for layer in stack.layers for part in vars(layer).values()]
+        packed.append(stack.head)
+        assert counted == sum(part.weight.numel() for part in packed if isinstance(part, PackedLinear))
+        low = kernels_for(torch.bfloat16, torch.device("cpu"))
+        if low.has_pairs:
+            tiled = TiledStack(real_model(kind, torch.bfloat16), low, 4).kept
+            assert counted == pytest.approx(sum(part.numel() for part in tiled), rel=0.05), "norms, padding"
+
+
+def test_logits_are_made_in_parts(smollm2: Dimensions) -> None:
+    def logits(width: int, device: str = "cuda", **fields: object) -> int:
+        return predict(smollm2, replace(CONFIG, **fields), device=device, width=width).parts["logits"]
+
+    product, exact = 512 * 49152 * 2, 512 * 49152 * 4
+    head = 576 * 49152
+    decisions = largest_microbatch(CONFIG, estimate.PROMPT_TOKENS)[1] * CONFIG.sampling.max_new_tokens
+    back = decisions * 576 * 4
+    assert logits(2, "cpu") == product + 2 * head + back
+    assert logits(4, "cpu") == exact + 4 * head + back
+    assert logits(2) == product + exact + max(exact, 2 * head + back)
+    assert logits(4) == exact + max(exact, 4 * head + back)
+    assert logits(2, loss=LossConfig(entropy_coefficient=0.1)) == product + 3 * exact + 2 * head + back
+    both = 2 * (product + exact) + 2 * head + back
+    for device in ("cpu", "cuda"):
+        assert logits(2, device, loss=LossConfig(kl_estimator="exact")) == both + decisions * 576 * 2
+    few = {"update": UpdateConfig(microbatch_tokens=64 + 2 * 64), "sampling": SamplingConfig(max_new_tokens=64)}
+    assert logits(2, **few) == 128 * 49152 * (2 + 4) + 2 * head + 128 * 576 * 4
+
+
+def test_the_peak_is_the_larger_of_sampling_and_update(smollm2: Dimensions) -> None:
+    parts = dict.fromkeys(predict(smollm2, CONFIG, device="cpu", width=2).parts, 0)
+    parts |= {"weights": 1000, "keys and values": 100, "gradients": 10, "logits": 20, "critic's gradients": 30}
+    assert MemoryPlan(parts).peak == 1000 + 40 + 100, "gradients keep their memory"
+    assert MemoryPlan(parts | {"activations": 140, "holes between them": 5}).peak == 1000 + 40 + 165
+
+
+def test_freed_memory_leaves_holes_on_a_cpu(smollm2: Dimensions) -> None:
+    def holes(device: str, microbatch_tokens: int) -> float:
+        config = replace(CONFIG, update=UpdateConfig(microbatch_tokens=microbatch_tokens))
+        parts = predict(smollm2, config, device=device, width=2).parts
+        return parts["holes between them"] / (parts["activations"] + parts["gradients"])
+
+    step = 16 * (64 + 16 * 64)
+    assert holes("cpu", step) == pytest.approx(estimate.HOLES_OF_ONE_MICROBATCH)
+    assert holes("cpu", step // 2) == pytest.approx(estimate.HOLES_OF_SEVERAL)
+    assert holes("cpu", step - 1) == pytest.approx(estimate.HOLES_OF_SEVERAL)
+    assert holes("cuda", 4096) == 0
+
+
+def test_where_a_config_is_found(tmp_path: Path) -> None:
+    assert find_model_config("smollm2-135m") == SMOLLM2_135M
+    assert find_model_config("nobody/no-such-model") is None
+    with pytest.raises(ConfigError, match="there is no folder no/such/folder at all"):
+        find_model_config("no/such/folder at all")
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "config.json"
+    file.write_text('{"hidden_size": 8}')
+    assert find_model_config(str(tmp_path / "model")) == {"hidden_size": 8}
+    with pytest.raises(ConfigError, match=r"no Hugging Face model; the folder .*model has one"):
+        find_model_config(str(tmp_path))
+    assert find_model_config(str(file)) == {"hidden_size": 8}
+    for text, message in (("{", "not valid JSON"), ("[]", "must hold an object")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            find_model_config(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "has no model_type"),
+        ({"model_type": "no-such-model"}, "is unknown to transformers"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "no language model known here"),
+        ({"model_type": "llama", "hidden_size": 0}, "no language model known here"),
+        ({"model_type": "t5"}, "is no causal language model"),
+    ],
+)
+def test_what_is_no_language_model_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_dimensions(fields)
+
+
+def test_the_plan_shows_both_algorithms_and_says_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(model_config("llama")))
+    report = plan_memory(str(file), ["--device", "cpu", "--precision", "bf16"])
+    header = next(line for line in report.splitlines() if line.split() == ["grpo", "ppo", "ppo,", "shared"])
+    assert header
+    assert "critic's moments" in report
+    assert report.splitlines()[-1].endswith(
+        f"covey train arithmetic_grpo --model {tmp_path} --device cpu --precision bf16"
+    )
+    only = plan_memory(str(file), ["--group-size", "4"], algorithms=["grpo"])
+    assert "critic" not in only
+    assert "16 prompts x 4 completions" in only
+    assert "ppo, shared" not in plan_memory(str(file), critic_trunk="own")
+
+
+def test_a_plan_that_does_not_fit_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 6 << 30)
+    report = plan_memory("smollm2-135m", ["--precision", "bf16", "--device", "cpu"], algorithms=["grpo"])
+    last = report.splitlines()[-1]
+    assert last.startswith("This machine has 6.0 GiB, too little for: grpo. With --microbatch-tokens ")
+    tokens = last.split("--microbatch-tokens ")[1].split()[0]
+    smaller = plan_memory(
+        "smollm2-135m", ["--precision", "bf16", "--device", "cpu", "--microbatch-tokens", tokens], algorithms=["grpo"]
+    )
+    assert "it fits" in smaller
+    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 2 << 30)
+    assert "choose a smaller model" in plan_memory("smollm2-135m", ["--device", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "nobody/no-such-model"}, "no config.json of nobody/no-such-model"),
+        ({"algorithms": ["grpo", "gropo"]}, "algorithm must be"),
+        ({"fields": ["--group-size", "1"]}, "group_size is 1"),
+        ({"fields": ["--grup-size", "4"]}, "grup"),
+        ({"prompt_tokens": 0}, "--prompt-tokens must be at least 1"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_memory(**{"model": "smollm2-135m", **changes})  # type: ignore[arg-type]
+
+
+def test_the_command_reads_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--group-size", "4", "--prompt-tokens=10", "--max-new-tokens", "7", "--device", "cuda"]
+    assert main(["plan", "smollm2-135m", "--algorithm", "dapo,ppo", "--critic-trunk", "policy", *words]) == 0
+    out = capsys.readouterr().out
+    assert "on cuda" in out
+    assert "16 prompts x 4 completions a step, 10 + 7 tokens" in out
+    assert next(line.split() for line in out.splitlines() if "dapo" in line) == ["dapo", "ppo,", "shared"]
+    assert main(["plan", "smollm2-135m", "--temprature", "2"]) == 2
+    assert "did you mean --temperature" in capsys.readouterr().err
+
+
+def test_check_reports_the_same_prediction() -> None:
+    report = check_memory(PPO)
+    peak = predict(read_dimensions(SMOLLM2_135M), PPO, device="cpu", width=2).peak
+    assert f"{peak / 2**30:.1f} GiB at the most" in report
+    assert "critic's moments" in report
+    assert "unknown until" in check_memory(replace(CONFIG, model="nobody/no-such-model"))
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_the_peak_of_a_real_run_is_predicted_within_15_percent(tmp_path: Path) -> None:
+    output = tmp_path / "memory.json"
+    script = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), "--cases", "one small microbatch"]
+    subprocess.run([*script, "--output", str(output)], check=True)
+    rows = json.loads(output.read_text())["cases"]
+    assert [row["algorithm"] for row in rows] == ["grpo", "ppo", "ppo:policy"]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(1, abs=0.15), row

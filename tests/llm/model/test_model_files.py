@@ -1,0 +1,478 @@
+"""Model folders that somebody else wrote: what is whole loads, what is not is refused in one line that names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from covey.config import ConfigError
+from covey.llm.model.checks import check_forward
+from covey.llm.model.folder import TEMPLATE_FILE
+from covey.llm.model.loading import adopt_model, check_model_files, load_model
+from covey.llm.policy import LanguagePolicy
+from helpers.tiny_models import CHARACTERS, tiny_folder, tiny_gguf, tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
+VOCABULARY = len(CHARACTERS) + 3
+COMMON = {"vocab_size": VOCABULARY, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+FAMILIES = {
+    "llama": SMALL,
+    "mistral": SMALL | {"num_key_value_heads": 2},
+    "qwen2": SMALL | {"num_key_value_heads": 2},
+    "gemma": SMALL | {"num_key_value_heads": 2, "head_dim": 8},
+    "phi": SMALL,
+    "gpt_neox": SMALL,
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "opt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64,
+            "word_embed_proj_dim": 16, "max_position_embeddings": 64},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+}  # fmt: skip
+
+
+def load(folder: Path | str, dtype: torch.dtype = torch.float32):
+    return load_model(str(folder), dtype=dtype, device=CPU)
+
+
+def edit(folder: Path, name: str = "config.json", **fields) -> None:
+    path = folder / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | fields))
+
+
+def edit_weights(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def shard(folder: Path, **fields) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index | fields))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_whole_model_loads_as_transformers_loads_it(kind, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON, **FAMILIES[kind]))
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    check_model_files(str(tmp_path))
+    loaded = load(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert loaded.module.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.module.state_dict().items())
+    assert loaded.chat.end_ids == {1}
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_every_float_type_loads_in_the_precision_of_the_run(stored, tmp_path):
+    tiny_folder(tmp_path)
+    edit_weights(tmp_path, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert {weight.dtype for weight in load(tmp_path, dtype).module.parameters()} == {dtype}
+
+
+def test_shards_load_and_pickles_beside_them_are_not_looked_at(tmp_path):
+    whole = load(tiny_folder(tmp_path)).module.state_dict()
+    shard(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
+    again = load(tmp_path).module.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+    assert not Path("pwned").exists()
+
+
+def test_an_embedding_larger_than_the_tokenizer_is_padding(tmp_path):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON | {"vocab_size": 128}, **SMALL))
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    chat = load(tmp_path).chat
+    assert chat.decode([3, 4, 127, 100]) == "01"
+
+
+def test_a_padding_token_beyond_the_embedding_is_never_fed(tmp_path):
+    tiny_folder(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path)
+    chat = load(tmp_path).chat
+    assert chat.encode("1+2") == (4, 13, 5)
+    with pytest.raises(ConfigError, match=r"holds the token '\[PAD\]' \(number 84\), but .* 84 tokens only"):
+        chat.encode("1[PAD]")
+
+
+def put_code(folder: Path, **auto) -> None:
+    for name in auto.values():
+        file = folder / f"{name.split('.')[0]}.py"
+        file.write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\nraise SystemExit('ran')\n")
+
+
+def own_architecture(folder: Path) -> None:
+    auto = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    edit(folder, auto_map=auto, model_type="own", architectures=["OwnForCausalLM"])
+    put_code(folder, **auto)
+
+
+def own_head_of_a_known_type(folder: Path) -> None:
+    auto = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    edit(folder, auto_map=auto, model_type="vit", architectures=["OwnForCausalLM"])
+    put_code(folder, **auto)
+
+
+def own_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text("{}")
+    auto = ["tokenization_own.OwnTokenizer", None]
+    edit(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": auto}, tokenizer_class="OwnTokenizer")
+    put_code(folder, own="tokenization_own.OwnTokenizer")
+
+
+def pickle_only(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def pickle_called_safetensors(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "other.bin")
+    (folder / "other.bin").rename(folder / "model.safetensors")
+
+
+def other_name(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+
+
+def index_outside(folder: Path) -> None:
+    shard(folder, weight_map={"a": "../model.safetensors"})
+
+
+def index_absolute(folder: Path) -> None:
+    shard(folder, weight_map={"a": "/etc/passwd"})
+
+
+def index_of_pickles(folder: Path) -> None:
+    shard(folder, weight_map={"a": "model-1.bin"})
+
+
+def missing_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def index_without_map(folder: Path) -> None:
+    shard(folder, weight_map=[1, 2])
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def cut_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def lfs_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 5\n")
+
+
+def no_weight(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
+
+
+def no_head(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.pop("lm_head.weight"))
+
+
+def another_weight(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 32)}))
+
+
+def another_shape(folder: Path) -> None:
+    def change(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(65, 32)
+
+    edit_weights(folder, change)
+
+
+def nan(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan")))
+
+
+def infinite(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors["model.norm.weight"][3:4].fill_(float("-inf")))
+
+
+def integers(folder: Path) -> None:
+    def change(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(64, 32, dtype=torch.int8)
+
+    edit_weights(folder, change)
+
+
+def eight_bit_floats(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({n: t.to(torch.float8_e4m3fn) for n, t in tensors.items()}))
+
+
+def other_family(kind: str, **fields):
+    def change(folder: Path) -> None:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON, **SMALL, **fields))
+        (folder / "model.safetensors").unlink()
+        model.save_pretrained(folder)
+
+    return change
+
+
+def file(name: str, text: str):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def remove(*names: str):
+    return lambda folder: [(folder / name).unlink(missing_ok=True) for name in names]
+
+
+def config(**fields):
+    return lambda folder: edit(folder, **fields)
+
+
+def more_tokens(folder: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<tool>", "<call>"])
+    tokenizer.save_pretrained(folder)
+
+
+def end_token_beyond(folder: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.save_pretrained(folder)
+
+
+def template_in_latin_1(folder: Path) -> None:
+    (folder / TEMPLATE_FILE).write_bytes("{{ 'é' }}".encode("latin-1"))
+
+
+def template_folder(folder: Path) -> None:
+    (folder / TEMPLATE_FILE).unlink()
+    (folder / TEMPLATE_FILE).mkdir()
+
+
+def template_nowhere(folder: Path) -> None:
+    (folder / TEMPLATE_FILE).unlink()
+    (folder / TEMPLATE_FILE).symlink_to(folder / "nowhere.jinja")
+
+
+REFUSED = {
+    "own architecture": (own_architecture, r"OwnForCausalLM \(model_type 'own'\) is code of the model's own"),
+    "own head": (own_head_of_a_known_type, r"OwnForCausalLM .* is code of the model's own"),
+    "own tokenizer": (own_tokenizer, r"its tokenizer OwnTokenizer is code of the model's own, which covey never runs"),
+    "unknown type": (config(model_type="tomorrow"), r"model_type 'tomorrow'\) is unknown to transformers"),
+    "no type": (config(model_type=None), "has no model_type"),
+    "type is a list": (config(model_type=["llama"]), "has no model_type"),
+    "vision": (config(model_type="vit", architectures=["ViTModel"]), "ViTModel .* is no causal language model"),
+    "t5": (config(model_type="t5", architectures=["T5Model"]), "T5Model .* is no causal language model"),
+    "bart": (config(model_type="bart", architectures=["BartModel"]), "bart is an encoder with a decoder, no causal"),
+    "bert": (other_family("bert"), "bert is an encoder, in which a token sees those after it"),
+    "roberta": (other_family("roberta", max_position_embeddings=64), "roberta is an encoder"),
+    "quantised": (config(quantization_config={"quant_method": "bitsandbytes"}), r"quantised \(bitsandbytes\)"),
+    "gptq": (config(quantization_config={"quant_method": "gptq", "bits": 4}), r"quantised \(gptq\)"),
+    "integers": (integers, "up_proj.weight is stored as I8, so it is quantised"),
+    "eight bit floats": (eight_bit_floats, "is stored as F8_E4M3, so it is quantised"),
+    "pickle": (pickle_only, r"its weights are pickled \(pytorch_model.bin\), .*convert it once with python -c"),
+    "pickle as safetensors": (pickle_called_safetensors, "is a pickle under the name of safetensors: rename it"),
+    "no weights": (remove("model.safetensors"), "has no weights: it needs model.safetensors"),
+    "other name": (other_name, "has consolidated.safetensors but no model.safetensors"),
+    "outside": (index_outside, r"names '../model.safetensors', which lies outside"),
+    "absolute": (index_absolute, r"names '/etc/passwd', which lies outside"),
+    "index of pickles": (index_of_pickles, "names the pickle model-1.bin"),
+    "missing shard": (missing_shard, r"1 of the 2 files with its weights are missing \(model-00002"),
+    "no map": (index_without_map, "has no weight_map of names"),
+    "truncated": (truncated, "model.safetensors is damaged"),
+    "cut header": (cut_header, "model.safetensors is damaged"),
+    "empty file": (file("model.safetensors", ""), "model.safetensors is damaged"),
+    "lfs": (lfs_pointer, "is a pointer of Git LFS"),
+    "missing weight": (no_weight, r"1 weight is missing from its files \(model.layers.1.self_attn.q_proj.weight\)"),
+    "missing head": (no_head, r"1 weight is missing from its files \(lm_head.weight\)"),
+    "unexpected": (another_weight, r"1 weight is in its files, but not in its architecture \(score.weight\)"),
+    "shape": (another_shape, r"1 weight is of another shape .*up_proj.weight"),
+    "more layers": (config(num_hidden_layers=5), r"27 weights are missing from its files \(model.layers.2"),
+    "fewer layers": (config(num_hidden_layers=1), r"9 weights are in its files, but not in its architecture"),
+    "wider": (config(hidden_size=64), "numbers are needed, its files hold"),
+    "far too wide": (config(intermediate_size=10**9), "numbers are needed, its files hold"),
+    "a million layers": (config(num_hidden_layers=10**6), "num_hidden_layers is 1000000, and no model has more"),
+    "no width": (config(hidden_size=0), "its config.json"),
+    "negative width": (config(intermediate_size=-4), "its config.json"),
+    "width is text": (config(hidden_size="wide"), "its config.json cannot be loaded"),
+    "heads do not divide": (config(num_attention_heads=5), "its config.json|do not fit each other"),
+    "no activation": (config(hidden_act="no_such_activation"), "its config.json"),
+    "nan": (nan, r"32 of the 2,048 numbers of its weight model.layers.1.mlp.up_proj.weight are NaN or infinite"),
+    "infinite": (infinite, r"1 of the 32 numbers of its weight model.norm.weight are NaN or infinite"),
+    "config is no JSON": (file("config.json", "{"), "config.json is damaged: not valid JSON"),
+    "config is a list": (file("config.json", "[]"), "config.json is no config.json of a model: it must hold an object"),
+    "config is deep": (file("config.json", "[" * 10**5), "config.json is damaged: "),
+    "generation config": (file("generation_config.json", "{{"), "generation_config.json is damaged: not valid JSON"),
+    "end token is text": (file("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id 'x' is no token id"),
+    "no tokenizer": (remove("tokenizer.json", "tokenizer_config.json"), "has no tokenizer: copy tokenizer.json"),
+    "tokenizer is no JSON": (file("tokenizer.json", "{"), "its tokenizer cannot be loaded"),
+    "tokenizer is empty": (file("tokenizer.json", "{}"), "its tokenizer"),
+    "tokenizer config": (file("tokenizer_config.json", "1"), "tokenizer_config.json is damaged"),
+    "template is no text": (template_in_latin_1, r"chat_template\.jinja is no text in UTF-8 "),
+    "template is a folder": (template_folder, r"cannot read .*chat_template\.jinja: Is a directory"),
+    "template leads nowhere": (template_nowhere, r"chat_template\.jinja"),
+    "more tokens": (more_tokens, r"knows 2 tokens that have no embedding \(the first is '<tool>', number 84; "),
+    "end token beyond": (end_token_beyond, r"knows 1 tokens that have no embedding \(the first is '<\|im_end\|>'"),
+}  # fmt: skip
+ONLY_IN_THE_WEIGHTS = ("unexpected", "shape", "fewer layers", "nan", "infinite")
+NOT_BY_CHECK = (*ONLY_IN_THE_WEIGHTS, "end token is text")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **COMMON, **SMALL, tie_word_embeddings=False)
+    )
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    load(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_whole_is_refused_by_name_in_one_line(case, whole, tmp_path, monkeypatch):
+    change, message = REFUSED[case]
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    change(folder)
+    monkeypatch.setattr(sys, "stdin", None)  # whoever asks the user, fails
+    with pytest.raises(ConfigError, match=message) as refused:
+        load(folder)
+    assert str(folder) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 900
+    assert not (folder / "ran").exists()
+    if case not in NOT_BY_CHECK:
+        with pytest.raises(ConfigError, match=message):
+            check_model_files(str(folder))
+
+
+def test_a_model_that_looks_ahead_is_found_by_trying():
+    module = tiny_model("gpt2")
+    module.forward = _both_ways(module.forward)
+    with pytest.raises(ConfigError, match="a token sees those after it, so it is an encoder"):
+        adopt_model(module, tiny_tokenizer())
+
+
+def _both_ways(forward):
+    def mixed(input_ids, **options):
+        output = forward(input_ids=input_ids, **options)
+        output.logits = output.logits + output.logits.mean(dim=1, keepdim=True)
+        return output
+
+    return mixed
+
+
+def test_an_encoder_in_memory_is_refused():
+    config = AutoConfig.for_model("bert", **COMMON, **SMALL)
+    encoder = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="a token sees those after it, so it is an encoder"):
+        check_forward(encoder, "bert")
+    with pytest.raises(ConfigError, match="bert is an encoder, in which a token sees those after it"):
+        adopt_model(encoder, tiny_tokenizer())
+    config.is_decoder = True
+    adopt_model(AutoModelForCausalLM.from_config(config), tiny_tokenizer())
+
+
+def test_a_model_in_memory_with_nan_is_refused():
+    module = tiny_model()
+    with torch.no_grad():
+        module.model.norm.weight[2] = float("nan")
+    with pytest.raises(ConfigError, match=r"numbers of its weight model.norm.weight are NaN"):
+        adopt_model(module, tiny_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no GGUF file of a language model"),
+        (b"not a gguf file at all", "is no GGUF file of a language model"),
+        (b"GGUF" + b"\xff" * 60, "GGUF file"),
+        (None, "GGUF file"),
+    ],
+)
+def test_a_damaged_gguf_file_is_refused(content, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("COVEY_CACHE", str(tmp_path / "cache"))
+    path = tiny_gguf(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:2000] if content is None else content)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_gguf_file_without_a_weight_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("COVEY_CACHE", str(tmp_path / "cache"))
+    path = tiny_gguf(tmp_path / "model.gguf", without="blk.1.attn_q")
+    with pytest.raises(ConfigError, match=r"missing from the GGUF file \(model.layers.1.self_attn.q_proj.weight\)"):
+        load(path)
+    assert not list((tmp_path / "cache").glob("model-*"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no checksums", "half"])
+def test_a_damaged_conversion_is_made_anew(damage, tmp_path, monkeypatch):
+    monkeypatch.setenv("COVEY_CACHE", str(tmp_path / "cache"))
+    path = tiny_gguf(tmp_path / "model.gguf")
+    whole = load(path)
+    folder = Path(whole.source)
+    written = folder / "model.safetensors"
+    if damage == "cut":
+        written.write_bytes(written.read_bytes()[:-8])
+    elif damage == "flipped":
+        written.write_bytes(written.read_bytes()[:-8] + b"\0" * 8)
+    elif damage == "gone":
+        (folder / "tokenizer.json").unlink()
+    elif damage == "no checksums":
+        (folder / "checksums.json").unlink()
+    else:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "config.json").write_text("{")
+    again = load(path)
+    expected = whole.module.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in again.module.state_dict().items())
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [folder.name]
+    written_at = written.stat().st_mtime_ns
+    load(path)
+    assert written.stat().st_mtime_ns == written_at, "a whole one is used as it is"
+
+
+def test_a_model_without_room_for_its_hidden_width_has_a_critic_as_wide_as_its_output(tmp_path):
+    from covey.data import Batch
+    from covey.llm.critic import LanguageCritic
+    from covey.llm.generation.backend import probe_batch
+
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **COMMON, **FAMILIES["opt"]))
+    batch: Batch = probe_batch(list(range(60)), 16)
+    for own_trunk in (True, False):
+        policy = LanguagePolicy(module)
+        critic = LanguageCritic(policy, own_trunk=own_trunk)
+        values = critic.values(batch) if own_trunk else policy.evaluate(batch).values_BT
+        assert values.shape == batch.actions_BT.shape
+        assert critic.head.linear.in_features == 16

@@ -1,0 +1,291 @@
+"""What happens to the KL over a run: its coefficient follows a target, its reference is refreshed; and the weights that
+correct for a sampler which is not quite the policy.
+
+Shapes: B rollouts, T decisions.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from covey.algorithms import Algorithm, KLPenalty, cispo, grpo, reinforce
+from covey.config import LossBase
+from covey.core import kl, schedules
+from covey.data import Batch, EndReason, Group, Rollout, Start, collate
+from covey.experiment.build import build_algorithm
+from covey.runtime.ema import FollowingWeights
+from covey.runtime.optimizer import MasterAdamW
+from covey.train.loop import Parts, Progress, Settings, load_checkpoint, train
+from covey.train.prepare import annotate
+from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from helpers.tabular_policy import ACTIONS, Recorder, ToyPolicy, rollout
+
+ROLLOUTS = 2 * ACTIONS
+TARGET, HORIZON = 0.02, 100
+
+
+@dataclass
+class World:
+    """Tries every action of two starts; the reward is the action's number, so that the policy moves steadily."""
+
+    policy: ToyPolicy
+    recorded: list[dict[str, float]] = field(default_factory=list)
+    saved: list[dict[str, Any]] = field(default_factory=list)
+
+    def draw(self, seed: int, step: int, count: int, **_: Any) -> list[Start]:
+        return [Start(index, prompt=index) for index in range(count)]
+
+    def held_out(self, count: int) -> list[Start]:
+        return []
+
+    def sample(self, starts, group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
+        groups = [Group(s, [rollout([a], None, context=s.index) for a in range(group_size)]) for s in starts]
+        with torch.no_grad():
+            logprobs_BT = self.policy.evaluate(collate(groups)).logprobs_BT
+        for item, logprob in zip((r for g in groups for r in g.rollouts), logprobs_BT[:, 0].tolist(), strict=True):
+            item.behavior_logprobs = [logprob]
+        return groups
+
+    def refresh(self, version: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def grade(self, groups: list[Group]) -> list[Group]:
+        for group in groups:
+            for item in group.rollouts:
+                item.reward = float(item.actions[0])
+        return groups
+
+    def record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
+        self.recorded.append(metrics)
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        self.saved.append(copy.deepcopy(state))
+
+    def series(self, name: str) -> list[float]:
+        return [metrics[name] for metrics in self.recorded]
+
+
+def build(penalty: KLPenalty, *, epochs: int = 1, share: float | None = None, every: int = 0, **settings: Any):
+    policy = ToyPolicy(seed=None)
+    world, reference = World(policy), ToyPolicy(seed=None)
+    follower = None if share is None else FollowingWeights(reference.module, policy.module, share)
+    parts = Parts(
+        task=world, sampler=world, grader=world, policy=policy, reference=reference, algorithm=grpo(kl=penalty),
+        optimizer=MasterAdamW(policy.module, lr=0.05), observers=[world], checkpoints=world, evaluate=lambda step: {},
+        follower=follower,
+    )  # fmt: skip
+    return world, parts, Settings(
+        steps=12, seed=7, starts_per_step=2, group_size=ACTIONS, plan=UpdatePlan(epochs=epochs),
+        learning_rate=schedules.constant(0.05), follow_every=every, **settings,
+    )  # fmt: skip
+
+
+def go(parts: Parts, settings: Settings, progress: Progress | None = None) -> Progress:
+    progress = progress or Progress()
+    train(parts, settings, progress, should_stop=lambda: False)
+    return progress
+
+
+def penalty(coefficient: float = 0.05, warmup: int = 0, **options: Any) -> KLPenalty:
+    loss = LossBase(kl_coefficient=coefficient, kl_warmup_steps=warmup, kl_target=TARGET, kl_horizon=HORIZON)
+    return replace(build_algorithm("grpo", loss).kl, **options)
+
+
+def follow_by_hand(first: float, measured: list[float]) -> list[float]:
+    made = [first]
+    for value in measured[:-1]:
+        made.append(made[-1] * (1 + max(-0.2, min(0.2, value / TARGET - 1)) * ROLLOUTS / HORIZON))
+    return made
+
+
+@pytest.mark.parametrize("to_behavior", [False, True])
+def test_the_coefficient_follows_the_measured_kl(to_behavior):
+    world, parts, settings = build(penalty(to_behavior=to_behavior), epochs=3)
+    progress = go(parts, settings)
+    measured = world.series("kl/behavior" if to_behavior else "kl")
+    assert world.series("kl_coefficient") == pytest.approx(follow_by_hand(0.05, measured), rel=1e-12)
+    assert min(measured) < TARGET < max(measured) or to_behavior, "the test needs both directions"
+    assert progress.kl_coefficient is not None
+    assert progress.kl_coefficient != world.series("kl_coefficient")[-1], "the last step counts too"
+
+
+def test_the_coefficient_is_the_one_in_the_loss():
+    world, parts, settings = build(penalty(0.05))
+    go(parts, settings)
+    _, fixed, _ = build(KLPenalty(schedules.constant(0.05)))
+    go(fixed, settings)
+    assert not torch.equal(parts.policy.table, fixed.policy.table)
+    _, scheduled, _ = build(KLPenalty(lambda step: world.series("kl_coefficient")[step - 1]))
+    go(scheduled, settings)
+    assert torch.equal(parts.policy.table, scheduled.policy.table)
+
+
+def test_during_the_warmup_the_schedule_counts_and_from_its_end_the_controller():
+    world, parts, settings = build(penalty(0.05, warmup=4))
+    go(parts, settings)
+    found, measured = world.series("kl_coefficient"), world.series("kl")
+    assert found[:4] == pytest.approx([0.0125, 0.025, 0.0375, 0.05])
+    assert found[3:] == pytest.approx(follow_by_hand(0.05, measured[3:]), rel=1e-12)
+
+
+def test_a_step_without_a_measured_kl_leaves_the_coefficient():
+    world, parts, settings = build(penalty())
+
+    def nothing(groups: list[Group]) -> list[Group]:
+        for group in groups:
+            for item in group.rollouts:
+                item.reward = 1.0  # every group is dead, and its KL is neither measured nor in the loss
+        return groups
+
+    world.grade = nothing  # type: ignore[method-assign]
+    progress = go(parts, settings)
+    assert "kl" not in world.recorded[0]
+    assert progress.kl_coefficient is None
+    assert set(world.series("kl_coefficient")) == {0.05}
+
+
+def test_a_schedule_without_a_target_is_left_alone():
+    world, parts, settings = build(build_algorithm("grpo", LossBase(kl_coefficient=0.05)).kl)
+    assert go(parts, settings).kl_coefficient is None
+    assert set(world.series("kl_coefficient")) == {0.05}
+
+
+# ---- the reference follows ----
+
+
+def test_a_copy_brings_the_kl_back_to_zero_every_so_many_steps():
+    world, parts, settings = build(KLPenalty(schedules.constant(0.05)), share=1.0, every=3)
+    go(parts, settings)
+    measured = world.series("kl")
+    assert [step for step, value in enumerate(measured, start=1) if value < 1e-12] == [1, 4, 7, 10]
+    assert torch.equal(parts.reference.table, parts.policy.table)  # 12 steps: the last one refreshed
+
+
+def test_a_moving_average_is_that_of_the_policies_at_those_steps():
+    _, parts, settings = build(KLPenalty(schedules.constant(0.05)), share=0.25, every=2)
+    seen: list[Tensor] = []
+    parts = replace(parts, evaluate=lambda step: seen.append(parts.policy.table.detach().clone()) or {})
+    go(parts, settings)
+    expected = torch.zeros_like(seen[0])
+    for table in seen[1::2]:
+        expected = expected + 0.25 * (table - expected)
+    torch.testing.assert_close(parts.reference.table.detach(), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25, None])
+def test_a_resumed_run_has_the_same_coefficient_reference_and_weights(share):
+    options = {"share": share, "every": 0 if share is None else 2}
+    world, whole, settings = build(penalty(warmup=2), **options, checkpoint_every=5)
+    go(whole, settings)
+    state = world.saved[0]
+    assert state["progress"]["step"] == 5
+    assert ("reference" in state) == (share is not None)
+    again, parts, _ = build(penalty(warmup=2), **options)
+    progress = load_checkpoint(parts, state)
+    with torch.no_grad():
+        parts.policy.table.copy_(state["optimizer"]["masters"]["table"])  # float64: the optimizer's is a copy
+    go(parts, settings, progress)
+    assert again.series("kl") == world.series("kl")[5:]
+    assert again.series("kl_coefficient") == world.series("kl_coefficient")[5:]
+    assert torch.equal(parts.policy.table, whole.policy.table)
+    assert torch.equal(parts.reference.table, whole.reference.table)
+
+
+# ---- a sampler that is not quite the policy ----
+
+REWARDS = (0.3, -1.0, 2.0, 0.5, -0.2)
+
+
+def expected_gradient(algorithm: Algorithm, sampler: ToyPolicy, *, proximal: bool = False) -> Tensor:
+    """Of the loss at one state, over everything that the sampler may do there: sum_a mu(a) grad loss(a)."""
+    policy = ToyPolicy(seed=1)
+    rows = [rollout([action], reward) for action, reward in enumerate(REWARDS)]
+    batch = collate([Group(Start(0, 0), rows)])
+    with torch.no_grad():
+        mu_BT = sampler.evaluate(batch).logprobs_BT
+        old_BT = policy.evaluate(batch).logprobs_BT
+    batch = replace(
+        batch,
+        behavior_logprobs_BT=mu_BT,
+        advantages_BT=torch.tensor(REWARDS, dtype=torch.float64)[:, None],
+        weights_BT=mu_BT.exp(),
+        reference_logprobs_BT=ToyPolicy(seed=2).evaluate(batch).logprobs_BT.detach(),
+        proximal_logprobs_BT=old_BT if proximal else None,
+    )
+    algorithm.loss(policy.evaluate(batch), batch, algorithm.kl.coefficient(1)).loss.backward()
+    assert policy.table.grad is not None
+    return policy.table.grad
+
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {"reinforce": reinforce, "grpo": grpo, "cispo": cispo}
+
+
+@pytest.mark.parametrize("proximal", [False, True])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_weights_correct_for_a_sampler_with_other_weights(name, proximal):
+    algorithm = ALGORITHMS[name](kl=KLPenalty())
+    truth = expected_gradient(algorithm, ToyPolicy(seed=1), proximal=proximal)  # the sampler is the policy
+    stale = ToyPolicy(seed=4)
+    wrong = expected_gradient(algorithm, stale, proximal=proximal)
+    assert float((wrong - truth).norm()) > 0.2 * float(truth.norm()), "the sampler must be far enough away"
+    corrected = expected_gradient(replace(algorithm, importance_cap=math.inf), stale, proximal=proximal)
+    torch.testing.assert_close(corrected, truth, rtol=0, atol=1e-12)
+
+
+def test_a_cap_leaves_a_part_of_the_error_and_bounds_every_weight():
+    stale, algorithm = ToyPolicy(seed=4), reinforce()
+    truth = expected_gradient(algorithm, ToyPolicy(seed=1))
+    errors = [
+        float((expected_gradient(replace(algorithm, importance_cap=cap), stale) - truth).norm())
+        for cap in (1.0, 2.0, 8.0, math.inf)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-12 < errors[0]
+
+
+def test_weights_multiply_the_surrogate_and_neither_the_kl_nor_the_entropy():
+    stale = ToyPolicy(seed=4)
+    for algorithm in (
+        replace(reinforce(), entropy_coefficient=0.3),
+        reinforce(kl=KLPenalty(schedules.constant(0.3), kl.k3)),
+    ):
+        plain, weighted = (expected_gradient(replace(algorithm, importance_cap=cap), stale) for cap in (None, 2.0))
+        bare = [expected_gradient(replace(reinforce(), importance_cap=cap), stale) for cap in (None, 2.0)]
+        torch.testing.assert_close(weighted - plain, bare[1] - bare[0], rtol=0, atol=1e-12)
+
+
+def stepped(algorithm: Algorithm, batch: Batch, plan: UpdatePlan = UpdatePlan()) -> dict[str, float]:  # noqa: B008
+    policy = ToyPolicy(seed=1)
+    ready, _ = annotate(
+        batch, policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=plan.optimizer_steps, mask_truncated=False
+    )
+    return update(Learner(policy, Recorder(policy)), algorithm, ready, plan, StepSizes(0.1), seed=0, step=1)
+
+
+def test_mismatch_metrics_by_hand():
+    policy = ToyPolicy(seed=1)
+    groups = [Group(Start(0, 0), [Rollout(0, [0], [0.0], EndReason.STOP, reward=1.0),
+                                  Rollout(0, [3], [0.0], EndReason.STOP, reward=0.0)])]  # fmt: skip
+    logprobs = policy.evaluate(collate(groups)).logprobs_BT[:, 0].tolist()
+    for item, logprob, ratio in zip(groups[0].rollouts, logprobs, (4.0, 0.5), strict=True):
+        item.behavior_logprobs = [logprob - math.log(ratio)]  # trainer over sampler
+    algorithm = replace(grpo(kl=KLPenalty()), importance_cap=2.0)
+    for plan in (UpdatePlan(), UpdatePlan(epochs=2)):
+        metrics = stepped(algorithm, collate(groups), plan)
+        assert metrics["mismatch/mean"] == pytest.approx((math.log(4) + math.log(2)) / 2, rel=1e-5)
+        # k3 = x - log x - 1: (4 - log 4 - 1 + 0.5 + log 2 - 1) / 2
+        assert metrics["mismatch/kl"] == pytest.approx((4 - math.log(4) - 1 + 0.5 + math.log(2) - 1) / 2, rel=1e-5)
+        assert metrics["mismatch/capped_share"] == 0.5
+    assert "mismatch/capped_share" not in stepped(grpo(kl=KLPenalty()), collate(groups))

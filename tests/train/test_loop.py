@@ -1,0 +1,187 @@
+"""The loop: what it hands to whom, what it records, when it saves and when it gives up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from covey.config import RunError
+from covey.core import schedules
+from covey.data import EndReason, Group, Rollout, Start
+from covey.runtime.optimizer import MasterAdamW
+from covey.train.loop import Parts, Progress, Settings, describe, load_checkpoint, train
+from covey.train.update import UpdatePlan
+from helpers.gradients import make
+from helpers.tabular_policy import ToyPolicy, rollout
+
+
+@dataclass
+class World:
+    """Every part of a run at once: the sampler tries every action in turn, the reward is the action's number."""
+
+    rewards: list[float] = field(default_factory=lambda: [0.0, 1.0, 2.0, 3.0])
+    recorded: list[tuple[int, dict[str, float], list[Group]]] = field(default_factory=list)
+    saved: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    refreshed: list[int] = field(default_factory=list)
+    version: int = 0
+
+    def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
+        assert before == (step - 1) * count + first
+        return [Start(index, prompt=(seed, step, index)) for index in range(first, first + count)]
+
+    def held_out(self, count: int) -> list[Start]:
+        return []
+
+    def sample(self, starts, group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
+        assert first_rollout == 0
+        assert all(start.prompt[1] == step for start in starts)
+        return [
+            Group(start, [replace(rollout([action], None), version=self.version) for action in range(group_size)])
+            for start in starts
+        ]
+
+    def refresh(self, version: int) -> None:
+        self.version = version
+        self.refreshed.append(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def grade(self, groups: list[Group]) -> list[Group]:
+        for group in groups:
+            for item, reward in zip(group.rollouts, self.rewards, strict=True):
+                item.reward = reward
+        return groups
+
+    def record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
+        self.recorded.append((step, metrics, groups))
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        self.saved.append((step, state))
+
+
+def build(world: World, steps: int, **changes: Any) -> tuple[Parts, Settings]:
+    policy = ToyPolicy(seed=None)
+    parts = Parts(
+        task=world, sampler=world, grader=world, policy=policy, reference=None, algorithm=make("grpo"),
+        optimizer=MasterAdamW(policy.module, lr=0.1), observers=[world], checkpoints=world, evaluate=lambda step: {},
+    )  # fmt: skip
+    settings = Settings(
+        steps=steps, seed=7, starts_per_step=2, group_size=4, plan=UpdatePlan(), learning_rate=schedules.constant(0.1)
+    )
+    return replace(parts, **{k: v for k, v in changes.items() if hasattr(parts, k)}), replace(
+        settings, **{k: v for k, v in changes.items() if hasattr(settings, k)}
+    )
+
+
+def never() -> bool:
+    return False
+
+
+def test_a_run_learns_records_and_saves():
+    world, progress = World(), Progress()
+    parts, settings = build(world, 5, checkpoint_every=2)
+    train(parts, settings, progress, should_stop=never)
+    assert [step for step, _, _ in world.recorded] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in world.saved] == [2, 4, 5]
+    assert world.refreshed == [1, 2, 3, 4, 5]
+    assert (progress.step, progress.version, progress.decisions, progress.starts) == (5, 5, 40, 10)
+    assert [groups[0].rollouts[0].version for _, _, groups in world.recorded] == [0, 1, 2, 3, 4]
+    first = parts.policy.table[0, 5].softmax(-1)
+    assert float(first[3].detach()) > float(first[0].detach())
+    metrics = world.recorded[0][1]
+    assert metrics["reward/mean"] == 1.5
+    assert metrics["learning_rate"] == 0.1
+    assert metrics["update/optimizer_steps"] == 1
+    assert metrics["groups/dead_share"] == 0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_last_step_is_saved_once():
+    world = World()
+    train(*build(world, 4, checkpoint_every=2), Progress(), should_stop=never)
+    assert [step for step, _ in world.saved] == [2, 4]
+
+
+def test_a_stopped_run_saves_where_it_is():
+    world = World()
+    train(*build(world, 100), Progress(), should_stop=lambda: len(world.recorded) == 3)
+    assert [step for step, _ in world.saved] == [3]
+
+
+def test_resumed_run_ends_like_one_that_never_stopped():
+    whole, halves = World(), World()
+    parts, settings = build(whole, 6)
+    train(parts, settings, Progress(), should_stop=never)
+    first, _ = build(halves, 3)
+    train(first, replace(settings, steps=3), Progress(), should_stop=never)
+    second, _ = build(halves, 6)
+    state = halves.saved[-1][1]
+    progress = load_checkpoint(second, state | {"progress": dict(state["progress"])})
+    second.policy.module.load_state_dict(first.policy.module.state_dict())
+    train(second, settings, progress, should_stop=never)
+    assert progress.step == 6
+    assert torch.equal(second.policy.table, parts.policy.table)
+    assert halves.refreshed == [1, 2, 3, 3, 4, 5, 6]
+
+
+def test_evaluation_joins_the_metrics_of_its_step():
+    world = World()
+    train(*build(world, 2, evaluate=lambda step: {"held_out": 0.5} if step == 2 else {}), Progress(), should_stop=never)
+    assert ["held_out" in metrics for _, metrics, _ in world.recorded] == [False, True]
+
+
+def test_five_bad_updates_in_a_row_stop_the_run_and_leave_the_weights():
+    world = World()
+    parts, settings = build(world, 20)
+    with torch.no_grad():
+        parts.policy.table[0, 5, 4] = math.inf  # every log-probability is NaN
+    before = parts.policy.table.clone()
+    with pytest.raises(RunError, match="5 updates in a row"):
+        train(parts, settings, Progress(), should_stop=never)
+    assert len(world.recorded) == 5
+    assert [metrics["update/skipped_steps"] for _, metrics, _ in world.recorded] == [1] * 5
+    assert torch.equal(parts.policy.table, before)
+
+
+def test_steps_without_a_live_group_are_not_bad_updates():
+    world, progress = World(rewards=[1.0] * 4), Progress()
+    train(*build(world, 7), progress, should_stop=never)
+    assert progress.step == 7
+    assert [metrics["groups/dead_share"] for _, metrics, _ in world.recorded] == [1.0] * 7
+
+
+def test_describe_by_hand():
+    made = [
+        rollout([1, 2, 3], 1.0),
+        rollout([1], None),
+        rollout([1, 2], 0.0, end=EndReason.LENGTH),
+        rollout([1, 2], 0.5, end=EndReason.TERMINATED),
+    ]
+    made[0].score, made[2].score = 1.0, 0.0
+    made[0].reward_parts, made[1].reward_parts = {"format": 0.2}, {"format": None}
+    metrics = describe([Group(Start(0, "a"), made[:2]), Group(Start(1, "b"), made[2:])])
+    assert metrics == {
+        "groups/failed_rollouts": 1.0,
+        "length/mean": 2.0,  # (3 + 1 + 2 + 2) / 4
+        "length/max": 3.0,
+        "length/truncated_share": 0.25,
+        "decisions/sampled": 8.0,
+        "reward/mean": 0.5,  # of 1, 0 and 0.5
+        "reward/std": pytest.approx(math.sqrt(0.5 / 3)),  # deviations 0.5, -0.5, 0
+        "score/mean": 0.5,
+        "reward/format": 0.2,
+    }
+
+
+def test_describe_where_every_grade_failed():
+    only: list[Rollout] = [rollout([1], None)]
+    metrics = describe([Group(Start(0, "a"), only)])
+    assert "reward/mean" not in metrics
+    assert metrics["groups/failed_rollouts"] == 1.0
