@@ -48,7 +48,7 @@ Outcome = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Contestant:
+class ComparedRecipe:
     script: str
     python: str
     work: dict[str, Any]
@@ -105,21 +105,21 @@ def choose_threads() -> dict[str, dict[str, Any]]:
     }
 
 
-def make_contestants(names: list[str], threads: dict[str, Any], limits: dict[str, Any]) -> dict[str, Contestant]:
+def make_contestants(names: list[str], threads: dict[str, Any], limits: dict[str, Any]) -> dict[str, ComparedRecipe]:
     """What each is told; the seed comes later."""
     peer = peers_python()
     tuned, default = threads["tuned"]["chosen"], threads["default"]["chosen"]
     everybody = {
-        "covey_grpo": Contestant("control_covey", sys.executable, {"measure": "reach", "recipe": "cartpole_grpo"}),
-        "covey_ppo": Contestant("control_covey", sys.executable, {"measure": "reach", "recipe": "cartpole_ppo"}),
-        "sb3_tuned": Contestant("control_sb3", peer, {"measure": "reach", "tuned": True, "threads": tuned}),
-        "sb3_default": Contestant("control_sb3", peer, {"measure": "reach", "tuned": False, "threads": default}),
-        "articles": Contestant("control_articles", peer, limits),
+        "covey_grpo": ComparedRecipe("control_covey", sys.executable, {"measure": "reach", "recipe": "cartpole_grpo"}),
+        "covey_ppo": ComparedRecipe("control_covey", sys.executable, {"measure": "reach", "recipe": "cartpole_ppo"}),
+        "sb3_tuned": ComparedRecipe("control_sb3", peer, {"measure": "reach", "tuned": True, "threads": tuned}),
+        "sb3_default": ComparedRecipe("control_sb3", peer, {"measure": "reach", "tuned": False, "threads": default}),
+        "articles": ComparedRecipe("control_articles", peer, limits),
     }
     return {name: everybody[name] for name in names}
 
 
-def take_turns(contestants: dict[str, Contestant], seeds: int) -> dict[str, list[Outcome]]:
+def take_turns(contestants: dict[str, ComparedRecipe], seeds: int) -> dict[str, list[Outcome]]:
     """Every contestant once for each seed, one at a time."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
     for seed in range(seeds):

@@ -18,8 +18,8 @@ from trial import Trial, read_work
 from covey.config import ControlConfig
 from covey.config.recipe import read_recipe
 from covey.control.policy import ControlPolicy
-from covey.experiment.build import Assembled
-from covey.experiment.control import ControlWorld
+from covey.experiment.build import Experiment
+from covey.experiment.control import ControlBuilder
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore
 from covey.train.loop import Progress, train, train_step
@@ -29,22 +29,22 @@ GROUP_SIZE = 8
 STEPS_TIMED = 3
 
 
-def assemble(recipe: str, overrides: Sequence[str], folder: str) -> Assembled:
+def build(recipe: str, overrides: Sequence[str], folder: str) -> Experiment:
     """A run as `covey train` puts it together, showing itself as in a log; it is not evaluated on the way."""
     config = read_recipe(recipe, overrides)
     assert isinstance(config, ControlConfig)
     config = replace(config, evaluation=replace(config.evaluation, every=0))
-    world = ControlWorld(config)
+    world = ControlBuilder(config)
     display = Display(config.steps, world=world.name, score_kind=world.score_kind, title=recipe)
-    return world.assemble(RunStore(folder), display)
+    return world.build(RunStore(folder), display)
 
 
 def reach(recipe: str, overrides: Sequence[str]) -> dict[str, float]:
     """Train until the test is passed, or to the recipe's end."""
     with tempfile.TemporaryDirectory(dir=RUNS) as folder:
-        assembled = assemble(recipe, overrides, folder)
+        assembled = build(recipe, overrides, folder)
         assert isinstance(assembled.parts.policy, ControlPolicy)
-        trial = Trial(assembled.parts.policy.best)
+        trial = Trial(assembled.parts.policy.greedy_action)
 
         def before_step() -> bool:
             """The loop asks it when the step before is complete, recorded and perhaps kept as a checkpoint."""
@@ -63,7 +63,7 @@ def cost(recipe: str, overrides: Sequence[str]) -> dict[str, float]:
     """Seconds a training step of an agent that stays untrained, so that each does the same work; medians."""
     with tempfile.TemporaryDirectory(dir=RUNS) as folder:
         options = ["--learning-rate", "1e-12", "--steps", "1000", *overrides]
-        assembled = assemble(recipe, options, folder)
+        assembled = build(recipe, options, folder)
         progress = Progress()
         steps = [train_step(assembled.parts, assembled.settings, progress)[0] for _ in range(1 + STEPS_TIMED)][1:]
     return {

@@ -16,8 +16,8 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import choose_device, choose_precision, keep_freed_memory, set_threads
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 
 
 def main() -> None:
@@ -41,10 +41,10 @@ def main() -> None:
         for group in groups:
             for rollout in group.rollouts:
                 rollout.reward = rng.random()
-        batch, _ = annotate(
+        batch, _ = prepare_batch(
             collate(groups), policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False
         )
-        update(Learner(policy, optimizer), algorithm, batch, UpdatePlan(), StepSizes(1e-6), seed=0, step=number)
+        update(Learner(policy, optimizer), algorithm, batch, UpdatePlan(), StepCoefficients(1e-6), seed=0, step=number)
         return sampled - began, time.perf_counter() - sampled
 
     step(1, 4)  # warm-up

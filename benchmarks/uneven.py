@@ -13,7 +13,7 @@ import time
 import torch
 from shape import Shape, make_prompts
 
-from covey.llm.generation.token_sampling import choose
+from covey.llm.generation.token_sampling import sample_tokens
 from covey.llm.model.conversion import EMBEDDED
 from covey.llm.model.loading import load_model
 from covey.llm.policy import LanguagePolicy
@@ -50,16 +50,16 @@ def tokens_per_second(policy: LanguagePolicy, prompts: list[list[int]], lengths:
     """Decode until every row has its length; rows that have it leave, as in `LanguageSampler`."""
     began = time.perf_counter()
     decoder = policy.decoder(len(lengths), LONGEST)
-    logits_RV = decoder.add(prompts, GROUP_SIZE).repeat_interleave(GROUP_SIZE, dim=0)
+    logits_RV = decoder.prefill(prompts, GROUP_SIZE).repeat_interleave(GROUP_SIZE, dim=0)
     left_R = torch.tensor(lengths)
     while True:
-        tokens_R, _ = choose(logits_RV, torch.rand(len(left_R), dtype=torch.float64), 1.0)
+        tokens_R, _ = sample_tokens(logits_RV, torch.rand(len(left_R), dtype=torch.float64), 1.0)
         left_R = left_R - 1
         stay = (left_R > 0).nonzero()[:, 0]
         if not len(stay):
             return sum(lengths) / (time.perf_counter() - began)
         if len(stay) < len(left_R):
-            decoder.keep(stay)
+            decoder.select(stay)
             tokens_R, left_R = tokens_R[stay], left_R[stay]
         logits_RV = decoder.step(tokens_R)
 

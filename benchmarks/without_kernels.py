@@ -36,8 +36,8 @@ from covey.llm.tasks import Arithmetic
 from covey.runtime.device import set_threads
 from covey.runtime.optimizer import StepResult
 from covey.tracking.statistics import accuracy
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 
 PROMPTS, GROUP_SIZE, NEW_TOKENS, SEED = 16, 8, 14, 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -85,9 +85,11 @@ def compute(way: str, folder: Path, problems: int) -> None:
     with torch.no_grad():
         logprobs_N = policy.evaluate(batch).logprobs_BT[batch.mask_BT].float()
     algorithm = grpo(kl=KLPenalty())
-    batch, _ = annotate(batch, policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False)
+    batch, _ = prepare_batch(
+        batch, policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False
+    )
     recorder = Recorder(policy)
-    update(Learner(policy, recorder), algorithm, batch, UpdatePlan(), StepSizes(1.0), seed=SEED, step=1)
+    update(Learner(policy, recorder), algorithm, batch, UpdatePlan(), StepCoefficients(1.0), seed=SEED, step=1)
     save_file({"logprobs": logprobs_N, "gradient": recorder.gradient}, folder / f"{way}.safetensors")
 
 

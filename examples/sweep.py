@@ -82,7 +82,7 @@ def sweep(
             low, high = bootstrap_interval(rewards)
             every = [metrics for run in runs for metrics in run]
             clipped = fmean(metrics["clip/low"] + metrics["clip/high"] for metrics in every)
-            dead = fmean(metrics["groups/dead_share"] for metrics in every)
+            dead = fmean(metrics["groups/zero_advantage_fraction"] for metrics in every)
             print(
                 f"{group_size:10}  {clip_epsilon:12g}  {fmean(rewards):6.3f} ({low:.3f} to {high:.3f})  {clipped:7.1%}"
                 f"  {dead:11.1%}  {seconds:13.1f}",

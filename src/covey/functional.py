@@ -20,7 +20,7 @@ from covey.core import baselines as comparisons
 from covey.core import schedules
 from covey.core.loss_weights import count
 from covey.core.returns import gae
-from covey.data import Batch, Evaluation
+from covey.data import Batch, PolicyOutput
 
 Numbers = Tensor | Sequence[float] | Sequence[Sequence[float]]
 
@@ -105,7 +105,7 @@ class GRPOLoss(nn.Module):
         """What is computed, as covey's own trainer takes it."""
         penalty = KLPenalty(schedules.constant(self.kl_beta))
         algorithm = grpo(clip_low=self.clip_epsilon, clip_high=self.clip_epsilon, kl=penalty)
-        return algorithm if self.scale_rewards else replace(algorithm, advantage=outcome(comparisons.group_mean_only))
+        return algorithm if self.scale_rewards else replace(algorithm, advantage=outcome(comparisons.group_centered))
 
     def forward(
         self,
@@ -169,7 +169,7 @@ class GRPOLoss(nn.Module):
         advantages_BT = algorithm.advantage(batch).advantages_BT
         batch = replace(batch, mask_BT=batch.mask_BT & valid_B[:, None], advantages_BT=advantages_BT)
         batch = weighed(algorithm, batch)
-        return algorithm.loss(Evaluation(logprobs_BT, torch.zeros_like(logprobs_BT)), batch, self.kl_beta).loss
+        return algorithm.loss(PolicyOutput(logprobs_BT, torch.zeros_like(logprobs_BT)), batch, self.kl_beta).loss
 
 
 class PPOLoss(nn.Module):
@@ -265,15 +265,15 @@ class PPOLoss(nn.Module):
         batch = weighed(algorithm, batch)
         entropy_BT = (_decided(undecided, mask) if undecided.dim() else undecided).to(logprobs_BT)
         entropy_BT = entropy_BT.expand_as(logprobs_BT)
-        policy_loss = algorithm.loss(Evaluation(logprobs_BT, entropy_BT), batch, 0.0).loss
+        policy_loss = algorithm.loss(PolicyOutput(logprobs_BT, entropy_BT), batch, 0.0).loss
         return policy_loss + algorithm.critic_loss(values_BT, batch)
 
 
 def weighed(algorithm: Algorithm, batch: Batch) -> Batch:
     """The batch with its loss weights, in the precision of its advantages."""
     assert batch.advantages_BT is not None
-    weights_BT = algorithm.aggregation(batch.mask_BT.double(), count(batch.mask_BT))
-    return replace(batch, weights_BT=weights_BT.to(batch.advantages_BT.dtype))
+    loss_weights_BT = algorithm.aggregation(batch.mask_BT.double(), count(batch.mask_BT))
+    return replace(batch, loss_weights_BT=loss_weights_BT.to(batch.advantages_BT.dtype))
 
 
 def _exact(logprobs: Tensor) -> Tensor:

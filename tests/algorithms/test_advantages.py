@@ -15,10 +15,10 @@ from covey.algorithms import Algorithm, KLPenalty, grpo, ppo, rloo
 from covey.algorithms.advantages import outcome, reward_to_go, within_rollout
 from covey.config import ConfigError
 from covey.core import kl, schedules
-from covey.core.baselines import group_mean_only, group_zscore
+from covey.core.baselines import group_centered, group_zscore
 from covey.data import Batch, Group, collate
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.credits import (
     REFERENCE_SEED,
     episode,
@@ -63,7 +63,7 @@ def advantages(estimate, *groups: Group) -> list[list[float]]:
 
 def test_outcome_by_hand():
     # sums 6 and 2, mean 4: every decision of a rollout shares its advantage, padding has none
-    assert advantages(outcome(group_mean_only), group(episode([1, 2, 3]), episode([0, 2]))) == [[2, 2, 2], [-2, -2, 0]]
+    assert advantages(outcome(group_centered), group(episode([1, 2, 3]), episode([0, 2]))) == [[2, 2, 2], [-2, -2, 0]]
 
 
 # gamma 1/2: returns 2.75 3.5 3 and 1 2; in the other group 4 and 8
@@ -72,20 +72,20 @@ TWO_GROUPS = (group(episode([1, 2, 3]), episode([0, 2])), group(episode([4]), ep
 
 def test_reward_to_go_at_the_same_step_by_hand():
     # steps of the first group: mean 1.875, mean 2.75, a decision alone; of the second: mean 6
-    found = advantages(reward_to_go(group_mean_only, gamma=0.5), *TWO_GROUPS)
+    found = advantages(reward_to_go(group_centered, gamma=0.5), *TWO_GROUPS)
     assert found == [[0.875, 0.75, 0], [-0.875, -0.75, 0], [-2, 0, 0], [2, 0, 0]]
 
 
 def test_reward_to_go_over_the_group_by_hand():
     # (2.75 + 3.5 + 3 + 1 + 2) / 5 = 2.45
-    found = advantages(reward_to_go(group_mean_only, gamma=0.5, same_step=False), *TWO_GROUPS)
+    found = advantages(reward_to_go(group_centered, gamma=0.5, same_step=False), *TWO_GROUPS)
     for made, expected in zip(found, [[0.3, 1.05, 0.55], [-1.45, -0.45, 0], [-2, 0, 0], [2, 0, 0]], strict=True):
         assert made == pytest.approx(expected, abs=1e-6)
 
 
 def test_within_rollout_by_hand():
     # each row with its own mean: 9.25/3 and 1.5; a single decision has nothing to be compared with
-    found = advantages(within_rollout(group_mean_only, gamma=0.5), *TWO_GROUPS)
+    found = advantages(within_rollout(group_centered, gamma=0.5), *TWO_GROUPS)
     assert found[0] == pytest.approx([2.75 - 9.25 / 3, 3.5 - 9.25 / 3, 3 - 9.25 / 3], abs=1e-6)
     assert found[1:] == [[-0.5, 0.5, 0], [0, 0, 0], [0, 0, 0]]
 
@@ -104,9 +104,9 @@ def test_siblings_that_earn_the_same_from_here_on_teach_nothing_here():
     batch, metrics = ready([group(episode([1, 2]), episode([5, 2]))], grpo(kl=NO_KL, credit=CREDITS["same_step"]))
     assert batch.advantages_BT is not None
     assert batch.advantages_BT[:, 1].tolist() == [0, 0]
-    assert metrics["groups/dead_share"] == 0
+    assert metrics["groups/zero_advantage_fraction"] == 0
     _, metrics = ready([group(episode([1, 2]), episode([1, 2]))], grpo(kl=NO_KL, credit=CREDITS["same_step"]))
-    assert metrics["groups/dead_share"] == 1
+    assert metrics["groups/zero_advantage_fraction"] == 1
     assert metrics["update/rows"] == 0
 
 
@@ -179,7 +179,7 @@ def test_a_decision_is_in_one_minibatch_and_the_order_depends_on_step_and_epoch(
     for step in (1, 2, 1):
         learner = Learner(policy := Watching(seed=1), Recorder(policy), it := ToyCritic(), Recorder(it))
         plan = UpdatePlan(epochs=2, minibatches=3, single_decisions=True)
-        update(learner, algorithm, batch, plan, StepSizes(0.1), seed=0, step=step)
+        update(learner, algorithm, batch, plan, StepCoefficients(0.1), seed=0, step=step)
     epochs = [torch.stack(seen[i : i + 3]) for i in range(0, len(seen), 3)]
     assert len(epochs) == 6
     for parts in epochs:
@@ -277,7 +277,7 @@ def test_the_first_step_after_sampling_feels_no_kl_to_the_behavior(estimator):
 
 def test_kl_to_the_behavior_needs_no_reference():
     algorithm = ALGORITHMS["entropy_and_kl"]
-    annotate(
+    prepare_batch(
         collate(random_episodes()), ToyPolicy(seed=1), None, algorithm,
         kl_coefficient=0.3, optimizer_steps=2, mask_truncated=False,
     )  # fmt: skip
@@ -299,13 +299,13 @@ def test_the_entropy_bonus_makes_undecided():
     with torch.no_grad():
         before = policy.evaluate(batch).entropy_BT
     loss = grpo(kl=NO_KL, entropy_coefficient=0.5).loss(policy.evaluate(batch), batch, 0.0).loss
-    assert batch.weights_BT is not None
-    assert loss.item() == pytest.approx(-0.5 * float((batch.weights_BT * before).sum()), rel=1e-6)
+    assert batch.loss_weights_BT is not None
+    assert loss.item() == pytest.approx(-0.5 * float((batch.loss_weights_BT * before).sum()), rel=1e-6)
     loss.backward()
     PlainDescent(policy).step(5.0)
     with torch.no_grad():
         after = policy.evaluate(batch).entropy_BT
-    assert float((batch.weights_BT * (after - before)).sum()) > 0.01
+    assert float((batch.loss_weights_BT * (after - before)).sum()) > 0.01
 
 
 @pytest.mark.parametrize(("coefficient", "share"), [(0.0, 2 / 3), (0.1, 1.0)])

@@ -59,19 +59,19 @@ import pytest
 import torch
 
 from covey.algorithms import cispo, dapo, gspo, reinforce_pp
-from covey.algorithms.advantages import returns_over_batch
+from covey.algorithms.advantages import batch_normalized_returns
 from covey.core import schedules
-from covey.core.baselines import group_mean_only, group_zscore, leave_one_out
+from covey.core.baselines import group_centered, group_zscore, leave_one_out
 from covey.core.kl import exact
 from covey.core.loss_weights import Counts, count
 from covey.core.ratios import sequence_log_ratio
 from covey.data import EndReason, Group, Start, collate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.gradients import AGGREGATIONS, ALGORITHMS, NO_KL, annotated, gradient_of, make, same, step_gradients
 from helpers.tabular_policy import PlainDescent, Recorder, ToyPolicy, random_groups, rollout
 
 RELATIVES = {"dapo": dapo(), "gspo": gspo(), "cispo": cispo(), "reinforce_pp": reinforce_pp(kl=NO_KL)}
-EVERY_ADVANTAGE = pytest.mark.parametrize("advantage", [group_zscore, group_mean_only, leave_one_out])
+EVERY_ADVANTAGE = pytest.mark.parametrize("advantage", [group_zscore, group_centered, leave_one_out])
 
 
 def group(*rollouts, index: int = 0) -> Group:
@@ -86,12 +86,12 @@ def loss_with(advantages: list[float], lengths: list[int], averaging: str, rows:
     ready = replace(
         batch,
         advantages_BT=torch.where(batch.mask_BT, torch.tensor(advantages)[:, None], 0.0),
-        weights_BT=algorithm.aggregation(batch.mask_BT, count(batch.mask_BT)),
+        loss_weights_BT=algorithm.aggregation(batch.mask_BT, count(batch.mask_BT)),
     )
     policy = ToyPolicy(seed=1, rows=rows)
     metrics = update(
         Learner(policy, Recorder(policy)), algorithm, ready, UpdatePlan(),
-        StepSizes(0.1, kl_coefficient=0.0), seed=0, step=1,
+        StepCoefficients(0.1, kl_coefficient=0.0), seed=0, step=1,
     )  # fmt: skip
     return metrics["loss"]
 
@@ -166,11 +166,11 @@ def test_trl_6369_denominator_counts_truncated_tokens():
     # 2 + 2 decisions are left beside 6 that were cut by the limit: each weighs 1/4, not 1/10
     cut = rollout([1] * 6, 0.0, end=EndReason.LENGTH)
     batch = collate([group(rollout([1, 2], 1.0), rollout([3, 4], 0.5), cut)])
-    weights = annotated(batch, make("grpo", "k3_in_loss", "token"), mask_truncated=True)[0].weights_BT
+    weights = annotated(batch, make("grpo", "k3_in_loss", "token"), mask_truncated=True)[0].loss_weights_BT
     assert weights is not None
     assert weights.tolist() == [[0.25, 0.25], [0.25, 0.25]]
     # and two rollouts are left of three: 1 / (2 * 2)
-    weights = annotated(batch, make("grpo", "k3_in_loss"), mask_truncated=True)[0].weights_BT
+    weights = annotated(batch, make("grpo", "k3_in_loss"), mask_truncated=True)[0].loss_weights_BT
     assert weights is not None
     assert weights.tolist() == [[0.25, 0.25], [0.25, 0.25]]
 
@@ -331,7 +331,7 @@ def test_trl_3493_later_passes_used_as_if_on_policy(plan):
             tables.append(policy.table.detach().clone())
             return result
 
-    update(Learner(policy, Watched(policy)), algorithm, ready, plan, StepSizes(20.0), seed=0, step=1)
+    update(Learner(policy, Watched(policy)), algorithm, ready, plan, StepCoefficients(20.0), seed=0, step=1)
     assert len(tables) == 2
     assert not torch.equal(tables[0], ToyPolicy(seed=1).table)
     assert torch.equal(tables[0], tables[1])
@@ -347,7 +347,7 @@ def test_verl_1527_observations_block_the_return():
         seen.append(value_N.tolist())
         return value_N
 
-    assert returns_over_batch(compare)(batch).advantages_BT.tolist() == [[4.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
+    assert batch_normalized_returns(compare)(batch).advantages_BT.tolist() == [[4.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
     assert seen == [[4.0, 4.0, 0.0, 0.0]], "what the policy did not decide is in no mean"
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import ALGORITHMS, Algorithm, KLPenalty, cispo, dapo, grpo, gspo, reinforce, reinforce_pp
-from covey.algorithms.advantages import returns_over_batch
+from covey.algorithms.advantages import batch_normalized_returns
 from covey.core import loss_weights, schedules
 from covey.core.baselines import group_zscore
 from covey.core.kl import k1
 from covey.data import Batch, Group, Start, collate
-from covey.train.prepare import annotate
+from covey.train.prepare import prepare_batch
 from helpers.gradients import same
 from helpers.tabular_policy import ToyPolicy, random_groups, rollout
 
@@ -33,7 +33,7 @@ def ready(groups: list[Group], algorithm: Algorithm, old: ToyPolicy | None) -> B
     """Annotated, with the log-probabilities of the policy that sampled, or of the current one."""
     coefficient = algorithm.kl.coefficient(1)
     options = {"kl_coefficient": coefficient, "optimizer_steps": 1, "mask_truncated": False}
-    batch = annotate(collate(groups), ToyPolicy(seed=1), ToyPolicy(seed=2), algorithm, **options)[0]
+    batch = prepare_batch(collate(groups), ToyPolicy(seed=1), ToyPolicy(seed=2), algorithm, **options)[0]
     return batch if old is None else replace(batch, proximal_logprobs_BT=old.evaluate(batch).logprobs_BT.detach())
 
 
@@ -139,7 +139,7 @@ def test_dapo_is_grpo_with_more_room_above_and_another_mean():
 def test_returns_over_batch_by_hand():
     # rewards 3 at the end of 1 decision and 0 after 2: returns 3, 0, 0 with mean 1 and variance 2, over both groups
     groups = [Group(Start(0, ""), [rollout([1], 3.0)]), Group(Start(1, ""), [rollout([1, 2], 0.0)])]
-    found_BT = returns_over_batch(group_zscore)(collate(groups)).advantages_BT
+    found_BT = batch_normalized_returns(group_zscore)(collate(groups)).advantages_BT
     assert found_BT.tolist() == [
         pytest.approx([2 / math.sqrt(2), 0.0], abs=1e-5),
         pytest.approx([-1 / math.sqrt(2)] * 2, abs=1e-5),
@@ -151,7 +151,7 @@ def test_returns_over_batch_are_discounted_and_start_where_the_decision_is():
     row = rollout([1, 2], 4.0)
     row.step_rewards = [0.0, 4.0]
     batch = collate([Group(Start(0, ""), [row, rollout([3], 0.0)])])
-    found_BT = returns_over_batch(group_zscore, gamma=0.5)(batch).advantages_BT
+    found_BT = batch_normalized_returns(group_zscore, gamma=0.5)(batch).advantages_BT
     std = math.sqrt(8 / 3)
     assert found_BT.flatten().tolist() == pytest.approx([0.0, 2 / std, -2 / std, 0.0], abs=1e-5)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from covey.algorithms import ALGORITHMS, KLPenalty, grpo, rloo
-from covey.algorithms.advantages import process, process_by_step, process_return
+from covey.algorithms.advantages import process, process_by_step, process_return_to_go
 from covey.config import CRITIC_FREE, ConfigError, EvaluationConfig, LossConfig, RunConfig, SamplingConfig, UpdateConfig
 from covey.core import kl, schedules
-from covey.core.baselines import group_mean_only, group_zscore, leave_one_out
+from covey.core.baselines import group_centered, group_zscore, leave_one_out
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.experiment.run import run
 from covey.llm.grader import WeightedReward
@@ -22,8 +22,8 @@ from helpers.gradients import same
 from helpers.tabular_policy import ToyPolicy, generator, random_groups
 from helpers.tiny_models import tiny_folder
 
-CREDITS = {"process": process, "process_by_step": process_by_step, "process_return": process_return}
-COMPARISONS = {"zscore": group_zscore, "mean": group_mean_only, "leave_one_out": leave_one_out}
+CREDITS = {"process": process, "process_by_step": process_by_step, "process_return_to_go": process_return_to_go}
+COMPARISONS = {"zscore": group_zscore, "mean": group_centered, "leave_one_out": leave_one_out}
 
 
 def stepped(length: int, rewards: dict[int, float], *, context: int = 0, failed: bool = False) -> Rollout:
@@ -78,7 +78,7 @@ def step_rewards(item: Rollout) -> list[tuple[int, float]]:
 def worth(item: Rollout, name: str) -> list[tuple[int, float]]:
     """(last decision, what is compared) of every step."""
     steps = step_rewards(item)
-    if name != "process_return":
+    if name != "process_return_to_go":
         return steps
     return [(end, sum(reward for _, reward in steps[k:])) for k, (end, _) in enumerate(steps)]
 
@@ -108,7 +108,7 @@ TWO = group(stepped(5, {1: 1.0, 2: 0.0, 4: 3.0}), stepped(4, {0: 0.0, 3: 1.0}))
 
 
 def test_process_by_hand():
-    found = advantages(process(group_mean_only), TWO)
+    found = advantages(process(group_centered), TWO)
     assert found[0] == pytest.approx([1, 1, 1, 2, 2])  # 0 - 1 + 2, then -1 + 2, then 2
     assert found[1] == pytest.approx([-1, 0, 0, 0, 0])
     scaled = advantages(process(group_zscore), TWO)
@@ -117,14 +117,14 @@ def test_process_by_hand():
 
 def test_process_by_step_by_hand():
     # first steps 1 and 0, second ones 0 and 1, the third has no sibling; the tokens of a step share its advantage
-    found = advantages(process_by_step(group_mean_only), TWO)
+    found = advantages(process_by_step(group_centered), TWO)
     assert found == [[0.5, 0.5, -0.5, 0, 0], [-0.5, 0.5, 0.5, 0.5, 0]]
     assert advantages(process_by_step(group_zscore), TWO)[0] == pytest.approx([1, 1, -1, 0, 0], abs=1e-5)
 
 
 def test_process_return_by_hand():
     # from the first step on 4 and 1, from the second 3 and 1; the third has no sibling
-    found = advantages(process_return(group_mean_only), TWO)
+    found = advantages(process_return_to_go(group_centered), TWO)
     assert found == [[1.5, 1.5, 1, 0, 0], [-1.5, -1, -1, -1, 0]]
 
 
@@ -132,11 +132,11 @@ def test_stopping_early_looks_good_to_the_sum_and_bad_to_the_return():
     """What happened on the embedded model (docs/process.md): every first step right, later ones half the time."""
     stopped = [stepped(1, {0: 1.0}) for _ in range(2)]
     went_on = [stepped(2, {0: 1.0, 1: right}) for right in (1.0, 0.0)]
-    first = {name: [row[0] for row in advantages(CREDITS[name](group_mean_only), group(*stopped, *went_on))]
+    first = {name: [row[0] for row in advantages(CREDITS[name](group_centered), group(*stopped, *went_on))]
              for name in CREDITS}  # fmt: skip
     assert first["process"][0] > fmean(first["process"][2:])
     assert first["process_by_step"] == [0, 0, 0, 0]
-    assert first["process_return"][0] < 0 < fmean(first["process_return"][2:])
+    assert first["process_return_to_go"][0] < 0 < fmean(first["process_return_to_go"][2:])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -162,7 +162,7 @@ def test_a_single_step_is_outcome_supervision(credit, compare):
 
 @pytest.mark.parametrize("credit", CREDITS.values(), ids=CREDITS)
 def test_what_follows_the_last_step_is_credited_with_nothing(credit):
-    found = advantages(credit(group_mean_only), group(stepped(4, {1: 1.0}), stepped(4, {1: 0.0})))
+    found = advantages(credit(group_centered), group(stepped(4, {1: 1.0}), stepped(4, {1: 0.0})))
     assert found == [[0.5, 0.5, 0, 0], [-0.5, -0.5, 0, 0]]
 
 
@@ -170,15 +170,15 @@ def test_what_follows_the_last_step_is_credited_with_nothing(credit):
 def test_steps_that_all_earn_the_same_teach_nothing(credit):
     groups = [group(stepped(4, {1: 0.1, 3: 0.1}), stepped(3, {0: 0.1, 1: 0.1, 2: 0.1}))]
     batch, metrics = ready(groups, grpo(kl=KLPenalty(), credit=credit))
-    assert metrics["groups/dead_share"] == 1
+    assert metrics["groups/zero_advantage_fraction"] == 1
     assert not len(batch)
 
 
 def test_equal_totals_from_different_steps_teach():
     groups = [group(stepped(2, {0: 1.0, 1: 0.0}), stepped(2, {0: 0.0, 1: 1.0}))]
-    assert ready(groups, grpo(kl=KLPenalty()))[1]["groups/dead_share"] == 1
+    assert ready(groups, grpo(kl=KLPenalty()))[1]["groups/zero_advantage_fraction"] == 1
     for credit in CREDITS.values():
-        assert ready(groups, grpo(kl=KLPenalty(), credit=credit))[1]["groups/dead_share"] == 0
+        assert ready(groups, grpo(kl=KLPenalty(), credit=credit))[1]["groups/zero_advantage_fraction"] == 0
 
 
 @pytest.mark.parametrize("credit", CREDITS.values(), ids=CREDITS)

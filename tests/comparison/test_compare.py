@@ -18,7 +18,7 @@ from rich.console import Console
 from covey.cli.main import main
 from covey.comparison import compare as module
 from covey.comparison.compare import compare, find_goal, read_contestants, runs_at_once
-from covey.comparison.parallel_runs import SeedJob, SideBySide, last_step
+from covey.comparison.parallel_runs import ParallelRunner, SeedJob, last_step
 from covey.config import ConfigError, ControlConfig, RunError
 from helpers import recorded_runs
 
@@ -29,9 +29,9 @@ def make_jobs(folder: Path, count: int) -> list[SeedJob]:
     return [SeedJob("x", "x", seed, ControlConfig(steps=4), folder / str(seed)) for seed in range(count)]
 
 
-def side_by_side(work: Callable[[SeedJob], Any], at_once: int) -> SideBySide:
+def side_by_side(work: Callable[[SeedJob], Any], at_once: int) -> ParallelRunner:
     """With the preload of real runs: the server that processes are forked from is started once, by whoever is first."""
-    return SideBySide(work, at_once, preload=("covey.experiment.run",), console=Console(file=io.StringIO()))
+    return ParallelRunner(work, at_once, preload=("covey.experiment.run",), console=Console(file=io.StringIO()))
 
 
 def test_a_few_runs_at_a_time_each_in_its_own_process(tmp_path: Path) -> None:

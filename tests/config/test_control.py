@@ -19,7 +19,7 @@ from covey.config import (
     RolloutsConfig,
     RunConfig,
 )
-from covey.config.fields import leaves
+from covey.config.fields import iter_fields
 from covey.config.recipe import (
     config_from_dict,
     config_to_dict,
@@ -116,7 +116,7 @@ def test_what_stands_for_unset_fields() -> None:
 def test_every_field_has_help() -> None:
     rows = describe_fields(ControlConfig)
     named = {f"{row.section}.{row.name}".removeprefix(".") for row in rows}
-    assert named == {where for where, *_ in leaves(ControlConfig())}
+    assert named == {where for where, *_ in iter_fields(ControlConfig())}
     assert all(row.text and row.type for row in rows)
 
 
@@ -248,7 +248,7 @@ def test_branches_need_the_environment_in_this_process(vectorization: str) -> No
 def test_a_field_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
     others = {"int": "7", "float": "0.25", "bool": "false", "str": "group", "tuple": "7"}
     users = {"ppo": ("--algorithm", "ppo", "--groups", "fragments")}
-    names = {where: item for where, item, *_ in leaves(ControlConfig())}
+    names = {where: item for where, item, *_ in iter_fields(ControlConfig())}
     for where in sorted(USED_ONLY_BY.keys() & names.keys()):
         user = USED_ONLY_BY[where]
         value = "7" if names[where].default is None else others[type(names[where].default).__name__]

@@ -11,7 +11,7 @@ import pytest
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.dependent_fields import get
-from covey.config.fields import check_limits, leaves, plain_type
+from covey.config.fields import check_limits, iter_fields, plain_type
 from covey.config.recipe import read_recipe
 from covey.config.recipe_files import PACKAGED_RECIPES
 
@@ -37,7 +37,7 @@ def test_a_single_change_is_only_refused_for_its_own_sake(name: str) -> None:
     """What is refused names the field that was given, so nothing that the recipe has beside it stands in the way."""
     base = read_recipe(name)
     tasks = [("task", task) for task in TASK_CONFIGS if task != "jsonl"] if isinstance(base, RunConfig) else []
-    fields = [(where, item, hint) for where, item, hint, _ in leaves(base) if not where.startswith("rewards")]
+    fields = [(where, item, hint) for where, item, hint, _ in iter_fields(base) if not where.startswith("rewards")]
     changes = tasks + [(where, value) for where, item, hint in fields for value in tried(item, hint)]
     assert len(changes) > 100
     refused = {change: said for change in changes if (said := refusal(name, *change))}
@@ -105,8 +105,8 @@ overlong_tokens = 10
 [loss]
 kl_coefficient = 0.1
 kl_warmup_steps = 4
-kl_target = 0.1
-kl_horizon = 50
+adaptive_kl_target = 0.1
+adaptive_kl_horizon = 50
 {loss}
 [update]
 warmup_steps = 10
@@ -114,7 +114,7 @@ critic_warmup_steps = 0
 minibatches = 4
 [reference]
 refresh_every = 20
-refresh_share = 0.5
+refresh_fraction = 0.5
 [evaluation]
 token_limits = [20, 40]
 """
@@ -125,9 +125,12 @@ token_limits = [20, 40]
     [
         ("--steps 4", {"update.warmup_steps": 1, "loss.kl_warmup_steps": 0, "reference.refresh_every": 2}),
         ("--steps 80", {"token_budget": 2000, "update.warmup_steps": 10}),
-        ("--kl-coefficient 0", {"loss.kl_warmup_steps": 0, "loss.kl_target": None, "loss.kl_horizon": 10_000}),
-        ("--kl-target none", {"loss.kl_horizon": 10_000}),
-        ("--refresh-every 0", {"reference.refresh_share": 1.0}),
+        (
+            "--kl-coefficient 0",
+            {"loss.kl_warmup_steps": 0, "loss.adaptive_kl_target": None, "loss.adaptive_kl_horizon": 10_000},
+        ),
+        ("--adaptive-kl-target none", {"loss.adaptive_kl_horizon": 10_000}),
+        ("--refresh-every 0", {"reference.refresh_fraction": 1.0}),
         ("--max-new-tokens 8", {"sampling.overlong_tokens": 4, "evaluation.token_limits": (8, 40)}),
         ("--max-new-tokens 40", {"sampling.overlong_tokens": 10, "evaluation.token_limits": (40,)}),
         ("--prompts-per-step 6", {"update.minibatches": 3}),

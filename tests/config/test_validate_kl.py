@@ -24,10 +24,10 @@ TWICE = UpdateConfig(epochs=2)
 @pytest.mark.parametrize(
     ("loss", "update", "message"),
     [
-        ({"kl_target": 0.1}, TWICE, "set loss.kl_coefficient above 0"),
-        ({"kl_target": 0.1, "kl_coefficient": 0.0}, TWICE, "set loss.kl_coefficient above 0"),
-        ({"kl_target": 0.0, "kl_coefficient": 0.1}, TWICE, "loss.kl_target must be above 0"),
-        ({"kl_horizon": 500}, TWICE, "only kl_target uses it"),
+        ({"adaptive_kl_target": 0.1}, TWICE, "set loss.kl_coefficient above 0"),
+        ({"adaptive_kl_target": 0.1, "kl_coefficient": 0.0}, TWICE, "set loss.kl_coefficient above 0"),
+        ({"adaptive_kl_target": 0.0, "kl_coefficient": 0.1}, TWICE, "loss.adaptive_kl_target must be above 0"),
+        ({"adaptive_kl_horizon": 500}, TWICE, "only adaptive_kl_target uses it"),
         ({"kl_warmup_steps": 5, "kl_coefficient": 0.0}, TWICE, "kl_coefficient is 0"),
         ({"kl_anchor": "behavior", "kl_coefficient": 0.1}, UpdateConfig(), "their KL is 0: raise one of them"),
         ({"kl_anchor": "behavior", "kl_estimator": "exact"}, TWICE, "use 'k3', or set kl_anchor to 'reference'"),
@@ -44,8 +44,8 @@ def test_what_would_not_pull_is_refused(loss, update, message):
 @pytest.mark.parametrize(
     "loss",
     [
-        {"kl_target": 0.1, "kl_coefficient": 0.05, "kl_horizon": 500, "kl_warmup_steps": 3},
-        {"kl_anchor": "behavior", "kl_coefficient": 0.05, "kl_target": 0.01},
+        {"adaptive_kl_target": 0.1, "kl_coefficient": 0.05, "adaptive_kl_horizon": 500, "kl_warmup_steps": 3},
+        {"kl_anchor": "behavior", "kl_coefficient": 0.05, "adaptive_kl_target": 0.01},
         {"kl_anchor": "behavior", "kl_estimator": "k1"},
         {"kl_estimator": "exact", "importance_cap": 2.0},
     ],
@@ -56,15 +56,15 @@ def test_what_pulls_is_allowed(loss):
 
 def test_a_share_without_a_refresh_is_refused():
     with pytest.raises(ConfigError, match=r"set reference\.refresh_every"):
-        validate(replace(GOOD, reference=ReferenceConfig(refresh_share=0.1)))
-    validate(replace(GOOD, reference=ReferenceConfig(refresh_every=5, refresh_share=0.1)))
+        validate(replace(GOOD, reference=ReferenceConfig(refresh_fraction=0.1)))
+    validate(replace(GOOD, reference=ReferenceConfig(refresh_every=5, refresh_fraction=0.1)))
 
 
 def test_the_rules_hold_in_control():
-    tables = {"environment": {"id": "CartPole-v1"}, "loss": {"kl_target": 0.1}}
+    tables = {"environment": {"id": "CartPole-v1"}, "loss": {"adaptive_kl_target": 0.1}}
     with pytest.raises(ConfigError, match=r"set loss\.kl_coefficient above 0"):
         validate(config_from_dict(tables))
-    validate(config_from_dict(tables | {"loss": {"kl_target": 0.1, "kl_coefficient": 0.05}}))
+    validate(config_from_dict(tables | {"loss": {"adaptive_kl_target": 0.1, "kl_coefficient": 0.05}}))
     once = {"update": {"epochs": 1}, "loss": {"kl_anchor": "behavior", "kl_coefficient": 0.1}}
     with pytest.raises(ConfigError, match="raise one of them"):
         validate(config_from_dict(tables | once))

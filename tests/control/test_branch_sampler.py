@@ -12,8 +12,8 @@ from covey.algorithms import grpo
 from covey.control.branch_sampler import BranchSampler
 from covey.control.envs.vector_env import Environments
 from covey.control.policy import ControlPolicy
-from covey.control.reward_scaling import AsPaid
-from covey.control.tasks import EpisodeStarts
+from covey.control.reward_scaling import NoScaling
+from covey.control.tasks import ResetSeeds
 from covey.data import Group, Rollout, Start, collate
 from covey.runtime.rng import BRANCHING, SAMPLING, uniforms
 from helpers import counting_environment, toy_envs
@@ -33,11 +33,11 @@ def sampler_on(
 ) -> BranchSampler:
     environments, trunks = toy_envs.made(name, starts * size), toy_envs.made(name, starts)
     policy = toy_envs.policy_for(environments, spread=spread)
-    return BranchSampler(policy, environments, seed, AsPaid(), GAMMA, trunks=trunks, horizon=horizon)
+    return BranchSampler(policy, environments, seed, NoScaling(), GAMMA, trunks=trunks, horizon=horizon)
 
 
 def sample(sampler: BranchSampler, step: int = 1) -> list[Group]:
-    starts = EpisodeStarts().draw(sampler.seed, step, sampler.trunks.count)
+    starts = ResetSeeds().draw(sampler.seed, step, sampler.trunks.count)
     return sampler.sample(starts, sampler.environments.count // sampler.trunks.count, step)
 
 
@@ -189,7 +189,7 @@ def test_what_was_used_of_the_environment_is_counted() -> None:
 def test_what_branches_saw_moves_the_scale_of_observations() -> None:
     environments, trunks = toy_envs.made("CartPole-v1", 4), toy_envs.made("CartPole-v1", 2)
     policy = toy_envs.policy_for(environments, normalised=True)
-    sampler = BranchSampler(policy, environments, SEED, AsPaid(), GAMMA, trunks=trunks, horizon=5)
+    sampler = BranchSampler(policy, environments, SEED, NoScaling(), GAMMA, trunks=trunks, horizon=5)
     batch = collate(sample(sampler))
     assert policy.normaliser.count == 0
     assert torch.allclose(policy.evaluate(batch).logprobs_BT, batch.behavior_logprobs_BT, atol=1e-5)

@@ -12,11 +12,11 @@ import torch
 
 from covey.control.envs.vector_env import Environments
 from covey.control.policy import ControlCritic
-from covey.control.reward_scaling import AsPaid
+from covey.control.reward_scaling import NoScaling
 from covey.control.sampler import FragmentSampler
-from covey.control.tasks import EpisodeStarts
+from covey.control.tasks import ResetSeeds
 from covey.data import Batch, EndReason, Group, collate
-from covey.train.loop import Parts
+from covey.train.loop import Components
 from helpers import counting_environment, toy_envs
 from helpers.counting_environment import COUNTING
 
@@ -44,12 +44,12 @@ def environments(request: pytest.FixtureRequest) -> Iterator[Environments]:
 
 def sampler_of(environments: Environments, steps: int = STEPS, seed: int = 5) -> FragmentSampler:
     policy = toy_envs.policy_for(environments, spread=0.0)  # every action as likely as any other
-    return FragmentSampler(policy, environments, seed, AsPaid(), 0.9, steps=steps)
+    return FragmentSampler(policy, environments, seed, NoScaling(), 0.9, steps=steps)
 
 
 def sample(sampler: FragmentSampler, step: int) -> list[Group]:
     count = sampler.environments.count
-    return sampler.sample(EpisodeStarts().draw(sampler.seed, step, count), 1, step)
+    return sampler.sample(ResetSeeds().draw(sampler.seed, step, count), 1, step)
 
 
 def check_rows(batch: Batch) -> None:
@@ -149,7 +149,7 @@ def test_a_critic_is_asked_about_the_state_after_the_last_decision(environments:
     batch = collate(sample(sampler, 2))
     critic = ControlCritic(3, hidden=(4,), normaliser=None, seed=0)
     last_BD = torch.tensor(np.stack([context[-1] for context in batch.context]))
-    torch.testing.assert_close(critic.next_values(batch), critic.module(last_BD)[:, 0].detach())
+    torch.testing.assert_close(critic.bootstrap_values(batch), critic.module(last_BD)[:, 0].detach())
 
 
 def test_fragments_depend_on_their_slot_alone() -> None:
@@ -168,7 +168,7 @@ def test_the_policy_that_sampled_is_the_one_that_learns() -> None:
     """The scale of observations stands still during a step and moves at its end, by what the step saw."""
     environments = toy_envs.made("CartPole-v1", 4)
     policy = toy_envs.policy_for(environments, normalised=True)
-    sampler = FragmentSampler(policy, environments, 1, AsPaid(), 0.9, steps=30)
+    sampler = FragmentSampler(policy, environments, 1, NoScaling(), 0.9, steps=30)
     seen = []
     for step in range(1, 4):
         groups = sample(sampler, step)
@@ -247,7 +247,7 @@ def test_a_time_limit_is_no_death(mode: str, mistaken: bool, tmp_path: Path) -> 
         }
     )
 
-    def change(parts: Parts) -> Parts:
+    def change(parts: Components) -> Components:
         return replace(parts, grader=TruncationIsDeath()) if mistaken else parts
 
     critic = toy_envs.train_quietly(config, tmp_path / "run", change).critic

@@ -13,8 +13,8 @@ from torch import nn
 
 from covey.config import ConfigError
 from covey.control.action_spaces import Continuous, Discrete
-from covey.control.nets.mlp import Perceptron
-from covey.control.nets.running_mean_std import RunningMoments
+from covey.control.nets.mlp import _MLPFunction
+from covey.control.nets.running_mean_std import RunningMeanStd
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 
@@ -33,8 +33,8 @@ def source(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def moments() -> RunningMoments:
-    made = RunningMoments(D)
+def moments() -> RunningMeanStd:
+    made = RunningMeanStd(D)
     made.update(source(9).standard_normal((100, D)).astype("f") * 3 + 1)
     return made
 
@@ -48,7 +48,7 @@ def scramble(module: nn.Module, seed: int = 0) -> None:
             parameter.copy_(wide * torch.randn(parameter.shape, generator=generator))
 
 
-def make(space: str, *, normaliser: RunningMoments | None = None, activation: str = "tanh", **options) -> ControlPolicy:
+def make(space: str, *, normaliser: RunningMeanStd | None = None, activation: str = "tanh", **options) -> ControlPolicy:
     policy = ControlPolicy(
         D, SPACES[space], hidden=(16, 12), activation=activation, normaliser=normaliser, seed=1, **options
     )
@@ -118,10 +118,10 @@ def test_evaluation_is_that_of_the_distribution(space, normalised):
     torch.testing.assert_close(evaluation.logprobs_BT[mask], expected.log_prob(batch.actions_BT[mask]), **close)
     torch.testing.assert_close(evaluation.entropy_BT[mask], expected.entropy(), **close)
     if isinstance(policy.actions, Discrete):
-        torch.testing.assert_close(evaluation.distribution_BTV[mask], expected.logits, **close)
-        torch.testing.assert_close(evaluation.distribution_BTV[mask].exp().sum(-1), torch.ones(mask.sum()))
+        torch.testing.assert_close(evaluation.all_logprobs_BTV[mask], expected.logits, **close)
+        torch.testing.assert_close(evaluation.all_logprobs_BTV[mask].exp().sum(-1), torch.ones(mask.sum()))
     else:
-        assert evaluation.distribution_BTV is None
+        assert evaluation.all_logprobs_BTV is None
 
 
 @pytest.mark.parametrize("space", SPACES)
@@ -132,13 +132,13 @@ def test_gradients_are_those_of_torchs_own_layers(space, activation):
     weight = torch.randn(batch.mask_BT.shape, generator=torch.Generator().manual_seed(0))
     evaluation = policy.evaluate(batch)
     loss = (weight * (evaluation.logprobs_BT + 0.5 * evaluation.entropy_BT)).sum()
-    if evaluation.distribution_BTV is not None:
-        loss = loss + (weight * evaluation.distribution_BTV[..., 0]).sum()
+    if evaluation.all_logprobs_BTV is not None:
+        loss = loss + (weight * evaluation.all_logprobs_BTV[..., 0]).sum()
     loss.backward()
     expected = distribution(policy, outputs(policy, batch))
     mask = batch.mask_BT
     again = (weight[mask] * (expected.log_prob(batch.actions_BT[mask]) + 0.5 * expected.entropy())).sum()
-    if evaluation.distribution_BTV is not None:
+    if evaluation.all_logprobs_BTV is not None:
         again = again + (weight[mask] * expected.logits[:, 0]).sum()
     wanted = torch.autograd.grad(again, list(policy.module.parameters()))
     assert sum(float(gradient.abs().sum()) for gradient in wanted) > 0 or space == "one"
@@ -154,7 +154,7 @@ def test_the_backward_pass_is_the_slope_of_the_forward_pass(activation, widths):
     x, *parameters = (torch.randn(s, dtype=torch.float64, generator=generator) for s in [(6, widths[0]), *shapes])
     for parameter in parameters:
         parameter.requires_grad_()
-    assert torch.autograd.gradcheck(lambda *p: Perceptron.apply(x, activation, *p), parameters)
+    assert torch.autograd.gradcheck(lambda *p: _MLPFunction.apply(x, activation, *p), parameters)
 
 
 @pytest.mark.parametrize("space", ["two", "four"])
@@ -164,7 +164,7 @@ def test_actions_come_as_often_as_they_are_likely(space):
     for observation in source(3).standard_normal((5, D)).astype("f"):
         batch = rolled_out(policy, (1,))
         batch.context = (np.stack([observation, observation]),)
-        probability = policy.evaluate(batch).distribution_BTV[0, 0].exp().detach().numpy()
+        probability = policy.evaluate(batch).all_logprobs_BTV[0, 0].exp().detach().numpy()
         uniform = source(4).permutation((np.arange(count) + 0.5) / count)
         actions, _ = policy.act(np.tile(observation, (count, 1)), uniform)
         assert actions.dtype == np.int64
@@ -182,7 +182,7 @@ def test_gaussian_actions_are_the_quantiles_of_the_uniform_numbers():
     assert actions.dtype == np.float32
     normal = np.vectorize(NormalDist().inv_cdf)(uniform)
     std = policy.module.log_std_A.detach().exp().numpy()
-    np.testing.assert_allclose(actions, policy.best(observation) + std * normal, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actions, policy.greedy_action(observation) + std * normal, rtol=1e-5, atol=1e-5)
 
 
 def test_initial_std_is_the_spread_of_the_first_actions():
@@ -212,12 +212,12 @@ def test_best_is_the_mode(space):
     policy = make(space)
     batch = rolled_out(policy, (20,))
     output = outputs(policy, batch).detach()
-    best = policy.best(batch.context[0][:-1])
+    greedy_action = policy.greedy_action(batch.context[0][:-1])
     if isinstance(policy.actions, Discrete):
-        np.testing.assert_array_equal(best, output.argmax(dim=1).numpy())
-        assert space == "one" or len(set(best)) > 1
+        np.testing.assert_array_equal(greedy_action, output.argmax(dim=1).numpy())
+        assert space == "one" or len(set(greedy_action)) > 1
     else:
-        np.testing.assert_allclose(best, output.numpy(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(greedy_action, output.numpy(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("space", SPACES)
@@ -235,7 +235,7 @@ def test_columns_nobody_decided_are_zero_and_never_read(space):
     part = policy.evaluate(spoilt)
     pairs = [(full.logprobs_BT, part.logprobs_BT), (full.entropy_BT, part.entropy_BT)]
     if isinstance(policy.actions, Discrete):
-        pairs.append((full.distribution_BTV, part.distribution_BTV))
+        pairs.append((full.all_logprobs_BTV, part.all_logprobs_BTV))
     for whole, found in pairs:
         torch.testing.assert_close(found[holes], whole[holes])
         assert (found[~holes] == 0).all()
@@ -297,7 +297,7 @@ def test_answers_are_not_overwritten_by_the_next_call():
         answers = []
         for _ in range(2):
             x = random.standard_normal((4, D)).astype("f")
-            now = [*policy.act(x, random.random((4, 3 if space == "gaussians" else 1))), policy.best(x)]
+            now = [*policy.act(x, random.random((4, 3 if space == "gaussians" else 1))), policy.greedy_action(x)]
             now.append(critic.values_of(x))
             answers.append((now, [array.copy() for array in now]))
         for now, then in answers:
@@ -334,7 +334,7 @@ def test_critic_reads_the_states_before_the_decisions_and_the_one_after_the_last
     critic = ControlCritic(D, hidden=(16,), normaliser=moments() if normalised else None, seed=2)
     batch = rolled_out(make("two"))
     batch.mask_BT[0, 6] = batch.mask_BT[0, 2] = False
-    values, after = critic.values(batch), critic.next_values(batch)
+    values, after = critic.values(batch), critic.bootstrap_values(batch)
     for row, length in enumerate(LENGTHS):
         every = critic.values_of(batch.context[row])
         decided = batch.mask_BT[row, :length].numpy()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from covey.control.branch_sampler import BranchSampler
-from covey.control.reward_scaling import AsPaid, ByRunningStd, Clipped
+from covey.control.reward_scaling import ClipReward, NoScaling, RunningStdScaling
 from covey.control.sampler import EpisodeSampler, FragmentSampler
-from covey.control.tasks import EpisodeStarts
+from covey.control.tasks import ResetSeeds
 from covey.data import EndReason, Group
 from helpers import counting_environment, toy_envs
 from helpers.counting_environment import COUNTING
@@ -38,7 +38,7 @@ def everything(shape: tuple[int, int]) -> np.ndarray:
 
 
 def test_divided_by_the_deviation_of_the_running_return() -> None:
-    scale = ByRunningStd(GAMMA)
+    scale = RunningStdScaling(GAMMA)
     rewards_NT = np.array([[1.0, 2.0, -3.0], [4.0, 0.0, 5.0]])
     ended_NT = np.array([[False, True, False], [False, False, False]])
     scaled_NT = scale.scale(rewards_NT, ended_NT, everything((2, 3)))
@@ -53,7 +53,7 @@ def test_divided_by_the_deviation_of_the_running_return() -> None:
 
 def test_entries_that_are_no_decisions_count_nothing() -> None:
     """A slot that rests earns nothing; taking its zeros for returns would shrink the scale."""
-    scale, alone = ByRunningStd(GAMMA), ByRunningStd(GAMMA)
+    scale, alone = RunningStdScaling(GAMMA), RunningStdScaling(GAMMA)
     counted_NT = np.array([[True, True, True, True], [True, True, False, False]])
     ended_NT = np.array([[False, False, False, True], [False, True, False, False]])
     rewards_NT = np.array([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 0.0, 0.0]])
@@ -64,7 +64,7 @@ def test_entries_that_are_no_decisions_count_nothing() -> None:
 
 
 def test_cut_to_ten_deviations() -> None:
-    scale = ByRunningStd(GAMMA)
+    scale = RunningStdScaling(GAMMA)
     rewards_NT = np.zeros((1, 400))
     rewards_NT[0, [7, 300]] = 1000.0, -1000.0
     scaled_NT = scale.scale(rewards_NT, everything((1, 400)), everything((1, 400)))
@@ -72,13 +72,13 @@ def test_cut_to_ten_deviations() -> None:
 
 
 def test_rewards_that_are_all_alike_stay_finite() -> None:
-    scaled_NT = ByRunningStd(0.0).scale(np.ones((1, 5)), everything((1, 5)), everything((1, 5)))
+    scaled_NT = RunningStdScaling(0.0).scale(np.ones((1, 5)), everything((1, 5)), everything((1, 5)))
     assert np.isfinite(scaled_NT).all()
 
 
 def test_the_running_scale_is_saved_to_the_last_bit() -> None:
     rng = np.random.default_rng(0)
-    first, second = ByRunningStd(GAMMA), ByRunningStd(GAMMA)
+    first, second = RunningStdScaling(GAMMA), RunningStdScaling(GAMMA)
     ended_NT = rng.random((3, 20)) < 0.2
     first.scale(rng.normal(size=(3, 20)), ended_NT, everything((3, 20)))
     second.load_state_dict(first.state_dict())
@@ -90,8 +90,8 @@ def test_the_running_scale_is_saved_to_the_last_bit() -> None:
 def test_clipped_and_as_paid() -> None:
     rewards_NT = np.array([[-7.0, 0.5, 3.0]])
     whole = everything((1, 3))
-    assert Clipped().scale(rewards_NT, whole, whole).tolist() == [[-1.0, 0.5, 1.0]]
-    assert AsPaid().scale(rewards_NT, whole, whole).tolist() == [[-7.0, 0.5, 3.0]]
+    assert ClipReward().scale(rewards_NT, whole, whole).tolist() == [[-1.0, 0.5, 1.0]]
+    assert NoScaling().scale(rewards_NT, whole, whole).tolist() == [[-7.0, 0.5, 3.0]]
 
 
 def rollouts_of(groups: list[Group]) -> list:
@@ -102,11 +102,11 @@ def rollouts_of(groups: list[Group]) -> list:
 def test_episodes_scale_by_their_own_returns(slots: int) -> None:
     """However many slots there are, and however long some of them rest. Scores stay as they were paid."""
     environments = toy_envs.made(COUNTING, slots)
-    scale = ByRunningStd(GAMMA)
+    scale = RunningStdScaling(GAMMA)
     sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, 3, scale, GAMMA)
     paid = []
     for step in (1, 2):
-        rollouts = rollouts_of(sampler.sample(EpisodeStarts().draw(3, step, 4), 3, step))
+        rollouts = rollouts_of(sampler.sample(ResetSeeds().draw(3, step, 4), 3, step))
         for rollout in rollouts:
             made_T = rollout.context[1:, 2]
             paid.append((made_T + 100 * (rollout.actions == 2)).tolist())
@@ -120,11 +120,11 @@ def test_episodes_scale_by_their_own_returns(slots: int) -> None:
 def test_fragments_scale_by_the_returns_of_whole_episodes(mode: str) -> None:
     """The forward return goes on over the ends of fragments, and no reset counts as a step."""
     environments = toy_envs.made(COUNTING, 3, autoreset=mode)
-    scale = ByRunningStd(GAMMA)
+    scale = RunningStdScaling(GAMMA)
     sampler = FragmentSampler(toy_envs.policy_for(environments), environments, 3, scale, GAMMA, steps=4)
     paid: list[list[list[float]]] = [[[]], [[]], [[]]]  # slot, episode, step
     for step in range(1, 6):
-        for slot, group in enumerate(sampler.sample(EpisodeStarts().draw(3, step, 3), 1, step)):
+        for slot, group in enumerate(sampler.sample(ResetSeeds().draw(3, step, 3), 1, step)):
             for rollout in group.rollouts:
                 paid[slot][-1] += (rollout.context[1:, 2] + 100 * (rollout.actions == 2)).tolist()
                 if rollout.end is not EndReason.CUT:
@@ -135,11 +135,11 @@ def test_fragments_scale_by_the_returns_of_whole_episodes(mode: str) -> None:
 def test_a_branch_that_was_cut_does_not_go_on_in_the_next_step() -> None:
     """Endless pays 1 a step: every branch of two steps has the returns 1 and 1.9, in the first step and in all."""
     environments, trunks = toy_envs.made(toy_envs.ENDLESS, 6), toy_envs.made(toy_envs.ENDLESS, 2)
-    scale = ByRunningStd(GAMMA)
+    scale = RunningStdScaling(GAMMA)
     sampler = BranchSampler(toy_envs.policy_for(environments), environments, 3, scale, GAMMA, trunks=trunks, horizon=2)
     lengths = []
     for step in range(1, 6):
-        rollouts = rollouts_of(sampler.sample(EpisodeStarts().draw(3, step, 2), 3, step))
+        rollouts = rollouts_of(sampler.sample(ResetSeeds().draw(3, step, 2), 3, step))
         lengths += [int(rollout.text.split()[0]) for rollout in rollouts]
         assert scale.std == pytest.approx(by_hand([[1.0] * length for length in lengths]).std())
         for rollout, length in zip(rollouts, lengths[-6:], strict=True):

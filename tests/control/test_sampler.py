@@ -9,10 +9,10 @@ import pytest
 
 from covey.control.envs.vector_env import Environments, Step
 from covey.control.policy import ControlPolicy
-from covey.control.reward_scaling import AsPaid
-from covey.control.rollout_buffer import Draws, play
+from covey.control.reward_scaling import NoScaling
+from covey.control.rollout_buffer import ActionRng, collect_episodes
 from covey.control.sampler import EpisodeSampler
-from covey.control.tasks import EpisodeStarts, reset_seeds
+from covey.control.tasks import ResetSeeds, reset_seeds
 from covey.data import EndReason, Group, Rollout, collate
 from covey.runtime.rng import SAMPLING, uniforms
 from helpers import counting_environment, toy_envs
@@ -32,8 +32,8 @@ def sample(
     environments: Any, step: int = 1, seed: int = SEED, policy: ControlPolicy | None = None, starts: int = STARTS
 ) -> list[Group]:
     policy = policy or toy_envs.policy_for(environments, spread=1.0)
-    sampler = EpisodeSampler(policy, environments, seed, AsPaid(), 1.0)
-    return sampler.sample(EpisodeStarts().draw(seed, step, starts), SIZE, step)
+    sampler = EpisodeSampler(policy, environments, seed, NoScaling(), 1.0)
+    return sampler.sample(ResetSeeds().draw(seed, step, starts), SIZE, step)
 
 
 def rollouts_of(groups: list[Group]) -> list[Rollout]:
@@ -54,8 +54,8 @@ def assert_same(groups: list[Group], others: list[Group]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_four_rollouts_are_two_and_two_more(name: str) -> None:
     environments = toy_envs.made(name, 3)
-    sampler = EpisodeSampler(toy_envs.policy_for(environments, spread=1.0), environments, SEED, AsPaid(), 1.0)
-    starts = EpisodeStarts().draw(SEED, 1, STARTS)
+    sampler = EpisodeSampler(toy_envs.policy_for(environments, spread=1.0), environments, SEED, NoScaling(), 1.0)
+    starts = ResetSeeds().draw(SEED, 1, STARTS)
     whole = sampler.sample(starts, 4, 1)
     assert_same(sampler.sample(starts, 2, 1), [Group(group.start, group.rollouts[:2]) for group in whole])
     assert_same(sampler.sample(starts[1:], 2, 1, 2), [Group(group.start, group.rollouts[2:]) for group in whole[1:]])
@@ -142,7 +142,7 @@ def test_actions_come_from_the_numbers_of_their_own_decision() -> None:
 
 
 def test_numbers_drawn_ahead_are_those_of_their_positions() -> None:
-    draws = Draws(7, 3, slots=2, numbers=2, stream=SAMPLING)
+    draws = ActionRng(7, 3, slots=2, numbers=2, stream=SAMPLING)
     draws.begin(0, group=5, rollout=6)
     draws.begin(1, group=8, rollout=9, position=100)
     drawn = np.stack([draws.next() for _ in range(150)])
@@ -183,21 +183,21 @@ def test_time_limits_and_deaths_are_told_apart() -> None:
 
 def test_the_reward_is_the_discounted_return_and_the_score_the_plain_one() -> None:
     environments = toy_envs.made(COUNTING, 12)
-    sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, SEED, AsPaid(), 0.5)
-    for rollout in rollouts_of(sampler.sample(EpisodeStarts().draw(SEED, 1, STARTS), SIZE, 1)):
+    sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, SEED, NoScaling(), 0.5)
+    for rollout in rollouts_of(sampler.sample(ResetSeeds().draw(SEED, 1, STARTS), SIZE, 1)):
         assert rollout.score == sum(rollout.step_rewards)
         assert rollout.reward == pytest.approx(sum(0.5**t * r for t, r in enumerate(rollout.step_rewards)))
 
 
 def test_what_was_used_of_the_environment_is_counted() -> None:
     environments = toy_envs.made(COUNTING, 4, action_repeat=2)
-    sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, SEED, AsPaid(), 1.0)
+    sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, SEED, NoScaling(), 1.0)
     steps = 0
     for step in (1, 2):
-        rollouts = rollouts_of(sampler.sample(EpisodeStarts().draw(SEED, step, STARTS), SIZE, step))
+        rollouts = rollouts_of(sampler.sample(ResetSeeds().draw(SEED, step, STARTS), SIZE, step))
         steps += sum(int(rollout.context[0, 1]) for rollout in rollouts)
     assert sampler.counters() == {"environment/steps": steps, "environment/episodes": 2 * STARTS * SIZE}
-    again = EpisodeSampler(sampler.policy, environments, SEED, AsPaid(), 1.0)
+    again = EpisodeSampler(sampler.policy, environments, SEED, NoScaling(), 1.0)
     again.load_state_dict(sampler.state_dict())
     assert again.counters() == sampler.counters()
 
@@ -206,17 +206,17 @@ def test_greedy_play_takes_the_best_action_and_no_random_number() -> None:
     environments = toy_envs.made("CartPole-v1", 3)
     policy = toy_envs.policy_for(environments)
     seeds = reset_seeds(0, 0, np.arange(7), 0)
-    segments, tape = play(environments, policy, seeds, None)
-    others, other_tape = play(toy_envs.made("CartPole-v1", 7), policy, seeds, None)
+    segments, tape = collect_episodes(environments, policy, seeds, None)
+    others, other_tape = collect_episodes(toy_envs.made("CartPole-v1", 7), policy, seeds, None)
     for segment, other in zip(segments, others, strict=True):
         rollout = tape.rollout(segment, 0)
         assert rollout.context.tolist() == other_tape.rollout(other, 0).context.tolist()
         for observation_D, action in zip(rollout.context[:-1], rollout.actions, strict=True):
-            assert policy.best(observation_D[None])[0] == action
+            assert policy.greedy_action(observation_D[None])[0] == action
 
 
 def test_starts_are_a_function_of_seed_and_step_and_held_out_ones_are_other() -> None:
-    task = EpisodeStarts()
+    task = ResetSeeds()
     assert task.draw(1, 2, 50) == task.draw(1, 2, 60)[:50]
     assert task.draw(1, 2, 10, first=50, before=500) == task.draw(1, 2, 60)[50:]
     drawn = [start.prompt for seed in (0, 1) for step in (0, 1, 2) for start in task.draw(seed, step, 50)]

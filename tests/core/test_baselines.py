@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from covey.core.baselines import group_mean_only, group_zscore, leave_one_out
+from covey.core.baselines import group_centered, group_zscore, leave_one_out
 
-EVERY = pytest.mark.parametrize("advantage", [group_zscore, group_mean_only, leave_one_out])
+EVERY = pytest.mark.parametrize("advantage", [group_zscore, group_centered, leave_one_out])
 
 
 def of(*rewards: float, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +58,7 @@ def test_default_std_is_the_populations():
 
 def test_mean_only_by_hand():
     # mean of 1 2 3 6 is 3
-    assert group_mean_only(*of(1, 2, 3, 6)).tolist() == [-2.0, -1.0, 0.0, 3.0]
+    assert group_centered(*of(1, 2, 3, 6)).tolist() == [-2.0, -1.0, 0.0, 3.0]
 
 
 def test_leave_one_out_by_hand():
@@ -69,25 +69,25 @@ def test_leave_one_out_by_hand():
 
 def test_groups_are_compared_with_themselves_only():
     # (1, 3) has mean 2; (10, 20, 60) has mean 30
-    assert group_mean_only(*groups([[1, 3], [10, 20, 60]])).tolist() == [-1, 1, -20, -10, 30]
+    assert group_centered(*groups([[1, 3], [10, 20, 60]])).tolist() == [-1, 1, -20, -10, 30]
 
 
 def test_rows_of_a_group_need_not_be_neighbours():
     reward = torch.tensor([1.0, 10.0, 3.0, 30.0])
     number = torch.tensor([0, 1, 0, 1])
-    assert group_mean_only(reward, number, torch.ones(4, dtype=torch.bool)).tolist() == [-1, -10, 1, 10]
+    assert group_centered(reward, number, torch.ones(4, dtype=torch.bool)).tolist() == [-1, -10, 1, 10]
 
 
 def test_zscore_is_mean_only_divided_by_the_std():
     rewards = groups([[1, 2, 3, 6], [0.5, -0.5, 2]])
     std = torch.cat([r.std(correction=0).expand(len(r)) for r in rewards[0].split([4, 3])])
-    torch.testing.assert_close(group_zscore(*rewards, eps=0) * std, group_mean_only(*rewards))
+    torch.testing.assert_close(group_zscore(*rewards, eps=0) * std, group_centered(*rewards))
 
 
 def test_leave_one_out_is_mean_only_scaled():
     rewards = groups([[1, 2, 3, 6], [0.5, -0.5, 2]])
     scale = torch.tensor([4 / 3] * 4 + [3 / 2] * 3, dtype=torch.float64)
-    torch.testing.assert_close(leave_one_out(*rewards), scale * group_mean_only(*rewards))
+    torch.testing.assert_close(leave_one_out(*rewards), scale * group_centered(*rewards))
 
 
 finite = st.floats(-1e3, 1e3, width=32)

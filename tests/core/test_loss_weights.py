@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from covey.core.baselines import group_mean_only, group_zscore
+from covey.core.baselines import group_centered, group_zscore
 from covey.core.loss_weights import Counts, constant_length, count, sequence_mean, token_mean
 
 # three rollouts of 3, 1 and 0 decisions; the first has a gap (a tool's answer) in its second column
@@ -83,7 +83,7 @@ def test_dr_grpo_is_grpo_times_std_and_length():
     group, valid = torch.tensor([0, 0, 0, 1, 1]), torch.ones(5, dtype=torch.bool)
     mask = torch.arange(6) < torch.tensor([6, 2, 3, 1, 4])[:, None]
     grpo = sequence_mean(mask, count(mask)) * group_zscore(reward, group, valid, eps=0)[:, None]
-    dr_grpo = constant_length(10)(mask, count(mask)) * group_mean_only(reward, group, valid)[:, None]
+    dr_grpo = constant_length(10)(mask, count(mask)) * group_centered(reward, group, valid)[:, None]
     std = torch.tensor([reward[:3].std(correction=0)] * 3 + [reward[3:].std(correction=0)] * 2)
     length = mask.sum(dim=1)
     torch.testing.assert_close(grpo * (std * length / 10)[:, None], dr_grpo, rtol=1e-6, atol=1e-9)

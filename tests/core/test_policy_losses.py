@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.core.policy_losses import capped_score, clipped_ratio, score_function
+from covey.core.policy_losses import cispo, policy_gradient, ppo_clip
 from covey.core.ratios import token_log_ratio
 
 
 def clipped(ratio: list[float], advantage: list[float], **options: float) -> tuple[list[float], list[float], Tensor]:
     """Loss, gradient in the log-ratio, and where each bound was active."""
     log_ratio = torch.tensor([ratio], dtype=torch.float64).log().requires_grad_()
-    made = clipped_ratio(log_ratio, log_ratio, torch.tensor([advantage], dtype=torch.float64), **options)
+    made = ppo_clip(log_ratio, log_ratio, torch.tensor([advantage], dtype=torch.float64), **options)
     made.loss_BT.sum().backward()
     assert log_ratio.grad is not None
     active = torch.stack([made.clipped_low_BT[0], made.clipped_high_BT[0]])
@@ -77,7 +77,7 @@ def test_bounds_are_reported_exactly_where_the_gradient_is_gone(dual_clip):
 def test_score_function_by_hand():
     # -A log pi: -2 * -0.5 = 1, -(-1) * -3 = -3
     logprobs = torch.tensor([[-0.5, -3.0]], requires_grad=True)
-    made = score_function(logprobs, torch.zeros(1, 2), torch.tensor([[2.0, -1.0]]))
+    made = policy_gradient(logprobs, torch.zeros(1, 2), torch.tensor([[2.0, -1.0]]))
     made.loss_BT.sum().backward()
     assert made.loss_BT.tolist() == [[1.0, -3.0]]
     assert logprobs.grad is not None
@@ -90,7 +90,7 @@ def test_ratio_one_gives_reinforces_gradient():
     advantage = torch.tensor([[1.7, -0.4, 0.0]], dtype=torch.float64)
     mask = torch.ones(1, 3, dtype=torch.bool)
     gradients = []
-    for surrogate in (clipped_ratio, score_function):
+    for surrogate in (ppo_clip, policy_gradient):
         logprobs = torch.tensor([[-0.5, -1.0, -2.0]], dtype=torch.float64, requires_grad=True)
         log_ratio = token_log_ratio(logprobs, logprobs.detach(), mask)
         surrogate(logprobs, log_ratio, advantage).loss_BT.sum().backward()
@@ -109,14 +109,14 @@ def test_clipped_loss_is_an_upper_bound_of_the_unclipped():
 def test_loss_stays_finite_at_the_largest_log_ratio():
     log_ratio = token_log_ratio(torch.tensor([[math.inf]]), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool))
     for advantage in (-3.0, 3.0):
-        assert clipped_ratio(log_ratio, log_ratio, torch.tensor([[advantage]])).loss_BT.isfinite().all()
+        assert ppo_clip(log_ratio, log_ratio, torch.tensor([[advantage]])).loss_BT.isfinite().all()
 
 
 def capped(ratio: list[float], advantage: list[float], **options: float) -> tuple[list[float], list[float], Tensor]:
     """As `clipped`, with log pi itself as the log-ratio's leaf, at an old probability of 1/2."""
     logprobs = (torch.tensor([ratio], dtype=torch.float64) / 2).log().requires_grad_()
     log_ratio = logprobs - math.log(0.5)
-    made = capped_score(logprobs, log_ratio, torch.tensor([advantage], dtype=torch.float64), **options)
+    made = cispo(logprobs, log_ratio, torch.tensor([advantage], dtype=torch.float64), **options)
     made.loss_BT.sum().backward()
     assert logprobs.grad is not None
     return made.loss_BT[0].tolist(), logprobs.grad[0].tolist(), torch.stack([made[1][0], made[2][0]])

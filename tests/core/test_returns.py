@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covey.core.returns import (
     clipped_squared_error,
-    discounted_sums,
+    discounted_returns,
     explained_variance,
     gae,
     squared_error,
@@ -82,12 +82,12 @@ def loop_gae(rewards, values, following, gamma, lam) -> list[float]:
 
 def test_discounted_sums_by_hand():
     # 1 + (2 + 4/2)/2 = 3, 2 + 4/2 = 4, 4
-    assert discounted_sums(row(1, 2, 4), decided(1, 1, 1), 0.5).tolist() == [[3, 4, 4]]
+    assert discounted_returns(row(1, 2, 4), decided(1, 1, 1), 0.5).tolist() == [[3, 4, 4]]
 
 
 def test_discounted_sums_step_over_what_was_not_decided():
     # the decisions earned 1, 2 and 4: as above, for a gap is no time
-    found = discounted_sums(row(math.nan, 1, 7, 2, math.inf, 4, 9), decided(0, 1, 0, 1, 0, 1, 0), 0.5)
+    found = discounted_returns(row(math.nan, 1, 7, 2, math.inf, 4, 9), decided(0, 1, 0, 1, 0, 1, 0), 0.5)
     assert found.tolist() == [[0, 3, 0, 4, 0, 4, 0]]
 
 
@@ -173,7 +173,7 @@ def padded(given_rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @given(given_rows=rows, factor=share)
 def test_discounted_sums_are_those_of_a_plain_loop(given_rows, factor):
     rewards, _, _, mask = padded(given_rows)
-    found = discounted_sums(rewards, mask, factor)
+    found = discounted_returns(rewards, mask, factor)
     assert bool((found[~mask] == 0).all())
     for b, (columns, _) in enumerate(given_rows):
         expected = loop_sums([reward for reward, _, mark in columns if mark], factor)
@@ -218,7 +218,7 @@ def test_lambda_0_is_one_step_ahead_and_lambda_1_the_return_minus_the_value(give
 
 def test_a_critic_that_is_right_leaves_no_advantage():
     rewards, mask = row(1, 2, 4, 8), decided(1, 1, 1, 1)
-    values = discounted_sums(rewards, mask, 0.9)
+    values = discounted_returns(rewards, mask, 0.9)
     advantages, returns = gae(rewards, values, torch.zeros(1).double(), mask, gamma=0.9, lam=0.7)
     torch.testing.assert_close(advantages, torch.zeros_like(values), rtol=0, atol=1e-14)
     torch.testing.assert_close(returns, values)
@@ -227,7 +227,7 @@ def test_a_critic_that_is_right_leaves_no_advantage():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_long_episodes_stay_precise(dtype):
     # 1 + g + ... + g^n for the last 0, 1, 499 and 999 of 1,000 decisions
-    found = discounted_sums(torch.ones(1, 1000, dtype=dtype), torch.ones(1, 1000, dtype=torch.bool), 0.99)
+    found = discounted_returns(torch.ones(1, 1000, dtype=dtype), torch.ones(1, 1000, dtype=torch.bool), 0.99)
     assert found.dtype == dtype
     for left in (1, 2, 500, 1000):
         assert float(found[0, -left]) == pytest.approx((1 - 0.99**left) / 0.01, rel=1e-6)

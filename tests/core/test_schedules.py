@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from covey.core.schedules import KLController, constant, cosine, linear, toward_target
+from covey.core.schedules import KLController, adaptive_kl_coefficient, constant, cosine, linear
 
 
 def values(schedule, steps):
@@ -74,25 +74,25 @@ def test_steps_beyond_the_last_are_never_negative(schedule):
     ],
 )
 def test_toward_target_by_hand(kl, rollouts, expected):
-    assert toward_target(0.05, kl, target=0.1, horizon=1000, rollouts=rollouts) == pytest.approx(expected)
+    assert adaptive_kl_coefficient(0.05, kl, target=0.1, horizon=1000, rollouts=rollouts) == pytest.approx(expected)
 
 
 def test_a_step_of_many_horizons_moves_the_coefficient_by_a_fifth_and_never_below_zero():
-    assert toward_target(0.05, 0.0, target=0.1, horizon=10, rollouts=1000) == pytest.approx(0.04)
-    assert toward_target(0.05, 9.0, target=0.1, horizon=10, rollouts=1000) == pytest.approx(0.06)
+    assert adaptive_kl_coefficient(0.05, 0.0, target=0.1, horizon=10, rollouts=1000) == pytest.approx(0.04)
+    assert adaptive_kl_coefficient(0.05, 9.0, target=0.1, horizon=10, rollouts=1000) == pytest.approx(0.06)
 
 
 def test_a_horizon_of_a_kl_that_is_off_by_a_fifth_moves_the_coefficient_by_about_a_fifth():
     coefficient = 1.0
     for _ in range(100):
-        coefficient = toward_target(coefficient, 0.2, target=0.1, horizon=6400, rollouts=64)
+        coefficient = adaptive_kl_coefficient(coefficient, 0.2, target=0.1, horizon=6400, rollouts=64)
     assert coefficient == pytest.approx(math.exp(0.2), rel=1e-3)
 
 
 def test_the_controller_finds_the_coefficient_of_a_kl_that_answers_to_it():
     coefficient = 1.0
     for _ in range(400):  # the KL is 0.02 / coefficient, so that a target of 0.1 asks for 0.2
-        coefficient = toward_target(coefficient, 0.02 / coefficient, target=0.1, horizon=1000, rollouts=100)
+        coefficient = adaptive_kl_coefficient(coefficient, 0.02 / coefficient, target=0.1, horizon=1000, rollouts=100)
     assert coefficient == pytest.approx(0.2, rel=1e-3)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from covey.algorithms import ALGORITHMS, dr_grpo, grpo, ppo, reinforce, rloo
 from covey.algorithms.advantages import outcome
-from covey.core.baselines import group_mean_only
+from covey.core.baselines import group_centered
 from helpers import enumeration
 from helpers.enumeration import (
     COMPLETIONS,
@@ -85,7 +85,7 @@ def test_reinforce_summed_over_tokens_is_unbiased_but_for_its_size(size, seed):
 @EVERY_SIZE
 def test_grpo_without_std_summed_over_tokens_is_unbiased_but_for_its_size(size):
     policy, rewards_PO = ListedPolicy(), graded(seed=1)
-    algorithm = replace(grpo(kl=NO_KL), advantage=outcome(group_mean_only), aggregation=enumeration.SUM)
+    algorithm = replace(grpo(kl=NO_KL), advantage=outcome(group_centered), aggregation=enumeration.SUM)
     equal(
         expected_gradient(algorithm, policy, rewards_PO, size),
         (size - 1) / size * true_gradient(policy, rewards_PO),
@@ -158,7 +158,7 @@ def test_nemo_rl_2506_k1_in_the_loss_does_not_pull(kl_gradients):
 def test_nemo_rl_2506_k3_in_the_loss_pulls_as_the_reverse_kl_does(kl_gradients):
     policy, reference = ListedPolicy(), ListedPolicy(seed=1)
     batch = enumeration.every_completion()
-    now_BTV, then_BTV = (said.evaluate(batch).distribution_BTV for said in (policy, reference))
+    now_BTV, then_BTV = (said.evaluate(batch).all_logprobs_BTV for said in (policy, reference))
     kl_BT = (then_BTV.detach().exp() * (then_BTV.detach() - now_BTV)).sum(-1) * batch.mask_BT
     value = (enumeration.probabilities(policy).detach().flatten() * kl_BT.sum(dim=1)).sum()
     equal(kl_gradients["k3", "loss"], torch.autograd.grad(-value / PROMPTS, policy.table)[0])

@@ -89,7 +89,7 @@ def test_select_cuts_the_optional_tensors_too():
     part = batch.select(torch.tensor([1]))
     assert part.advantages_BT is not None
     assert part.advantages_BT.tolist() == [[3.0]]
-    assert part.weights_BT is None
+    assert part.loss_weights_BT is None
 
 
 def test_selecting_no_row_gives_an_empty_batch():
@@ -110,7 +110,7 @@ def test_to_keeps_everything():
     moved = batch.to(torch.device("meta"))
     assert moved.context == batch.context
     assert moved.mask_BT.device.type == moved.reward_B.device.type == "meta"
-    assert moved.weights_BT is None
+    assert moved.loss_weights_BT is None
 
 
 def test_only_ends_of_the_episode_itself_are_final():

@@ -20,7 +20,7 @@ from covey.config.recipe import write_config
 from covey.control import rollout_buffer
 from covey.control.policy import load_policy
 from covey.experiment.build import build_algorithm
-from covey.experiment.control import ControlWorld, evaluate_run
+from covey.experiment.control import ControlBuilder, evaluate_run
 from covey.tracking.run_store import read_metrics
 from helpers import counting_environment, toy_envs
 
@@ -235,7 +235,9 @@ def test_every_algorithm_goes_with_every_kind_of_group(algorithm: str, groups: s
 
 def test_dr_grpo_divides_by_the_longest_rollout() -> None:
     def longest(**sections: Any) -> int | None:
-        world = ControlWorld(toy_envs.read({"algorithm": "dr_grpo", "environment": {"id": "CartPole-v1"}}, **sections))
+        world = ControlBuilder(
+            toy_envs.read({"algorithm": "dr_grpo", "environment": {"id": "CartPole-v1"}}, **sections)
+        )
         try:
             return world.longest_rollout
         finally:

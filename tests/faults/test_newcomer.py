@@ -79,7 +79,7 @@ def walk(folder: Path, model: str, steps: int, tokens: int, monkeypatch, capsys)
     assert "evaluation: 1 held-out problem, all that there are (--problems is 5)" in out
     assert re.search(r"score -[0-9.]+ \(no interval from one problem\), mean of 1 problem\n", out)
     assert [line["text"] for line in answers_of(folder / "after.jsonl")] == [answer["text"]], "the run's own answer"
-    out = covey("eval", "runs/mine-001", "--held-out-share", "0.5", "--output", "half.jsonl")
+    out = covey("eval", "runs/mine-001", "--held-out-fraction", "0.5", "--output", "half.jsonl")
     half = answers_of(folder / "half.jsonl")
     assert [line["score"] for line in half] == scored(half)
     found = mean_score(scored(half))

@@ -42,7 +42,7 @@ def test_the_same_recipe_with_ppo_trains_policy_and_critic(uninterrupted):
     assert [line["update/critic_steps"] for line in metrics] == [6] * STEPS
     assert metrics[0]["value/mean"] == 0, "values begin at zero"
     assert metrics[-1]["value/mean"] != 0
-    assert all(line["groups/dead_share"] == 0 for line in metrics)
+    assert all(line["groups/zero_advantage_fraction"] == 0 for line in metrics)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["algorithm"] == "ppo"
     saved = set(files(run_dir / "critic"))

@@ -80,11 +80,11 @@ def test_every_form_of_task_and_rewards_trains_the_same(folder: Path, monkeypatc
 
 
 def test_rows_hold_out_what_the_same_file_holds_out(folder: Path) -> None:
-    rows, file = Rows(ROWS, held_out_share=0.3), Jsonl(path=str(folder / "data.jsonl"), held_out_share=0.3)
+    rows, file = Rows(ROWS, held_out_fraction=0.3), Jsonl(path=str(folder / "data.jsonl"), held_out_fraction=0.3)
     assert rows.held_out(99) == file.held_out(99)
     assert len(rows.held_out(99)) == 4
     assert rows.draw(3, 2, 4) == file.draw(3, 2, 4)
-    assert rows.describe() == "task: 8 different prompts to train on, 4 held out (task.held_out_share = 0.3)"
+    assert rows.describe() == "task: 8 different prompts to train on, 4 held out (task.held_out_fraction = 0.3)"
 
 
 def test_a_task_of_covey_is_taken_as_it_is() -> None:

@@ -34,14 +34,14 @@ max_new_tokens = 5
 [loss]
 kl_coefficient = 0.1
 kl_estimator = "exact"
-kl_target = 0.01
-kl_horizon = 40
+adaptive_kl_target = 0.01
+adaptive_kl_horizon = 40
 kl_warmup_steps = 2
 importance_cap = 2.0
 
 [reference]
 refresh_every = 2
-refresh_share = {share}
+refresh_fraction = {share}
 
 [update]
 learning_rate = 1e-3
@@ -113,4 +113,4 @@ def test_the_metrics_show_the_refreshes_and_the_controller(whole):
     after_a_refresh = [line["kl"] for line in metrics if line["step"] in (1, 3, 5, 7) and "kl" in line]
     between = [line["kl"] for line in metrics if line["step"] in (2, 4, 6) and "kl" in line]
     assert max(after_a_refresh) < 1e-5 < min(between)
-    assert all(line["mismatch/capped_share"] == 0 for line in metrics if "mismatch/capped_share" in line)
+    assert all(line["mismatch/capped_fraction"] == 0 for line in metrics if "mismatch/capped_fraction" in line)

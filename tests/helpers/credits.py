@@ -11,8 +11,8 @@ from torch import Tensor
 
 from covey.algorithms import Algorithm
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tabular_policy import CONTEXTS, Recorder, ToyCritic, ToyPolicy, generator, random_groups
 
 REFERENCE_SEED = 2
@@ -67,7 +67,7 @@ def ready(
     groups: list[Group] | Batch, algorithm: Algorithm, *, rows: int = 1000, padding: float = 0.0, old: bool = True
 ) -> tuple[Batch, dict[str, float]]:
     """The annotated batch, sampled by the policy of seed 1; `old` keeps that policy's log-probabilities."""
-    return annotate(
+    return prepare_batch(
         groups if isinstance(groups, Batch) else collate(groups),
         ToyPolicy(seed=1, rows=rows, padding=padding),
         ToyPolicy(seed=REFERENCE_SEED, rows=rows, padding=padding),
@@ -94,7 +94,7 @@ def gradients(
     policy, critic = moved(rows, padding), moved_critic(padding)
     recorder, critic_recorder = Recorder(policy), Recorder(critic)
     learner = Learner(policy, recorder, critic, critic_recorder) if algorithm.value_loss else Learner(policy, recorder)
-    sizes = StepSizes(0.1, 0.2, algorithm.kl.coefficient(1))
+    sizes = StepCoefficients(0.1, 0.2, algorithm.kl.coefficient(1))
     learned = update(learner, algorithm, batch, plan, sizes, seed=0, step=step)
     assert set(recorder.learning_rates) <= {0.1}
     assert set(critic_recorder.learning_rates) <= {0.2}
@@ -176,8 +176,8 @@ def kl_by_hand(table: list, other: list, batch: Batch, estimator: str, *, to_beh
             else:
                 x = second[action] / first[action]
                 kl = x - math.log(x) - 1
-            assert batch.weights_BT is not None
-            total += float(batch.weights_BT[row, t]) * kl
+            assert batch.loss_weights_BT is not None
+            total += float(batch.loss_weights_BT[row, t]) * kl
     return total
 
 

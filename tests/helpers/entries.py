@@ -45,7 +45,7 @@ def _run(script: str, words: list[str], folder: str, output: str, scope: list[st
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     code: object = 0
     try:
-        _carry_out(script, {name: getattr(covey, name) for name in scope})
+        _execute(script, {name: getattr(covey, name) for name in scope})
     except SystemExit as end:
         code = end.code
     except BaseException:
@@ -55,7 +55,7 @@ def _run(script: str, words: list[str], folder: str, output: str, scope: list[st
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def _carry_out(script: str, scope: dict[str, object]) -> None:
+def _execute(script: str, scope: dict[str, object]) -> None:
     if not scope:
         runpy.run_path(script, run_name="__main__")
         return

@@ -38,8 +38,8 @@ from covey.algorithms import (
 )
 from covey.core import kl, schedules
 from covey.core.loss_weights import constant_length, count, token_mean
-from covey.data import Batch, EndReason, Evaluation, Group, Rollout, Start, collate
-from covey.train.prepare import annotate
+from covey.data import Batch, EndReason, Group, PolicyOutput, Rollout, Start, collate
+from covey.train.prepare import prepare_batch
 
 A, B, END = 0, 1, 2
 LONGEST = 3
@@ -63,11 +63,11 @@ class ListedPolicy:
         shape = (PROMPTS, PREFIXES, 3)
         self.table = nn.Parameter(torch.randn(shape, generator=generator(seed), dtype=torch.float64))
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch) -> PolicyOutput:
         logprobs_BTV = self.table[prefixes(batch)].log_softmax(-1)
         logprobs_BT = logprobs_BTV.gather(-1, batch.actions_BT[..., None])[..., 0]
         entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
-        return Evaluation(logprobs_BT * batch.mask_BT, entropy_BT * batch.mask_BT, logprobs_BTV)
+        return PolicyOutput(logprobs_BT * batch.mask_BT, entropy_BT * batch.mask_BT, logprobs_BTV)
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
         yield torch.arange(len(batch))
@@ -168,11 +168,11 @@ Ready = Callable[[Batch, Algorithm], Batch]  # what of a batch the loss needs: a
 
 
 def with_weights(batch: Batch, algorithm: Algorithm) -> Batch:
-    """What `annotate` computes of a batch, but in float64 to the end."""
+    """What `prepare_batch` computes of a batch, but in float64 to the end."""
     return replace(
         batch,
         advantages_BT=algorithm.advantage(batch).advantages_BT,
-        weights_BT=algorithm.aggregation(batch.mask_BT, count(batch.mask_BT)),
+        loss_weights_BT=algorithm.aggregation(batch.mask_BT, count(batch.mask_BT)),
     )
 
 
@@ -204,13 +204,13 @@ def expected_gradient(
     return torch.autograd.grad(total, policy.table)[0]
 
 
-def _of_rows(said: Evaluation, batch: Batch) -> Evaluation:
+def _of_rows(said: PolicyOutput, batch: Batch) -> PolicyOutput:
     """What was said of every completion, for the rows of `batch`."""
     rows = torch.tensor([completion for _, completion in batch.context])
     width = batch.mask_BT.shape[1]
-    assert said.distribution_BTV is not None
-    return Evaluation(
-        said.logprobs_BT[rows, :width], said.entropy_BT[rows, :width], said.distribution_BTV[rows, :width]
+    assert said.all_logprobs_BTV is not None
+    return PolicyOutput(
+        said.logprobs_BT[rows, :width], said.entropy_BT[rows, :width], said.all_logprobs_BTV[rows, :width]
     )
 
 
@@ -233,7 +233,7 @@ def with_values(batch: Batch, algorithm: Algorithm, critic_PS: Tensor | None = N
     if critic_PS is None:
         critic_PS = 0.3 * torch.randn((PROMPTS, PREFIXES), generator=generator(2), dtype=torch.float64)
     values_BT = torch.where(batch.mask_BT, critic_PS[prefixes(batch)], 0.0)
-    return replace(batch, values_BT=values_BT, next_value_B=torch.zeros_like(batch.reward_B))
+    return replace(batch, values_BT=values_BT, bootstrap_value_B=torch.zeros_like(batch.reward_B))
 
 
 def right_critic(policy: ListedPolicy, rewards_PO: Tensor) -> Tensor:
@@ -345,14 +345,14 @@ def kl_gradients(policy: ListedPolicy, reference: ListedPolicy) -> dict[tuple[st
         return replace(
             with_weights(batch, algorithm),
             reference_logprobs_BT=said.logprobs_BT,
-            reference_distribution_BTV=said.distribution_BTV,
+            reference_all_logprobs_BTV=said.all_logprobs_BTV,
         )
 
     def charged(batch: Batch, algorithm: Algorithm) -> Batch:
         with torch.no_grad():
             batch = replace(batch, behavior_logprobs_BT=policy.evaluate(batch).logprobs_BT)
         options = {"kl_coefficient": 1.0, "optimizer_steps": 1, "mask_truncated": False}
-        return annotate(batch, policy, reference, algorithm, **options)[0]
+        return prepare_batch(batch, policy, reference, algorithm, **options)[0]
 
     made = {}
     for name in ("k1", "k2", "k3", "exact"):
@@ -378,7 +378,7 @@ def kl_gradient(policy: ListedPolicy, reference: ListedPolicy, *, whole: bool) -
         value = (probability_PO * (probability_PO.log() - probabilities(reference).detach().log())).sum()
     else:
         batch = every_completion()
-        now_BTV, then_BTV = policy.evaluate(batch).distribution_BTV, reference.evaluate(batch).distribution_BTV
+        now_BTV, then_BTV = policy.evaluate(batch).all_logprobs_BTV, reference.evaluate(batch).all_logprobs_BTV
         assert now_BTV is not None
         assert then_BTV is not None
         kl_BT = (now_BTV.exp() * (now_BTV - then_BTV)).sum(-1) * batch.mask_BT

@@ -13,8 +13,8 @@ from covey.algorithms import Algorithm, KLPenalty, dr_grpo, grpo, reinforce, rlo
 from covey.core import loss_weights, schedules
 from covey.core.kl import k1, k2, k3
 from covey.data import Batch, EndReason, Group, collate
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tabular_policy import Recorder, ToyPolicy
 
 MAX_LENGTH = 10
@@ -52,7 +52,7 @@ def annotated(
     padding: float = 0.0,
     mask_truncated: bool = False,
 ) -> tuple[Batch, dict[str, float]]:
-    return annotate(
+    return prepare_batch(
         batch,
         ToyPolicy(seed=1, rows=rows, padding=padding),
         ToyPolicy(seed=2, rows=rows, padding=padding),
@@ -86,7 +86,7 @@ def step_gradients(
     recorder = Recorder(policy)
     learned = update(
         Learner(policy, recorder), algorithm, ready, plan,
-        StepSizes(0.1, kl_coefficient=algorithm.kl.coefficient(1)), seed=0, step=step,
+        StepCoefficients(0.1, kl_coefficient=algorithm.kl.coefficient(1)), seed=0, step=step,
     )  # fmt: skip
     return recorder.gradients, found | learned
 

@@ -260,7 +260,7 @@ MUTANTS = [
     ),
     _mutant("truncated_rows_kept", ANNOTATE, "counted_BT & ~batch.truncated_B[:, None]", "counted_BT"),
     _mutant("kl_of_average_rollouts_lost", ANNOTATE, "alive[batch.group_B] if pulled else ", ""),
-    _mutant("minibatches_not_scaled", UPDATE, "batch.weights_BT * plan.minibatches", "batch.weights_BT"),
+    _mutant("minibatches_not_scaled", UPDATE, "batch.loss_weights_BT * plan.minibatches", "batch.loss_weights_BT"),
     _mutant(
         "one_epoch_only",
         UPDATE,
@@ -328,15 +328,15 @@ MUTANTS = [
     _mutant(
         "terminated_bootstrapped",
         ANNOTATE,
-        "torch.where(batch.truncated_B, next_value_B, 0.0)",
-        "next_value_B",
+        "torch.where(batch.truncated_B, bootstrap_value_B, 0.0)",
+        "bootstrap_value_B",
         CRITIC + "only_what_stopped_before_the_episodes_end_is_worth_what_follows",
     ),
     _mutant(
         "truncated_not_bootstrapped",
         ANNOTATE,
-        "torch.where(batch.truncated_B, next_value_B, 0.0)",
-        "0 * next_value_B",
+        "torch.where(batch.truncated_B, bootstrap_value_B, 0.0)",
+        "0 * bootstrap_value_B",
         CRITIC + "only_what_stopped_before_the_episodes_end_is_worth_what_follows",
     ),
     _mutant(
@@ -429,7 +429,7 @@ MUTANTS = [
     ),
     _mutant("step_rewards_forgotten", COLLATE, "if rollout.step_rewards is None else", "if True else"),
     _mutant("branches_meet_again", SAMPLER, "ways = branches * logits_BV.shape[1] + tokens", "ways = tokens", CHOICES),
-    _mutant("siblings_apart_at_once", SAMPLER, "1 if decoder.branches else group_size", "group_size", CHOICES),
+    _mutant("siblings_apart_at_once", SAMPLER, "1 if decoder.can_fork else group_size", "group_size", CHOICES),
     _mutant("branches_that_ended_are_fed", SAMPLER, "fed[parents] = tokens", "fed[: len(parents)] = tokens", CHOICES),
     _mutant(
         "branch_without_values",
@@ -444,13 +444,18 @@ MUTANTS = [
     _mutant("prompts_branch_together", GROWN, "setdefault((prompt_of_row[row], ", "setdefault((0, "),
     _mutant("branches_stand_at_their_prompt", SEGMENTS, "[segment.prompt] + segment.begin", "[segment.prompt]"),
     _mutant(
-        "branches_see_their_prompt_alone", SEGMENTS, "places.get(self.segments[number].parent, of_prompt)", "of_prompt"
+        "branches_see_their_prompt_alone", SEGMENTS, "places.get(self.nodes[number].parent, of_prompt)", "of_prompt"
     ),
     _mutant("branches_lie_elsewhere", SEGMENTS, "for row in segment.rows:", "for row in segment.rows[:1]:"),
     _mutant(
         "one_decision_for_every_state", TRUNK, "(source_D * actions + actions_D)", "(source_D * actions)", WHOLE_ROWS
     ),
-    _mutant("shared_tokens_counted_again", MICROBATCHES, " + alike(written[rows[-1].number], written[number])", ""),
+    _mutant(
+        "shared_tokens_counted_again",
+        MICROBATCHES,
+        " + common_prefix_length(written[rows[-1].number], written[number])",
+        "",
+    ),
     _mutant("groups_cut_for_nothing", MICROBATCHES, "whole_groups = by_groups <= anywhere", "whole_groups = False"),
     _mutant("groups_never_cut", MICROBATCHES, "whole_groups = by_groups <= anywhere", "whole_groups = True"),
     _mutant("pieces_as_full_as_can_be", MICROBATCHES, "_filled(groups, enough,", "_filled(groups, limit,"),
@@ -460,8 +465,8 @@ MUTANTS = [
     _mutant(
         "leaves_see_the_first_prompt",
         LAYOUT,
-        "[self.prompt_of_row[row] for row in self.leaves]",
-        "[0 for row in self.leaves]",
+        "[self.prompt_of_row[row] for row in self.leaf_rows]",
+        "[0 for row in self.leaf_rows]",
     ),
     _mutant(
         "prompt_of_a_new_piece_not_counted",
@@ -481,7 +486,10 @@ MUTANTS = [
     _mutant("starts_drawn_again", GATHER, "before=self.before + first", "before=self.before"),
     _mutant("dropped_groups_not_shared", GATHER, "if not self.dropped:", "if True:"),
     _mutant(
-        "means_of_chosen_rollouts", GATHER, "Gathered(groups, unselected=judged", "Gathered(groups, unselected=groups"
+        "means_of_chosen_rollouts",
+        GATHER,
+        "StepGroups(groups, unselected=judged",
+        "StepGroups(groups, unselected=groups",
     ),
     _mutant("capped_weight_has_a_gradient", SURROGATES, "log_ratio_BT.detach().exp()", "log_ratio_BT.exp()"),
     _mutant("weight_not_capped", SURROGATES, "-ratio_BT.clamp(least, cap)", "-ratio_BT.clamp(min=least)"),
@@ -618,15 +626,15 @@ MUTANTS = [
     _mutant(
         "later_steps_not_credited",
         CREDITS,
-        "discounted_sums(at_end_BT, batch.mask_BT, 1.0)",
-        "discounted_sums(at_end_BT, batch.mask_BT, 0.0)",
+        "discounted_returns(at_end_BT, batch.mask_BT, 1.0)",
+        "discounted_returns(at_end_BT, batch.mask_BT, 0.0)",
         STEPS + "process_by_hand",
     ),
     _mutant(
         "later_steps_discounted",
         CREDITS,
-        "discounted_sums(at_end_BT, batch.mask_BT, 1.0)",
-        "discounted_sums(at_end_BT, batch.mask_BT, 0.99)",
+        "discounted_returns(at_end_BT, batch.mask_BT, 1.0)",
+        "discounted_returns(at_end_BT, batch.mask_BT, 0.99)",
         STEPS + "process_by_hand",
     ),
     _mutant(
@@ -721,7 +729,7 @@ MUTANTS = [
     _mutant(
         "reference_forgotten_on_resume",
         LOOP,
-        'parts.follower.load_state_dict(state["reference"])',
+        'parts.reference_updater.load_state_dict(state["reference"])',
         "pass",
         KL_CONTROL + "a_resumed_run_has_the_same_coefficient_reference_and_weights",
     ),
@@ -742,8 +750,8 @@ MUTANTS = [
     _mutant(
         "importance_weight_on_the_whole_loss",
         ALGORITHMS,
-        "loss = (batch.weights_BT * loss_BT).sum()",
-        "loss = (batch.weights_BT * loss_BT * (1 if capped_BT is None else weight_BT)).sum()",
+        "loss = (batch.loss_weights_BT * loss_BT).sum()",
+        "loss = (batch.loss_weights_BT * loss_BT * (1 if capped_BT is None else weight_BT)).sum()",
         KL_CONTROL + "weights_multiply_the_surrogate_and_neither_the_kl_nor_the_entropy",
     ),
     _mutant(
@@ -786,22 +794,26 @@ MUTANTS = [
         "parameters[name].zero_()",  # left alone, their memory might hold the same weights by chance
         ORIGINS + "a_stopped_run_stands_for_its_newest_checkpoint",
     ),
-    _mutant("kernel_forgets_the_scale", ATTENTION, "tokens, pitch}, shape.scaling);", "tokens, pitch}, 1.0f);"),
+    _mutant(
+        "kernel_forgets_the_scale", ATTENTION, "tokens, row_stride}, shape.scaling);", "tokens, row_stride}, 1.0f);"
+    ),
     _mutant(
         "kernel_sees_padding", LAYERS, "std::fill(part.scores + part.tokens, part.scores + part.end, -INFINITY);", ""
     ),
     _mutant(
         "kernel_misses_the_new_token",
         ATTENTION,
-        "int tokens = shape.decoded[row] + 1, pitch = padded(tokens);",
-        "int tokens = shape.decoded[row], pitch = padded(tokens + 1);",
+        "int tokens = shape.decoded[row] + 1, row_stride = padded(tokens);",
+        "int tokens = shape.decoded[row], row_stride = padded(tokens + 1);",
     ),
     _mutant(
         "kernel_asks_for_the_first_row_again", ATTENTION, "own.score(query, q, queries,", "own.score(query, 0, queries,"
     ),
     _mutant("kernel_mixes_prompts", ATTENTION, "shape.prompt_keys[end] == shape.prompt_keys[first]", "true"),
     _mutant("kernel_keeps_its_own_answer_alone", ATTENTION, "blended, true, ahead);", "blended, false, ahead);"),
-    _mutant("kernel_turns_the_other_way", ATTENTION, "x[i] = a * widen(cosine[i]) -", "x[i] = a * widen(cosine[i]) +"),
+    _mutant(
+        "kernel_turns_the_other_way", ATTENTION, "x[i] = a * to_float(cosine[i]) -", "x[i] = a * to_float(cosine[i]) +"
+    ),
     _mutant(
         "kernel_swaps_gate_and_up",
         LAYERS,
@@ -836,7 +848,9 @@ MUTANTS = [
     *(
         [
             _mutant("amx_forgets_earlier_tokens", PRODUCTS, "t < tokens; t += DEPTH) {", "t < DEPTH; t += DEPTH) {"),
-            _mutant("amx_forgets_odd_tokens", PRODUCTS, "token + 1 < tokens ? at + pitch", "false ? at + pitch"),
+            _mutant(
+                "amx_forgets_odd_tokens", PRODUCTS, "token + 1 < tokens ? at + row_stride", "false ? at + row_stride"
+            ),
             _mutant("amx_begins_anew", SQUARES, "    if (begun) {\n", "    if (false) {\n"),
             _mutant("amx_swaps_squares", SQUARES, "_tile_stored(1, sums + 256", "_tile_stored(2, sums + 256"),
             _mutant(
@@ -879,7 +893,9 @@ MUTANTS = [
     ),
     _mutant("kernel_gate_slope", LAYERS, "y * (1.0f + x * (1.0f - y))", "y * (1.0f + x)"),
     _mutant("kernel_entropy_sign", LOGITS, "log_mass - float(product / total)", "log_mass + float(product / total)"),
-    _mutant("kernel_forgets_the_chosen_token", LOGITS, "if (here) narrow(of_token", "if (false) narrow(of_token"),
+    _mutant(
+        "kernel_forgets_the_chosen_token", LOGITS, "if (here) from_float(of_token", "if (false) from_float(of_token"
+    ),
     _mutant(
         "kernel_gradient_ignores_temperature",
         LOGITS,
@@ -897,10 +913,15 @@ MUTANTS = [
     _mutant(
         "residual_in_bf16",
         FUSED,
-        "return Unadded(total, added)",
-        "return Unadded(total.to(added.dtype).float(), added)",
+        "return PendingResidual(total, added)",
+        "return PendingResidual(total.to(added.dtype).float(), added)",
     ),
-    _mutant("what_a_layer_adds_is_lost", FUSED, "return Unadded(total, added)", "return Unadded(total, 0 * added)"),
+    _mutant(
+        "what_a_layer_adds_is_lost",
+        FUSED,
+        "return PendingResidual(total, added)",
+        "return PendingResidual(total, 0 * added)",
+    ),
     _mutant(
         "what_is_added_has_no_gradient_in_bf16",
         LAYERS,
@@ -931,7 +952,7 @@ MUTANTS = [
     ),
     _mutant("values_learn_from_queries", TRAINING, "add(weights, dout_pairs,", "add(weights, query_pairs,"),
     _mutant("vectors_begin_anew", SQUARES, "x = begun ? fetch", "x = false ? fetch"),
-    _mutant("vectors_take_one_of_a_pair", SQUARES, "+ widen(left[1]) * odd;", "+ widen(left[0]) * odd;"),
+    _mutant("vectors_take_one_of_a_pair", SQUARES, "+ to_float(left[1]) * odd;", "+ to_float(left[0]) * odd;"),
     _mutant(
         "vectors_repeat_their_columns", SQUARES, "Columns(columns + (PARTS - 1) * SOME * WORD)", "Columns(columns)"
     ),

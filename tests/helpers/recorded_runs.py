@@ -92,11 +92,11 @@ def wait_for_signal(job: SeedJob) -> dict[str, Any] | None:
 
 def main(folder: str) -> None:
     """Two waiting runs side by side, to be interrupted from outside."""
-    from covey.comparison.parallel_runs import SideBySide
+    from covey.comparison.parallel_runs import ParallelRunner
     from covey.config import ControlConfig
 
     jobs = [SeedJob("x", "x", seed, ControlConfig(), Path(folder) / str(seed)) for seed in range(2)]
-    SideBySide(wait_for_signal, 2).carry_out(jobs)
+    ParallelRunner(wait_for_signal, 2).carry_out(jobs)
 
 
 if __name__ == "__main__":

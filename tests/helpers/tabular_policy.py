@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from covey.data import Batch, EndReason, Evaluation, Group, Rollout, Start
+from covey.data import Batch, EndReason, Group, PolicyOutput, Rollout, Start
 
 ACTIONS = 5
 CONTEXTS = 4
@@ -38,12 +38,12 @@ class ToyPolicy:
     def table(self) -> Tensor:
         return self.module.get_parameter("table")
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch) -> PolicyOutput:
         logprobs_BTV = self.table[state(batch)].log_softmax(-1)
         logprobs_BT = logprobs_BTV.gather(-1, batch.actions_BT[..., None])[..., 0]
         entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
         mask_BT = batch.mask_BT
-        return Evaluation(
+        return PolicyOutput(
             torch.where(mask_BT, logprobs_BT, self.padding),
             torch.where(mask_BT, entropy_BT, self.padding),
             torch.where(mask_BT[..., None], logprobs_BTV, self.padding),
@@ -72,7 +72,7 @@ class ToyCritic:
     def values(self, batch: Batch) -> Tensor:
         return torch.where(batch.mask_BT, self.table[state(batch)], self.padding)
 
-    def next_values(self, batch: Batch) -> Tensor:
+    def bootstrap_values(self, batch: Batch) -> Tensor:
         columns_BT = torch.arange(batch.mask_BT.shape[1]) * batch.mask_BT
         last_B1 = batch.actions_BT.gather(1, columns_BT.amax(dim=1, keepdim=True))
         return self.following[torch.tensor(batch.context, dtype=torch.int64), last_B1[:, 0]]

@@ -15,14 +15,14 @@ from covey.config import ControlConfig
 from covey.config.recipe import config_from_dict
 from covey.config.validate import validate
 from covey.control.envs.vector_env import Environments, make_environments
-from covey.control.nets.running_mean_std import RunningMoments
+from covey.control.nets.running_mean_std import RunningMeanStd
 from covey.control.policy import ControlPolicy
-from covey.control.tasks import EpisodeStarts
+from covey.control.tasks import ResetSeeds
 from covey.data import EndReason, Group, Rollout, Start, collate
-from covey.experiment.control import ControlWorld, episode_returns
+from covey.experiment.control import ControlBuilder, episode_returns
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore
-from covey.train.loop import Parts, Progress, train
+from covey.train.loop import Components, Progress, train
 
 ENDLESS = "covey-practice/Endless-v0"
 NOISY = "covey-practice/Noisy-v0"
@@ -119,7 +119,7 @@ def read(tables: dict[str, Any], **sections: Any) -> ControlConfig:
 def policy_for(environments: Environments, *, normalised: bool = False, spread: float = 30.0) -> ControlPolicy:
     """An untrained policy whose choices depend visibly on what it sees."""
     size = environments.observation_size
-    normaliser = RunningMoments(size) if normalised else None
+    normaliser = RunningMeanStd(size) if normalised else None
     policy = ControlPolicy(size, environments.actions, hidden=(8,), normaliser=normaliser, seed=1)
     policy.module.network.linears[-1].weight.data.mul_(spread)
     return policy
@@ -134,13 +134,13 @@ FRAGMENTS = {"algorithm": "ppo", "rollouts": {"groups": "fragments"}}  # goes wi
 
 
 def train_quietly(
-    config: ControlConfig, run_dir: Path, change: Callable[[Parts], Parts] = lambda parts: parts
-) -> Parts:
+    config: ControlConfig, run_dir: Path, change: Callable[[Components], Components] = lambda parts: parts
+) -> Components:
     """The whole training loop of a run, without evaluation and curve; `change` may exchange parts of it."""
-    world = ControlWorld(config)
+    world = ControlBuilder(config)
     try:
         display = Display(config.steps, world=world.name, score_kind=world.score_kind, console=Console(quiet=True))
-        assembled = world.assemble(RunStore(run_dir), display)
+        assembled = world.build(RunStore(run_dir), display)
         parts = change(assembled.parts)
         train(parts, assembled.settings, Progress(), should_stop=lambda: False)
     finally:
@@ -151,7 +151,7 @@ def train_quietly(
 def mean_return(policy: ControlPolicy, name: str, episodes: int = 20) -> float:
     """Of greedy episodes that training never saw."""
     environments = made(name, episodes)
-    returns = episode_returns(policy, environments, [start.prompt for start in EpisodeStarts().held_out(episodes)])
+    returns = episode_returns(policy, environments, [start.prompt for start in ResetSeeds().held_out(episodes)])
     environments.close()
     return float(np.mean(returns))
 
@@ -160,5 +160,5 @@ def mean_kl_from_even(policy: ControlPolicy) -> float:
     """How far a policy of two actions for CartPole is from choosing evenly, in nats, over a few states."""
     states_ND = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
     rows = [Rollout(state[None].repeat(2, 0), np.zeros(1, np.int64), np.zeros(1), EndReason.CUT) for state in states_ND]
-    logp_NV = policy.evaluate(collate([Group(Start(0, 0), rows)])).distribution_BTV[:, 0]
+    logp_NV = policy.evaluate(collate([Group(Start(0, 0), rows)])).all_logprobs_BTV[:, 0]
     return float((logp_NV.exp() * (logp_NV + np.log(2))).sum(dim=1).mean().detach())

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from covey.data import Group, Start, collate
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.gradients import ALGORITHMS, make
 from helpers.tabular_policy import ACTIONS, CONTEXTS, PlainDescent, ToyPolicy, generator, rollout
 
@@ -54,13 +54,13 @@ def train(name: str, kl: str, sign: float, plan: UpdatePlan, steps: int = STEPS)
     policy, reference, algorithm = ToyPolicy(seed=None), ToyPolicy(seed=None), make(name, kl)
     for step in range(1, steps + 1):
         coefficient = algorithm.kl.coefficient(step)
-        batch, _ = annotate(
+        batch, _ = prepare_batch(
             collate(sample(policy, step, sign)), policy, reference, algorithm,
             kl_coefficient=coefficient, optimizer_steps=plan.optimizer_steps, mask_truncated=False,
         )  # fmt: skip
         update(
             Learner(policy, PlainDescent(policy)), algorithm, batch, plan,
-            StepSizes(RATE[name], kl_coefficient=coefficient), seed=0, step=step,
+            StepCoefficients(RATE[name], kl_coefficient=coefficient), seed=0, step=step,
         )  # fmt: skip
     return share_of_preferred(policy)
 

@@ -17,8 +17,8 @@ from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.critic import LanguageCritic
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tiny_models import PLAIN, SHARED, tiny_model
 
 KINDS = SHARED + PLAIN
@@ -126,11 +126,11 @@ def test_values_do_not_depend_on_the_pieces_of_a_batch():
 def test_packed_and_plain_critics_have_the_same_gradients(kind):
     _, critic = make(kind)
     batch = collate(some_groups())
-    weights_BT = torch.linspace(-1, 1, batch.mask_BT.numel()).view_as(batch.mask_BT)
+    loss_weights_BT = torch.linspace(-1, 1, batch.mask_BT.numel()).view_as(batch.mask_BT)
     found = []
     for packed in (True, False):
         critic.packed = packed
-        (critic.values(batch) * weights_BT).sum().backward()
+        (critic.values(batch) * loss_weights_BT).sum().backward()
         found.append(gradients_of(critic.module))
         critic.module.zero_grad()
     same_gradients(*found)
@@ -145,7 +145,7 @@ def test_returns_and_advantages_over_tokens_with_the_kl_in_the_reward():
     groups = some_groups()
     gamma, lam, beta = 0.9, 0.8, 0.3
     algorithm = ppo(gamma=gamma, lam=lam, whiten=False, kl=KLPenalty(schedules.constant(beta), kl.k1, in_reward=True))
-    batch, metrics = annotate(
+    batch, metrics = prepare_batch(
         collate(groups), policy, reference, algorithm, critic=critic,
         kl_coefficient=beta, optimizer_steps=1, mask_truncated=False,
     )  # fmt: skip
@@ -176,7 +176,7 @@ def test_a_reward_is_not_paid_twice_where_the_token_limit_cut():
     policy, critic = make()
     nn.init.constant_(critic.head.linear.bias, 100.0)
     groups = some_groups()
-    batch, _ = annotate(
+    batch, _ = prepare_batch(
         collate(groups), policy, None, ppo(gamma=1.0, lam=1.0, whiten=False), critic=critic,
         kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False,
     )  # fmt: skip
@@ -202,7 +202,7 @@ class Kept:
 
 
 def annotated(policy: LanguagePolicy, critic: LanguageCritic, algorithm) -> Batch:
-    batch, _ = annotate(
+    batch, _ = prepare_batch(
         collate(some_groups()), policy, None, algorithm, critic=critic,
         kl_coefficient=0.0, optimizer_steps=2, mask_truncated=False,
     )  # fmt: skip
@@ -216,7 +216,7 @@ def gradients_of_update(kind: str, *, own_trunk: bool, plan: UpdatePlan = Update
     batch = annotated(policy, critic, algorithm)
     kept, of_critic = Kept(policy.module), Kept(critic.module)
     metrics = update(
-        Learner(policy, kept, critic, of_critic), algorithm, batch, plan, StepSizes(0.1, 0.1), seed=0, step=1
+        Learner(policy, kept, critic, of_critic), algorithm, batch, plan, StepCoefficients(0.1, 0.1), seed=0, step=1
     )
     return policy, critic, algorithm, batch, kept.found, of_critic.found, metrics
 
@@ -294,7 +294,7 @@ def test_warm_up_leaves_the_policy_as_it_is(own_trunk, monkeypatch):
 
     monkeypatch.setattr(policy, "evaluate", forbidden)
     for step in (1, 2):
-        metrics = update(learner, algorithm, batch, plan, StepSizes(0.1, 0.1), seed=0, step=step)
+        metrics = update(learner, algorithm, batch, plan, StepCoefficients(0.1, 0.1), seed=0, step=step)
         assert metrics["update/optimizer_steps"] == metrics["update/epochs"] == 0
         assert metrics["update/critic_steps"] == 6
     after = optimizer.state_dict()
@@ -303,7 +303,7 @@ def test_warm_up_leaves_the_policy_as_it_is(own_trunk, monkeypatch):
         torch.testing.assert_close(after["masters"][name], master, rtol=0, atol=0)
     assert not torch.equal(critic.head.linear.weight, head)
     monkeypatch.undo()
-    metrics = update(learner, algorithm, batch, plan, StepSizes(0.1, 0.1), seed=0, step=3)
+    metrics = update(learner, algorithm, batch, plan, StepCoefficients(0.1, 0.1), seed=0, step=3)
     assert metrics["update/optimizer_steps"] == 4
     assert metrics["update/critic_steps"] == 6
 
@@ -316,7 +316,7 @@ def test_value_loss_of_a_warm_up_is_the_mean_over_its_passes():
     expected = 0.5 * float(((critic.values(batch) - batch.returns_BT)[batch.mask_BT] ** 2).detach().mean())
     plan = UpdatePlan(epochs=2, minibatches=3, critic_epochs=1, critic_warmup_steps=1)
     learner = Learner(policy, Kept(policy.module), critic, Kept(critic.module))
-    metrics = update(learner, algorithm, batch, plan, StepSizes(0.1, 0.1), seed=0, step=1)
+    metrics = update(learner, algorithm, batch, plan, StepCoefficients(0.1, 0.1), seed=0, step=1)
     assert metrics["loss/value"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -337,13 +337,13 @@ def test_the_critic_learns_to_foresee(own_trunk):
     learner = Learner(policy, MasterAdamW(policy.module, lr=0.0), critic, MasterAdamW(critic.module, lr=0.0))
     explained, plan = [], UpdatePlan(critic_warmup_steps=1000)
     for step in range(1, 80):
-        batch, metrics = annotate(
+        batch, metrics = prepare_batch(
             collate(groups), policy, None, algorithm, critic=critic,
             kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False,
         )  # fmt: skip
         explained.append(metrics["value/explained_variance"])
         rate = 3e-3 if own_trunk else 5e-2
-        update(learner, algorithm, batch, plan, StepSizes(0.0, rate), seed=0, step=step)
+        update(learner, algorithm, batch, plan, StepCoefficients(0.0, rate), seed=0, step=step)
     assert explained[0] == 0
     assert explained[-1] > 0.9
 

@@ -16,14 +16,14 @@ from covey.core.kl import k3
 from covey.core.loss_weights import token_mean
 from covey.core.schedules import constant
 from covey.data import Batch, Group, Start, collate
-from covey.llm.generation.token_sampling import choose
+from covey.llm.generation.token_sampling import sample_tokens
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.model.chat import Chat
 from covey.llm.model.logprobs import CHUNK, token_logprobs
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.prepare import annotate
+from covey.train.prepare import prepare_batch
 from helpers.tiny_models import CHARACTERS, tiny_model, tiny_tokenizer
 
 PROMPTS = ["12+34", "a quick brown fox", "7", "(1+2)"]
@@ -86,7 +86,7 @@ def test_prime_rl_697_temperature_applied_to_logprobs(packed):
 
     logits_RV = full_logits(sampler, group.rollouts[0].context, [0]).expand(2000, -1)
     places = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
-    tokens, logprobs = choose(logits_RV, places, 0.5)
+    tokens, logprobs = sample_tokens(logits_RV, places, 0.5)
     probability = dict(zip(tokens.tolist(), logprobs.exp().tolist(), strict=True))
     assert sum(probability.values()) == pytest.approx(1.0, abs=0.02)
 
@@ -107,7 +107,7 @@ def test_liger_1082_fast_path_ignores_the_ratio_and_the_mask(algorithm):
     batch.mask_BT[::2, 1] &= batch.mask_BT[::2].sum(dim=1) < 3
     made = replace(algorithm(kl=KLPenalty(constant(0.2), k3)), aggregation=token_mean)
     other = make_sampler(temperature=0.8, seed=1).policy
-    ready = annotate(
+    ready = prepare_batch(
         batch, sampler.policy, other, made, kl_coefficient=0.2, optimizer_steps=1, mask_truncated=True
     )[0]  # fmt: skip
     with torch.no_grad():
@@ -123,12 +123,14 @@ def test_liger_1082_fast_path_ignores_the_ratio_and_the_mask(algorithm):
     for fast, plain in zip(gradient(True, part), gradient(False, part), strict=True):
         assert (fast - plain).norm() <= 1e-4 * plain.norm().clamp(min=1e-4)
     # and each of the three is there to be forgotten
-    weights_BT, mask_BT = part.weights_BT, part.mask_BT
-    assert weights_BT is not None
+    loss_weights_BT, mask_BT = part.loss_weights_BT, part.mask_BT
+    assert loss_weights_BT is not None
     for forgotten in (
         replace(part, proximal_logprobs_BT=None),
-        replace(part, mask_BT=torch.ones_like(mask_BT), weights_BT=weights_BT.max().expand_as(weights_BT)),
-        replace(part, weights_BT=weights_BT / weights_BT.sum()),
+        replace(
+            part, mask_BT=torch.ones_like(mask_BT), loss_weights_BT=loss_weights_BT.max().expand_as(loss_weights_BT)
+        ),
+        replace(part, loss_weights_BT=loss_weights_BT / loss_weights_BT.sum()),
     ):
         pairs = zip(gradient(True, forgotten), gradient(True, part), strict=True)
         assert max(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in pairs) > 0.01

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covey.algorithms import Algorithm
 from covey.core.loss_weights import Counts, count
-from covey.data import Batch, EndReason, Evaluation, Group, Rollout, Start, collate
+from covey.data import Batch, EndReason, Group, PolicyOutput, Rollout, Start, collate
 
 GROUPS, GROUP_SIZE, WIDTH = 4, 4, 9
 ROWS = GROUPS * GROUP_SIZE
@@ -104,7 +104,7 @@ def annotated(
         batch,
         mask_BT=counted_BT,
         advantages_BT=torch.where(counted_BT, advantages_BT, 0.0),
-        weights_BT=algorithm.aggregation(counted_BT, counts),
+        loss_weights_BT=algorithm.aggregation(counted_BT, counts),
         reference_logprobs_BT=case.reference_BT,
         proximal_logprobs_BT=None if on_policy else case.old_BT,
     )
@@ -118,7 +118,7 @@ def losses_of(
     for rows in microbatches:
         part = batch.select(rows)
         current_BT = logprobs_BT[rows][:, : part.mask_BT.shape[1]]
-        terms = algorithm.loss(Evaluation(current_BT, torch.zeros_like(current_BT)), part, kl_coefficient)
+        terms = algorithm.loss(PolicyOutput(current_BT, torch.zeros_like(current_BT)), part, kl_coefficient)
         terms.loss.backward()
         losses.append(terms.loss.detach())
     return losses

@@ -28,7 +28,7 @@ from covey.algorithms import Algorithm
 from covey.algorithms.advantages import Advantages
 from covey.core import baselines
 from covey.core.loss_weights import count
-from covey.data import Batch, EndReason, Evaluation, Group, Rollout, Start, collate
+from covey.data import Batch, EndReason, Group, PolicyOutput, Rollout, Start, collate
 
 STEPS, SLOTS, GAMMA, LAMBDA = 12, 3, 0.97, 0.9
 CASES = range(25)
@@ -151,7 +151,7 @@ def cut(ppo: PPO, pieces: list[Piece]) -> Cut:
         batch,
         rewards_BT=laid.lay_out(rewards),  # collate makes them float32
         values_BT=laid.lay_out(old_values),
-        next_value_B=torch.tensor([piece.next_value for piece in pieces]),
+        bootstrap_value_B=torch.tensor([piece.next_value for piece in pieces]),
         proximal_logprobs_BT=laid.lay_out(old_logprobs),
     )
     return laid._replace(batch=batch)
@@ -159,8 +159,8 @@ def cut(ppo: PPO, pieces: list[Piece]) -> Cut:
 
 def annotated(algorithm: Algorithm, batch: Batch) -> Batch:
     advantages_BT, returns_BT = algorithm.advantage(batch)
-    weights_BT = algorithm.aggregation(batch.mask_BT, count(batch.mask_BT))
-    return replace(batch, advantages_BT=advantages_BT, returns_BT=returns_BT, weights_BT=weights_BT)
+    loss_weights_BT = algorithm.aggregation(batch.mask_BT, count(batch.mask_BT))
+    return replace(batch, advantages_BT=advantages_BT, returns_BT=returns_BT, loss_weights_BT=loss_weights_BT)
 
 
 def sb3_std(batch: Batch, *, whiten: bool) -> Advantages:
@@ -183,7 +183,7 @@ def our_loss(policy: Any, ppo: PPO, algorithm: Algorithm, laid: Cut) -> tuple[Te
         torch.as_tensor(buffer.observations), torch.as_tensor(buffer.actions).long().flatten()
     )
     batch = annotated(algorithm, laid.batch)
-    evaluation = Evaluation(laid.lay_out(logprobs_N), laid.lay_out(entropy_N))
+    evaluation = PolicyOutput(laid.lay_out(logprobs_N), laid.lay_out(entropy_N))
     loss = algorithm.loss(evaluation, batch, 0.0).loss
     return loss, algorithm.critic_loss(laid.lay_out(values_N.flatten()), batch), entropy_N.mean()
 

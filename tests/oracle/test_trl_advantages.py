@@ -16,9 +16,9 @@ from covey import algorithms
 from covey.algorithms import Algorithm
 from covey.algorithms.advantages import outcome
 from covey.core import baselines
-from covey.data import Batch, Evaluation
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.data import Batch, PolicyOutput
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tiny_models import tiny_folder
 from oracle.cases import GROUP_SIZE, ROWS, collated, random_case
 from oracle.trl_trainer import MAX_LENGTH, TableTrainer
@@ -32,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(("scale_rewards", "compare"), [("group", TRL_STD), ("none", baselines.group_mean_only)])
+@pytest.mark.parametrize(("scale_rewards", "compare"), [("group", TRL_STD), ("none", baselines.group_centered)])
 def test_advantages(scale_rewards, compare, folder, agree):
     """covey's own defaults are the population's std (ddof=0) and 1e-6."""
     trainer = TableTrainer(folder, scale_rewards=scale_rewards)
@@ -60,9 +60,9 @@ class TablePolicy:
 
     table_BT: Tensor
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch) -> PolicyOutput:
         logprobs_BT = self.table_BT[list(batch.context)][:, : batch.mask_BT.shape[1]]
-        return Evaluation(logprobs_BT, torch.zeros_like(logprobs_BT))
+        return PolicyOutput(logprobs_BT, torch.zeros_like(logprobs_BT))
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
         yield from torch.arange(len(batch)).split(3)
@@ -93,7 +93,7 @@ WHOLE_STEPS: dict[str, tuple[dict[str, object], Algorithm]] = {
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("name", WHOLE_STEPS)
 def test_a_whole_step(name, beta, folder, agree):
-    """covey's `annotate` and `update`: two minibatches of two groups in microbatches of three rows, weights in float32.
+    """`prepare_batch` and `update`: two minibatches of two groups in microbatches of three rows, weights in float32.
 
     TRL makes its two optimizer steps from other rows, so what is compared is the sum of both.
     """
@@ -105,12 +105,12 @@ def test_a_whole_step(name, beta, folder, agree):
         case = random_case(seed)
         policy = TablePolicy(case.old_BT)
         plan = UpdatePlan(minibatches=2)
-        batch, _ = annotate(
+        batch, _ = prepare_batch(
             collated(case), policy, TablePolicy(case.reference_BT), algorithm, kl_coefficient=beta,
             optimizer_steps=plan.minibatches, mask_truncated=trainer.mask_truncated_completions,
         )  # fmt: skip
         policy.table_BT = case.logprobs_BT.clone().requires_grad_()
-        sizes = StepSizes(learning_rate=0.0, kl_coefficient=beta)
+        sizes = StepCoefficients(learning_rate=0.0, kl_coefficient=beta)
         update(Learner(policy, NoStep()), algorithm, batch, plan, sizes, seed=seed, step=1)
         gradient_BT = trainer.take(case).gradient_BT
         # A difference by decision: where all did equally well, nothing pulls on a group in covey, the KL neither.

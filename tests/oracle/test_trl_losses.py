@@ -91,8 +91,8 @@ def compare(
     batch = annotated(case, algorithm, on_policy=on_policy, **batch_like or {})
     # covey multiplies the weights of a step by the number of its optimizer steps (`train.update`).
     optimizer_steps = trainer.args.steps_per_generation / trainer.args.gradient_accumulation_steps
-    weights_BT = batch.weights_BT if reweigh is None else reweigh(batch, theirs)
-    batch = replace(batch, weights_BT=weights_BT * optimizer_steps)
+    loss_weights_BT = batch.loss_weights_BT if reweigh is None else reweigh(batch, theirs)
+    batch = replace(batch, loss_weights_BT=loss_weights_BT * optimizer_steps)
     logprobs_BT = case.logprobs_BT.clone().requires_grad_()
     losses = losses_of(algorithm, batch, logprobs_BT, theirs.microbatches, trainer.beta)
     agree(f"{what}: loss", torch.stack(losses), torch.stack(theirs.losses))
@@ -125,16 +125,18 @@ def test_bnpo(batches, beta, folder, agree):
     trainer = TableTrainer(folder, beta=beta, loss_type="bnpo", **BATCHES[batches])
 
     def reweigh(batch: Batch, theirs: Step) -> Tensor:
-        assert batch.weights_BT is not None
-        weights_BT = torch.zeros_like(batch.weights_BT)
+        assert batch.loss_weights_BT is not None
+        loss_weights_BT = torch.zeros_like(batch.loss_weights_BT)
         for rows in theirs.microbatches:
             mask_BT = batch.mask_BT[rows]
-            weights_BT[rows] = loss_weights.token_mean(mask_BT, loss_weights.count(mask_BT)) / len(theirs.microbatches)
-        return weights_BT
+            loss_weights_BT[rows] = loss_weights.token_mean(mask_BT, loss_weights.count(mask_BT)) / len(
+                theirs.microbatches
+            )
+        return loss_weights_BT
 
     def as_it_is(batch: Batch, theirs: Step) -> Tensor:
-        assert batch.weights_BT is not None
-        return batch.weights_BT
+        assert batch.loss_weights_BT is not None
+        return batch.loss_weights_BT
 
     algorithm = like_trl(algorithms.dapo(clip_high=0.2))
     for seed in CASES:
@@ -160,8 +162,8 @@ def test_rollouts_masked_as_a_whole_leave_coveys_mean(name, folder, agree):
     def reweigh(batch: Batch, theirs: Step) -> Tensor:
         left = int(batch.mask_BT.any(dim=1).sum())
         assert left < ROWS
-        assert batch.weights_BT is not None
-        return batch.weights_BT * left / ROWS
+        assert batch.loss_weights_BT is not None
+        return batch.loss_weights_BT * left / ROWS
 
     for seed in CASES:
         compare(

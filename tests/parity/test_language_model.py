@@ -15,11 +15,11 @@ from covey.llm import sampler
 from covey.llm.generation.backend import probe_batch
 from covey.llm.generation.decoding import CacheDecoder, SharedPrefixDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
-from covey.llm.generation.token_sampling import BLOCK, choose
+from covey.llm.generation.token_sampling import BLOCK, sample_tokens
 from covey.llm.model.chat import Chat, end_ids_of
 from covey.llm.model.logprobs import token_logprobs
 from covey.llm.model.plain_forward import PlainPasses
-from covey.llm.model.prefix_attention import common_beginning
+from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.native.bindings import kernels_for
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
@@ -99,13 +99,13 @@ def test_the_decoders_agree_after_every_departure():
         CacheDecoder(model, 6, pads=True),
         NativeDecoder(model, kernels, 6, 8),
     ]
-    shared, *others = [decoder.add([[5, 6, 7], [8, 9]], 3) for decoder in decoders]
+    shared, *others = [decoder.prefill([[5, 6, 7], [8, 9]], 3) for decoder in decoders]
     for other in others:
         torch.testing.assert_close(other, shared, atol=1e-4, rtol=0)
     tokens = torch.tensor([3, 4, 5, 6, 7, 8])
     for keep in ([0, 1, 2, 3, 4, 5], [1, 2, 4], [1, 2], [0]):
         for decoder in decoders:
-            decoder.keep(torch.tensor(keep))
+            decoder.select(torch.tensor(keep))
         tokens = tokens[torch.tensor(keep)]
         shared, *others = [decoder.step(tokens) for decoder in decoders]
         for other in others:
@@ -165,7 +165,7 @@ def test_what_all_prompts_begin_with_is_fed_once(kind, monkeypatch):
     ],
 )
 def test_the_common_beginning_ends_before_every_prompts_last_token(prompts, length):
-    assert common_beginning(prompts) == length
+    assert shared_prompt_prefix(prompts) == length
 
 
 @pytest.mark.parametrize("kind", ["llama", "cohere"])
@@ -337,7 +337,7 @@ def test_tokens_are_drawn_from_the_distribution():
     vocabulary, draws = 3 * BLOCK + 17, 60_000
     logits = torch.randn(1, vocabulary) * 2
     uniforms = torch.from_numpy((np.arange(draws) + 0.5) / draws)  # evenly spread: the counts must be exact
-    tokens, logprobs = choose(logits.expand(draws, -1), uniforms, 0.5)
+    tokens, logprobs = sample_tokens(logits.expand(draws, -1), uniforms, 0.5)
     probabilities = (logits[0].double() / 0.5).softmax(0)
     counts = torch.bincount(tokens, minlength=vocabulary)
     assert (counts - probabilities * draws).abs().max() < 1.5
@@ -349,7 +349,7 @@ def test_impossible_tokens_are_never_chosen(uniform):
     logits = torch.full((2, 2 * BLOCK + 5), -torch.inf)
     logits[0, [3, 270]] = 1.0
     logits[1, 511] = -2.0
-    tokens, logprobs = choose(logits, torch.full((2,), uniform, dtype=torch.float64), 1.0)
+    tokens, logprobs = sample_tokens(logits, torch.full((2,), uniform, dtype=torch.float64), 1.0)
     assert tokens[0] == (270 if uniform >= 0.5 else 3)
     assert tokens[1] == 511
     assert logprobs == pytest.approx([math.log(0.5), 0.0])
@@ -357,7 +357,7 @@ def test_impossible_tokens_are_never_chosen(uniform):
 
 def test_greedy_takes_the_likeliest_and_tells_its_logprob():
     logits = torch.tensor([[0.0, 2.0, 1.0]])
-    tokens, logprobs = choose(logits, torch.tensor([0.99], dtype=torch.float64), 0.0)
+    tokens, logprobs = sample_tokens(logits, torch.tensor([0.99], dtype=torch.float64), 0.0)
     assert tokens.tolist() == [1]
     assert logprobs == pytest.approx([2 - math.log(1 + math.e + math.e**2)])
 

@@ -24,7 +24,7 @@ METRICS = {
     "kl": 0.0123,
     "entropy": 0.81,
     "length/mean": 6.25,
-    "groups/dead_share": 0.5,
+    "groups/zero_advantage_fraction": 0.5,
     "decisions_per_second": 1234.0,
 }
 

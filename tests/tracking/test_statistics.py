@@ -10,8 +10,8 @@ from covey.tracking.statistics import (
     accuracy,
     best_at_k,
     bootstrap_interval,
+    mean_fraction,
     mean_score,
-    mean_share,
     pass_at_k,
     t_quantile_95,
     wilson_interval,
@@ -116,10 +116,10 @@ def test_the_t_interval_holds_the_mean_of_few_scores_in_95_of_100_samples() -> N
 
 
 def test_shares_stay_inside_the_unit_interval_and_are_never_certain() -> None:
-    assert mean_share([0.0, 0.25, 0.0])["low"] == 0.0
-    assert mean_share([0.2, 0.4, 0.6]) == mean_score([0.2, 0.4, 0.6]) | {"low": 0.0}
+    assert mean_fraction([0.0, 0.25, 0.0])["low"] == 0.0
+    assert mean_fraction([0.2, 0.4, 0.6]) == mean_score([0.2, 0.4, 0.6]) | {"low": 0.0}
     for shares in ([0.0], [1.0, 1.0], [0.5] * 4):
-        found = mean_share(shares)
+        found = mean_fraction(shares)
         assert (found["low"], found["high"]) == wilson_interval(sum(shares), len(shares))
 
 

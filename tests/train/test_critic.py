@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from covey.algorithms import KLPenalty, grpo, ppo
-from covey.algorithms.advantages import critic
+from covey.algorithms.advantages import gae_advantage
 from covey.config import ConfigError
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, collate
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.credits import (
     episode,
     gradient_of,
@@ -36,18 +36,18 @@ NO_KL = KLPenalty()
 # reward 3 with value 1, cut before a state worth 8: 3 + 8/2 - 1 = 6. Mean 1.5, variance (1 + 12.25 + 20.25) / 3
 def with_values() -> Batch:
     batch = collate([group(episode([1, 2]), episode([3], end=EndReason.CUT))])
-    return replace(batch, values_BT=torch.tensor([[2.0, 4.0], [1.0, 99.0]]), next_value_B=torch.tensor([0.0, 8.0]))
+    return replace(batch, values_BT=torch.tensor([[2.0, 4.0], [1.0, 99.0]]), bootstrap_value_B=torch.tensor([0.0, 8.0]))
 
 
 def test_critic_by_hand():
-    found = critic(gamma=0.5, lam=0.5, whiten=False)(with_values())
+    found = gae_advantage(gamma=0.5, lam=0.5, whiten=False)(with_values())
     assert found.advantages_BT.tolist() == [[0.5, -2], [6, 0]]
     assert found.returns_BT is not None
     assert found.returns_BT.tolist() == [[2.5, 2], [7, 0]]
 
 
 def test_whitening_leaves_the_returns_as_they_are():
-    found = critic(gamma=0.5, lam=0.5)(with_values())
+    found = gae_advantage(gamma=0.5, lam=0.5)(with_values())
     std = math.sqrt(33.5 / 3)
     expected = torch.tensor([[-1 / std, -3.5 / std], [4.5 / std, 0]])
     torch.testing.assert_close(found.advantages_BT, expected)
@@ -60,10 +60,10 @@ def test_failed_rows_are_not_whitened_with_the_others():
     wider = replace(
         collate([group(episode([1, 2]), episode([3], end=EndReason.CUT), episode([1e6, -1e6]))]),
         values_BT=torch.tensor([[2.0, 4.0], [1.0, 99.0], [5.0, 5.0]]),
-        next_value_B=torch.tensor([0.0, 8.0, 0.0]),
+        bootstrap_value_B=torch.tensor([0.0, 8.0, 0.0]),
         valid_B=torch.tensor([True, True, False]),
     )
-    estimate = critic(gamma=0.5, lam=0.5)
+    estimate = gae_advantage(gamma=0.5, lam=0.5)
     torch.testing.assert_close(estimate(wider).advantages_BT[:2], estimate(batch).advantages_BT)
     assert estimate(wider).advantages_BT[2].tolist() == [0, 0]
 
@@ -71,9 +71,9 @@ def test_failed_rows_are_not_whitened_with_the_others():
 @pytest.mark.parametrize("end", EndReason)
 def test_only_what_stopped_before_the_episodes_end_is_worth_what_follows(end):
     batch, _ = ready([group(episode([1, 2], end=end))], ppo())
-    assert batch.next_value_B is not None
+    assert batch.bootstrap_value_B is not None
     expected = 0.0 if end in (EndReason.STOP, EndReason.TERMINATED) else ToyCritic().following[0, 1].item()
-    assert batch.next_value_B.item() == pytest.approx(expected, rel=1e-6)
+    assert batch.bootstrap_value_B.item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.3])
@@ -125,7 +125,7 @@ def test_further_epochs_of_the_critic_move_the_critic_only():
     errors = []
     for critic_epochs in (0, 0, 5):
         plan = UpdatePlan(critic_epochs=critic_epochs)
-        errors.append(update(learner, algorithm, batch, plan, StepSizes(0.0, 0.5), seed=0, step=1)["loss/value"])
+        errors.append(update(learner, algorithm, batch, plan, StepCoefficients(0.0, 0.5), seed=0, step=1)["loss/value"])
     torch.testing.assert_close(policy.table, moved().table, rtol=0, atol=0)
     with torch.no_grad():
         errors.append(float(algorithm.critic_loss(it.values(batch), batch)))
@@ -145,9 +145,9 @@ def test_algorithm_and_critic_must_fit():
     arguments = {"kl_coefficient": 0.0, "optimizer_steps": 1, "mask_truncated": False}
     batch, policy = collate(random_episodes()), ToyPolicy()
     with pytest.raises(ConfigError, match="ppo needs a critic"):
-        annotate(batch, policy, None, ppo(), **arguments)
+        prepare_batch(batch, policy, None, ppo(), **arguments)
     with pytest.raises(ConfigError, match="grpo has no use for a critic"):
-        annotate(batch, policy, None, grpo(kl=NO_KL), critic=ToyCritic(), **arguments)
+        prepare_batch(batch, policy, None, grpo(kl=NO_KL), critic=ToyCritic(), **arguments)
 
 
 # --- when the policy has gone far enough ---
@@ -185,7 +185,7 @@ def test_the_kl_is_that_of_the_epoch_and_not_of_all_so_far():
     policy = ToyPolicy(seed=1)
     batch, _ = ready(groups, algorithm)
     plan = UpdatePlan(epochs=6, target_kl=0.9 * kl_of_moved)
-    metrics = update(Learner(policy, Jump(policy)), algorithm, batch, plan, StepSizes(0.1), seed=0, step=1)
+    metrics = update(Learner(policy, Jump(policy)), algorithm, batch, plan, StepCoefficients(0.1), seed=0, step=1)
     # epochs 1 and 2 see the old policy, epoch 3 the moved one
     assert metrics["update/epochs"] == 3
     assert metrics["kl/behavior"] == pytest.approx(kl_of_moved / 3, rel=1e-5)

@@ -21,11 +21,11 @@ from covey.config import LossBase
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.build import build_algorithm
-from covey.runtime.ema import FollowingWeights
+from covey.runtime.ema import EMAWeights
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.loop import Parts, Progress, Settings, load_checkpoint, train
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.loop import Components, LoopConfig, Progress, load_checkpoint, train
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tabular_policy import ACTIONS, Recorder, ToyPolicy, rollout
 
 ROLLOUTS = 2 * ACTIONS
@@ -80,26 +80,28 @@ class World:
 def build(penalty: KLPenalty, *, epochs: int = 1, share: float | None = None, every: int = 0, **settings: Any):
     policy = ToyPolicy(seed=None)
     world, reference = World(policy), ToyPolicy(seed=None)
-    follower = None if share is None else FollowingWeights(reference.module, policy.module, share)
-    parts = Parts(
+    reference_updater = None if share is None else EMAWeights(reference.module, policy.module, share)
+    parts = Components(
         task=world, sampler=world, grader=world, policy=policy, reference=reference, algorithm=grpo(kl=penalty),
         optimizer=MasterAdamW(policy.module, lr=0.05), observers=[world], checkpoints=world, evaluate=lambda step: {},
-        follower=follower,
+        reference_updater=reference_updater,
     )  # fmt: skip
-    return world, parts, Settings(
+    return world, parts, LoopConfig(
         steps=12, seed=7, starts_per_step=2, group_size=ACTIONS, plan=UpdatePlan(epochs=epochs),
         learning_rate=schedules.constant(0.05), follow_every=every, **settings,
     )  # fmt: skip
 
 
-def go(parts: Parts, settings: Settings, progress: Progress | None = None) -> Progress:
+def go(parts: Components, settings: LoopConfig, progress: Progress | None = None) -> Progress:
     progress = progress or Progress()
     train(parts, settings, progress, should_stop=lambda: False)
     return progress
 
 
 def penalty(coefficient: float = 0.05, warmup: int = 0, **options: Any) -> KLPenalty:
-    loss = LossBase(kl_coefficient=coefficient, kl_warmup_steps=warmup, kl_target=TARGET, kl_horizon=HORIZON)
+    loss = LossBase(
+        kl_coefficient=coefficient, kl_warmup_steps=warmup, adaptive_kl_target=TARGET, adaptive_kl_horizon=HORIZON
+    )
     return replace(build_algorithm("grpo", loss).kl, **options)
 
 
@@ -220,7 +222,7 @@ def expected_gradient(algorithm: Algorithm, sampler: ToyPolicy, *, proximal: boo
         batch,
         behavior_logprobs_BT=mu_BT,
         advantages_BT=torch.tensor(REWARDS, dtype=torch.float64)[:, None],
-        weights_BT=mu_BT.exp(),
+        loss_weights_BT=mu_BT.exp(),
         reference_logprobs_BT=ToyPolicy(seed=2).evaluate(batch).logprobs_BT.detach(),
         proximal_logprobs_BT=old_BT if proximal else None,
     )
@@ -268,10 +270,10 @@ def test_weights_multiply_the_surrogate_and_neither_the_kl_nor_the_entropy():
 
 def stepped(algorithm: Algorithm, batch: Batch, plan: UpdatePlan = UpdatePlan()) -> dict[str, float]:  # noqa: B008
     policy = ToyPolicy(seed=1)
-    ready, _ = annotate(
+    ready, _ = prepare_batch(
         batch, policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=plan.optimizer_steps, mask_truncated=False
     )
-    return update(Learner(policy, Recorder(policy)), algorithm, ready, plan, StepSizes(0.1), seed=0, step=1)
+    return update(Learner(policy, Recorder(policy)), algorithm, ready, plan, StepCoefficients(0.1), seed=0, step=1)
 
 
 def test_mismatch_metrics_by_hand():
@@ -287,5 +289,5 @@ def test_mismatch_metrics_by_hand():
         assert metrics["mismatch/mean"] == pytest.approx((math.log(4) + math.log(2)) / 2, rel=1e-5)
         # k3 = x - log x - 1: (4 - log 4 - 1 + 0.5 + log 2 - 1) / 2
         assert metrics["mismatch/kl"] == pytest.approx((4 - math.log(4) - 1 + 0.5 + math.log(2) - 1) / 2, rel=1e-5)
-        assert metrics["mismatch/capped_share"] == 0.5
-    assert "mismatch/capped_share" not in stepped(grpo(kl=KLPenalty()), collate(groups))
+        assert metrics["mismatch/capped_fraction"] == 0.5
+    assert "mismatch/capped_fraction" not in stepped(grpo(kl=KLPenalty()), collate(groups))

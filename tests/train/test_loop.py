@@ -13,7 +13,7 @@ from covey.config import RunError
 from covey.core import schedules
 from covey.data import EndReason, Group, Rollout, Start
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.loop import Parts, Progress, Settings, describe, load_checkpoint, train
+from covey.train.loop import Components, LoopConfig, Progress, describe, load_checkpoint, train
 from covey.train.update import UpdatePlan
 from helpers.gradients import make
 from helpers.tabular_policy import ToyPolicy, rollout
@@ -66,13 +66,13 @@ class World:
         self.saved.append((step, state))
 
 
-def build(world: World, steps: int, **changes: Any) -> tuple[Parts, Settings]:
+def build(world: World, steps: int, **changes: Any) -> tuple[Components, LoopConfig]:
     policy = ToyPolicy(seed=None)
-    parts = Parts(
+    parts = Components(
         task=world, sampler=world, grader=world, policy=policy, reference=None, algorithm=make("grpo"),
         optimizer=MasterAdamW(policy.module, lr=0.1), observers=[world], checkpoints=world, evaluate=lambda step: {},
     )  # fmt: skip
-    settings = Settings(
+    settings = LoopConfig(
         steps=steps, seed=7, starts_per_step=2, group_size=4, plan=UpdatePlan(), learning_rate=schedules.constant(0.1)
     )
     return replace(parts, **{k: v for k, v in changes.items() if hasattr(parts, k)}), replace(
@@ -99,7 +99,7 @@ def test_a_run_learns_records_and_saves():
     assert metrics["reward/mean"] == 1.5
     assert metrics["learning_rate"] == 0.1
     assert metrics["update/optimizer_steps"] == 1
-    assert metrics["groups/dead_share"] == 0
+    assert metrics["groups/zero_advantage_fraction"] == 0
     assert all(math.isfinite(value) for value in metrics.values())
 
 
@@ -154,7 +154,7 @@ def test_steps_without_a_live_group_are_not_bad_updates():
     world, progress = World(rewards=[1.0] * 4), Progress()
     train(*build(world, 7), progress, should_stop=never)
     assert progress.step == 7
-    assert [metrics["groups/dead_share"] for _, metrics, _ in world.recorded] == [1.0] * 7
+    assert [metrics["groups/zero_advantage_fraction"] for _, metrics, _ in world.recorded] == [1.0] * 7
 
 
 def test_describe_by_hand():
@@ -171,7 +171,7 @@ def test_describe_by_hand():
         "groups/failed_rollouts": 1.0,
         "length/mean": 2.0,  # (3 + 1 + 2 + 2) / 4
         "length/max": 3.0,
-        "length/truncated_share": 0.25,
+        "length/truncated_fraction": 0.25,
         "decisions/sampled": 8.0,
         "reward/mean": 0.5,  # of 1, 0 and 0.5
         "reward/std": pytest.approx(math.sqrt(0.5 / 3)),  # deviations 0.5, -0.5, 0

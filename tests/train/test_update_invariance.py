@@ -14,8 +14,8 @@ from covey.algorithms import Algorithm
 from covey.config import ConfigError
 from covey.core.loss_weights import count
 from covey.data import Batch, Group, Start, collate
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.gradients import (
     AGGREGATIONS,
     ALGORITHMS,
@@ -141,7 +141,7 @@ def test_a_group_stays_in_one_minibatch_and_the_order_depends_on_the_step():
         policy = Watching(seed=1)
         update(
             Learner(policy, Recorder(policy)), make("grpo"), batch, UpdatePlan(minibatches=3),
-            StepSizes(0.1, kl_coefficient=0.0), seed=0, step=step,
+            StepCoefficients(0.1, kl_coefficient=0.0), seed=0, step=step,
         )  # fmt: skip
     per_step = [[set(part) for part in seen[i : i + 3]] for i in range(0, 12, 3)]
     assert all(len(part) == 2 for step in per_step for part in step)
@@ -156,7 +156,7 @@ def test_dead_groups_dropped_or_kept_give_the_same_gradient(algorithm):
     batch = collate(groups)
     ready, metrics = annotated(batch, algorithm)
     assert 1 not in ready.group_B.tolist()
-    assert metrics["groups/dead_share"] == 0.25
+    assert metrics["groups/zero_advantage_fraction"] == 0.25
     same(gradient_of(groups, algorithm), gradient_of_all_rows(batch, algorithm))
 
 
@@ -190,7 +190,7 @@ def test_truncated_rollouts_masked_are_in_neither_numerator_nor_denominator(algo
     advantages = annotated(collate(groups), algorithm)[0].advantages_BT
     ready, metrics = annotated(collate(groups), algorithm, mask_truncated=True)
     assert not ready.truncated_B.any()
-    assert ready.weights_BT is not None
+    assert ready.loss_weights_BT is not None
     assert ready.advantages_BT is not None
     # the baseline still knows the truncated rollouts' rewards
     assert advantages is not None
@@ -219,14 +219,14 @@ def test_a_step_that_teaches_nothing_makes_no_optimizer_step(kl, minibatches):
             item.reward = None if group is groups[0] or kl == "k1_in_reward" else 1.0
     gradients, metrics = step_gradients(collate(groups), make("grpo", kl), plan=UpdatePlan(minibatches=minibatches))
     assert gradients == []
-    assert metrics["groups/dead_share"] == 1.0
+    assert metrics["groups/zero_advantage_fraction"] == 1.0
     assert metrics["update/rows"] == metrics["decisions/trained"] == metrics["loss"] == 0.0
 
 
 @pytest.mark.parametrize("kl", ["k3_in_loss", "k1_in_reward"])
 def test_a_kl_without_a_reference_is_refused(kl):
     with pytest.raises(ConfigError, match="no reference policy"):
-        annotate(
+        prepare_batch(
             collate(random_groups()), ToyPolicy(), None, make("grpo", kl),
             kl_coefficient=0.1, optimizer_steps=1, mask_truncated=False,
         )  # fmt: skip
@@ -264,12 +264,12 @@ def test_metrics_of_an_update_by_hand():
         batch,
         advantages_BT=torch.tensor([[2.0, -2.0], [2.0, 2.0]]),
         proximal_logprobs_BT=logprobs - ratio.log(),
-        weights_BT=torch.full((2, 2), 0.25),
+        loss_weights_BT=torch.full((2, 2), 0.25),
         behavior_logprobs_BT=logprobs - torch.tensor([[0.1, -0.2], [0.3, 0.0]]),
     )
     metrics = update(
         Learner(policy, Recorder(policy)), make("grpo"), ready, UpdatePlan(),
-        StepSizes(0.1, kl_coefficient=0.0), seed=0, step=1,
+        StepCoefficients(0.1, kl_coefficient=0.0), seed=0, step=1,
     )  # fmt: skip
     assert metrics["loss"] == pytest.approx(-5 / 4)
     assert metrics["clip/low"] == metrics["clip/high"] == 0.25
@@ -298,7 +298,7 @@ def gradient_of_all_rows(batch: Batch, algorithm: Algorithm) -> Tensor:
     everything = replace(
         batch,
         advantages_BT=algorithm.advantage(batch).advantages_BT,
-        weights_BT=algorithm.aggregation(batch.mask_BT, count(batch.mask_BT)),
+        loss_weights_BT=algorithm.aggregation(batch.mask_BT, count(batch.mask_BT)),
     )
     algorithm.loss(policy.evaluate(everything), everything, 0.0).loss.backward()
     assert policy.table.grad is not None

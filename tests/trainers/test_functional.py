@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from covey import ConfigError, GRPOLoss, PPOLoss, compute_gae
-from covey.data import EndReason, Evaluation, Group, Rollout, Start, collate
-from covey.train.prepare import annotate
+from covey.data import EndReason, Group, PolicyOutput, Rollout, Start, collate
+from covey.train.prepare import prepare_batch
 
 # ---- exercise: GAE by hand ----
 
@@ -225,12 +225,12 @@ def test_grpo_loss_is_that_of_a_run():
     groups = [Group(Start(n, ""), [rollout(case, n, g) for g in range(4)]) for n in range(3)]
     trained = GRPOLoss(0.2, 0.1)
     told = Told(case)
-    batch, _ = annotate(
+    batch, _ = prepare_batch(
         collate(groups), told.of("old_policy_logprobs"), told.of("reference_logprobs"), trained.algorithm,
         kl_coefficient=0.1, optimizer_steps=2, mask_truncated=False,
     )  # fmt: skip
     policy = case["policy_logprobs"].flatten(0, 1)
-    terms = trained.algorithm.loss(Evaluation(policy, torch.zeros_like(policy)), batch, 0.1)
+    terms = trained.algorithm.loss(PolicyOutput(policy, torch.zeros_like(policy)), batch, 0.1)
     torch.testing.assert_close(trained(**case), terms.loss, rtol=1e-6, atol=1e-6)  # a batch is in float32
 
 
@@ -250,7 +250,7 @@ class Told:
 
     def evaluate(self, batch):
         logprobs_BT = self.case[self.name].flatten(0, 1)[:, : batch.mask_BT.shape[1]]
-        return Evaluation(logprobs_BT, torch.zeros_like(logprobs_BT))
+        return PolicyOutput(logprobs_BT, torch.zeros_like(logprobs_BT))
 
     def microbatches(self, batch):
         yield torch.arange(len(batch))

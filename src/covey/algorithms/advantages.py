@@ -16,7 +16,7 @@ from covey.core import baselines, returns
 from covey.data import Batch
 
 # value_N, group_N, valid_N -> advantage_N: compares numbers with the others of their group
-Comparison = Callable[[Tensor, Tensor, Tensor], Tensor]
+Baseline = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Advantages(NamedTuple):
@@ -27,10 +27,10 @@ class Advantages(NamedTuple):
 
 
 AdvantageEstimator = Callable[[Batch], Advantages]
-Credit = Callable[[Comparison], AdvantageEstimator]  # what is compared with what
+CreditAssignment = Callable[[Baseline], AdvantageEstimator]  # what is compared with what
 
 
-def outcome(compare: Comparison) -> AdvantageEstimator:
+def outcome(compare: Baseline) -> AdvantageEstimator:
     """Rollouts are compared by their rewards; all decisions of a rollout share its advantage. DeepSeekMath 4.1.2."""
 
     def estimate(batch: Batch) -> Advantages:
@@ -40,14 +40,14 @@ def outcome(compare: Comparison) -> AdvantageEstimator:
     return estimate
 
 
-def reward_to_go(compare: Comparison, *, gamma: float = 1.0, same_step: bool = True) -> AdvantageEstimator:
+def reward_to_go(compare: Baseline, *, gamma: float = 1.0, same_step: bool = True) -> AdvantageEstimator:
     """Decisions are compared by what was earned from them on: with the siblings' decisions at the same step (those
     rollouts that were still going), or with all decisions of the group. REINFORCE's returns (Williams 1992) in GRPO's
     groups.
     """
 
     def estimate(batch: Batch) -> Advantages:
-        returns_BT = returns.discounted_sums(batch.rewards_BT, batch.mask_BT, gamma)
+        returns_BT = returns.discounted_returns(batch.rewards_BT, batch.mask_BT, gamma)
         width = batch.mask_BT.shape[1]
         group_BT = batch.group_B[:, None].expand_as(batch.mask_BT)
         if same_step:
@@ -57,21 +57,21 @@ def reward_to_go(compare: Comparison, *, gamma: float = 1.0, same_step: bool = T
     return estimate
 
 
-def within_rollout(compare: Comparison, *, gamma: float = 0.99) -> AdvantageEstimator:
+def within_rollout(compare: Baseline, *, gamma: float = 0.99) -> AdvantageEstimator:
     """Decisions are compared by their discounted returns with the other decisions of the same rollout.
 
     No sibling is needed. The form in which articles explain GRPO on CartPole; REINFORCE with whitened returns.
     """
 
     def estimate(batch: Batch) -> Advantages:
-        returns_BT = returns.discounted_sums(batch.rewards_BT, batch.mask_BT, gamma)
+        returns_BT = returns.discounted_returns(batch.rewards_BT, batch.mask_BT, gamma)
         row_BT = torch.arange(len(batch), device=returns_BT.device)[:, None].expand_as(batch.mask_BT)
         return Advantages(_compare_decisions(compare, returns_BT, row_BT, batch))
 
     return estimate
 
 
-def process(compare: Comparison) -> AdvantageEstimator:
+def process(compare: Baseline) -> AdvantageEstimator:
     """Every step's reward is compared with all step rewards of the group; a decision has the advantages of its own step
     and of those after it.
 
@@ -83,12 +83,12 @@ def process(compare: Comparison) -> AdvantageEstimator:
         group_BK = batch.group_B[:, None].expand_as(steps.counted_BK)
         advantages_BK = _compared(compare, steps.reward_BK, group_BK, steps.counted_BK)
         at_end_BT = torch.where(steps.end_BT, advantages_BK.gather(1, steps.number_BT), 0.0)
-        return Advantages(returns.discounted_sums(at_end_BT, batch.mask_BT, 1.0))
+        return Advantages(returns.discounted_returns(at_end_BT, batch.mask_BT, 1.0))
 
     return estimate
 
 
-def process_by_step(compare: Comparison) -> AdvantageEstimator:
+def process_by_step(compare: Baseline) -> AdvantageEstimator:
     """Every step's reward is compared with the siblings' rewards for the same step, the first with the first ones; the
     decisions of a step share its advantage, which later steps do not change.
     """
@@ -100,7 +100,7 @@ def process_by_step(compare: Comparison) -> AdvantageEstimator:
     return estimate
 
 
-def process_return(compare: Comparison) -> AdvantageEstimator:
+def process_return_to_go(compare: Baseline) -> AdvantageEstimator:
     """What a rollout earned from a step on is compared with what its siblings earned from their step of the same number
     on; the decisions of a step share the result.
 
@@ -116,7 +116,7 @@ def process_return(compare: Comparison) -> AdvantageEstimator:
     return estimate
 
 
-def _by_step_number(compare: Comparison, value_BK: Tensor, steps: _Steps, batch: Batch) -> Advantages:
+def _by_step_number(compare: Baseline, value_BK: Tensor, steps: _Steps, batch: Batch) -> Advantages:
     """Steps compared with the siblings' of the same number; the decisions of a step share its advantage."""
     width = value_BK.shape[1]
     group_BK = batch.group_B[:, None] * width + torch.arange(width, device=batch.group_B.device)
@@ -142,14 +142,14 @@ def _steps(batch: Batch) -> _Steps:
     return _Steps(reward_BK, exists_BK & batch.valid_B[:, None], number_BT, end_BT)
 
 
-def critic(*, gamma: float = 0.99, lam: float = 0.95, whiten: bool = True) -> AdvantageEstimator:
+def gae_advantage(*, gamma: float = 0.99, lam: float = 0.95, whiten: bool = True) -> AdvantageEstimator:
     """Decisions are compared with what the critic expected: GAE (arXiv 1506.02438), whitened over the batch."""
 
     def estimate(batch: Batch) -> Advantages:
         assert batch.values_BT is not None
-        assert batch.next_value_B is not None
+        assert batch.bootstrap_value_B is not None
         advantages_BT, returns_BT = returns.gae(
-            batch.rewards_BT, batch.values_BT, batch.next_value_B, batch.mask_BT, gamma=gamma, lam=lam
+            batch.rewards_BT, batch.values_BT, batch.bootstrap_value_B, batch.mask_BT, gamma=gamma, lam=lam
         )
         if whiten:
             advantages_BT = _compare_over_step(baselines.group_zscore, advantages_BT, batch)
@@ -158,27 +158,27 @@ def critic(*, gamma: float = 0.99, lam: float = 0.95, whiten: bool = True) -> Ad
     return estimate
 
 
-def returns_over_batch(compare: Comparison, *, gamma: float = 1.0) -> AdvantageEstimator:
+def batch_normalized_returns(compare: Baseline, *, gamma: float = 1.0) -> AdvantageEstimator:
     """Decisions are compared by what was earned from them on with every decision of the step, whatever its group."""
 
     def estimate(batch: Batch) -> Advantages:
-        returns_BT = returns.discounted_sums(batch.rewards_BT, batch.mask_BT, gamma)
+        returns_BT = returns.discounted_returns(batch.rewards_BT, batch.mask_BT, gamma)
         return Advantages(_compare_over_step(compare, returns_BT, batch))
 
     return estimate
 
 
-def _compare_over_step(compare: Comparison, value_BT: Tensor, batch: Batch) -> Tensor:
+def _compare_over_step(compare: Baseline, value_BT: Tensor, batch: Batch) -> Tensor:
     """advantages_BT of single decisions, each compared with all of the step, whatever its group."""
     return _compare_decisions(compare, value_BT, torch.zeros_like(batch.mask_BT, dtype=torch.int64), batch)
 
 
-def _compare_decisions(compare: Comparison, value_BT: Tensor, group_BT: Tensor, batch: Batch) -> Tensor:
+def _compare_decisions(compare: Baseline, value_BT: Tensor, group_BT: Tensor, batch: Batch) -> Tensor:
     """advantages_BT of single decisions, each compared within its own group."""
     return _compared(compare, value_BT, group_BT, batch.mask_BT & batch.valid_B[:, None])
 
 
-def _compared(compare: Comparison, value_BT: Tensor, group_BT: Tensor, counted_BT: Tensor) -> Tensor:
+def _compared(compare: Baseline, value_BT: Tensor, group_BT: Tensor, counted_BT: Tensor) -> Tensor:
     """The counted values compared, each within its own group; 0 elsewhere."""
     advantages_BT = torch.zeros_like(value_BT)
     if counted_BT.any():

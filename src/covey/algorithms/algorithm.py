@@ -14,7 +14,7 @@ from torch import Tensor
 from covey.algorithms.advantages import AdvantageEstimator
 from covey.config import ConfigError
 from covey.core import kl, loss_weights, policy_losses, ratios, returns, schedules
-from covey.data import Batch, Evaluation
+from covey.data import Batch, PolicyOutput
 
 LogRatio = Callable[[Tensor, Tensor, Tensor], Tensor]  # logprobs_BT, old_logprobs_BT, mask_BT -> log_ratio_BT
 SurrogateLoss = Callable[[Tensor, Tensor, Tensor], policy_losses.Surrogate]
@@ -32,7 +32,7 @@ class KLPenalty:
     estimator: KLEstimator = kl.k3  # kl.exact for policies that tell the probability of every action
     in_reward: bool = False  # subtracted from the reward, without gradient; else added to the loss
     to_behavior: bool = False  # KL(pi_old || pi), to the policy that sampled; else KL(pi || pi_ref)
-    by_policy: bool = False  # the policy measures it itself (`Evaluation.kl_BT`); the estimator says what that is
+    by_policy: bool = False  # the policy measures it itself (`PolicyOutput.kl_BT`); the estimator says what that is
     controller: schedules.KLController | None = None  # moves the coefficient after each step; None: the schedule does
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class Algorithm:
     entropy_coefficient: float = 0.0  # of a bonus for undecidedness
     importance_cap: float | None = None  # of the weights between sampler and trainer; None: there are none
 
-    def loss(self, evaluation: Evaluation, batch: Batch, kl_coefficient: float) -> LossTerms:
+    def loss(self, evaluation: PolicyOutput, batch: Batch, kl_coefficient: float) -> LossTerms:
         """(weights_BT * (w_BT * surrogate_BT + kl_coefficient * kl_BT - entropy_coefficient * entropy_BT)).sum().
 
         The ratio's denominator is the old policy as the trainer evaluates it; where one optimizer step follows each
@@ -94,7 +94,7 @@ class Algorithm:
         `ratios.importance_weight` of that old policy against the sampler.
         """
         assert batch.advantages_BT is not None
-        assert batch.weights_BT is not None
+        assert batch.loss_weights_BT is not None
         logprobs_BT = torch.where(batch.mask_BT, evaluation.logprobs_BT, 0.0)
         old_BT = logprobs_BT.detach() if batch.proximal_logprobs_BT is None else batch.proximal_logprobs_BT
         log_ratio_BT = self.ratio(logprobs_BT, old_BT, batch.mask_BT)
@@ -108,7 +108,7 @@ class Algorithm:
             loss_BT = loss_BT + kl_coefficient * self._kl(evaluation, batch)
         if self.entropy_coefficient:
             loss_BT = loss_BT - self.entropy_coefficient * torch.where(batch.mask_BT, evaluation.entropy_BT, 0.0)
-        loss = (batch.weights_BT * loss_BT).sum()
+        loss = (batch.loss_weights_BT * loss_BT).sum()
         return LossTerms(loss, log_ratio_BT.detach(), low_BT & batch.mask_BT, high_BT & batch.mask_BT, capped_BT)
 
     def critic_loss(self, values_BT: Tensor, batch: Batch) -> Tensor:
@@ -116,11 +116,11 @@ class Algorithm:
         assert self.value_loss is not None
         assert batch.returns_BT is not None
         assert batch.values_BT is not None
-        assert batch.weights_BT is not None
+        assert batch.loss_weights_BT is not None
         error_BT = self.value_loss.error(values_BT, batch.returns_BT, batch.values_BT)
-        return self.value_loss.coefficient * (batch.weights_BT * torch.where(batch.mask_BT, error_BT, 0.0)).sum()
+        return self.value_loss.coefficient * (batch.loss_weights_BT * torch.where(batch.mask_BT, error_BT, 0.0)).sum()
 
-    def _kl(self, evaluation: Evaluation, batch: Batch) -> Tensor:
+    def _kl(self, evaluation: PolicyOutput, batch: Batch) -> Tensor:
         """kl_BT of the penalty, 0 where undecided."""
         mask, current = batch.mask_BT, evaluation.logprobs_BT
         if self.kl.by_policy:
@@ -128,9 +128,9 @@ class Algorithm:
             return torch.where(mask, evaluation.kl_BT, 0.0)
         other = batch.proximal_logprobs_BT if self.kl.to_behavior else batch.reference_logprobs_BT
         if self.kl.estimator is kl.exact:
-            assert evaluation.distribution_BTV is not None
-            mask, current = mask[..., None], evaluation.distribution_BTV
-            other = batch.proximal_distribution_BTV if self.kl.to_behavior else batch.reference_distribution_BTV
+            assert evaluation.all_logprobs_BTV is not None
+            mask, current = mask[..., None], evaluation.all_logprobs_BTV
+            other = batch.proximal_all_logprobs_BTV if self.kl.to_behavior else batch.reference_all_logprobs_BTV
         if other is None and self.kl.to_behavior:
             return torch.zeros_like(evaluation.logprobs_BT)  # the first step after sampling: the policies are one
         assert other is not None

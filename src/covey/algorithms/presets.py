@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from covey.algorithms.advantages import Credit, critic, outcome, returns_over_batch
+from covey.algorithms.advantages import CreditAssignment, batch_normalized_returns, gae_advantage, outcome
 from covey.algorithms.algorithm import Algorithm, KLPenalty, ValueLoss
 from covey.core import baselines, kl, loss_weights, policy_losses, ratios, returns, schedules
 
@@ -20,14 +20,14 @@ def grpo(
     dual_clip: float | None = None,
     kl: KLPenalty = KLPenalty(schedules.constant(0.04)),
     entropy_coefficient: float = 0.0,
-    credit: Credit = outcome,
+    credit: CreditAssignment = outcome,
 ) -> Algorithm:
     """GRPO: DeepSeekMath (arXiv 2402.03300), eq. 3, with the coefficient 0.04 of its section 4.2."""
     return Algorithm(
         name="grpo",
         advantage=credit(baselines.group_zscore),
         ratio=ratios.token_log_ratio,
-        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        surrogate=partial(policy_losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
         aggregation=loss_weights.sequence_mean,
         kl=kl,
         entropy_coefficient=entropy_coefficient,
@@ -42,14 +42,14 @@ def dr_grpo(
     dual_clip: float | None = None,
     kl: KLPenalty = KLPenalty(),
     entropy_coefficient: float = 0.0,
-    credit: Credit = outcome,
+    credit: CreditAssignment = outcome,
 ) -> Algorithm:
     """Dr.GRPO (arXiv 2503.20783), section 3.2: no division by the group's std nor by a rollout's length, no KL."""
     return Algorithm(
         name="dr_grpo",
-        advantage=credit(baselines.group_mean_only),
+        advantage=credit(baselines.group_centered),
         ratio=ratios.token_log_ratio,
-        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        surrogate=partial(policy_losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
         aggregation=loss_weights.constant_length(max_length),
         kl=kl,
         entropy_coefficient=entropy_coefficient,
@@ -63,7 +63,7 @@ def dapo(
     dual_clip: float | None = None,
     kl: KLPenalty = KLPenalty(),
     entropy_coefficient: float = 0.0,
-    credit: Credit = outcome,
+    credit: CreditAssignment = outcome,
 ) -> Algorithm:
     """DAPO (arXiv 2503.14476), eq. 8: more room above than below, every token counts the same, no KL.
 
@@ -73,7 +73,7 @@ def dapo(
         name="dapo",
         advantage=credit(baselines.group_zscore),
         ratio=ratios.token_log_ratio,
-        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        surrogate=partial(policy_losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
         aggregation=loss_weights.token_mean,
         kl=kl,
         entropy_coefficient=entropy_coefficient,
@@ -87,14 +87,14 @@ def gspo(
     dual_clip: float | None = None,
     kl: KLPenalty = KLPenalty(),
     entropy_coefficient: float = 0.0,
-    credit: Credit = outcome,
+    credit: CreditAssignment = outcome,
 ) -> Algorithm:
     """GSPO (arXiv 2507.18071), eq. 5 and 7, clipped as in its section 5.1: one ratio per rollout."""
     return Algorithm(
         name="gspo",
         advantage=credit(baselines.group_zscore),
         ratio=ratios.sequence_log_ratio,
-        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        surrogate=partial(policy_losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
         aggregation=loss_weights.sequence_mean,
         kl=kl,
         entropy_coefficient=entropy_coefficient,
@@ -107,7 +107,7 @@ def cispo(
     clip_high: float = 4.0,
     kl: KLPenalty = KLPenalty(),
     entropy_coefficient: float = 0.0,
-    credit: Credit = outcome,
+    credit: CreditAssignment = outcome,
 ) -> Algorithm:
     """CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4: the weight is clipped, not the gradient; no lower bound, no KL.
 
@@ -117,7 +117,7 @@ def cispo(
         name="cispo",
         advantage=credit(baselines.group_zscore),
         ratio=ratios.token_log_ratio,
-        surrogate=partial(policy_losses.capped_score, cap=1 + clip_high, least=1 - clip_low),
+        surrogate=partial(policy_losses.cispo, cap=1 + clip_high, least=1 - clip_low),
         aggregation=loss_weights.token_mean,
         kl=kl,
         entropy_coefficient=entropy_coefficient,
@@ -135,9 +135,9 @@ def reinforce_pp(
     """REINFORCE++ (arXiv 2501.03262), section 3: no groups; returns with the KL in them, whitened over the step."""
     return Algorithm(
         name="reinforce_pp",
-        advantage=returns_over_batch(baselines.group_zscore),
+        advantage=batch_normalized_returns(baselines.group_zscore),
         ratio=ratios.token_log_ratio,
-        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        surrogate=partial(policy_losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
         aggregation=loss_weights.token_mean,
         kl=kl,
         entropy_coefficient=entropy_coefficient,
@@ -148,7 +148,7 @@ def rloo(
     *,
     kl: KLPenalty = KLPenalty(schedules.constant(0.05), kl.k1, in_reward=True),
     entropy_coefficient: float = 0.0,
-    credit: Credit = outcome,
+    credit: CreditAssignment = outcome,
 ) -> Algorithm:
     """RLOO (arXiv 2402.14740), section 2: leave-one-out baseline, no clipping, k1 in the reward.
 
@@ -158,20 +158,22 @@ def rloo(
         name="rloo",
         advantage=credit(baselines.leave_one_out),
         ratio=ratios.token_log_ratio,
-        surrogate=policy_losses.score_function,
+        surrogate=policy_losses.policy_gradient,
         aggregation=loss_weights.sequence_mean,
         kl=kl,
         entropy_coefficient=entropy_coefficient,
     )
 
 
-def reinforce(*, kl: KLPenalty = KLPenalty(), entropy_coefficient: float = 0.0, credit: Credit = outcome) -> Algorithm:
+def reinforce(
+    *, kl: KLPenalty = KLPenalty(), entropy_coefficient: float = 0.0, credit: CreditAssignment = outcome
+) -> Algorithm:
     """REINFORCE (Williams 1992) with the group's mean as its baseline; summed over tokens it is unbiased, as `rloo`."""
     return Algorithm(
         name="reinforce",
-        advantage=credit(baselines.group_mean_only),
+        advantage=credit(baselines.group_centered),
         ratio=ratios.token_log_ratio,
-        surrogate=policy_losses.score_function,
+        surrogate=policy_losses.policy_gradient,
         aggregation=loss_weights.sequence_mean,
         kl=kl,
         entropy_coefficient=entropy_coefficient,
@@ -197,9 +199,9 @@ def ppo(
     error = partial(returns.clipped_squared_error, clip=value_clip) if value_clip else returns.squared_error
     return Algorithm(
         name="ppo",
-        advantage=critic(gamma=gamma, lam=lam, whiten=whiten),
+        advantage=gae_advantage(gamma=gamma, lam=lam, whiten=whiten),
         ratio=ratios.token_log_ratio,
-        surrogate=partial(policy_losses.clipped_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+        surrogate=partial(policy_losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
         aggregation=loss_weights.token_mean,
         kl=kl,
         value_loss=ValueLoss(value_coefficient, error),

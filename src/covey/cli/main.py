@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("covey").setLevel(logging.INFO)
     with outlasting_output(), watched(lambda: f"interrupted. Start again with: {command(*words)}"):
-        return _carry_out([word for word in words if word != "--debug"], debug)
+        return _execute([word for word in words if word != "--debug"], debug)
 
 
-def _carry_out(words: list[str], debug: bool) -> int:
+def _execute(words: list[str], debug: bool) -> int:
     try:
         check_surroundings()
         if not words:
@@ -330,7 +330,7 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey sample`."""
     check_text(arguments.prompt, "the prompt")
     locate_model(arguments.model)
-    from covey.experiment.llm import sample_model
+    from covey.experiment.inference import sample_model
     from covey.tracking.console import printable
 
     texts = sample_model(

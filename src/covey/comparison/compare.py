@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from covey.comparison.estimates import read_seed_run
-from covey.comparison.parallel_runs import SeedJob, SideBySide
+from covey.comparison.parallel_runs import ParallelRunner, SeedJob
 from covey.comparison.report import (
     CURVES_PICTURE,
     FINAL_PICTURE,
@@ -54,7 +54,7 @@ CHOSEN_HERE = ("seed", "run_dir")
 
 
 @dataclass(frozen=True)
-class Contestant:
+class ComparedRecipe:
     """One recipe of a comparison."""
 
     label: str  # 'cartpole_grpo', or 'cartpole_grpo --group-size 16'
@@ -108,7 +108,7 @@ def compare(
 
 
 def _train_and_report(
-    contestants: Sequence[Contestant], folder: Path, seeds: int, at_once: int, threshold: float | None, command: str
+    contestants: Sequence[ComparedRecipe], folder: Path, seeds: int, at_once: int, threshold: float | None, command: str
 ) -> None:
     """`compare` in a folder that is locked."""
     planned = plan(contestants, seeds, folder)
@@ -123,7 +123,7 @@ def _train_and_report(
         _say(console, f"fewer than {LEAST_SEEDS} seeds: the curves will be drawn, but no difference will be claimed")
     world = "control" if isinstance(contestants[0].config, ControlConfig) else "llm"
     needed = ("covey.experiment.run", f"covey.experiment.{world}")
-    side_by_side = SideBySide(train_seed, at_once, preload=needed, console=console)
+    side_by_side = ParallelRunner(train_seed, at_once, preload=needed, console=console)
     try:
         failures = side_by_side.carry_out(missing)
     except KeyboardInterrupt:
@@ -154,7 +154,7 @@ def _train_and_report(
         raise RunError(f"{len(failures)} of {len(planned)} runs failed and are missing in the report: {failed}")
 
 
-def read_contestants(recipes: Sequence[str], overrides: Sequence[str] = ()) -> list[Contestant]:
+def read_contestants(recipes: Sequence[str], overrides: Sequence[str] = ()) -> list[ComparedRecipe]:
     """The recipes, checked: each can be trained, and they can be compared.
 
     Raises:
@@ -170,7 +170,7 @@ def read_contestants(recipes: Sequence[str], overrides: Sequence[str] = ()) -> l
             if name.replace("-", "_") in CHOSEN_HERE:
                 raise ConfigError(f"a comparison gives every run its own --{name}: use --seeds N and --output DIR")
         label = shlex.join([find_recipe(words[0]).stem, *words[1:]])
-        contestants.append(Contestant(label, words[0], read_recipe(words[0], fields), tuple(fields)))
+        contestants.append(ComparedRecipe(label, words[0], read_recipe(words[0], fields), tuple(fields)))
     folders = [one.folder for one in contestants]
     for folder in folders:
         if folders.count(folder) > 1:
@@ -216,20 +216,20 @@ def score_kind(config: RunConfig | ControlConfig) -> str:
     return "accuracy" if scored is None or scored.is_binary else "score"
 
 
-def find_goal(contestants: Sequence[Contestant]) -> float | None:
+def find_goal(contestants: Sequence[ComparedRecipe]) -> float | None:
     """The largest return that the recipes expect of themselves; None where none does."""
     configs = [one.config for one in contestants]
     goals = [config.evaluation.expected_return for config in configs if isinstance(config, ControlConfig)]
     return max((goal for goal in goals if goal is not None), default=None)
 
 
-def runs_at_once(contestants: Sequence[Contestant]) -> int:
+def runs_at_once(contestants: Sequence[ComparedRecipe]) -> int:
     """As many as fit on the cores with the threads that each may use; 0 threads are all cores, so one at a time."""
     cores = processors()
     return max(1, cores // max(one.config.threads or cores for one in contestants))
 
 
-def open_folder(folder: Path, contestants: Sequence[Contestant]) -> FolderLock:
+def open_folder(folder: Path, contestants: Sequence[ComparedRecipe]) -> FolderLock:
     """Make the folder of a comparison, or see that it belongs to this one, and lock it.
 
     Raises:
@@ -264,7 +264,7 @@ def open_folder(folder: Path, contestants: Sequence[Contestant]) -> FolderLock:
     return lock
 
 
-def plan(contestants: Sequence[Contestant], seeds: int, folder: Path) -> list[SeedJob]:
+def plan(contestants: Sequence[ComparedRecipe], seeds: int, folder: Path) -> list[SeedJob]:
     """Every run, seed by seed, so that all recipes meet the machine in the same state."""
     jobs = []
     for seed in range(seeds):

@@ -59,7 +59,7 @@ class _Running:
 
 
 @dataclass
-class SideBySide:
+class ParallelRunner:
     """Carries jobs out. `work` must be a function of a module, for the processes find it by its name.
 
     It raises ConfigError for a mistake and RunError where a run cannot go on, and returns None if it was stopped.

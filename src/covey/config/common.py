@@ -1,4 +1,4 @@
-"""What both worlds share of what a run can be told."""
+"""Config fields that runs on language models and on environments share."""
 
 from __future__ import annotations
 
@@ -55,26 +55,32 @@ class LossBase:
     )
     kl_anchor: str = option(
         "reference",
-        "the policy that the KL ties to: the one that training began with, or the one that sampled",
+        "policy that the KL is taken to: the reference (the policy before training) or the one that sampled",
         choices=("reference", "behavior"),
     )
     kl_warmup_steps: int = option(0, "steps over which the KL coefficient rises from 0", least=0)
-    kl_target: float | None = option(
-        None, "the KL coefficient follows the KL toward so many nats per decision; unset is fixed", above=0
+    adaptive_kl_target: float | None = option(
+        None,
+        "target KL in nats per token or action, which the KL coefficient is adapted to reach; unset: fixed",
+        above=0,
     )
-    kl_horizon: int = option(10_000, "rollouts in which a KL that is off by a fifth moves its coefficient so", least=1)
+    adaptive_kl_horizon: int = option(10_000, "horizon of the adaptive KL coefficient, in rollouts", least=1)
     entropy_coefficient: float = option(0.0, "weight of the entropy bonus", least=0)
     value_coefficient: float = option(
-        0.5, "ppo: weight of the critic's loss; a critic of its own feels it where max_grad_norm cuts", least=0
+        0.5,
+        'ppo: weight of the value loss; with critic.trunk = "own" it matters only where max_grad_norm clips',
+        least=0,
     )
-    value_clip: float | None = option(None, "ppo: a value moves at most so far in one step; unset is off", above=0)
-    gae_lambda: float = option(0.95, "ppo: 0 trusts the critic, 1 the rewards", least=0, most=1)
-    whiten: bool = option(True, "ppo: advantages get mean 0 and deviation 1 over the step")
+    value_clip: float | None = option(None, "ppo: clip range of the value loss; unset: no clipping", above=0)
+    gae_lambda: float = option(
+        0.95, "ppo: lambda of GAE, from 0 (one-step TD error) to 1 (Monte Carlo returns)", least=0, most=1
+    )
+    whiten: bool = option(True, "ppo: normalise advantages to mean 0 and standard deviation 1 over the step")
 
 
 @dataclass(frozen=True)
 class UpdateBase:
-    """What both worlds say of the update."""
+    """Fields of the update that both kinds of run share."""
 
     learning_rate: float = option(1e-5, "peak learning rate of AdamW", above=0)
     schedule: str = option("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
@@ -85,7 +91,9 @@ class UpdateBase:
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
     epochs: int = option(1, "passes over the rollouts of a step", least=1)
     minibatches: int = option(1, "optimizer steps per pass; the prompts of a step are split evenly", least=1)
-    target_kl: float | None = option(None, "nats from the policy that sampled, after which a step stops", above=0)
+    target_kl: float | None = option(
+        None, "KL to the policy that sampled, in nats, beyond which the epochs of a step end early", above=0
+    )
     critic_learning_rate: float | None = option(None, "ppo: the critic's own; unset is learning_rate", above=0)
     critic_epochs: int = option(0, "ppo: further passes that move the critic alone", least=0)
     critic_warmup_steps: int = option(0, "ppo: first steps that move the critic alone", least=0)

@@ -217,7 +217,7 @@ def _without_held_out(rows: list[Row], kept: list[Row], config: JsonlConfig) -> 
 
 
 def split(rows: list[Row], config: JsonlConfig) -> Data:
-    """Hold out `config.held_out_share` of the different prompts; rows with the same prompt stay together.
+    """Hold out `config.held_out_fraction` of the different prompts; rows with the same prompt stay together.
 
     Raises:
         ConfigError: where there is one prompt only.
@@ -228,7 +228,7 @@ def split(rows: list[Row], config: JsonlConfig) -> Data:
             f"{config.path} has only one prompt, so none is left for evaluation: add prompts, or name a file of "
             "held-out prompts with task.held_out_path"
         )
-    count = min(max(1, round(config.held_out_share * len(contents))), len(contents) - 1)
+    count = min(max(1, round(config.held_out_fraction * len(contents))), len(contents) - 1)
     held_out = set(contents[:count])
     training = [row for row in rows if row.content not in held_out]
     return Data(training, [row for row in rows if row.content in held_out], overlap=0)

@@ -13,7 +13,7 @@ from typing import Any
 
 from covey.config.common import ConfigError
 from covey.config.control import ControlConfig
-from covey.config.fields import check_fields, leaves, shown
+from covey.config.fields import check_fields, iter_fields, shown
 from covey.config.llm import TASK_CONFIGS, RewardConfig, RunConfig
 from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, largest_divisor
 from covey.config.validate_collection import NOT_BY_GROUP
@@ -215,7 +215,7 @@ _ALGORITHM = ("algorithm", "rollouts.groups")
 
 def _shared(root: type) -> list[Rule]:
     """Rules of both worlds; of those about unused fields the ones that this world has."""
-    there = {where for where, *_ in leaves(root())}
+    there = {where for where, *_ in iter_fields(root())}
     unused = [name for name in (*USED_ONLY_BY, *NOT_USED_BY) if name in there]
     return [
         *(Rule(name, _ALGORITHM, _if(_unused(name), default)) for name in unused),
@@ -228,8 +228,12 @@ def _shared(root: type) -> list[Rule]:
 _KL = [
     Rule("loss.kl_coefficient", ("update.epochs", "update.minibatches"), _if(_is_on_policy, _constant(0.0))),
     Rule("loss.kl_warmup_steps", ("loss.kl_coefficient", "algorithm"), _if(_no_kl, default)),
-    Rule("loss.kl_target", ("loss.kl_coefficient", "algorithm"), _if(_no_kl, default)),
-    Rule("loss.kl_horizon", ("loss.kl_target",), _if(lambda config: config.loss.kl_target is None, default)),
+    Rule("loss.adaptive_kl_target", ("loss.kl_coefficient", "algorithm"), _if(_no_kl, default)),
+    Rule(
+        "loss.adaptive_kl_horizon",
+        ("loss.adaptive_kl_target",),
+        _if(lambda config: config.loss.adaptive_kl_target is None, default),
+    ),
 ]
 
 # In the order in which one may cause the next.
@@ -243,7 +247,7 @@ RULES: dict[type, list[Rule]] = {
         Rule("token_budget", ("steps",), _same_tokens_a_step),
         Rule("reference.refresh_every", ("steps",), _same_share_of_steps),
         Rule(
-            "reference.refresh_share", ("reference.refresh_every",),
+            "reference.refresh_fraction", ("reference.refresh_every",),
             _if(lambda config: not config.reference.refresh_every, default),
         ),
         Rule("sampling.adaptive", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),

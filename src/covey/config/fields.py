@@ -43,11 +43,11 @@ def check_fields(config: Any, prefix: str = "") -> None:
     Raises:
         ConfigError: naming the first field, with `prefix`, that holds what it may not.
     """
-    for where, item, hint, value in leaves(config, prefix):
+    for where, item, hint, value in iter_fields(config, prefix):
         _check_value(where, item, hint, value)
 
 
-def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any, Any]]:
+def iter_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any, Any]]:
     """Every plain value below a config dataclass: (dotted name, field, type hint, value)."""
     kind: Any = type(config)
     hints = get_type_hints(kind)
@@ -55,10 +55,10 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any
         value = getattr(config, item.name)
         name = f"{prefix}{item.name}"
         if is_dataclass(value):
-            yield from leaves(value, f"{name}.")
+            yield from iter_fields(value, f"{name}.")
         elif item.name == "rewards" and not prefix:
             for number, reward in enumerate(value, start=1):
-                yield from leaves(reward, f"rewards[{number}].")
+                yield from iter_fields(reward, f"rewards[{number}].")
         elif hints[item.name] is not Any:  # Any is a task, which a script may bring instead
             yield name, item, hints[item.name], value
 
@@ -88,7 +88,7 @@ def did_you_mean(word: str, known: list[str], likeness: float = 0.6) -> str:
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
-def either(words: list[str] | tuple[str, ...]) -> str:
+def or_list(words: list[str] | tuple[str, ...]) -> str:
     """'a, b or c'."""
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
@@ -116,7 +116,7 @@ def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
         choices = item.metadata["choices"]
         optional_text = kind is str and single == "" == item.default
         if choices and single not in choices and not optional_text:
-            raise ConfigError(f"{where} must be {either(choices)} (is {single!r}){did_you_mean(str(single), choices)}")
+            raise ConfigError(f"{where} must be {or_list(choices)} (is {single!r}){did_you_mean(str(single), choices)}")
         check_limits(where, item.metadata["limits"], single)
         if kind is int and item.metadata["limits"]["most"] is None and abs(single) > LARGEST_INTEGER:
             raise ConfigError(f"{where} must be at most {LARGEST_INTEGER} (is {single})")

@@ -98,7 +98,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "use_kl_loss": _same("verl", "loss.kl_estimator", "k1 goes into the reward, the others into the loss"),
     "kl_loss_type": _same("verl", "loss.kl_estimator", "low_var_kl is k3, kl is k1, mse is k2"),
     "kl_penalty": _same("verl", "loss.kl_estimator", "low_var_kl is k3, kl is k1, mse is k2"),
-    "kl_ctrl": _same("verl", "loss.kl_target loss.kl_horizon"),
+    "kl_ctrl": _same("verl", "loss.adaptive_kl_target loss.adaptive_kl_horizon"),
     "epsilon": _same("TRL", _CLIP),
     "epsilon_high": _same("TRL", "loss.clip_high"),
     "epsilon_low": _same("TRL", "loss.clip_low"),
@@ -157,7 +157,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "freezing_actor_steps": _same("OpenRLHF", "update.critic_warmup_steps"),
     "sync_ref_model": _same("TRL", "reference.refresh_every"),
     "ref_model_sync_steps": _same("TRL", "reference.refresh_every"),
-    "ref_model_mixup_alpha": _same("TRL", "reference.refresh_share"),
+    "ref_model_mixup_alpha": _same("TRL", "reference.refresh_fraction"),
     # ---- model, data and rewards ----
     "model_name": _same("Unsloth", "model"),
     "model_name_or_path": _same("TRL", "model"),

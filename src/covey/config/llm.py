@@ -64,10 +64,10 @@ class LossConfig(LossBase):
     mask_truncated: bool = option(False, "leave completions cut by the token limit out of the loss")
     credit: str = option(
         "outcome",
-        "what is compared: whole completions; or reasoning steps: each with all steps of the group (process), with the "
-        "same step of the siblings (process_by_step), or with all that it and the later ones earned (process_return); "
-        "steps need a reward with per_step = true",
-        choices=("outcome", "process", "process_by_step", "process_return"),
+        "what is compared within a group: whole completions (outcome), or reasoning steps: each with all steps of the "
+        "group (process), with the same step of the siblings (process_by_step), or its rewards to go with theirs "
+        "(process_return_to_go); steps need a reward with per_step = true",
+        choices=("outcome", "process", "process_by_step", "process_return_to_go"),
     )
     gamma: float = option(1.0, "ppo: discount a token", least=0, most=1)
     importance_cap: float | None = option(
@@ -135,8 +135,8 @@ class RunningTotalConfig:
 @dataclass(frozen=True)
 class JsonlConfig:
     path: str = option("", "JSONL file; each line has a 'prompt' (string or chat messages) and any other columns")
-    held_out_path: str = option("", "JSONL file of held-out prompts; empty takes held_out_share of `path`")
-    held_out_share: float = option(
+    held_out_path: str = option("", "JSONL file of held-out prompts; empty takes held_out_fraction of `path`")
+    held_out_fraction: float = option(
         0.1,
         "share of the different prompts of `path` kept from training for evaluation, at least one",
         above=0,
@@ -206,7 +206,7 @@ class CriticConfig:
 @dataclass(frozen=True)
 class ReferenceConfig:
     refresh_every: int = option(0, "steps after which the reference follows the policy; 0 is never", least=0)
-    refresh_share: float = option(
+    refresh_fraction: float = option(
         1.0, "share of the policy in the refreshed reference: 1 copies it, less is a moving average", above=0, most=1
     )
 

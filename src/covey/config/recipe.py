@@ -206,8 +206,8 @@ def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any
         raise ConfigError(f"unknown field --{shown}: it is {elsewhere}")
     if foreign := _foreign_name(name, root):
         raise ConfigError(f"unknown field --{shown}: {foreign}")
-    leaves = [dotted.rpartition(".")[2] for dotted in hints]
-    near = difflib.get_close_matches(name, [*hints, *leaves], n=1, cutoff=0.6)
+    iter_fields = [dotted.rpartition(".")[2] for dotted in hints]
+    near = difflib.get_close_matches(name, [*hints, *iter_fields], n=1, cutoff=0.6)
     raise ConfigError(f"unknown field --{shown}" + (f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""))
 
 

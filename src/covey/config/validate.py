@@ -24,11 +24,11 @@ from covey.config import (
 )
 from covey.config.fields import (
     check_fields,
-    either,
     get_type_hints,
     is_a,
-    leaves,
+    iter_fields,
     missing_file,
+    or_list,
     shown,
 )
 from covey.config.files import shortened, user_path
@@ -101,7 +101,7 @@ def _check_tables(config: Any) -> None:
 def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> None:
     if config.task is None and not own_task:
         raise ConfigError(
-            f'no task: add a [task] table with name = "arithmetic" (or {either(list(TASK_CONFIGS)[1:])}), '
+            f'no task: add a [task] table with name = "arithmetic" (or {or_list(list(TASK_CONFIGS)[1:])}), '
             'or for control an [environment] table with id = "CartPole-v1"'
         )
     if config.task is not None and type(config.task) not in TASK_CONFIGS.values():
@@ -149,7 +149,7 @@ def _validate_control(config: ControlConfig) -> None:
 
 def _refuse_unused(config: RunConfig | ControlConfig, groups: str = "") -> None:
     """Fields that are set although what is chosen has no use for them."""
-    for where, item, _, value in leaves(config):
+    for where, item, _, value in iter_fields(config):
         user = USED_ONLY_BY.get(where)
         if value == item.default:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from covey.config.common import ConfigError, LossBase, UpdateBase
 from covey.config.llm import RunConfig
 
-_HORIZON = LossBase().kl_horizon
+_HORIZON = LossBase().adaptive_kl_horizon
 
 
 def check_kl(loss: LossBase, update: UpdateBase, coefficient: float | None) -> None:
@@ -14,13 +14,15 @@ def check_kl(loss: LossBase, update: UpdateBase, coefficient: float | None) -> N
     Raises:
         ConfigError: naming the field and the fix.
     """
-    if loss.kl_target is not None and not coefficient:
+    if loss.adaptive_kl_target is not None and not coefficient:
         raise ConfigError(
-            "loss.kl_target is set, but not the coefficient that it begins to move: set loss.kl_coefficient above 0 "
+            "loss.adaptive_kl_target is set, but not the coefficient that it adapts: set loss.kl_coefficient above 0 "
             "(0.05 is usual)"
         )
-    if loss.kl_horizon != _HORIZON and loss.kl_target is None:
-        raise ConfigError("loss.kl_horizon is set, but only kl_target uses it: take it out, or set kl_target")
+    if loss.adaptive_kl_horizon != _HORIZON and loss.adaptive_kl_target is None:
+        raise ConfigError(
+            "loss.adaptive_kl_horizon is set, but only adaptive_kl_target uses it: take it out, or set that one"
+        )
     if loss.kl_warmup_steps and coefficient == 0:
         raise ConfigError("loss.kl_warmup_steps is set, but kl_coefficient is 0: take it out, or set kl_coefficient")
     once = update.epochs * update.minibatches == 1
@@ -43,5 +45,5 @@ def check_language_kl(config: RunConfig) -> None:
             "loss.kl_estimator = 'exact' with kl_anchor = 'behavior' would need the weights that sampled beside those "
             "that learn: use 'k3', or set kl_anchor to 'reference'"
         )
-    if config.reference.refresh_share != 1 and not config.reference.refresh_every:
-        raise ConfigError("reference.refresh_share is set, but nothing is refreshed: set reference.refresh_every")
+    if config.reference.refresh_fraction != 1 and not config.reference.refresh_every:
+        raise ConfigError("reference.refresh_fraction is set, but nothing is refreshed: set reference.refresh_every")

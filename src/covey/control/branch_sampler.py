@@ -15,7 +15,7 @@ from covey.config import ConfigError
 from covey.control.envs.vector_env import Environments
 from covey.control.policy import ControlPolicy
 from covey.control.reward_scaling import RewardScale
-from covey.control.rollout_buffer import Draws, Segment, Tape, ending, refuse_endless
+from covey.control.rollout_buffer import ActionRng, RolloutBuffer, TrajectorySlice, check_episode_ends, end_reason
 from covey.control.sampler import ControlSampler
 from covey.data import EndReason, Group, Start
 from covey.runtime.rng import BRANCHING
@@ -76,7 +76,7 @@ class BranchSampler(ControlSampler):
         segments, tape = self._play_branches(observation_ND, group_size, step)
         groups = [Group(start, []) for start in starts]
         for index, (segment, whole) in enumerate(zip(segments, self._rewarded(tape, segments), strict=True)):
-            rollout = tape.rollout(Segment(segment.slot, 0, 1, segment.end), self.version)
+            rollout = tape.rollout(TrajectorySlice(segment.slot, 0, 1, segment.end), self.version)
             rollout.reward = whole.reward
             rollout.text = f"{whole.text}, reward {whole.reward:g}"
             groups[index // group_size].rollouts.append(rollout)
@@ -93,7 +93,7 @@ class BranchSampler(ControlSampler):
         """
         slots = len(starts)
         draws = self._draws(step, slots, BRANCHING)
-        keep = Draws(self.seed, step, slots, 1, BRANCHING)
+        keep = ActionRng(self.seed, step, slots, 1, BRANCHING)
         for slot in range(slots):
             draws.begin(slot, slot, 0)
             keep.begin(slot, slot, 1)
@@ -104,7 +104,7 @@ class BranchSampler(ControlSampler):
         t = 0
         while going_N.any():
             t += 1
-            refuse_endless(t)
+            check_episode_ends(t)
             for slot in np.flatnonzero(going_N & (keep.next()[:, 0] * t < 1)).tolist():
                 states[slot] = self.trunks.snapshot(slot)
             actions, _ = self.policy.act(observation_ND, draws.next())
@@ -117,13 +117,13 @@ class BranchSampler(ControlSampler):
 
     def _play_branches(
         self, observation_ND: NDArray[np.float32], group_size: int, step: int
-    ) -> tuple[list[Segment], Any]:
+    ) -> tuple[list[TrajectorySlice], Any]:
         slots = len(observation_ND)
         draws = self._draws(step, slots)
         for slot in range(slots):
             draws.begin(slot, slot // group_size, slot % group_size)
-        segments = [Segment(slot, 0, self.horizon, EndReason.CUT) for slot in range(slots)]
-        tape = Tape()
+        segments = [TrajectorySlice(slot, 0, self.horizon, EndReason.CUT) for slot in range(slots)]
+        tape = RolloutBuffer()
         going_N = np.ones(slots, dtype=np.bool_)
         while going_N.any() and len(tape) < self.horizon:
             actions, logprobs_N = self.policy.act(observation_ND, draws.next())
@@ -133,6 +133,6 @@ class BranchSampler(ControlSampler):
             ended_N = (result.terminated_N | result.truncated_N) & going_N
             for slot in np.flatnonzero(ended_N).tolist():
                 segments[slot].stop = len(tape)
-                segments[slot].end = ending(result, slot)
+                segments[slot].end = end_reason(result, slot)
             going_N &= ~ended_N
         return segments, tape.finish()

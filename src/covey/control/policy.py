@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from covey.config import ConfigError
 from covey.control.action_spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
-from covey.control.nets.mlp import DecidedObservations, FastForward, Network, scatter
-from covey.control.nets.running_mean_std import RunningMoments
-from covey.data import Batch, Evaluation
+from covey.control.nets.mlp import MaskedObservations, Network, NumpyMLP, scatter
+from covey.control.nets.running_mean_std import RunningMeanStd
+from covey.data import Batch, PolicyOutput
 
 _TENSORS, _SHAPE = "policy.safetensors", "policy.json"
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -65,7 +65,7 @@ class ControlPolicy:
         hidden: Sequence[int] = (64, 64),
         activation: str = "tanh",
         initial_std: float = 1.0,
-        normaliser: RunningMoments | None,
+        normaliser: RunningMeanStd | None,
         seed: int,
     ) -> None:
         self.observation_size = observation_size
@@ -77,15 +77,15 @@ class ControlPolicy:
         # The critic of the same seed draws from a stream of its own.
         network = Network(observation_size, hidden, outputs, activation=activation, head_gain=0.01, seed=2 * seed)
         self.module = Actor(network, log_std_A)
-        self._forward = FastForward(network, normaliser)
-        self._observations = DecidedObservations(normaliser)
+        self._forward = NumpyMLP(network, normaliser)
+        self._observations = MaskedObservations(normaliser)
         self._counts = list(actions.counts) if isinstance(actions, MultiDiscrete) else [outputs]
         self._offset_A = np.cumsum([0, *self._counts[:-1]])  # of the logits of each choice
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch) -> PolicyOutput:
         """Log-probability and entropy of every decision, in nats; 0 in columns that were not decided.
 
-        `distribution_BTV` holds the log-probability of every action where they can be counted.
+        `all_logprobs_BTV` holds the log-probability of every action where they can be counted.
         """
         observation_ND, place_N = self._observations(batch)
         output = self.module.network(observation_ND)
@@ -95,7 +95,7 @@ class ControlPolicy:
         if log_std_A is None:
             logp_NV, logprob_N = self._logprobs(output, action)
             entropy_N = -(logp_NV.exp() * logp_NV).sum(dim=1)
-            return Evaluation(
+            return PolicyOutput(
                 scatter(logprob_N, place_N, mask_BT),
                 scatter(entropy_N, place_N, mask_BT),
                 scatter(logp_NV, place_N, mask_BT),
@@ -103,7 +103,7 @@ class ControlPolicy:
         z_NA = (action - output) * (-log_std_A).exp()
         logprob_N = -(0.5 * z_NA**2).sum(dim=1) - (log_std_A + _HALF_LOG_2PI).sum()
         entropy = (log_std_A + (_HALF_LOG_2PI + 0.5)).sum()
-        return Evaluation(scatter(logprob_N, place_N, mask_BT), entropy * mask_BT)
+        return PolicyOutput(scatter(logprob_N, place_N, mask_BT), entropy * mask_BT)
 
     def _logprobs(self, logits_NV: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """logp_NV of everything that could be chosen, and logprob_N of what was."""
@@ -137,7 +137,7 @@ class ControlPolicy:
         uniform_N = uniform_NA.reshape(-1)
         return _choose_of_two(output, uniform_N) if self.actions.count == 2 else _choose(output, uniform_N)
 
-    def best(self, observation_ND: NDArray[np.float32]) -> Any:
+    def greedy_action(self, observation_ND: NDArray[np.float32]) -> Any:
         """The likeliest action of each of N environments: int64 [N] or [N, A]; the mean, float32 [N, A]."""
         output = self._forward(observation_ND)
         if isinstance(self.actions, MultiDiscrete):
@@ -234,7 +234,7 @@ def load_policy(folder: Path) -> ControlPolicy:
         size = shape["observation_size"]
         policy = ControlPolicy(
             size, actions, hidden=shape["hidden"], activation=shape["activation"],
-            normaliser=RunningMoments(size) if shape["normalised"] else None, seed=0,
+            normaliser=RunningMeanStd(size) if shape["normalised"] else None, seed=0,
         )  # fmt: skip
         policy.module.load_state_dict(_below("module.", tensors))
         if policy.normaliser is not None:
@@ -261,20 +261,20 @@ class ControlCritic:
         *,
         hidden: Sequence[int] = (64, 64),
         activation: str = "tanh",
-        normaliser: RunningMoments | None,
+        normaliser: RunningMeanStd | None,
         seed: int,
     ) -> None:
         self.normaliser = normaliser
         self.module = Network(observation_size, hidden, 1, activation=activation, head_gain=1.0, seed=2 * seed + 1)
-        self._forward = FastForward(self.module, normaliser)
-        self._observations = DecidedObservations(normaliser)
+        self._forward = NumpyMLP(self.module, normaliser)
+        self._observations = MaskedObservations(normaliser)
 
     def values(self, batch: Batch) -> Tensor:
         """values_BT: of the state before every decision; 0 in columns that were not decided."""
         observation_ND, place_N = self._observations(batch)
         return scatter(self.module(observation_ND)[:, 0], place_N, batch.mask_BT)
 
-    def next_values(self, batch: Batch) -> Tensor:
+    def bootstrap_values(self, batch: Batch) -> Tensor:
         """next_value_B: of the state after the last decided column of every row, without gradients."""
         width = batch.mask_BT.shape[1]
         after_B = width - batch.mask_BT.flip(1).int().argmax(dim=1)

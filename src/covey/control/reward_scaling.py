@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from covey.control.nets.running_mean_std import RunningMoments
+from covey.control.nets.running_mean_std import RunningMeanStd
 
 LIMIT = 10.0  # deviations
 
@@ -35,7 +35,7 @@ class RewardScale(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class AsPaid:
+class NoScaling:
     """Rewards as they are."""
 
     def scale(
@@ -52,7 +52,7 @@ class AsPaid:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Clipped(AsPaid):
+class ClipReward(NoScaling):
     """Rewards cut to -1..1: Mnih et al. (2015), 'Human-level control'. Changes what is optimal."""
 
     def scale(
@@ -61,7 +61,7 @@ class Clipped(AsPaid):
         return np.clip(rewards_NT, -1.0, 1.0)
 
 
-class ByRunningStd:
+class RunningStdScaling:
     """Rewards divided by the running standard deviation of the discounted return, then cut to ten of them.
 
     The return is summed forward, g_t = gamma g_{t-1} + r_t, as in OpenAI's baselines: Engstrom et al.
@@ -70,7 +70,7 @@ class ByRunningStd:
 
     def __init__(self, gamma: float) -> None:
         self.gamma = gamma
-        self.moments = RunningMoments(1)
+        self.moments = RunningMeanStd(1)
         self.return_N: NDArray[np.float64] = np.zeros(0)
 
     def scale(

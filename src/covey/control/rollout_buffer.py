@@ -24,7 +24,7 @@ DRAWN_AHEAD = 64  # positions whose random numbers are made at once
 LONGEST_WAIT = 100_000  # decisions without the end of an episode, after which it is said to have none
 
 
-class Draws:
+class ActionRng:
     """Random numbers of the decisions of N slots, each a function of (seed, step, group, rollout, position)."""
 
     def __init__(self, seed: int, step: int, slots: int, numbers: int, stream: int) -> None:
@@ -67,7 +67,7 @@ class Draws:
 
 
 @dataclass(slots=True)
-class Segment:
+class TrajectorySlice:
     """Steps `start` to `stop` of a slot: an episode, or the part of one that was played."""
 
     slot: int
@@ -77,7 +77,7 @@ class Segment:
 
 
 @dataclass(slots=True)
-class Tape:
+class RolloutBuffer:
     """Everything that happened in N slots, one entry a step; the arrays are kept as they came, not copied."""
 
     before: list[NDArray[np.float32]] = field(default_factory=list)
@@ -97,9 +97,9 @@ class Tape:
         self.logprobs.append(logprobs_N)
         self.steps.append(step)
 
-    def finish(self) -> FinishedTape:
+    def finish(self) -> Trajectories:
         """By slot and in order, so that a rollout is a slice."""
-        return FinishedTape(
+        return Trajectories(
             before_NTD=_by_slot(self.before),
             after_NTD=_by_slot([step.observation_ND for step in self.steps]),
             actions_NT=_by_slot(self.actions),
@@ -110,7 +110,7 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedTape:
+class Trajectories:
     before_NTD: NDArray[np.float32]
     after_NTD: NDArray[np.float32]
     actions_NT: NDArray[Any]  # [N, T], or [N, T, A]
@@ -118,11 +118,11 @@ class FinishedTape:
     rewards_NT: NDArray[np.float64]
     raw_steps: int  # of the environments, in all slots together
 
-    def rewards(self, segment: Segment) -> NDArray[np.float64]:
+    def rewards(self, segment: TrajectorySlice) -> NDArray[np.float64]:
         """What each decision of the segment earned: [L]."""
         return self.rewards_NT[segment.slot, segment.start : segment.stop]
 
-    def rollout(self, segment: Segment, version: int) -> Rollout:
+    def rollout(self, segment: TrajectorySlice, version: int) -> Rollout:
         """The segment as the mathematics wants it, not yet rewarded."""
         slot, start, stop = segment.slot, segment.start, segment.stop
         last_1D = self.after_NTD[slot, stop - 1 : stop]
@@ -140,7 +140,7 @@ def _by_slot(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     return np.ascontiguousarray(np.stack(arrays).swapaxes(0, 1))
 
 
-def refuse_endless(decisions: int) -> None:
+def check_episode_ends(decisions: int) -> None:
     """Who waits for the end of an episode must not wait for ever.
 
     Raises:
@@ -152,18 +152,18 @@ def refuse_endless(decisions: int) -> None:
         )
 
 
-def ending(step: Step, slot: int) -> EndReason:
+def end_reason(step: Step, slot: int) -> EndReason:
     """Why the episode of a slot ended in this step; one that was terminated and truncated at once is over."""
     return EndReason.TERMINATED if step.terminated_N[slot] else EndReason.TRUNCATED
 
 
-def play(
+def collect_episodes(
     environments: Environments,
     policy: ControlPolicy,
     seeds: list[int],
-    draws: Draws | None,
+    draws: ActionRng | None,
     names: Sequence[tuple[int, int]] = (),
-) -> tuple[list[Segment], FinishedTape]:
+) -> tuple[list[TrajectorySlice], Trajectories]:
     """One whole episode from every reset seed, as many at a time as there are slots.
 
     Args:
@@ -180,7 +180,7 @@ def play(
         ConfigError: for an environment whose episodes have no end.
     """
     slots = environments.count
-    segments: list[Segment | None] = [None] * len(seeds)
+    segments: list[TrajectorySlice | None] = [None] * len(seeds)
     job_N = np.arange(slots)  # the episode in each slot; those from len(seeds) on are played for nobody
     began_N = np.zeros(slots, dtype=np.int64)
     for slot in range(min(slots, len(seeds))):
@@ -189,13 +189,13 @@ def play(
     observation_ND = environments.reset([seeds[min(slot, len(seeds) - 1)] for slot in range(slots)])
     waiting = min(slots, len(seeds))  # the next episode to begin
     missing = len(seeds)
-    tape = Tape()
+    tape = RolloutBuffer()
     silent_N = np.zeros(slots, dtype=np.float32)
     last_end = 0
     while missing:
-        refuse_endless(len(tape) - last_end)
+        check_episode_ends(len(tape) - last_end)
         if draws is None:
-            actions, logprobs_N = policy.best(observation_ND), silent_N
+            actions, logprobs_N = policy.greedy_action(observation_ND), silent_N
         else:
             actions, logprobs_N = policy.act(observation_ND, draws.next())
         step = environments.step(actions)
@@ -209,7 +209,7 @@ def play(
             job = int(job_N[slot])
             if job >= len(seeds):
                 continue
-            segments[job] = Segment(slot, int(began_N[slot]), len(tape), ending(step, slot))
+            segments[job] = TrajectorySlice(slot, int(began_N[slot]), len(tape), end_reason(step, slot))
             missing -= 1
             last_end = len(tape)
             job_N[slot] = len(seeds)

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from covey.control.envs.vector_env import Environments
 from covey.control.policy import ControlPolicy
 from covey.control.reward_scaling import RewardScale
-from covey.control.rollout_buffer import Draws, FinishedTape, Segment, Tape, ending, play
+from covey.control.rollout_buffer import (
+    ActionRng,
+    RolloutBuffer,
+    Trajectories,
+    TrajectorySlice,
+    collect_episodes,
+    end_reason,
+)
 from covey.control.tasks import reset_seeds
 from covey.data import EndReason, Group, Rollout, Start
 from covey.runtime.rng import SAMPLING
@@ -73,11 +80,13 @@ class ControlSampler:
         if self.policy.normaliser is not None:
             self.policy.normaliser.load_state_dict(state["normaliser"])
 
-    def _draws(self, step: int, slots: int, stream: int = SAMPLING) -> Draws:
+    def _draws(self, step: int, slots: int, stream: int = SAMPLING) -> ActionRng:
         """The policy's random numbers of a training step: one for each number in an action."""
-        return Draws(self.seed, step, slots, self.policy.actions.size, stream)
+        return ActionRng(self.seed, step, slots, self.policy.actions.size, stream)
 
-    def _rewarded(self, tape: FinishedTape, segments: Sequence[Segment], *, go_on: bool = False) -> list[Rollout]:
+    def _rewarded(
+        self, tape: Trajectories, segments: Sequence[TrajectorySlice], *, go_on: bool = False
+    ) -> list[Rollout]:
         """The segments as rollouts with their rewards; moves the scale of rewards and notes the observations.
 
         With `go_on` the episodes of segments that were cut go on in the next training step.
@@ -108,7 +117,7 @@ class EpisodeSampler(ControlSampler):
         seeds = [start.prompt for start in starts for _ in range(group_size)]
         names = [(start.index, first_rollout + number) for start in starts for number in range(group_size)]
         draws = self._draws(step, self.environments.count)
-        segments, tape = play(self.environments, self.policy, seeds, draws, names)
+        segments, tape = collect_episodes(self.environments, self.policy, seeds, draws, names)
         rollouts = self._rewarded(tape, segments)
         for rollout, segment in zip(rollouts, segments, strict=True):
             rollout.score = float(tape.rewards(segment).sum())
@@ -154,7 +163,7 @@ class FragmentSampler(ControlSampler):
         draws = self._draws(step, slots)
         for slot in range(slots):
             draws.begin(slot, slot, 0)
-        tape, segments = Tape(), []
+        tape, segments = RolloutBuffer(), []
         began_N = np.zeros(slots, dtype=np.int64)
         for t in range(self.steps):
             observation_ND = self._observation_ND
@@ -169,18 +178,18 @@ class FragmentSampler(ControlSampler):
                 continue
             ended = np.flatnonzero(ended_N)
             for slot in ended.tolist():
-                segments.append(Segment(slot, int(began_N[slot]), t + 1, ending(result, slot)))
+                segments.append(TrajectorySlice(slot, int(began_N[slot]), t + 1, end_reason(result, slot)))
             began_N[ended] = t + 1
             if self.environments.seeded:
                 self._begin_again(ended, step, t)
         segments += [
-            Segment(slot, int(began_N[slot]), self.steps, EndReason.CUT)
+            TrajectorySlice(slot, int(began_N[slot]), self.steps, EndReason.CUT)
             for slot in range(slots)
             if began_N[slot] < self.steps
         ]
         return self._grouped(starts, tape.finish(), segments)
 
-    def _grouped(self, starts: Sequence[Start], tape: FinishedTape, segments: list[Segment]) -> list[Group]:
+    def _grouped(self, starts: Sequence[Start], tape: Trajectories, segments: list[TrajectorySlice]) -> list[Group]:
         groups = [Group(start, []) for start in starts]
         for segment, rollout in zip(segments, self._rewarded(tape, segments, go_on=True), strict=True):
             slot = segment.slot

@@ -14,7 +14,7 @@ def reset_seeds(seed: int, step: int, group: object, position: object, *, stream
     return (drawn_N * 2.0**31).astype(np.int64).tolist()
 
 
-class EpisodeStarts:
+class ResetSeeds:
     """Reset seeds; meets `covey.data.Task`. A start's prompt is its seed."""
 
     def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
@@ -28,7 +28,7 @@ class EpisodeStarts:
         return [Start(index, prompt) for index, prompt in enumerate(drawn)]
 
 
-class EnvironmentPays:
+class EnvironmentReward:
     """The rewards came with the rollouts; meets `covey.data.Grader`."""
 
     def grade(self, groups: list[Group]) -> list[Group]:

@@ -29,13 +29,13 @@ def group_zscore(reward_B: Tensor, group_B: Tensor, valid_B: Tensor, *, eps: flo
     Returns:
         advantage_B. Exactly 0 in groups whose rewards are all alike and on rows that are not valid.
     """
-    centred_B = group_mean_only(reward_B, group_B, valid_B)
+    centred_B = group_centered(reward_B, group_B, valid_B)
     count_B = _per_row(valid_B.to(reward_B.dtype), group_B)
     variance_B = _per_row(centred_B**2, group_B) / (count_B - ddof).clamp(min=1)
     return centred_B / (variance_B.sqrt() + eps)
 
 
-def group_mean_only(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:
+def group_centered(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:
     """Reward of a rollout above the mean of its group.
 
     A_i = r_i - mean(r)      Dr.GRPO (arXiv 2503.20783), section 3.2; DeepSeekMath without the division
@@ -56,7 +56,7 @@ def leave_one_out(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:
     Arguments and return as in `group_zscore`. A row without valid siblings gets 0.
     """
     count_B = _per_row(valid_B.to(reward_B.dtype), group_B)
-    return group_mean_only(reward_B, group_B, valid_B) * count_B / (count_B - 1).clamp(min=1)
+    return group_centered(reward_B, group_B, valid_B) * count_B / (count_B - 1).clamp(min=1)
 
 
 def _alike(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class Surrogate(NamedTuple):
     clipped_high_BT: Tensor
 
 
-def clipped_ratio(
+def ppo_clip(
     logprobs_BT: Tensor,
     log_ratio_BT: Tensor,
     advantages_BT: Tensor,
@@ -58,7 +58,7 @@ def clipped_ratio(
     return Surrogate(loss_BT, low_BT, high_BT)
 
 
-def score_function(logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Tensor) -> Surrogate:
+def policy_gradient(logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Tensor) -> Surrogate:
     """The plain policy gradient.
 
     -A log pi(o)      REINFORCE (Williams 1992), section 4; its gradient is that of -rho A at rho = 1
@@ -75,7 +75,7 @@ def score_function(logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Ten
     return Surrogate(-advantages_BT * logprobs_BT, nowhere_BT, nowhere_BT)
 
 
-def capped_score(
+def cispo(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Tensor, *, cap: float, least: float = 0.0
 ) -> Surrogate:
     """The policy gradient under a detached, clipped importance weight: no decision loses its gradient.

@@ -1,7 +1,7 @@
 """Returns, and advantages from a critic.
 
 Shapes: B rollouts, T decisions. A row never crosses the end of an episode: what may follow its last decision is one
-number, `next_value_B`. Undecided columns are stepped over: the next column is the next decision.
+number, `bootstrap_value_B`. Undecided columns are stepped over: the next column is the next decision.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from covey.core.baselines import RELATIVE_RANGE
 
 
-def discounted_sums(value_BT: Tensor, mask_BT: Tensor, factor: float) -> Tensor:
+def discounted_returns(value_BT: Tensor, mask_BT: Tensor, factor: float) -> Tensor:
     """What each decision and those after it add up to, later ones discounted.
 
     s_t = sum_{l >= 0} factor^l x_{t+l}      Sutton and Barto (2018), eq. 3.8
@@ -33,7 +33,7 @@ def discounted_sums(value_BT: Tensor, mask_BT: Tensor, factor: float) -> Tensor:
 
 
 def gae(
-    rewards_BT: Tensor, values_BT: Tensor, next_value_B: Tensor, mask_BT: Tensor, *, gamma: float, lam: float
+    rewards_BT: Tensor, values_BT: Tensor, bootstrap_value_B: Tensor, mask_BT: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation.
 
@@ -57,7 +57,7 @@ def gae(
     rewards = rewards_BT.gather(1, order_BT)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
-    following = following.scatter(1, last_B1, next_value_B[:, None])
+    following = following.scatter(1, last_B1, bootstrap_value_B[:, None])
     deltas = torch.where(decided_BT, rewards + gamma * following - values, 0.0)
     advantages = torch.where(decided_BT, _scan(deltas, gamma * lam), 0.0)
     blank_BT = torch.zeros_like(values)

@@ -47,7 +47,7 @@ def cosine(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
     return schedule
 
 
-def toward_target(coefficient: float, kl: float, *, target: float, horizon: int, rollouts: int) -> float:
+def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, rollouts: int) -> float:
     """The KL coefficient of the next step: larger where the KL is beyond its target, smaller where it is short of it.
 
     coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * rollouts / horizon)
@@ -80,4 +80,4 @@ class KLController:
         """The coefficient of the next step, after one that measured `kl`; None: not yet, the schedule counts."""
         if step < self.first_step:
             return None
-        return toward_target(coefficient, kl, target=self.target, horizon=self.horizon, rollouts=rollouts)
+        return adaptive_kl_coefficient(coefficient, kl, target=self.target, horizon=self.horizon, rollouts=rollouts)

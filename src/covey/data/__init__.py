@@ -1,10 +1,23 @@
 """The nouns (Start, Rollout, Group, Batch) and the Protocols between the parts."""
 
 from covey.data.collate import collate
-from covey.data.protocols import Checkpoints, Critic, Follower, Grader, Observer, Policy, Sampler, Task
-from covey.data.types import Batch, EndReason, Evaluation, Group, Rollout, Start
+from covey.data.protocols import Checkpoints, Critic, Grader, Observer, Policy, ReferenceUpdater, Sampler, Task
+from covey.data.types import Batch, EndReason, Group, PolicyOutput, Rollout, Start
 
 __all__ = [
-    "Batch", "Checkpoints", "Critic", "EndReason", "Evaluation", "Follower", "Grader", "Group", "Observer", "Policy",
-    "Rollout", "Sampler", "Start", "Task", "collate",
+    "Batch",
+    "Checkpoints",
+    "Critic",
+    "EndReason",
+    "Grader",
+    "Group",
+    "Observer",
+    "Policy",
+    "PolicyOutput",
+    "ReferenceUpdater",
+    "Rollout",
+    "Sampler",
+    "Start",
+    "Task",
+    "collate",
 ]  # fmt: skip

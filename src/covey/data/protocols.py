@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from covey.data.types import Batch, Evaluation, Group, Start
+from covey.data.types import Batch, Group, PolicyOutput, Start
 
 
 class Task(Protocol):
@@ -54,7 +54,7 @@ class Grader(Protocol):
 class Policy(Protocol):
     """A trainable policy."""
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch) -> PolicyOutput:
         """Log-probability and entropy of every decision, with gradients where they are enabled.
 
         The batch lies on the CPU; the answer may lie on the policy's own device.
@@ -70,11 +70,11 @@ class Critic(Protocol):
     def values(self, batch: Batch) -> Tensor:
         """values_BT: of the state before every decision, with gradients where they are enabled."""
 
-    def next_values(self, batch: Batch) -> Tensor:
+    def bootstrap_values(self, batch: Batch) -> Tensor:
         """next_value_B: of the state after the last decision of every row, whether or not the episode was over."""
 
 
-class Follower(Protocol):
+class ReferenceUpdater(Protocol):
     """Moves the weights of the reference after those of the policy."""
 
     def follow(self) -> None:

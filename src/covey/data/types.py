@@ -99,12 +99,14 @@ class Batch:
     advantages_BT: Tensor | None = None
     returns_BT: Tensor | None = None  # what a critic should have said
     values_BT: Tensor | None = None  # what it said before the update
-    next_value_B: Tensor | None = None  # what it says of the state after the last decision; 0 if the episode is over
+    bootstrap_value_B: Tensor | None = (
+        None  # what it says of the state after the last decision; 0 if the episode is over
+    )
     reference_logprobs_BT: Tensor | None = None  # NaN on rows the reference did not evaluate
     proximal_logprobs_BT: Tensor | None = None  # the old policy's, by the trainer
-    reference_distribution_BTV: Tensor | None = None  # log-probabilities of every action, where they are few
-    proximal_distribution_BTV: Tensor | None = None
-    weights_BT: Tensor | None = None  # what each decision counts in the loss
+    reference_all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action, where they are few
+    proximal_all_logprobs_BTV: Tensor | None = None
+    loss_weights_BT: Tensor | None = None  # what each decision counts in the loss
 
     @classmethod
     def blank(cls, mask_BT: Tensor, **known: Any) -> Batch:
@@ -149,11 +151,11 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Evaluation:
+class PolicyOutput:
     """What a policy says of a batch's decisions: the current log-probabilities and entropies, in nats."""
 
     logprobs_BT: Tensor
     entropy_BT: Tensor
-    distribution_BTV: Tensor | None = None  # log-probabilities of every action; only where they are few
+    all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action; only where they are few
     values_BT: Tensor | None = None  # by a critic whose head is on the policy's trunk
     kl_BT: Tensor | None = None  # exact KL to the policy's anchor, where it has one and gradients are enabled

@@ -17,7 +17,7 @@ from covey.runtime.checkpoint import CheckpointFolder
 from covey.runtime.optimizer import MasterAdamW
 from covey.tracking.console import Display
 from covey.tracking.run_store import CHECKPOINTS_FOLDER, RunStore
-from covey.train.loop import Parts, Settings
+from covey.train.loop import Components, LoopConfig
 from covey.train.update import UpdatePlan
 
 Evaluation = dict[str, Any]
@@ -29,18 +29,18 @@ KL_ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "exact": kl.exact}
 
 
 @dataclass(frozen=True)
-class Assembled:
+class Experiment:
     """A run that is ready to go."""
 
-    parts: Parts
-    settings: Settings
+    parts: Components
+    settings: LoopConfig
     measure: Callable[[str], list[Evaluation]]  # greedy, on what training never sees; the label is for the display
     save: Callable[[Path], None]  # what was trained, into the run folder
     machine: dict[str, Any]  # what the bits of a result depend on beside seed, config and inputs
     facts: Callable[[], dict[str, Any]]  # what summary.json says beside what every run has
 
 
-class World(Protocol):
+class ExperimentBuilder(Protocol):
     """One of covey's two worlds, as a run sees it."""
 
     name: str  # "language" or "control"
@@ -60,7 +60,7 @@ class World(Protocol):
     def describe(self) -> str:
         """The run in half a line."""
 
-    def assemble(self, store: RunStore, display: Display) -> Assembled:
+    def build(self, store: RunStore, display: Display) -> Experiment:
         """Load what is heavy and put the parts together."""
 
     def drawable(self) -> bool:
@@ -109,9 +109,11 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
 
 def _kl_controller(loss: LossBase) -> schedules.KLController | None:
     """What moves the KL coefficient after the warm-up, where there is a target."""
-    if loss.kl_target is None:
+    if loss.adaptive_kl_target is None:
         return None
-    return schedules.KLController(loss.kl_target, loss.kl_horizon, first_step=max(1, loss.kl_warmup_steps))
+    return schedules.KLController(
+        loss.adaptive_kl_target, loss.adaptive_kl_horizon, first_step=max(1, loss.kl_warmup_steps)
+    )
 
 
 def build_optimizer(module: nn.Module, update: UpdateBase) -> MasterAdamW:

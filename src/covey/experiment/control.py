@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from covey.algorithms.advantages import Credit, outcome, reward_to_go, within_rollout
+from covey.algorithms.advantages import CreditAssignment, outcome, reward_to_go, within_rollout
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.faults import faults_of
 from covey.config.fields import command, plural
@@ -23,15 +23,15 @@ from covey.control.action_spaces import Continuous
 from covey.control.branch_sampler import BranchSampler, refuse_uncopyable
 from covey.control.envs.render import can_draw, render_episode
 from covey.control.envs.vector_env import Environments, check_environment, longest_episode, make_environments
-from covey.control.nets.running_mean_std import RunningMoments
+from covey.control.nets.running_mean_std import RunningMeanStd
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
-from covey.control.reward_scaling import AsPaid, ByRunningStd, Clipped, RewardScale
-from covey.control.rollout_buffer import play
+from covey.control.reward_scaling import ClipReward, NoScaling, RewardScale, RunningStdScaling
+from covey.control.rollout_buffer import collect_episodes
 from covey.control.sampler import ControlSampler, EpisodeSampler, FragmentSampler
-from covey.control.tasks import EnvironmentPays, EpisodeStarts, reset_seeds
+from covey.control.tasks import EnvironmentReward, ResetSeeds, reset_seeds
 from covey.experiment.build import (
-    Assembled,
     Evaluation,
+    Experiment,
     build_algorithm,
     build_checkpoints,
     build_optimizer,
@@ -44,12 +44,12 @@ from covey.tracking.console import Display
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
 from covey.tracking.score_kinds import RETURN
-from covey.train.loop import Parts, Settings
+from covey.train.loop import Components, LoopConfig
 
 EVALUATED_AT_ONCE = 100  # copies of the environment
 PICTURE = "agent.gif"
 
-CREDITS: dict[str, Callable[[ControlConfig, float], Credit]] = {
+CREDITS: dict[str, Callable[[ControlConfig, float], CreditAssignment]] = {
     "episodes": lambda config, gamma: outcome,
     "branches": lambda config, gamma: outcome,
     "reward_to_go": lambda config, gamma: partial(
@@ -59,8 +59,8 @@ CREDITS: dict[str, Callable[[ControlConfig, float], Credit]] = {
 }
 
 
-class ControlWorld:
-    """A run on a Gymnasium environment; meets `covey.experiment.build.World`."""
+class ControlBuilder:
+    """A run on a Gymnasium environment; meets `covey.experiment.build.ExperimentBuilder`."""
 
     name = "control"
     score_kind = "return"
@@ -105,7 +105,7 @@ class ControlWorld:
         )
         return f"{config.algorithm} on {config.environment.id}, {plural(config.steps, 'step')} of {what}"
 
-    def assemble(self, store: RunStore, display: Display) -> Assembled:
+    def build(self, store: RunStore, display: Display) -> Experiment:
         config, update = self.config, self.config.update
         gamma = config.rollouts.discount
         policy = build_policy(config, self.environments)
@@ -125,10 +125,10 @@ class ControlWorld:
         )
         needs_reference = bool(config.loss.kl_coefficient) and not algorithm.kl.to_behavior
         evaluation = EpisodeEvaluation(config, policy, self._evaluation_environments(), display)
-        parts = Parts(
-            task=EpisodeStarts(),
+        parts = Components(
+            task=ResetSeeds(),
             sampler=sampler,
-            grader=EnvironmentPays(),
+            grader=EnvironmentReward(),
             policy=policy,
             reference=copy.deepcopy(policy) if needs_reference else None,
             algorithm=algorithm,
@@ -139,7 +139,7 @@ class ControlWorld:
             critic=critic,
             critic_optimizer=build_optimizer(critic.module, update) if critic else None,
         )
-        settings = Settings(
+        settings = LoopConfig(
             steps=config.steps,
             seed=config.seed,
             starts_per_step=self.environments.count if self.fragments else config.rollouts.starts_per_step,
@@ -151,7 +151,7 @@ class ControlWorld:
             ),
             checkpoint_every=config.checkpoint.every,
         )
-        return Assembled(
+        return Experiment(
             parts,
             settings,
             evaluation.measure,
@@ -171,9 +171,9 @@ class ControlWorld:
     def _build_sampler(self, policy: ControlPolicy, gamma: float) -> ControlSampler:
         rollouts = self.config.rollouts
         scales: dict[str, Callable[[], RewardScale]] = {
-            "none": AsPaid,
-            "clip": Clipped,
-            "running_std": lambda: ByRunningStd(gamma),
+            "none": NoScaling,
+            "clip": ClipReward,
+            "running_std": lambda: RunningStdScaling(gamma),
         }
         shared = (policy, self.environments, self.config.seed, scales[rollouts.reward_scaling](), gamma)
         if self.trunks is not None:
@@ -201,7 +201,7 @@ class EpisodeEvaluation:
         self, config: ControlConfig, policy: ControlPolicy, environments: Environments, display: Display
     ) -> None:
         self.config, self.policy, self.environments, self.display = config.evaluation, policy, environments, display
-        self.seeds = [start.prompt for start in EpisodeStarts().held_out(config.evaluation.episodes)]
+        self.seeds = [start.prompt for start in ResetSeeds().held_out(config.evaluation.episodes)]
 
     def measure(self, label: str) -> list[Evaluation]:
         """One result: the mean return, its 95 % interval, seconds."""
@@ -221,7 +221,7 @@ class EpisodeEvaluation:
 
 def episode_returns(policy: ControlPolicy, environments: Environments, seeds: list[int]) -> list[float]:
     """The undiscounted return of one greedy episode from every reset seed."""
-    segments, tape = play(environments, policy, seeds, None)
+    segments, tape = collect_episodes(environments, policy, seeds, None)
     return [float(tape.rewards(segment).sum()) for segment in segments]
 
 
@@ -239,7 +239,7 @@ def build_policy(config: ControlConfig, environments: Environments) -> ControlPo
         hidden=config.policy.hidden,
         activation=config.policy.activation,
         initial_std=config.policy.initial_std,
-        normaliser=RunningMoments(size) if config.policy.normalise_observations else None,
+        normaliser=RunningMeanStd(size) if config.policy.normalise_observations else None,
         seed=config.seed,
     )
 
@@ -297,7 +297,7 @@ def evaluate_run(
     policy = load_policy(run_dir / MODEL_FOLDER)
     episodes = config.evaluation.episodes if episodes is None else episodes
     if seed is None:
-        seeds = [start.prompt for start in EpisodeStarts().held_out(episodes)]
+        seeds = [start.prompt for start in ResetSeeds().held_out(episodes)]
     else:
         seeds = reset_seeds(seed, 0, list(range(episodes)), 0, stream=EVALUATING)
     played = evaluation_environment(config)
@@ -310,6 +310,6 @@ def evaluate_run(
     if render:
         path = run_dir / PICTURE
         with FolderLock(run_dir), faults_of(path):
-            render_episode(played, policy.best, seeds[0], path)
+            render_episode(played, policy.greedy_action, seeds[0], path)
         result["picture"] = str(path)
     return result

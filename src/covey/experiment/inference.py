@@ -1,12 +1,12 @@
-"""A model's answers to held-out problems, without training: `covey eval`."""
+"""Answers of a model without training: `covey eval` and `covey sample`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.config import RunConfig, RunError
-from covey.data import Group
+from covey.config import RunConfig, RunError, SamplingConfig
+from covey.data import Group, Start
 from covey.experiment.evaluate_llm import answer_records, answers, nothing_scored, scores_of, unscored
 from covey.experiment.llm import build_machine, build_problem, fit_prompts, load_policy
 from covey.tracking.console import Display
@@ -75,3 +75,13 @@ def evaluate_model(
         config.sampling.max_new_tokens,
         [*notes, *left_out, *([unscored(missing, len(rollouts))] if missing else [])],
     )
+
+
+def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:
+    """`n` answers to what a user says, through the model's chat template where it has one."""
+    config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
+    loaded = load_policy(config, build_machine("auto", "auto", 0))
+    sampler = replace(loaded.sampler, temperature=temperature)
+    asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
+    (group,) = sampler.sample([Start(0, asked)], n, step=0)
+    return [rollout.text for rollout in group.rollouts]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from covey.algorithms import Algorithm
-from covey.algorithms.advantages import Credit, outcome, process, process_by_step, process_return
-from covey.config import ConfigError, RunConfig, SamplingConfig
+from covey.algorithms.advantages import CreditAssignment, outcome, process, process_by_step, process_return_to_go
+from covey.config import ConfigError, RunConfig
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER, find_origin
 from covey.config.validate_collection import NOT_BY_GROUP
@@ -21,7 +21,7 @@ from covey.config.validate_process import no_step_reward
 from covey.core import kl
 from covey.data import Start, Task
 from covey.experiment.build import (
-    Assembled,
+    Experiment,
     Reward,
     build_algorithm,
     build_checkpoints,
@@ -33,7 +33,13 @@ from covey.experiment.evaluate_llm import HeldOut
 from covey.llm.critic import LanguageCritic
 from covey.llm.grader import RewardGrader, WeightedReward, build_grader
 from covey.llm.model.chat import Chat
-from covey.llm.model.loading import find_chat, load_model, pin_model, save_architecture, take_over
+from covey.llm.model.loading import (
+    find_chat,
+    load_checkpoint_weights,
+    load_model,
+    resolve_checkpoint,
+    save_architecture,
+)
 from covey.llm.native.bindings import kernels_for
 from covey.llm.policy import LanguagePolicy
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
@@ -48,18 +54,18 @@ from covey.runtime.device import (
     limit_kernel_caches,
     set_threads,
 )
-from covey.runtime.ema import FollowingWeights
+from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
-from covey.train.collect import Gathering
-from covey.train.loop import Parts, Settings
+from covey.train.collect import CollectConfig
+from covey.train.loop import Components, LoopConfig
 
-CREDITS: dict[str, Credit] = {
+CREDITS: dict[str, CreditAssignment] = {
     "outcome": outcome,
     "process": process,
     "process_by_step": process_by_step,
-    "process_return": process_return,
+    "process_return_to_go": process_return_to_go,
 }
 
 
@@ -210,8 +216,8 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
     return LoadedPolicy(policy, loaded.chat, sampler)
 
 
-class LanguageWorld:
-    """A run on a language model; meets `covey.experiment.build.World`."""
+class LLMBuilder:
+    """A run on a language model; meets `covey.experiment.build.ExperimentBuilder`."""
 
     name = "language"
 
@@ -221,7 +227,7 @@ class LanguageWorld:
         Raises:
             ConfigError: where the data, the task, a reward or the device is unusable.
         """
-        self.config = replace(config, model=pin_model(config.model))
+        self.config = replace(config, model=resolve_checkpoint(config.model))
         self.chosen = build_machine(config.device, config.precision, config.threads)
         self.problem = build_problem(config, task, rewards)
         self._fits = False  # whether the prompts are known to fit the model
@@ -261,7 +267,7 @@ class LanguageWorld:
             f"{str(self.chosen.dtype).removeprefix('torch.')}"
         )
 
-    def assemble(self, store: RunStore, display: Display) -> Assembled:
+    def build(self, store: RunStore, display: Display) -> Experiment:
         """Load the model, and a second copy of it as the reference."""
         config = self.config
         loaded = self._load(store, display)
@@ -280,13 +286,13 @@ class LanguageWorld:
         if algorithm.kl.by_policy and config.kl_coefficient != 0:
             loaded.policy.anchor = reference
         held_out = HeldOut(config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store)
-        parts = Parts(
+        parts = Components(
             task=problem.task,
             sampler=loaded.sampler,
             grader=_noted(problem.grader, store, display),
             policy=loaded.policy,
             reference=reference,
-            follower=_follower(config, reference, loaded.policy),
+            reference_updater=_follower(config, reference, loaded.policy),
             algorithm=algorithm,
             optimizer=build_optimizer(loaded.policy.module, update),
             observers=(store, display),
@@ -295,7 +301,7 @@ class LanguageWorld:
             critic=critic,
             critic_optimizer=build_optimizer(critic.module, update) if critic else None,
         )
-        settings = Settings(
+        settings = LoopConfig(
             steps=config.steps,
             seed=config.seed,
             starts_per_step=config.sampling.prompts_per_step,
@@ -313,7 +319,7 @@ class LanguageWorld:
         )
         machine = environment(self.chosen.device, self.chosen.dtype)
         machine |= loaded.policy.backend.recorded(loaded.policy.module)
-        return Assembled(
+        return Experiment(
             parts, settings, held_out.measure, lambda run_dir: _save(run_dir, loaded, critic),
             machine, lambda: {"model": config.model},
         )  # fmt: skip
@@ -330,7 +336,7 @@ class LanguageWorld:
         config = self.config
         by_outcome = config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP
         if by_outcome and self.problem.grader.splitter is not None:
-            display.note("step rewards are only added up; loss.credit = process_return would compare steps")
+            display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
 
     def drawable(self) -> bool:
         return False
@@ -359,7 +365,7 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) ->
         return critic
     folder = origin.run_dir / CRITIC_FOLDER
     if origin.from_checkpoint and origin.told["algorithm"] == config.algorithm:
-        take_over(critic.module, origin, "critic_optimizer", "set critic.trunk as that run has it")
+        load_checkpoint_weights(critic.module, origin, "critic_optimizer", "set critic.trunk as that run has it")
         display.note(f"the critic goes on from {config.model}")
     elif not origin.from_checkpoint and folder.is_dir():
         critic.load(folder)
@@ -391,28 +397,18 @@ def _algorithm(config: RunConfig) -> Algorithm:
     return replace(algorithm, kl=replace(algorithm.kl, by_policy=algorithm.kl.estimator is kl.exact))
 
 
-def _follower(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> FollowingWeights | None:
+def _follower(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> EMAWeights | None:
     """What moves the reference after the policy, where [reference] wants that."""
     if not config.reference.refresh_every:
         return None
-    return FollowingWeights(reference.module, policy.module, config.reference.refresh_share)
+    return EMAWeights(reference.module, policy.module, config.reference.refresh_fraction)
 
 
-def _gathering(config: RunConfig) -> Gathering:
+def _gathering(config: RunConfig) -> CollectConfig:
     sampling = config.sampling
-    return Gathering(
+    return CollectConfig(
         group_size_last=sampling.group_size_last,
         adaptive_first=sampling.group_size_first if sampling.adaptive else None,
         adaptive_most=sampling.group_size_most,
         redraws=config.redraws,
     )
-
-
-def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:
-    """`n` answers to what a user says, through the model's chat template where it has one."""
-    config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
-    loaded = load_policy(config, build_machine("auto", "auto", 0))
-    sampler: LanguageSampler = replace(loaded.sampler, temperature=temperature)
-    asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
-    (group,) = sampler.sample([Start(0, asked)], n, step=0)
-    return [rollout.text for rollout in group.rollouts]

@@ -18,7 +18,7 @@ from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ORIGIN_FILE
 from covey.tracking.run_store import CONFIG_FILE, METRICS_FILE, RunStore, read_metrics
-from covey.train.loop import Parts, Progress, load_checkpoint
+from covey.train.loop import Components, Progress, load_checkpoint
 
 Origin = dict[str, Any]
 
@@ -162,7 +162,7 @@ def _value(tables: dict[str, Any], name: str) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def take_up(parts: Parts, store: RunStore, display: Display, checkpoint_every: int) -> Progress:
+def take_up(parts: Components, store: RunStore, display: Display, checkpoint_every: int) -> Progress:
     """Put the newest whole checkpoint back into the parts, forget what was recorded after it, and show the rest.
 
     Returns:
@@ -191,7 +191,7 @@ def take_up(parts: Parts, store: RunStore, display: Display, checkpoint_every: i
     return progress
 
 
-def _loaded(parts: Parts, checkpoints: CheckpointFolder, step: int) -> Progress:
+def _loaded(parts: Components, checkpoints: CheckpointFolder, step: int) -> Progress:
     state = checkpoints.load(step)
     try:
         progress = load_checkpoint(parts, state)

@@ -21,7 +21,7 @@ from covey.config.validate import validate
 from covey.data import Task
 from covey.experiment import advice
 from covey.experiment.advice import Launch
-from covey.experiment.build import Evaluation, Reward, World
+from covey.experiment.build import Evaluation, ExperimentBuilder, Reward
 from covey.experiment.resuming import Origin, new_origin, read_beginning, refuse_changed_inputs, take_up
 from covey.runtime.device import differences, peak_memory_bytes
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
@@ -71,7 +71,7 @@ def run(
         with RunStore(run_dir) as store, _faults_of_run(store):
             with faults_of(store.run_dir / CONFIG_FILE):
                 write_config(replace(world.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
-            return _carry_out(world, store, launch or Launch.from_python(recipe_name, task, rewards), inputs)
+            return _execute(world, store, launch or Launch.from_python(recipe_name, task, rewards), inputs)
     finally:
         world.close()
 
@@ -97,7 +97,7 @@ def resume(
         world = open_world(config, task, rewards)
         try:
             launch = advice.read_launch(store.run_dir) or Launch(str(store.run_dir / CONFIG_FILE))
-            return _carry_out(world, store, launch, inputs, origin, notes, resuming=True)
+            return _execute(world, store, launch, inputs, origin, notes, resuming=True)
         finally:
             world.close()
 
@@ -108,7 +108,7 @@ def _listed(rewards: Reward | Sequence[Reward]) -> Sequence[Reward]:
 
 def open_world(
     config: RunConfig | ControlConfig, task: TaskSource | None = None, rewards: Sequence[Reward] = ()
-) -> World:
+) -> ExperimentBuilder:
     """The world that a config is about, its light parts tried out.
 
     Raises:
@@ -116,18 +116,18 @@ def open_world(
     """
     # Imported here, because the libraries of the other world take seconds to load.
     if isinstance(config, RunConfig):
-        from covey.experiment.llm import LanguageWorld
+        from covey.experiment.llm import LLMBuilder
 
-        return LanguageWorld(config, task, rewards)
+        return LLMBuilder(config, task, rewards)
     if task is not None or rewards:
         raise ConfigError("a run on an environment takes no task and no rewards of its own: the environment has both")
-    from covey.experiment.control import ControlWorld
+    from covey.experiment.control import ControlBuilder
 
-    return ControlWorld(config)
+    return ControlBuilder(config)
 
 
-def _carry_out(
-    world: World,
+def _execute(
+    world: ExperimentBuilder,
     store: RunStore,
     launch: Launch,
     inputs: dict[str, str],
@@ -157,7 +157,7 @@ def _carry_out(
 
 
 def _train(
-    world: World,
+    world: ExperimentBuilder,
     store: RunStore,
     launch: Launch,
     inputs: dict[str, str],
@@ -166,7 +166,7 @@ def _train(
     *,
     resuming: bool,
 ) -> Summary | None:
-    assembled = world.assemble(store, display)
+    assembled = world.build(store, display)
     parts, settings = assembled.parts, assembled.settings
     with display:
         if origin is None:  # the weights are still those that training begins with
@@ -193,7 +193,7 @@ def _train(
     return summary
 
 
-def _how_to_continue(world: World, run_dir: Path, launch: Launch) -> str:
+def _how_to_continue(world: ExperimentBuilder, run_dir: Path, launch: Launch) -> str:
     if holds_run(run_dir):
         return f"Go on with: {advice.go_on(launch, run_dir)}"
     return f"Start again with: {advice.start(launch, world.config, {}, keep_folder=True)}"
@@ -221,7 +221,7 @@ def _faults_of_run(store: RunStore) -> Iterator[None]:
 
 
 def _summarise(
-    world: World,
+    world: ExperimentBuilder,
     store: RunStore,
     progress: Progress,
     origin: Origin,

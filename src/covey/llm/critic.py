@@ -17,7 +17,7 @@ from covey.config import ConfigError
 from covey.config.faults import told
 from covey.data import Batch
 from covey.llm.model.folder import read_weight_files
-from covey.llm.model.hidden_states import hidden_at_decisions
+from covey.llm.model.hidden_states import hidden_states_for_actions
 from covey.llm.model.pretrained import build, read_config, trunk_class
 from covey.llm.policy import LanguagePolicy
 
@@ -43,9 +43,9 @@ class LanguageCritic:
     """Meets `covey.data.Critic`.
 
     `module` is what its optimizer moves. With a trunk of its own (a copy of the policy's decoder as it is now, without
-    the output layer) that is the trunk and the head. On the policy's trunk it is the head alone: the policy then tells
-    the values along when it is evaluated (`Evaluation.values_BT`), so that one backward moves its trunk by both losses,
-    and where only the critic is to learn, only the head does.
+    the output layer) that is the trunk and the head. On the policy's trunk it is the head alone: the policy then
+    returns the values with its evaluation (`PolicyOutput.values_BT`), so that one backward moves its trunk by both
+    losses, and where only the critic is to learn, only the head does.
     """
 
     def __init__(self, policy: LanguagePolicy, *, own_trunk: bool = True) -> None:
@@ -65,10 +65,10 @@ class LanguageCritic:
         """values_BT: of the state before every decision (the prompt and what was sampled so far); 0 where undecided."""
         batch = batch.to(self.head.linear.weight.device)
         with torch.set_grad_enabled(self.own_trunk and torch.is_grad_enabled()):
-            decided = hidden_at_decisions(self.trunk, batch, packed=self.packed)
+            decided = hidden_states_for_actions(self.trunk, batch, packed=self.packed)
         return decided.spread(self.head(decided.hidden_NW))
 
-    def next_values(self, batch: Batch) -> Tensor:
+    def bootstrap_values(self, batch: Batch) -> Tensor:
         """next_value_B = 0, also after a completion that the token limit cut.
 
         The limit is part of a language task: a cut completion is over, and its reward was paid for what stands there.

@@ -18,8 +18,8 @@ from covey.config.validate import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.model.chat import Chat
 from covey.llm.rewards import builtin
-from covey.llm.rewards.reward_call import CallFailed, TookTooLong, WrongResults
-from covey.llm.rewards.runner import Caller, Hanging, InProcess, RewardProcess
+from covey.llm.rewards.reward_call import InvalidRewardOutput, RewardCallError, RewardTimeout
+from covey.llm.rewards.runner import InProcess, RewardHung, RewardProcess, RewardRunner
 from covey.llm.rewards.step_splitter import StepSplitter
 
 LARGEST_REWARD = 1e18  # in size: its square is finite in float32
@@ -50,7 +50,7 @@ class WeightedReward:
     """One term of a rollout's reward."""
 
     name: str
-    caller: Caller
+    caller: RewardRunner
     options: Mapping[str, Any]  # arguments that come from the config, not from the data
     weight: float = 1.0
     score: bool = False  # evaluations average this one
@@ -96,7 +96,7 @@ class WeightedReward:
         name = config.name or config.function.rpartition(":")[2]
         check_reward(config, f"reward {name or '(no name)'}")
         check_fields(config, f"reward {name}: ")
-        caller: Caller
+        caller: RewardRunner
         options: dict[str, Any] = {}
         if config.function:
             caller = RewardProcess(config.function, config.timeout_seconds)
@@ -123,7 +123,7 @@ class WeightedReward:
         options = {"max_new_tokens": max_new_tokens, "overlong_tokens": overlong_tokens}
         return WeightedReward("overlong", InProcess(builtin.overlong), options, shaping=True)
 
-    def evaluate(self, groups: Sequence[Group], seconds: float) -> list[Verdict]:
+    def evaluate(self, groups: Sequence[Group], seconds: float) -> list[RewardResult]:
         """Verdicts of the function on every rollout of `groups`, in one call; what it logs is noted in the groups."""
         rows = [(group.start, rollout) for group in groups for rollout in group.rollouts]
         columns = dict.fromkeys(name for start, _ in rows for name in start.columns)
@@ -148,7 +148,7 @@ class WeightedReward:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RewardResult:
     """What one reward says of one rollout: a value, nothing (None, on purpose), or that it failed."""
 
     value: float | None
@@ -232,24 +232,24 @@ class RewardGrader:
             raise _too_many(name, str(failed), len(rollouts), why)
         return groups
 
-    def _cut(self, rollouts: Sequence[Rollout]) -> dict[int, Verdict]:
+    def _cut(self, rollouts: Sequence[Rollout]) -> dict[int, RewardResult]:
         """Cut completions into steps; returns those for which the user's boundary function failed, by row."""
-        failed: dict[int, Verdict] = {}
+        failed: dict[int, RewardResult] = {}
         if self.splitter is None:
             return failed
         for row, rollout in enumerate(rollouts):
             try:
                 rollout.step_texts = self.splitter.split(rollout)
-            except CallFailed as error:
-                failed[row] = Verdict(None, str(error))
-            except WrongResults as error:
+            except RewardCallError as error:
+                failed[row] = RewardResult(None, str(error))
+            except InvalidRewardOutput as error:
                 raise GradingError(f"{BOUNDARY} {self.splitter.boundary} {error}") from None
             if len(failed) > FAILURES_ALLOWED * len(rollouts):  # do not wait for the others' deadlines
                 count, why = f"at least {len(failed)} of {plural(len(rollouts), 'completion')}", failed[row].error
                 raise GradingError(f"{BOUNDARY} {self.splitter.boundary} failed on {count}: {why}")
         return failed
 
-    def _pay_steps(self, rollout: Rollout, parts: Mapping[str, Verdict]) -> None:
+    def _pay_steps(self, rollout: Rollout, parts: Mapping[str, RewardResult]) -> None:
         """Fill in what each decision earned, where the decisions that end a step are known."""
         if rollout.step_ends is None:
             return
@@ -280,12 +280,12 @@ class RewardGrader:
             seconds = min(reward.timeout_seconds, max(DRY_RUN_LEAST_SECONDS, DRY_RUN_SHARE * reward.timeout_seconds))
             try:
                 values.append(reward.evaluate(groups, seconds))
-            except TookTooLong:
+            except RewardTimeout:
                 raise ConfigError(
                     f"reward {reward.name!r} took longer than {seconds:g} s for {plural(len(groups), 'completion')} in "
                     f"a dry run; if it is slow but sound, raise its timeout_seconds (now {reward.timeout_seconds:g})"
                 ) from None
-            except (CallFailed, WrongResults, Hanging) as error:
+            except (RewardCallError, InvalidRewardOutput, RewardHung) as error:
                 form = _form_of_completions(groups[0].start) if str(error).startswith(MISREADINGS) else ""
                 raise ConfigError(f"reward {reward.name!r}, in a dry run on the right answer: {error}{form}") from None
             for verdict in values[-1]:
@@ -302,28 +302,28 @@ class RewardGrader:
         if self.splitter is not None:
             self.splitter.close()
 
-    def _verdicts(self, reward: WeightedReward, groups: list[Group]) -> list[Verdict]:
+    def _verdicts(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
         """One call for all; if that fails, one for each group, so that one bad answer costs its own group only."""
         try:
             return self._call(reward, groups)
-        except CallFailed as error:
+        except RewardCallError as error:
             log.warning("reward %r failed on a whole step, trying it group by group: %s", reward.name, error)
         return self._group_by_group(reward, groups)
 
-    def _call(self, reward: WeightedReward, groups: list[Group]) -> list[Verdict]:
+    def _call(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
         try:
             return reward.evaluate(groups, reward.timeout_seconds)
-        except (WrongResults, Hanging) as error:
+        except (InvalidRewardOutput, RewardHung) as error:
             raise GradingError(f"reward {reward.name!r} {error}") from None
 
-    def _group_by_group(self, reward: WeightedReward, groups: list[Group]) -> list[Verdict]:
+    def _group_by_group(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
         total = sum(len(group.rollouts) for group in groups)
-        verdicts: list[Verdict] = []
+        verdicts: list[RewardResult] = []
         for group in groups:
             try:
                 verdicts += self._call(reward, [group])
-            except CallFailed as error:
-                verdicts += [Verdict(None, str(error))] * len(group.rollouts)
+            except RewardCallError as error:
+                verdicts += [RewardResult(None, str(error))] * len(group.rollouts)
             failed = sum(bool(verdict.error) for verdict in verdicts)
             if failed > FAILURES_ALLOWED * total:  # do not wait for the others' deadlines
                 _, why = _first_error({reward.name: verdicts})
@@ -385,19 +385,21 @@ def _right_rollout(start: Start) -> Rollout:
     return Rollout(context=(), actions=(0,), behavior_logprobs=(0.0,), end=EndReason.STOP, text=text)
 
 
-def _verdict(result: float | list[float] | None, *, binary: bool) -> Verdict:
+def _verdict(result: float | list[float] | None, *, binary: bool) -> RewardResult:
     if result is None:
-        return Verdict(None)
+        return RewardResult(None)
     if binary and math.isfinite(result) and result not in (0, 1):  # type: ignore[arg-type]  # steps are not binary
-        return Verdict(None, f"returned {result:g}, but it is binary: let it return 0 or 1, or take out binary = true")
+        return RewardResult(
+            None, f"returned {result:g}, but it is binary: let it return 0 or 1, or take out binary = true"
+        )
     numbers = result if isinstance(result, list) else [result]
     for number in numbers:
         if not abs(number) <= LARGEST_REWARD:  # NaN is not
-            return Verdict(None, f"returned {number}")
-    return Verdict(math.fsum(numbers), steps=numbers) if isinstance(result, list) else Verdict(result)
+            return RewardResult(None, f"returned {number}")
+    return RewardResult(math.fsum(numbers), steps=numbers) if isinstance(result, list) else RewardResult(result)
 
 
-def _first_error(verdicts: Mapping[str, Sequence[Verdict]]) -> tuple[str, str]:
+def _first_error(verdicts: Mapping[str, Sequence[RewardResult]]) -> tuple[str, str]:
     """The first reward that failed, and why; where none did, all returned None."""
     for name, of_rollouts in verdicts.items():
         for verdict in of_rollouts:

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from covey.core import kl
-from covey.data import Batch, Evaluation
+from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, choose_backend
 from covey.llm.generation.decoding import Decoder
 from covey.llm.model.architecture import is_llama_like
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
-from covey.llm.model.hidden_states import hidden_at_decisions, row_lengths, row_tokens, spread
+from covey.llm.model.hidden_states import hidden_states_for_actions, row_lengths, row_tokens, spread
 from covey.llm.model.logprobs import token_logprobs
 from covey.llm.model.microbatches import cut, in_order
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
@@ -66,7 +66,7 @@ class LanguagePolicy:
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch) -> PolicyOutput:
         """Log-probability and entropy of every decision of `batch`, at the sampling temperature, in nats; with an
         anchor and gradients enabled, the exact KL to it too.
         """
@@ -89,9 +89,9 @@ class LanguagePolicy:
         """Write the weights and the config so that transformers loads them unchanged."""
         self.module.save_pretrained(folder)
 
-    def _evaluate_packed(self, batch: Batch) -> Evaluation:
+    def _evaluate_packed(self, batch: Batch) -> PolicyOutput:
         """All rows in one row of tokens."""
-        decided = hidden_at_decisions(self.module.base_model, batch, packed=True)
+        decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
         head = self.module.get_output_embeddings()
         logprobs_N, entropy_N = token_logprobs(
             decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.temperature
@@ -99,17 +99,17 @@ class LanguagePolicy:
         kl_BT = None
         if self.anchor is not None and torch.is_grad_enabled():
             with torch.no_grad():
-                other_NW = hidden_at_decisions(self.anchor.module.base_model, batch, packed=True).hidden_NW
+                other_NW = hidden_states_for_actions(self.anchor.module.base_model, batch, packed=True).hidden_NW
             other_head = self.anchor.module.get_output_embeddings()
             kl_BT = decided.spread(exact_kl(decided.hidden_NW, head, other_NW, other_head, self.temperature))
-        return Evaluation(
+        return PolicyOutput(
             decided.spread(logprobs_N),
             decided.spread(entropy_N),
             values_BT=None if self.value_head is None else decided.spread(self.value_head(decided.hidden_NW)),
             kl_BT=kl_BT,
         )
 
-    def _evaluate_rows(self, batch: Batch) -> Evaluation:
+    def _evaluate_rows(self, batch: Batch) -> PolicyOutput:
         """One rollout at a time through the model's own forward, recomputed for the gradient to bound memory."""
         chosen_N = batch.mask_BT.flatten().nonzero()[:, 0]
         anchor = self.anchor if torch.is_grad_enabled() else None
@@ -123,9 +123,9 @@ class LanguagePolicy:
         )
         values_BT = None
         if self.value_head is not None:  # from a pass of its own, for not every model gives both from one
-            decided = hidden_at_decisions(self.module.base_model, batch, packed=False)
+            decided = hidden_states_for_actions(self.module.base_model, batch, packed=False)
             values_BT = decided.spread(self.value_head(decided.hidden_NW))
-        return Evaluation(logprobs_BT, entropy_BT, values_BT=values_BT, kl_BT=kl_BT[0] if kl_BT else None)
+        return PolicyOutput(logprobs_BT, entropy_BT, values_BT=values_BT, kl_BT=kl_BT[0] if kl_BT else None)
 
     def _evaluate_row(self, tokens_L: Tensor, decisions: int, anchor: LanguagePolicy | None) -> tuple[Tensor, ...]:
         """logprobs_T and entropy_T of one rollout, and kl_T where there is an anchor."""

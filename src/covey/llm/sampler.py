@@ -16,7 +16,7 @@ from torch import Tensor
 
 from covey.config import ConfigError, RunError
 from covey.data import EndReason, Group, Rollout, Start
-from covey.llm.generation.token_sampling import choose
+from covey.llm.generation.token_sampling import sample_tokens
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
@@ -115,11 +115,11 @@ class LanguageSampler:
         fed_B = torch.empty(0, dtype=torch.int64, device=device)
         while len(inside) or waiting < len(prompts):
             logits = [decoder.step(fed_B)] if len(inside) else []
-            admitted = min(min(decoder.room(), together - len(inside)) // group_size, len(prompts) - waiting)
+            admitted = min(min(decoder.free_rows(), together - len(inside)) // group_size, len(prompts) - waiting)
             if admitted:
                 chosen = [list(prompt) for prompt in prompts[waiting : waiting + admitted]]
-                begun = 1 if decoder.branches else group_size
-                logits.append(decoder.add(chosen, begun).repeat_interleave(begun, dim=0))
+                begun = 1 if decoder.can_fork else group_size
+                logits.append(decoder.prefill(chosen, begun).repeat_interleave(begun, dim=0))
                 new = np.arange(waiting * group_size, (waiting + admitted) * group_size)
                 uniforms_RT[new] = self._uniforms(step, groups_R[new], rollouts_R[new])
                 branches = np.append(branches, len(fed_B) + np.arange(len(new)) * begun // group_size)
@@ -137,8 +137,8 @@ class LanguageSampler:
             _, first, way_of_row = np.unique(ways, return_index=True, return_inverse=True)
             parents, carried = branches[first], len(logits_BV)
             ended = carried - len(np.unique(parents))
-            if len(parents) > carried - ended or ended > decoder.patience * carried or not len(parents):
-                decoder.keep(torch.from_numpy(parents).to(device))
+            if len(parents) > carried - ended or ended > decoder.compact_threshold * carried or not len(parents):
+                decoder.select(torch.from_numpy(parents).to(device))
                 branches, fed = way_of_row, tokens[first]
             else:
                 fed = np.zeros(carried, dtype=np.int64)  # to branches that ended, whatever
@@ -155,7 +155,7 @@ class LanguageSampler:
         alone = np.array_equal(branches, np.arange(len(logits_BV)))
         logits_RV = logits_BV if alone else logits_BV[torch.from_numpy(branches).to(device)]
         try:
-            tokens_R, logprobs_R = choose(logits_RV, torch.from_numpy(uniforms_R).to(device), self.temperature)
+            tokens_R, logprobs_R = sample_tokens(logits_RV, torch.from_numpy(uniforms_R).to(device), self.temperature)
         except FloatingPointError:
             raise RunError(
                 "the model's logits are not finite, so no token can be drawn: its weights have diverged. Go back to an "

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from covey.config import ConfigError
 
 
-class FollowingWeights:
-    """Copies a leader's weights into a module, or moves the module's a share of the way; meets `covey.data.Follower`.
+class EMAWeights:
+    """A copy of a module's weights, or their exponential moving average; implements `covey.data.ReferenceUpdater`.
 
         weight += share * (leader's weight - weight)
 

@@ -158,8 +158,8 @@ METRICS: dict[str, Metric] = _glossary(
         "kl_coefficient",
         "-",
         "weight of the KL in this step",
-        "follows the recipe; at 0 the KL is only watched. With a kl_target it moves by a fifth a step at the most and "
-        "settles once the KL is near its target",
+        "follows the recipe; at 0 the KL is only logged. With adaptive_kl_target it changes by at most a fifth a step "
+        "and settles once the KL is near its target",
     ),
     Metric(
         "ratio/max",
@@ -193,14 +193,14 @@ METRICS: dict[str, Metric] = _glossary(
     ),
     Metric("length/max", "decisions", "longest rollout of the step", "at most max_new_tokens or the episode's limit"),
     Metric(
-        "length/truncated_share",
+        "length/truncated_fraction",
         "share",
         "share of rollouts that the token limit or the environment's time limit stopped",
         "falls toward 0 in language (if it stays high, raise max_new_tokens); in control as the task has it: near 1 in "
         "CartPole once solved",
     ),
     Metric(
-        "groups/dead_share",
+        "groups/zero_advantage_fraction",
         "share",
         "share of the drawn groups whose rollouts all earned the same; they teach nothing and are left out of the "
         "update",
@@ -258,7 +258,7 @@ METRICS: dict[str, Metric] = _glossary(
         "below 1e-6 in fp32, below about 1e-3 in bf16; more asks for an importance_cap",
     ),
     Metric(
-        "mismatch/capped_share",
+        "mismatch/capped_fraction",
         "share",
         "share of trained decisions that the trainer finds more than importance_cap times as probable as the sampler",
         "0 or nearly; where it is not, the sampler's weights are old",

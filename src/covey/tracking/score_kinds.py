@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config.fields import plural
-from covey.tracking.statistics import Estimate, accuracy, best_at_k, mean_score, mean_share, pass_at_k
+from covey.tracking.statistics import Estimate, accuracy, best_at_k, mean_fraction, mean_score, pass_at_k
 
 LARGE, SMALL = 1e9, 1e-3  # sizes from which on, and below which, a number is written with an exponent
 
@@ -104,7 +104,7 @@ ACCURACY = ScoreKind(
     limits=(0.0, 1.0),
     best_of="pass",
     best_at_k=_right_at_k,
-    estimate_best=mean_share,
+    estimate_best=mean_fraction,
 )
 
 

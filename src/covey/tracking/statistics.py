@@ -186,7 +186,7 @@ def mean_score(scores: Sequence[float]) -> Estimate:
     return {"score": mean, "low": mean - half, "high": mean + half, "count": count}
 
 
-def mean_share(shares: Sequence[float]) -> Estimate:
+def mean_fraction(shares: Sequence[float]) -> Estimate:
     """The mean of independent probabilities, such as pass@k of each problem, with a 95 % interval inside [0, 1].
 
     The t interval, cut at 0 and 1. Where all are the same (or there is one) it is Wilson's with the sum as the number

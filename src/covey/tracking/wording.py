@@ -74,7 +74,7 @@ def _reward(value: float) -> str:
 
 
 ENTROPY = Panel("entropy", "Entropy", "nats per decision", low=None)
-DEAD_GROUPS = Panel("groups/dead_share", "Groups that teach nothing", "share", high=1.0)
+DEAD_GROUPS = Panel("groups/zero_advantage_fraction", "Groups that teach nothing", "share", high=1.0)
 
 
 def _language(kind: ScoreKind) -> Wording:
@@ -95,7 +95,7 @@ def _language(kind: ScoreKind) -> Wording:
             Shown(("kl",), "KL", _digits(4)),
             Shown(("entropy",), "entropy", _digits(3)),
             Shown(("length/mean",), "length", _digits(1)),
-            Shown(("groups/dead_share",), "dead groups", lambda value: f"{value:.0%}"),
+            Shown(("groups/zero_advantage_fraction",), "dead groups", lambda value: f"{value:.0%}"),
             Shown(("decisions_per_second",), "tokens/s", whole),
             Shown(("eval/score",), "held-out", kind.write),
         ),

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 from covey.data import Group, Start, collate
 from covey.runtime.timer import Measure
-from covey.train.prepare import alive_groups
+from covey.train.prepare import has_signal
 
 if TYPE_CHECKING:  # the loop imports this module
-    from covey.train.loop import Parts, Settings
+    from covey.train.loop import Components, LoopConfig
 
 # Largest adaptive group, as a multiple of the step's group size, where nothing else is said.
 MOST_TIMES = 4
 
 
 @dataclass(frozen=True)
-class Gathering:
+class CollectConfig:
     """What a run does beyond drawing every group once, at one size.
 
     The last three are for algorithms that compare within groups: where a critic or the whole step is compared with, a
@@ -39,7 +39,7 @@ class Gathering:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class StepGroups:
     """The graded rollouts of one step."""
 
     groups: list[Group]  # to learn from
@@ -53,24 +53,24 @@ class Gathered:
         return sorted(self.groups + self.dropped, key=lambda group: group.start.index)
 
     def shares_of_all(self, found: dict[str, float]) -> dict[str, float]:
-        """Metrics of `annotate` that are shares of what it was given, as shares of all that was sampled."""
+        """Metrics of `prepare_batch` that are shares of what it was given, as shares of all that was sampled."""
         if not self.dropped:
             return found
         groups = len(self.groups) / len(self.all_groups)
         rollouts = _count(self.groups) / _count(self.all_groups)
         return found | {
-            "groups/dead_share": 1.0 - (1.0 - found["groups/dead_share"]) * groups,
+            "groups/zero_advantage_fraction": 1.0 - (1.0 - found["groups/zero_advantage_fraction"]) * groups,
             "update/rows": found["update/rows"] * rollouts,
         }
 
 
 def gather(
-    parts: Parts,
-    settings: Settings,
+    parts: Components,
+    settings: LoopConfig,
     step: int,
     drawn: int,
     measure: Measure,
-) -> Gathered:
+) -> StepGroups:
     """Draw starts, sample and grade their groups, in the way that `settings.gathering` names.
 
     Every choice is a function of the arguments and of the rewards, so that a resumed run repeats it.
@@ -88,10 +88,10 @@ def gather(
     if way.redraws:
         return _redrawn(source, starts, size, way.redraws)
     groups = source.rollouts(starts, size)
-    return Gathered(groups, unselected=groups, metrics=_sizes(groups) if way.group_size_last else {})
+    return StepGroups(groups, unselected=groups, metrics=_sizes(groups) if way.group_size_last else {})
 
 
-def step_group_size(settings: Settings, step: int) -> int:
+def step_group_size(settings: LoopConfig, step: int) -> int:
     """first + (last - first) (step - 1) / (steps - 1), rounded: first at step 1, last at the last step."""
     first, last = settings.group_size, settings.gathering.group_size_last
     if last is None:
@@ -99,7 +99,7 @@ def step_group_size(settings: Settings, step: int) -> int:
     return first + round((last - first) * (step - 1) / max(settings.steps - 1, 1))
 
 
-def _adaptive(source: _Source, starts: Sequence[Start], size: int, first: int, most: int) -> Gathered:
+def _adaptive(source: _Source, starts: Sequence[Start], size: int, first: int, most: int) -> StepGroups:
     """A first round for all; what is left of len(starts) * size goes to the groups that vary, to each as much.
 
     Two rounds are enough: a group that varies goes on varying. What cannot be split evenly, or would make groups larger
@@ -113,10 +113,10 @@ def _adaptive(source: _Source, starts: Sequence[Start], size: int, first: int, m
     further = {group.start.index: group for group in added}
     groups = [_joined(group, further.get(group.start.index)) for group in judged]
     unspent = {"groups/unspent": float(left - more * len(live))}
-    return Gathered(groups, unselected=judged, metrics=_sizes(groups) | unspent)
+    return StepGroups(groups, unselected=judged, metrics=_sizes(groups) | unspent)
 
 
-def _redrawn(source: _Source, starts: Sequence[Start], size: int, redraws: int) -> Gathered:
+def _redrawn(source: _Source, starts: Sequence[Start], size: int, redraws: int) -> StepGroups:
     """As many further starts as groups are missing that vary, at most `redraws` times: DAPO (arXiv 2503.14476),
     eq. 11 and its dynamic sampling.
 
@@ -137,7 +137,7 @@ def _redrawn(source: _Source, starts: Sequence[Start], size: int, redraws: int) 
         kept, dropped = dropped[-len(starts) :], dropped[: -len(starts)]
     dropped = [replace(group, dropped=True) for group in dropped]
     metrics = {"groups/drawn": float(len(kept) + len(dropped)), "groups/redraws": float(tries)}
-    gathered = Gathered(kept, dropped, metrics=metrics)
+    gathered = StepGroups(kept, dropped, metrics=metrics)
     return replace(gathered, unselected=gathered.all_groups)
 
 
@@ -146,8 +146,8 @@ class _Source:
 
     def __init__(
         self,
-        parts: Parts,
-        settings: Settings,
+        parts: Components,
+        settings: LoopConfig,
         step: int,
         drawn: int,
         measure: Measure,
@@ -172,7 +172,7 @@ class _Source:
     def alive(self, groups: list[Group]) -> list[bool]:
         """For every group: would some decision of it get an advantage? A KL in the reward is not asked."""
         batch = collate(groups)
-        alive: list[bool] = alive_groups(batch, self.parts.algorithm.advantage(batch).advantages_BT).tolist()
+        alive: list[bool] = has_signal(batch, self.parts.algorithm.advantage(batch).advantages_BT).tolist()
         return alive
 
 

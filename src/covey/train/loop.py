@@ -1,4 +1,4 @@
-"""The training loop. It knows neither language models nor environments: what varies is handed to it in `Parts`."""
+"""The training loop. It knows neither language models nor environments: what varies is handed to it in `Components`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from covey.algorithms import Algorithm
 from covey.config import RunError
 from covey.core.schedules import Schedule
-from covey.data import Checkpoints, Critic, Follower, Grader, Group, Observer, Policy, Sampler, Task, collate
+from covey.data import Checkpoints, Critic, Grader, Group, Observer, Policy, ReferenceUpdater, Sampler, Task, collate
 from covey.runtime.device import peak_memory_bytes
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.timer import Clock
-from covey.train.collect import Gathering, gather
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.collect import CollectConfig, gather
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 
 # A single bad batch is skipped; a run whose steps are all bad has broken.
 SKIPPED_STEPS_LIMIT = 5
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """What a run is made of."""
 
     task: Task
@@ -39,11 +39,11 @@ class Parts:
     evaluate: Callable[[int], dict[str, float]]  # held-out metrics after a step; empty where none is due
     critic: Critic | None = None  # where the algorithm has a value loss
     critic_optimizer: MasterAdamW | None = None
-    follower: Follower | None = None  # of the reference, where it follows the policy
+    reference_updater: ReferenceUpdater | None = None  # of the reference, where it follows the policy
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoopConfig:
     """The numbers of a run that the loop itself needs."""
 
     steps: int
@@ -56,7 +56,7 @@ class Settings:
     mask_truncated: bool = False
     checkpoint_every: int = 20
     follow_every: int = 0  # steps after which the reference follows the policy; 0 is never
-    gathering: Gathering = field(default_factory=Gathering)
+    gathering: CollectConfig = field(default_factory=CollectConfig)
     decision_budget: int = 0  # training also ends once so many were sampled; 0 is no limit
 
     def is_done(self, progress: Progress) -> bool:
@@ -77,7 +77,7 @@ class Progress:
     kl_coefficient: float | None = None  # where a controller has set it; None: the schedule does
 
 
-def train(parts: Parts, settings: Settings, progress: Progress, *, should_stop: Callable[[], bool]) -> None:
+def train(parts: Components, settings: LoopConfig, progress: Progress, *, should_stop: Callable[[], bool]) -> None:
     """Train until `settings.is_done` or until `should_stop()`; either way a checkpoint of the last step is written.
 
     Raises:
@@ -102,11 +102,11 @@ def train(parts: Parts, settings: Settings, progress: Progress, *, should_stop: 
         save_checkpoint(parts, progress)
 
 
-def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[dict[str, float], list[Group]]:
+def train_step(parts: Components, settings: LoopConfig, progress: Progress) -> tuple[dict[str, float], list[Group]]:
     """One step: draw, sample, grade, annotate, update, refresh. Advances `progress`; returns metrics and rollouts."""
     step = progress.step + 1
     learner = Learner(parts.policy, parts.optimizer, parts.critic, parts.critic_optimizer)
-    sizes = StepSizes(
+    sizes = StepCoefficients(
         learning_rate=settings.learning_rate(step),
         critic_learning_rate=(settings.critic_learning_rate or settings.learning_rate)(step),
         kl_coefficient=_kl_coefficient(parts, progress, step),
@@ -117,7 +117,7 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
     groups = gathered.all_groups
     metrics = describe(groups) | describe_rewards(gathered.unselected) | gathered.metrics
     with clock.measure("time/annotate"):
-        batch, found = annotate(
+        batch, found = prepare_batch(
             collate(gathered.groups),
             parts.policy,
             parts.reference,
@@ -133,8 +133,8 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
         )
     with clock.measure("time/refresh"):
         parts.sampler.refresh(progress.version + 1)
-        if parts.follower is not None and step % settings.follow_every == 0:
-            parts.follower.follow()
+        if parts.reference_updater is not None and step % settings.follow_every == 0:
+            parts.reference_updater.follow()
 
     progress.step = step
     progress.version += 1
@@ -156,12 +156,12 @@ def train_step(parts: Parts, settings: Settings, progress: Progress) -> tuple[di
     return metrics, groups
 
 
-def _kl_coefficient(parts: Parts, progress: Progress, step: int) -> float:
+def _kl_coefficient(parts: Components, progress: Progress, step: int) -> float:
     """What the controller has set, or what the schedule says as long as it has not."""
     return parts.algorithm.kl.coefficient(step) if progress.kl_coefficient is None else progress.kl_coefficient
 
 
-def _control_kl(parts: Parts, progress: Progress, metrics: dict[str, float], rollouts: int) -> None:
+def _control_kl(parts: Components, progress: Progress, metrics: dict[str, float], rollouts: int) -> None:
     """Set the KL coefficient of the next step, where there is a controller and a KL was measured."""
     kl = parts.algorithm.kl
     measured = metrics.get("kl/behavior" if kl.to_behavior else "kl", math.nan)
@@ -184,7 +184,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "groups/failed_rollouts": float(sum(rollout.reward is None for rollout in rollouts)),
         "length/mean": fmean(lengths),
         "length/max": float(max(lengths)),
-        "length/truncated_share": fmean(rollout.end.is_limit for rollout in rollouts),
+        "length/truncated_fraction": fmean(rollout.end.is_limit for rollout in rollouts),
         "decisions/sampled": float(sum(lengths)),
     }
 
@@ -205,7 +205,7 @@ def describe_rewards(groups: Sequence[Group]) -> dict[str, float]:
     return metrics | {name: fmean(values) for name, values in parts.items()}
 
 
-def save_checkpoint(parts: Parts, progress: Progress) -> None:
+def save_checkpoint(parts: Components, progress: Progress) -> None:
     """Everything that a run needs to go on from here, bit for bit."""
     state = {
         "progress": vars(progress),
@@ -214,19 +214,19 @@ def save_checkpoint(parts: Parts, progress: Progress) -> None:
     }
     if parts.critic_optimizer is not None:
         state["critic_optimizer"] = parts.critic_optimizer.state_dict()
-    if parts.follower is not None:
-        state["reference"] = parts.follower.state_dict()
+    if parts.reference_updater is not None:
+        state["reference"] = parts.reference_updater.state_dict()
     parts.checkpoints.save(progress.step, state)
 
 
-def load_checkpoint(parts: Parts, state: dict[str, Any]) -> Progress:
+def load_checkpoint(parts: Components, state: dict[str, Any]) -> Progress:
     """Put a saved state back into the parts; returns how far it had come."""
     progress = Progress(**state["progress"])
     parts.optimizer.load_state_dict(state["optimizer"])
     if parts.critic_optimizer is not None:
         parts.critic_optimizer.load_state_dict(state["critic_optimizer"])
-    if parts.follower is not None:
-        parts.follower.load_state_dict(state["reference"])
+    if parts.reference_updater is not None:
+        parts.reference_updater.load_state_dict(state["reference"])
     parts.sampler.load_state_dict(state["sampler"])
     parts.sampler.refresh(progress.version)
     return progress

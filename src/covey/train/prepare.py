@@ -17,13 +17,13 @@ from covey.config import ConfigError
 from covey.core.kl import k3
 from covey.core.loss_weights import count
 from covey.core.returns import explained_variance
-from covey.data import Batch, Critic, Evaluation, Policy
+from covey.data import Batch, Critic, Policy, PolicyOutput
 
 # Where the KL is only watched, the reference reads every eighth group: enough for a curve, an eighth of the price.
-WATCH_EVERY = 8
+LOG_KL_EVERY = 8
 
 
-def annotate(
+def prepare_batch(
     batch: Batch,
     policy: Policy,
     reference: Policy | None,
@@ -53,16 +53,16 @@ def annotate(
     Raises:
         ConfigError: if something is missing that the algorithm needs: a reference policy or a critic.
     """
-    _refuse_missing(algorithm, reference, critic, kl_coefficient)
+    _check_components(algorithm, reference, critic, kl_coefficient)
     rows = len(batch)
     to_reference = bool(kl_coefficient) and not algorithm.kl.to_behavior
     kl_in_loss = bool(kl_coefficient) and not algorithm.kl.in_reward
     kl_left_to_policy = to_reference and algorithm.kl.by_policy
     reference_BT = torch.full_like(batch.behavior_logprobs_BT, math.nan)
-    distribution_BTV = None
+    all_logprobs_BTV = None
     if reference is not None and to_reference and not kl_in_loss:
         reference_BT, _ = evaluated(reference, batch, batch.valid_B)
-        batch = _charge_kl(batch, algorithm, reference_BT, kl_coefficient)
+        batch = _subtract_kl(batch, algorithm, reference_BT, kl_coefficient)
     if critic is not None:
         batch = _with_values(batch, policy, critic)
 
@@ -70,15 +70,15 @@ def annotate(
     counted_BT = batch.mask_BT & batch.valid_B[:, None]
     if mask_truncated:
         counted_BT = counted_BT & ~batch.truncated_B[:, None]
-    alive = alive_groups(batch, advantages_BT)
+    alive = has_signal(batch, advantages_BT)
     pulled = kl_in_loss or bool(algorithm.entropy_coefficient)
     teaching_B = alive[batch.group_B] if pulled else (advantages_BT != 0).any(dim=1)
     teaches_B = counted_BT.any(dim=1) & (teaching_B | (critic is not None))
-    metrics = {"groups/dead_share": 1.0 - float(alive.float().mean())}
+    metrics = {"groups/zero_advantage_fraction": 1.0 - float(alive.float().mean())}
 
     if reference is not None and not kl_left_to_policy and (kl_in_loss or not to_reference):
-        watched_B = batch.valid_B & (batch.group_B % WATCH_EVERY == 0)
-        reference_BT, distribution_BTV = evaluated(reference, batch, teaches_B if to_reference else watched_B)
+        watched_B = batch.valid_B & (batch.group_B % LOG_KL_EVERY == 0)
+        reference_BT, all_logprobs_BTV = evaluated(reference, batch, teaches_B if to_reference else watched_B)
     known_BT = batch.mask_BT & ~reference_BT.isnan()
     if known_BT.any():
         # k3 of the sampled decisions, whatever estimator the algorithm uses: never negative and of low variance.
@@ -91,11 +91,11 @@ def annotate(
         mask_BT=counted_BT,
         advantages_BT=torch.where(counted_BT, advantages_BT, 0.0),
         returns_BT=returns_BT,
-        weights_BT=algorithm.aggregation(counted_BT, count(counted_BT)).to(torch.float32),
+        loss_weights_BT=algorithm.aggregation(counted_BT, count(counted_BT)).to(torch.float32),
         reference_logprobs_BT=reference_BT,
-        reference_distribution_BTV=distribution_BTV,
+        reference_all_logprobs_BTV=all_logprobs_BTV,
         proximal_logprobs_BT=old_BT,
-        proximal_distribution_BTV=old_BTV,
+        proximal_all_logprobs_BTV=old_BTV,
     )
     metrics["decisions/trained"] = float(counted_BT[teaches_B].sum())
     metrics["update/rows"] = float(teaches_B.sum()) / rows
@@ -108,24 +108,24 @@ def evaluated(policy: Policy, batch: Batch, wanted_B: Tensor) -> tuple[Tensor, T
     those of every action where the policy tells them, 0 on other rows.
     """
     logprobs_BT = torch.full_like(batch.behavior_logprobs_BT, math.nan)
-    distribution_BTV = None
+    all_logprobs_BTV = None
 
     def keep(rows: Tensor, part: Batch) -> None:
-        nonlocal distribution_BTV
-        evaluation: Evaluation = policy.evaluate(part)
+        nonlocal all_logprobs_BTV
+        evaluation: PolicyOutput = policy.evaluate(part)
         width = part.mask_BT.shape[1]
         logprobs_BT[rows, :width] = evaluation.logprobs_BT.to(logprobs_BT)
-        if evaluation.distribution_BTV is not None:
-            if distribution_BTV is None:
-                actions = evaluation.distribution_BTV.shape[-1]
-                distribution_BTV = logprobs_BT.new_zeros(*logprobs_BT.shape, actions)
-            distribution_BTV[rows, :width] = evaluation.distribution_BTV.to(logprobs_BT)
+        if evaluation.all_logprobs_BTV is not None:
+            if all_logprobs_BTV is None:
+                actions = evaluation.all_logprobs_BTV.shape[-1]
+                all_logprobs_BTV = logprobs_BT.new_zeros(*logprobs_BT.shape, actions)
+            all_logprobs_BTV[rows, :width] = evaluation.all_logprobs_BTV.to(logprobs_BT)
 
-    _in_pieces(policy, batch, wanted_B, keep)
-    return logprobs_BT, distribution_BTV
+    _by_microbatch(policy, batch, wanted_B, keep)
+    return logprobs_BT, all_logprobs_BTV
 
 
-def _in_pieces(policy: Policy, batch: Batch, wanted_B: Tensor, visit: Callable[[Tensor, Batch], None]) -> None:
+def _by_microbatch(policy: Policy, batch: Batch, wanted_B: Tensor, visit: Callable[[Tensor, Batch], None]) -> None:
     """Visit the wanted rows in pieces that the policy can evaluate at once: (their row indices, the piece)."""
     wanted = wanted_B.nonzero()[:, 0]
     if not len(wanted):
@@ -142,14 +142,14 @@ def _with_values(batch: Batch, policy: Policy, critic: Critic) -> Batch:
     Where the episode was over nothing follows and the value is 0; a time limit or the end of a fragment is no end.
     """
     values_BT = torch.zeros_like(batch.behavior_logprobs_BT)
-    next_value_B = torch.zeros_like(batch.reward_B)
+    bootstrap_value_B = torch.zeros_like(batch.reward_B)
 
     def keep(rows: Tensor, part: Batch) -> None:
         values_BT[rows, : part.mask_BT.shape[1]] = critic.values(part).to(values_BT)
-        next_value_B[rows] = critic.next_values(part).to(next_value_B)
+        bootstrap_value_B[rows] = critic.bootstrap_values(part).to(bootstrap_value_B)
 
-    _in_pieces(policy, batch, batch.valid_B, keep)
-    return replace(batch, values_BT=values_BT, next_value_B=torch.where(batch.truncated_B, next_value_B, 0.0))
+    _by_microbatch(policy, batch, batch.valid_B, keep)
+    return replace(batch, values_BT=values_BT, bootstrap_value_B=torch.where(batch.truncated_B, bootstrap_value_B, 0.0))
 
 
 def _value_metrics(values_BT: Tensor | None, returns_BT: Tensor | None, counted_BT: Tensor) -> dict[str, float]:
@@ -163,21 +163,21 @@ def _value_metrics(values_BT: Tensor | None, returns_BT: Tensor | None, counted_
     return metrics
 
 
-def _charge_kl(batch: Batch, algorithm: Algorithm, reference_BT: Tensor, coefficient: float) -> Batch:
+def _subtract_kl(batch: Batch, algorithm: Algorithm, reference_BT: Tensor, coefficient: float) -> Batch:
     """The batch with the KL taken off its rewards: DeepSeekMath (arXiv 2402.03300), eq. 2."""
     penalty_BT = coefficient * algorithm.kl.estimator(batch.behavior_logprobs_BT, reference_BT)
     penalty_BT = torch.where(batch.mask_BT & batch.valid_B[:, None], penalty_BT, 0.0)
     return replace(batch, reward_B=batch.reward_B - penalty_BT.sum(dim=1), rewards_BT=batch.rewards_BT - penalty_BT)
 
 
-def alive_groups(batch: Batch, advantages_BT: Tensor) -> Tensor:
+def has_signal(batch: Batch, advantages_BT: Tensor) -> Tensor:
     """For every group: did some rollout do better than another?"""
     alive = torch.zeros(int(batch.group_B.max()) + 1, dtype=torch.bool)
     alive[batch.group_B[(advantages_BT != 0).any(dim=1)]] = True
     return alive
 
 
-def _refuse_missing(
+def _check_components(
     algorithm: Algorithm, reference: Policy | None, critic: Critic | None, kl_coefficient: float
 ) -> None:
     if kl_coefficient and not algorithm.kl.to_behavior and reference is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from covey.algorithms import Algorithm, LossTerms
 from covey.core.kl import k3
-from covey.data import Batch, Critic, Evaluation, Policy
+from covey.data import Batch, Critic, Policy, PolicyOutput
 from covey.runtime.rng import permutation
 from covey.runtime.timer import Measure, untimed
 
@@ -65,7 +65,7 @@ class UpdatePlan:
 
 
 @dataclass(frozen=True)
-class StepSizes:
+class StepCoefficients:
     """The coefficients of one training step."""
 
     learning_rate: float
@@ -78,7 +78,7 @@ def update(
     algorithm: Algorithm,
     batch: Batch,
     plan: UpdatePlan,
-    sizes: StepSizes,
+    sizes: StepCoefficients,
     *,
     seed: int,
     step: int,
@@ -86,10 +86,10 @@ def update(
 ) -> dict[str, float]:
     """Make the optimizer steps of one training step; returns its metrics. `measure` times their phases.
 
-    The weights of the losses were fixed for the whole step (`annotate`). A minibatch multiplies them by the number of
+    The loss weights were fixed for the whole step (`prepare_batch`). A minibatch multiplies them by the number of
     minibatches, so that the mean of the minibatches' gradients is the gradient of the step, however it is cut.
     """
-    gathered = _Gathered()
+    gathered = _UpdateSums()
     policy_epochs = plan.policy_epochs(step)
     for epoch in range(policy_epochs):
         for minibatch in _minibatches(batch, plan, seed, step, epoch):
@@ -107,7 +107,7 @@ def update(
                     loss.backward()  # type: ignore[no-untyped-call]
                 gathered.add(part, evaluation, terms)
                 if evaluation.values_BT is None:
-                    _teach_critic(learner, algorithm, part, gathered, measure)
+                    _critic_backward(learner, algorithm, part, gathered, measure)
             with measure("time/optimizer"):
                 gathered.finish(learner.optimizer.step(sizes.learning_rate))
             _step_critic(learner, sizes, gathered, measure)
@@ -117,13 +117,15 @@ def update(
     for epoch in range(policy_epochs, plan.epochs + plan.critic_epochs):
         for minibatch in _minibatches(batch, plan, seed, step, epoch):
             for part in _microbatches(learner.policy, minibatch):
-                _teach_critic(learner, algorithm, part, gathered, measure)
+                _critic_backward(learner, algorithm, part, gathered, measure)
             _step_critic(learner, sizes, gathered, measure)
     gathered.critic_epochs = gathered.epochs + plan.epochs - policy_epochs + plan.critic_epochs
     return gathered.metrics(plan)
 
 
-def _teach_critic(learner: Learner, algorithm: Algorithm, part: Batch, gathered: _Gathered, measure: Measure) -> None:
+def _critic_backward(
+    learner: Learner, algorithm: Algorithm, part: Batch, gathered: _UpdateSums, measure: Measure
+) -> None:
     """Add the gradient of the value loss; nothing where there is no critic."""
     if learner.critic is None:
         return
@@ -134,7 +136,7 @@ def _teach_critic(learner: Learner, algorithm: Algorithm, part: Batch, gathered:
     gathered.add_critic(loss)
 
 
-def _step_critic(learner: Learner, sizes: StepSizes, gathered: _Gathered, measure: Measure) -> None:
+def _step_critic(learner: Learner, sizes: StepCoefficients, gathered: _UpdateSums, measure: Measure) -> None:
     if learner.critic_optimizer is not None:
         with measure("time/optimizer"):
             applied = learner.critic_optimizer.step(sizes.critic_learning_rate).applied
@@ -146,8 +148,8 @@ def _minibatches(batch: Batch, plan: UpdatePlan, seed: int, step: int, epoch: in
     """The batch in as many pieces as the plan wants, in an order that is a function of (seed, step, epoch)."""
     if not len(batch):
         return
-    assert batch.weights_BT is not None
-    batch = replace(batch, weights_BT=batch.weights_BT * plan.minibatches)
+    assert batch.loss_weights_BT is not None
+    batch = replace(batch, loss_weights_BT=batch.loss_weights_BT * plan.minibatches)
     if plan.minibatches == 1:
         yield batch
     elif plan.single_decisions:
@@ -168,10 +170,10 @@ def _shuffled(items: Tensor, seed: int, step: int, epoch: int) -> Tensor:
 
 def _only(batch: Batch, decisions: Tensor) -> Batch:
     """The same rows with only these decisions (indices into the flattened mask) in the loss."""
-    assert batch.weights_BT is not None
+    assert batch.loss_weights_BT is not None
     mask_BT = torch.zeros_like(batch.mask_BT)
     mask_BT.view(-1)[decisions] = True
-    return replace(batch, mask_BT=mask_BT, weights_BT=torch.where(mask_BT, batch.weights_BT, 0.0))
+    return replace(batch, mask_BT=mask_BT, loss_weights_BT=torch.where(mask_BT, batch.loss_weights_BT, 0.0))
 
 
 def _microbatches(policy: Policy, minibatch: Batch) -> Iterator[Batch]:
@@ -180,7 +182,7 @@ def _microbatches(policy: Policy, minibatch: Batch) -> Iterator[Batch]:
         yield minibatch if len(rows) == len(minibatch) else minibatch.select(rows)
 
 
-class _Gathered:
+class _UpdateSums:
     """Sums over the decisions of an update, read as metrics at its end."""
 
     def __init__(self) -> None:
@@ -197,7 +199,7 @@ class _Gathered:
         self.applied = self.critic_applied = self.skipped = self.epochs = self.critic_epochs = 0
 
     @torch.no_grad()
-    def add(self, part: Batch, evaluation: Evaluation, terms: LossTerms) -> None:
+    def add(self, part: Batch, evaluation: PolicyOutput, terms: LossTerms) -> None:
         mask_BT = part.mask_BT
         old_to_new_BT = k3(torch.zeros_like(terms.log_ratio_BT), terms.log_ratio_BT)
         added = torch.stack(
@@ -259,7 +261,7 @@ class _Gathered:
         if self.reference_kl is not None:
             metrics["kl"] = self.reference_kl / max(self.mismatch_decisions, 1)
         if self.capped is not None:
-            metrics["mismatch/capped_share"] = float(self.capped) / decisions
+            metrics["mismatch/capped_fraction"] = float(self.capped) / decisions
         if self.critic_loss is not None:
             metrics["loss/value"] = float(self.critic_loss) / (self.critic_epochs * plan.minibatches)
             metrics["update/critic_steps"] = float(self.critic_applied)

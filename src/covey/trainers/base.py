@@ -21,7 +21,7 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import build_grader
 from covey.llm.model.chat import Chat, TokenPrompt
 from covey.llm.model.checks import check_tokenizer
-from covey.llm.model.loading import LoadedModel, adopt_model, load_model
+from covey.llm.model.loading import LoadedModel, load_model, wrap_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import choose_device, choose_precision
@@ -233,7 +233,7 @@ def with_rewards(groups: list[Group], reward_NG: Tensor) -> list[Group]:
 def open_model(model: Model, options: TrainerOptions) -> LoadedModel:
     """A model by name, or one that is in memory."""
     if not isinstance(model, (str, Path)):
-        return adopt_model(model, options.tokenizer)
+        return wrap_model(model, options.tokenizer)
     device = choose_device(options.device)
     loaded = load_model(str(model), dtype=choose_precision(options.precision, device), device=device)
     if options.tokenizer is not None:

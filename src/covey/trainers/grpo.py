@@ -10,8 +10,8 @@ from covey.config import ConfigError
 from covey.data import collate
 from covey.functional import GRPOLoss
 from covey.train.loop import describe
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from covey.trainers.base import LanguageTrainer, Model, OnStep, TrainerOptions, option_names, with_rewards
 from covey.trainers.prompts import Prompts
 from covey.trainers.trl_names import check_names
@@ -110,7 +110,7 @@ class GRPOTrainer(LanguageTrainer):
         outputs, logprobs = self.generate_group_outputs(batch)
         rewards = self.compute_rewards(batch, outputs)
         groups = with_rewards(self._groups(self._starts(batch), outputs, logprobs), rewards)
-        annotated, found = annotate(
+        annotated, found = prepare_batch(
             collate(groups),
             self.policy,
             self.reference,
@@ -124,7 +124,7 @@ class GRPOTrainer(LanguageTrainer):
             self.algorithm,
             annotated,
             self.plan,
-            StepSizes(self.options.learning_rate, kl_coefficient=self.kl_beta),
+            StepCoefficients(self.options.learning_rate, kl_coefficient=self.kl_beta),
             seed=self.options.seed,
             step=self.step + 1,
         )

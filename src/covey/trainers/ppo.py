@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import KLPenalty
-from covey.algorithms.advantages import critic as by_critic
+from covey.algorithms.advantages import gae_advantage
 from covey.config import ConfigError
 from covey.config.model_sources import CRITIC_FOLDER
 from covey.core import kl, schedules
@@ -23,8 +23,8 @@ from covey.data import Batch, collate
 from covey.functional import PPOLoss, check_limits, compute_gae, weighed
 from covey.llm.critic import LanguageCritic
 from covey.train.loop import describe
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from covey.trainers.base import (
     LanguageTrainer,
     Model,
@@ -38,7 +38,7 @@ from covey.trainers.base import (
 from covey.trainers.prompts import Prompts
 from covey.trainers.trl_names import check_names
 
-# `annotate` evaluates the old policy where more than one optimizer step will follow; experiences always hold it.
+# `prepare_batch` evaluates the old policy where more than one optimizer step will follow; experiences always hold it.
 SEVERAL_STEPS = 2
 
 Experiences = dict[str, Any]
@@ -102,7 +102,7 @@ class PPOTrainer(LanguageTrainer):
         self.gamma, self.lam = gamma, lam
         penalty = KLPenalty(schedules.constant(kl_beta), kl.k1, in_reward=True)
         loss = PPOLoss(clip_epsilon, value_loss_coef, entropy_coef)
-        self.algorithm = replace(loss.algorithm, advantage=by_critic(gamma=gamma, lam=lam), kl=penalty)
+        self.algorithm = replace(loss.algorithm, advantage=gae_advantage(gamma=gamma, lam=lam), kl=penalty)
         super().__init__(actor_model, ref_model, kl_beta, TrainerOptions(**options))
         self.critic = self._critic_of(critic_model)
         self.critic_learning_rate = critic_learning_rate or self.options.learning_rate
@@ -129,7 +129,7 @@ class PPOTrainer(LanguageTrainer):
         scores = self.compute_rewards(prompts, outputs)
         groups = self._groups(self._starts(prompts), outputs[:, None], logprobs[:, None])
         groups = with_rewards(groups, scores[..., None])
-        batch, found = annotate(
+        batch, found = prepare_batch(
             collate(groups),
             self.policy,
             self.reference,
@@ -211,7 +211,7 @@ class PPOTrainer(LanguageTrainer):
             self.algorithm,
             weighed(self.algorithm, batch),
             UpdatePlan(num_epochs, self.options.minibatches),
-            StepSizes(self.options.learning_rate, self.critic_learning_rate, self.kl_beta),
+            StepCoefficients(self.options.learning_rate, self.critic_learning_rate, self.kl_beta),
             seed=self.options.seed,
             step=self.step + 1,
         )

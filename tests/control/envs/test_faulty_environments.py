@@ -15,7 +15,7 @@ from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.recipe import config_from_dict
 from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward
 from covey.control.envs.vector_env import Environments, check_environment, make_environments
-from covey.experiment.control import ControlWorld
+from covey.experiment.control import ControlBuilder
 from covey.experiment.run import check, run
 
 NAME = "covey-faulty/Faulty-v0"
@@ -106,7 +106,7 @@ def register():
     gym.registry.pop(NAME, None)
 
 
-def play(environments: Environments, steps: int = 4) -> None:
+def collect_episodes(environments: Environments, steps: int = 4) -> None:
     environments.reset([3, 7])
     for _ in range(steps):
         environments.step(np.zeros(2, dtype=np.int64))
@@ -121,7 +121,7 @@ def test_a_fault_names_environment_episode_and_step(fault, kind, register):
     environments = make_environments(config, 2)
     try:
         with pytest.raises(EnvironmentFault) as caught:
-            play(environments)
+            collect_episodes(environments)
     finally:
         environments.close()
     line = str(caught.value)
@@ -135,7 +135,7 @@ def test_a_reset_is_checked_too(fault, register):
     does, said = FAULTS[fault]
     environments = make_environments(register(lambda: Faulty(does, fails_at=0)), 2)
     with pytest.raises(EnvironmentFault) as caught:
-        play(environments)
+        collect_episodes(environments)
     assert str(caught.value).startswith(
         f"environment '{NAME}', the reset of the episode that began with reset(seed=7): "
     )
@@ -173,7 +173,7 @@ def test_a_process_that_hangs_is_given_up(register):
     with pytest.raises(
         EnvironmentFault, match=r"the step of copy 1 did not end within 1 s: .* environment.timeout_seconds"
     ):
-        play(environments)
+        collect_episodes(environments)
     assert not any(process.is_alive() for process in environments._vector.processes)
 
 
@@ -182,7 +182,7 @@ def test_a_process_that_dies_is_told(how, register):
     config = EnvironmentConfig(id=register(lambda: Faulty(how)).id, vectorization="async")
     environments = make_environments(config, 2)
     with pytest.raises(EnvironmentFault, match=r"the process of copy 1 died in step \(exit code (3|-9)\)"):
-        play(environments)
+        collect_episodes(environments)
     assert not any(process.is_alive() for process in environments._vector.processes)
 
 
@@ -198,7 +198,7 @@ def test_python_code_that_hangs_in_this_process_is_interrupted(register):
     config = EnvironmentConfig(id=register(lambda: Faulty(forever)).id, timeout_seconds=0.5)
     environments = make_environments(config, 2)
     with pytest.raises(EnvironmentFault, match=r"did not answer within 0.5 s: .* environment.timeout_seconds"):
-        play(environments)
+        collect_episodes(environments)
     time.sleep(0.5)  # nothing is left to be raised here
 
 
@@ -301,4 +301,4 @@ def test_pictures_come_with_a_warning(register):
     assert "pictures (8 x 8 x 3): they are flattened to 192 numbers" in note
     environment = config_from_dict({"environment": {"id": "CartPole-v1"}})
     assert isinstance(environment, ControlConfig)
-    assert not ControlWorld(environment).notes
+    assert not ControlBuilder(environment).notes

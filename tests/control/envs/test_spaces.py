@@ -97,7 +97,7 @@ def test_the_exact_kl_is_that_of_the_joint_distribution():
     observation_ND = np.tile(np.float32([0.3, -1.0, 2.0]), (len(every_NA), 1))
     ours, theirs = (each.evaluate(batch_of(observation_ND, every_NA)) for each in (policy, other))
     joint = (ours.logprobs_BT.exp() * (ours.logprobs_BT - theirs.logprobs_BT)).sum()
-    exact = kl.exact(ours.distribution_BTV[:1], theirs.distribution_BTV[:1])
+    exact = kl.exact(ours.all_logprobs_BTV[:1], theirs.all_logprobs_BTV[:1])
     torch.testing.assert_close(exact[0, 0], joint)
 
 
@@ -121,7 +121,7 @@ def test_a_saved_policy_is_the_same(tmp_path):
     loaded = load_policy(tmp_path)
     assert loaded.actions == policy.actions
     observation_ND = np.float32([[0.3, -1.0, 2.0]])
-    assert loaded.best(observation_ND).tolist() == policy.best(observation_ND).tolist()
+    assert loaded.greedy_action(observation_ND).tolist() == policy.greedy_action(observation_ND).tolist()
 
 
 @pytest.mark.parametrize(

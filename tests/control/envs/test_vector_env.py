@@ -141,14 +141,14 @@ def test_a_held_action_counts_raw_steps_and_stays_in_its_episode(mode: str, kind
 
 @pytest.mark.parametrize("mode", MODES)
 def test_seeds_reproduce(mode: str) -> None:
-    def play(seeds: list[int]) -> list[list[float]]:
+    def collect_episodes(seeds: list[int]) -> list[list[float]]:
         environments = counting(mode, "sync")
         seen = [environments.reset(seeds).tolist()]
         seen += [environments.step(np.zeros(3, dtype=np.int64)).next_ND.tolist() for _ in range(20)]
         return seen
 
-    assert play([1, 2, 3]) == play([1, 2, 3])
-    assert play([1, 2, 3]) != play([1, 2, 4])
+    assert collect_episodes([1, 2, 3]) == collect_episodes([1, 2, 3])
+    assert collect_episodes([1, 2, 3]) != collect_episodes([1, 2, 4])
 
 
 def test_a_vector_class_with_one_seed_depends_on_all_that_are_given() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from covey.config import ConfigError, RunError
-from covey.control.nets.running_mean_std import RunningMoments
+from covey.control.nets.running_mean_std import RunningMeanStd
 
 
 def observations(rows: int = 1000) -> np.ndarray:
@@ -18,7 +18,7 @@ def observations(rows: int = 1000) -> np.ndarray:
 @pytest.mark.parametrize("cuts", [[], [1], [1, 2, 900], [500, 500]])
 def test_moments_are_those_of_all_observations(cuts):
     x = observations()
-    moments = RunningMoments(3)
+    moments = RunningMeanStd(3)
     for piece in np.split(x, cuts):
         moments.update(piece)
     exact = x.astype(np.float64)
@@ -29,7 +29,7 @@ def test_moments_are_those_of_all_observations(cuts):
 
 def test_normalised_observations_have_one_scale_and_a_limit():
     x = observations()
-    moments = RunningMoments(3)
+    moments = RunningMeanStd(3)
     moments.update(x)
     scaled = moments.normalise(x)
     assert scaled.dtype == np.float32
@@ -44,13 +44,13 @@ def test_normalised_observations_have_one_scale_and_a_limit():
 
 
 def test_before_the_first_update_numbers_stay_but_for_the_limit():
-    scaled = RunningMoments(2).normalise(np.array([[0.5, -40]], dtype="f"))
+    scaled = RunningMeanStd(2).normalise(np.array([[0.5, -40]], dtype="f"))
     np.testing.assert_allclose(scaled, [[0.5, -10]], rtol=1e-6)
 
 
 def test_a_saved_state_goes_on_bitwise():
     x = observations()
-    straight, saved = RunningMoments(3), RunningMoments(3)
+    straight, saved = RunningMeanStd(3), RunningMeanStd(3)
     straight.update(x[:300])
     saved.load_state_dict({name: value.clone() for name, value in straight.state_dict().items()})
     kept = {name: value.clone() for name, value in straight.state_dict().items()}
@@ -64,10 +64,10 @@ def test_a_saved_state_goes_on_bitwise():
 
 
 def test_no_observations_change_nothing_and_bad_ones_are_refused():
-    moments = RunningMoments(3)
+    moments = RunningMeanStd(3)
     moments.update(np.empty((0, 3), dtype="f"))
     assert moments.count == 0
     with pytest.raises(RunError, match="not finite"):
         moments.update(np.array([[0, np.nan, 0]], dtype="f"))
     with pytest.raises(ConfigError, match="4 numbers"):
-        moments.load_state_dict(RunningMoments(4).state_dict())
+        moments.load_state_dict(RunningMeanStd(4).state_dict())

@@ -17,7 +17,7 @@ from covey.llm.generation.decoding import CacheDecoder, SharedPrefixDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.model import fused_layers, prefix_attention
 from covey.llm.model.chat import Chat
-from covey.llm.model.hidden_states import hidden_at_decisions
+from covey.llm.model.hidden_states import hidden_states_for_actions
 from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import kernels_for
 from covey.llm.policy import LanguagePolicy
@@ -59,7 +59,7 @@ def test_branches_change_no_choice_and_spare_rows(way, rows_at_once, monkeypatch
     starts = [Start(i, text) for i, text in enumerate(["12+34", "a quick brown fox", "7", "(1+2)"])]
     found = []
     for branches in (False, True):
-        monkeypatch.setattr(way, "branches", branches)
+        monkeypatch.setattr(way, "can_fork", branches)
         fed.clear()
         found.append(([rollout for group in made.sample(starts, 8, step=2) for rollout in group.rollouts], sum(fed)))
     (apart, rows), (together, fewer_rows) = found
@@ -82,11 +82,11 @@ def test_a_row_that_is_named_twice_becomes_two(kind):
     if kind in FAST:
         decoders.append(NativeDecoder(model, kernels, 6, 40))
     for decoder in decoders:
-        decoder.add([[5, 6, 7], [8, 9]], 1)
+        decoder.prefill([[5, 6, 7], [8, 9]], 1)
         rows = [[5, 6, 7], [8, 9]]
         for place in range(38):
             if chosen := {0: [0, 0, 1], 1: [0, 1, 1, 2, 2], 33: [0, 2, 2, 2, 4], 36: [1, 3]}.get(place):
-                decoder.keep(torch.tensor(chosen))
+                decoder.select(torch.tensor(chosen))
                 rows = [list(rows[row]) for row in chosen]
             tokens = torch.tensor([(11 * place + 7 * row) % 80 + 3 for row in range(len(rows))])
             for row, token in zip(rows, tokens.tolist(), strict=True):
@@ -140,7 +140,7 @@ def test_every_token_has_a_place_in_the_rectangle_of_leaves(completions):
     flat = torch.stack([written.double(), torch.arange(len(written))])[:, :, None].requires_grad_()
     padded = layout.completions.pad(flat)
     assert layout.completions.tokens == len(written)
-    wholes = [(layout.prompt_of_row[row], rows[row].tolist()) for row in layout.leaves]
+    wholes = [(layout.prompt_of_row[row], rows[row].tolist()) for row in layout.leaf_rows]
     for cells, (_, tokens) in zip(padded[0, :, :, 0], wholes, strict=True):
         assert cells.tolist() == [*tokens, *[0] * (layout.completions.width - len(tokens))]
     assert not any(
@@ -153,7 +153,7 @@ def test_every_token_has_a_place_in_the_rectangle_of_leaves(completions):
     weights = torch.rand(padded.shape, dtype=torch.float64)
     (padded * weights).sum().backward()
     expected = torch.zeros_like(flat)
-    for cells, row in zip(weights.unbind(1), layout.leaves, strict=True):
+    for cells, row in zip(weights.unbind(1), layout.leaf_rows, strict=True):
         for cell, place in zip(cells.unbind(1), (layout.places[row] - 2 * len(prompts)).tolist(), strict=False):
             expected[:, place] += cell
     torch.testing.assert_close(flat.grad, expected)
@@ -190,9 +190,9 @@ def alike_batch(seed: int, beginning: Sequence[int] = ()) -> Batch:
 
 def gradients_of(policy: LanguagePolicy, batch: Batch, *, packed: bool) -> dict[str, torch.Tensor]:
     told = policy._evaluate_packed(batch) if packed else policy._evaluate_rows(batch)
-    weights_BT = torch.sin(torch.arange(batch.mask_BT.numel())).view_as(batch.mask_BT) * batch.mask_BT
+    loss_weights_BT = torch.sin(torch.arange(batch.mask_BT.numel())).view_as(batch.mask_BT) * batch.mask_BT
     policy.module.zero_grad()
-    ((told.logprobs_BT + 0.3 * told.entropy_BT).float() * weights_BT).sum().backward()
+    ((told.logprobs_BT + 0.3 * told.entropy_BT).float() * loss_weights_BT).sum().backward()
     return {name: p.grad.clone().float() for name, p in policy.module.named_parameters()}
 
 
@@ -253,7 +253,7 @@ def test_an_update_reads_each_token_that_siblings_share_once(kind):
     groups = [[[3, 4, 5, 6], [3, 4, 5, 7], [3, 4, 8], [9]]]
     policy = LanguagePolicy(tiny_model(kind))
     assert fed(policy, batch_of(groups)) == 2 + 3  # the prompt, and 3 4 5: last tokens are never fed
-    decided = hidden_at_decisions(policy.module.base_model, batch_of(groups), packed=True)
+    decided = hidden_states_for_actions(policy.module.base_model, batch_of(groups), packed=True)
     assert len(decided.hidden_NW) == 7  # 3 or 9, 4, 5 or 8, 6 or 7
     assert len(decided.which_D) == 12
 

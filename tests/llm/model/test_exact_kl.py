@@ -18,8 +18,8 @@ from covey.llm.model.chat import Chat
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
-from covey.train.prepare import annotate
-from covey.train.update import Learner, StepSizes, UpdatePlan, update
+from covey.train.prepare import prepare_batch
+from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tabular_policy import Result
 from helpers.tiny_models import PLAIN, SHARED, tiny_model, tiny_tokenizer
 
@@ -190,15 +190,20 @@ def test_the_exact_kl_is_in_the_loss_and_in_the_metrics_and_the_reference_is_rea
     batch = sampled_batch(policy)
     batch = replace(batch, valid_B=batch.valid_B & (torch.arange(len(batch)) != 2))  # its grading failed
     algorithm = grpo(kl=KLPenalty(schedules.constant(0.5), kl.exact, by_policy=True))
-    ready, found = annotate(
+    ready, found = prepare_batch(
         batch, policy, Uncalled(tiny_model(seed=1)), algorithm,
         kl_coefficient=0.5, optimizer_steps=1, mask_truncated=False,
     )  # fmt: skip
     assert "kl" not in found
     learned = update(
-        Learner(policy, KeepsGradient(policy)), algorithm, ready, UpdatePlan(), StepSizes(0.1, kl_coefficient=0.5),
-        seed=0, step=1,
-    )  # fmt: skip
+        Learner(policy, KeepsGradient(policy)),
+        algorithm,
+        ready,
+        UpdatePlan(),
+        StepCoefficients(0.1, kl_coefficient=0.5),
+        seed=0,
+        step=1,
+    )
     gradient = policy.module.get_input_embeddings().weight.grad.clone()
     policy.module.zero_grad()
     evaluation = policy.evaluate(ready)
@@ -207,7 +212,7 @@ def test_the_exact_kl_is_in_the_loss_and_in_the_metrics_and_the_reference_is_rea
     # The same by hand: without the KL, plus the KL's own gradient.
     bare = replace(algorithm, kl=KLPenalty())
     bare.loss(policy.evaluate(ready), ready, 0.0).loss.backward()
-    (0.5 * (ready.weights_BT * policy.evaluate(ready).kl_BT).sum()).backward()
+    (0.5 * (ready.loss_weights_BT * policy.evaluate(ready).kl_BT).sum()).backward()
     torch.testing.assert_close(gradient, policy.module.get_input_embeddings().weight.grad, rtol=1e-4, atol=1e-7)
 
 

@@ -23,10 +23,10 @@ from covey.config.model_sources import ModelKind, find_origin, locate_model
 from covey.config.recipe import config_from_dict, read_tables
 from covey.config.validate import validate
 from covey.experiment import run as runs
-from covey.experiment.llm import LanguageWorld
+from covey.experiment.llm import LLMBuilder
 from covey.experiment.run import run
 from covey.llm.memory.dimensions import find_model_config
-from covey.llm.model.loading import load_model, pin_model
+from covey.llm.model.loading import load_model, resolve_checkpoint
 from covey.llm.tasks import Arithmetic
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.train.loop import train_step
@@ -103,7 +103,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 def test_a_stopped_run_stands_for_its_newest_checkpoint(folder):
     stopped = folder / "stopped"
-    assert pin_model(str(stopped)) == str(stopped / "checkpoints" / "step-00000003")
+    assert resolve_checkpoint(str(stopped)) == str(stopped / "checkpoints" / "step-00000003")
     assert_equal(weights(str(stopped)), masters(stopped, 3))
     assert any(not torch.equal(w, weights(str(folder / "base"))[n]) for n, w in weights(str(stopped)).items())
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_named_is_the_policy_of_that_step_bit_for_bit(folde
 
 def test_a_finished_run_stands_for_its_model_which_is_its_last_checkpoint(folder):
     finished = folder / "finished"
-    assert pin_model(str(finished)) == str(finished / "model")
+    assert resolve_checkpoint(str(finished)) == str(finished / "model")
     assert_equal(weights(str(finished)), masters(finished, 5))
     assert_equal(weights(str(finished / "model")), weights(str(finished / "checkpoints" / "step-00000005")))
 
@@ -126,12 +126,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, tmp_path):
     shutil.copytree(folder / "stopped", copy)
     with open(copy / "checkpoints" / "step-00000003" / "tensors.safetensors", "ab") as file:
         file.write(b"x")
-    assert pin_model(str(copy)) == str(copy / "checkpoints" / "step-00000002")
+    assert resolve_checkpoint(str(copy)) == str(copy / "checkpoints" / "step-00000002")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_model(str(copy / "checkpoints" / "step-00000003"), dtype=torch.float32, device=CPU)
     shutil.rmtree(copy / "checkpoints" / "step-00000002")
     with pytest.raises(ConfigError, match="has no checkpoint that is whole"):
-        pin_model(str(copy))
+        resolve_checkpoint(str(copy))
 
 
 def test_architecture_and_tokenizer_are_those_that_the_run_began_with(folder):
@@ -196,10 +196,10 @@ def assembled(config: RunConfig, tmp_path: Path):
     from covey.tracking.console import Display
     from covey.tracking.run_store import RunStore
 
-    world = LanguageWorld(config, Arithmetic(digits=(1,)), [share_of_digits])
+    world = LLMBuilder(config, Arithmetic(digits=(1,)), [share_of_digits])
     try:
         display = Display(config.steps, world=world.name, score_kind=world.score_kind, console=Console(quiet=True))
-        return world.assemble(RunStore(tmp_path / "run"), display).parts
+        return world.build(RunStore(tmp_path / "run"), display).parts
     finally:
         world.close()
 
@@ -230,7 +230,7 @@ def test_ppo_takes_over_the_critic_of_ppo(folder, tmp_path, trunk, monkeypatch):
 def test_ppo_takes_over_the_critic_of_a_finished_run(folder, tmp_path):
     first = config_for(tmp_path, "first", str(folder / "base"), algorithm="ppo", steps=2)
     assert start(first) is not None
-    parts = assembled(replace(first, model=pin_model(str(tmp_path / "first"))), tmp_path)
+    parts = assembled(replace(first, model=resolve_checkpoint(str(tmp_path / "first"))), tmp_path)
     saved = CheckpointFolder(tmp_path / "first" / "checkpoints").load(2)["critic_optimizer"]["masters"]
     assert_equal(dict(parts.critic.module.named_parameters()), saved)
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from covey.config import ConfigError
 from covey.llm.model.checks import check_forward
 from covey.llm.model.folder import TEMPLATE_FILE
-from covey.llm.model.loading import adopt_model, check_model_files, load_model
+from covey.llm.model.loading import check_model_files, load_model, wrap_model
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny_models import CHARACTERS, tiny_folder, tiny_gguf, tiny_model, tiny_tokenizer
 
@@ -378,7 +378,7 @@ def test_a_model_that_looks_ahead_is_found_by_trying():
     module = tiny_model("gpt2")
     module.forward = _both_ways(module.forward)
     with pytest.raises(ConfigError, match="a token sees those after it, so it is an encoder"):
-        adopt_model(module, tiny_tokenizer())
+        wrap_model(module, tiny_tokenizer())
 
 
 def _both_ways(forward):
@@ -396,9 +396,9 @@ def test_an_encoder_in_memory_is_refused():
     with pytest.raises(ConfigError, match="a token sees those after it, so it is an encoder"):
         check_forward(encoder, "bert")
     with pytest.raises(ConfigError, match="bert is an encoder, in which a token sees those after it"):
-        adopt_model(encoder, tiny_tokenizer())
+        wrap_model(encoder, tiny_tokenizer())
     config.is_decoder = True
-    adopt_model(AutoModelForCausalLM.from_config(config), tiny_tokenizer())
+    wrap_model(AutoModelForCausalLM.from_config(config), tiny_tokenizer())
 
 
 def test_a_model_in_memory_with_nan_is_refused():
@@ -406,7 +406,7 @@ def test_a_model_in_memory_with_nan_is_refused():
     with torch.no_grad():
         module.model.norm.weight[2] = float("nan")
     with pytest.raises(ConfigError, match=r"numbers of its weight model.norm.weight are NaN"):
-        adopt_model(module, tiny_tokenizer())
+        wrap_model(module, tiny_tokenizer())
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def rollouts(lengths: dict[int, list[int]], beginning: int = 0):
 
 def gradients_of(policy: LanguagePolicy, batch, *, packed: bool) -> dict[str, torch.Tensor]:
     told = policy._evaluate_packed(batch) if packed else policy._evaluate_rows(batch)
-    weights_BT = torch.sin(torch.arange(batch.mask_BT.numel())).view_as(batch.mask_BT) * batch.mask_BT
+    loss_weights_BT = torch.sin(torch.arange(batch.mask_BT.numel())).view_as(batch.mask_BT) * batch.mask_BT
     policy.module.zero_grad()
-    (told.logprobs_BT.float() * weights_BT).sum().backward()
+    (told.logprobs_BT.float() * loss_weights_BT).sum().backward()
     return {name: p.grad.clone().float() for name, p in policy.module.named_parameters()}
 
 

@@ -144,12 +144,12 @@ def test_every_row_has_the_logits_of_its_own_tokens(heads, dtype):
     tested.set_attn_implementation("covey")
     decoder = NativeDecoder(tested, bindings.kernels_for(dtype, CPU), 39, 36)
     prompts = [torch.randint(83, (length,)).tolist() for length in (3, 71, 32)]
-    told = [decoder.add(prompts, 13).repeat_interleave(13, dim=0)]
+    told = [decoder.prefill(prompts, 13).repeat_interleave(13, dim=0)]
     rows = [list(prompt) for prompt in prompts for _ in range(13)]
     for place in range(36):
         if place == 20:  # of the second prompt one row stays, of the others some
             stay = torch.tensor([0, 5, 6, 7, 12, 20, *range(27, 39)])
-            decoder.keep(stay)
+            decoder.select(stay)
             rows, told = [rows[row] for row in stay], [logits[stay] for logits in told]
         tokens = torch.randint(83, (len(rows),))
         for row, token in zip(rows, tokens.tolist(), strict=True):
@@ -171,9 +171,9 @@ def test_the_kernel_draws_the_tokens_that_torch_draws(dtype, temperature, vocabu
     logits[::3, vocabulary // 2 :] = -torch.inf
     uniforms = torch.rand(300, dtype=torch.float64)
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
-    ours = token_sampling.choose(logits, uniforms, temperature)
+    ours = token_sampling.sample_tokens(logits, uniforms, temperature)
     torch_alone()
-    theirs = token_sampling.choose(logits, uniforms, temperature)
+    theirs = token_sampling.sample_tokens(logits, uniforms, temperature)
     assert torch.equal(ours[0], theirs[0])
     torch.testing.assert_close(ours[1], theirs[1], atol=2e-6, rtol=1e-6)
 
@@ -342,10 +342,10 @@ def test_no_token_is_drawn_from_logits_that_define_no_distribution(
         torch_alone()
     logits = torch.zeros(3, vocabulary, dtype=dtype)
     uniforms = torch.tensor([0.0, 0.999, 0.5], dtype=torch.float64)
-    token_sampling.choose(logits, uniforms, temperature)
+    token_sampling.sample_tokens(logits, uniforms, temperature)
     logits[1, : len(bad)] = torch.tensor(bad)
     with pytest.raises(FloatingPointError, match="1 rows of logits"):
-        token_sampling.choose(logits, uniforms, temperature)
+        token_sampling.sample_tokens(logits, uniforms, temperature)
 
 
 def test_what_is_not_a_number_stays_none():
@@ -354,7 +354,7 @@ def test_what_is_not_a_number_stays_none():
     tokens = torch.tensor([3, 4, 5])
     kernels = bindings.kernels_for(torch.float32, CPU)
     told = [torch.empty(3) for _ in range(3)]
-    kernels.measure_logits(logits, tokens, 1.0, told)
+    kernels.logprob_entropy(logits, tokens, 1.0, told)
     assert [values.isnan().tolist() for values in told] == [[False, True, False]] * 3
     x = torch.randn(3, 20)
     x[1, 2] = torch.nan
@@ -363,7 +363,7 @@ def test_what_is_not_a_number_stays_none():
     with torch.no_grad():
         policy.module.model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan
     decoder = NativeDecoder(policy.module, kernels, 2, 3)
-    decoder.add([[5, 6]], 2)
+    decoder.prefill([[5, 6]], 2)
     assert decoder.step(torch.tensor([7, 8])).isnan().all()
 
 

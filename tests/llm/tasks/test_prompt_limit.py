@@ -10,7 +10,7 @@ from transformers import BloomConfig
 
 from covey.config import ConfigError, EvaluationConfig, JsonlConfig, RunConfig, RunError, SamplingConfig
 from covey.data import Start
-from covey.experiment.llm import LanguageWorld
+from covey.experiment.llm import LLMBuilder
 from covey.experiment.run import check, run
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
@@ -90,13 +90,13 @@ def test_lines_that_are_too_long_can_be_dropped_and_are_counted(tmp_path, model)
     path = write(tmp_path / "train.jsonl", rows(3, 17))
     [note] = [note for note in check(config(path, model, policy="drop")) if "train.jsonl" in note]
     assert "; 2 lines dropped as too long for the model" in note
-    world = LanguageWorld(config(path, model, policy="drop"))
+    world = LLMBuilder(config(path, model, policy="drop"))
     world.close()
     starts = [start for step in range(1, 8) for start in world.problem.task.draw(0, step, 4)]
     assert LONG not in {start.prompt for start in [*starts, *world.problem.held_out]}
     everything = write(tmp_path / "long.jsonl", [{"prompt": LONG + str(i), "answer": "1"} for i in range(4)])
     with pytest.raises(ConfigError, match=r"every prompt of .*long\.jsonl is too long; .*long\.jsonl line \d"):
-        LanguageWorld(config(everything, model, policy="drop"))
+        LLMBuilder(config(everything, model, policy="drop"))
 
 
 def test_held_out_prompts_need_room_for_the_largest_token_limit(tmp_path, model):
@@ -111,7 +111,7 @@ def test_a_line_that_the_template_refuses_is_named(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     path = write(tmp_path / "d.jsonl", [{"prompt": "1+1"}, {"prompt": chat}, {"prompt": "2"}])
     with pytest.raises(ConfigError, match=r"d\.jsonl line 2: .*no chat template"):
-        Jsonl(path=path, held_out_share=0.4).keep_fitting(*[limit(template=False)] * 2)
+        Jsonl(path=path, held_out_fraction=0.4).keep_fitting(*[limit(template=False)] * 2)
 
 
 def test_a_limit_that_leaves_no_room_says_so(tmp_path, model):

@@ -282,7 +282,7 @@ def test_jsonl_passes_every_column_on(numbered):
 
 
 def test_jsonl_shares_are_disjoint_and_complete(numbered):
-    task = Jsonl(path=numbered, held_out_share=0.25)
+    task = Jsonl(path=numbered, held_out_fraction=0.25)
     held_out = {start.prompt for start in task.held_out(10)}
     trained = {start.prompt for step in range(1, 20) for start in task.draw(0, step, 8)}
     assert len(held_out) == 10
@@ -293,25 +293,25 @@ def test_jsonl_shares_are_disjoint_and_complete(numbered):
 
 def test_jsonl_keeps_equal_prompts_on_one_side(tmp_path):
     path = write(tmp_path / "d.jsonl", [{"prompt": f"p{i % 10}", "answer": i} for i in range(40)])
-    task = Jsonl(path=path, held_out_share=0.3)
+    task = Jsonl(path=path, held_out_fraction=0.3)
     held_out = [start.prompt for start in task.held_out(3)]
     assert len(set(held_out)) == 3
     assert not set(held_out) & {start.prompt for start in task.draw(0, 1, 200)}
 
 
 def test_jsonl_draws_without_replacement_in_an_order_of_its_own_each_pass(numbered):
-    task = Jsonl(path=numbered, held_out_share=0.1)  # 36 lines for training
+    task = Jsonl(path=numbered, held_out_fraction=0.1)  # 36 lines for training
     passes = [[start.prompt for step in range(6 * p + 1, 6 * p + 7) for start in task.draw(5, step, 6)] for p in (0, 1)]
     assert all(len(set(one)) == 36 for one in passes)
     assert passes[0] != passes[1]
-    again = Jsonl(path=numbered, held_out_share=0.1)  # a resumed run
+    again = Jsonl(path=numbered, held_out_fraction=0.1)  # a resumed run
     assert [start.prompt for start in again.draw(5, 9, 6)] == passes[1][12:18]
     assert [start.prompt for start in again.draw(6, 9, 6)] != passes[1][12:18]
 
 
 def test_jsonl_goes_on_after_what_was_drawn_before(numbered):
     """Steps that draw again take the next rows of the pass, so that each row comes once before any comes twice."""
-    task = Jsonl(path=numbered, held_out_share=0.1)
+    task = Jsonl(path=numbered, held_out_fraction=0.1)
     drawn, before = [], 0
     for step, counts in enumerate([(8, 3, 1), (8,), (8, 8)], start=1):
         first = 0
@@ -325,7 +325,7 @@ def test_jsonl_goes_on_after_what_was_drawn_before(numbered):
 
 
 def test_jsonl_pass_ends_in_the_middle_of_a_step(numbered):
-    task = Jsonl(path=numbered, held_out_share=0.1)
+    task = Jsonl(path=numbered, held_out_fraction=0.1)
     drawn = [start.prompt for step in range(1, 37) for start in task.draw(0, step, 7)]
     assert set(Counter(drawn).values()) == {7}
 
@@ -379,7 +379,7 @@ def test_jsonl_takes_rows_of_verl_and_of_reasoning_gym(tmp_path):
             {"prompt": "4 + 4?", "answer": "8"},
         ],
     )
-    task = Jsonl(path=path, held_out_share=0.34)
+    task = Jsonl(path=path, held_out_fraction=0.34)
     starts = [*task.draw(0, 1, 2), *task.held_out(1)]
     rows = {start.columns["answer"]: start for start in starts}
     assert set(rows) == {"4", "6", "8"}
@@ -393,7 +393,7 @@ def test_jsonl_takes_rows_of_verl_and_of_reasoning_gym(tmp_path):
 def test_which_roles_there_are_is_left_to_the_chat_template(tmp_path):
     chats = [[{"role": role, "content": "p"}] for role in ("wizard", "Küchenchef", "tool result", "r" * 64)]
     path = write(tmp_path / "d.jsonl", [{"prompt": chat} for chat in chats])
-    task = Jsonl(path=path, held_out_share=0.25)
+    task = Jsonl(path=path, held_out_fraction=0.25)
     found = [start.prompt for start in (*task.draw(0, 1, 3), *task.held_out(1))]
     assert sorted(found, key=str) == sorted(chats, key=str)
 

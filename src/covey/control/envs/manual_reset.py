@@ -26,7 +26,7 @@ RAW_STEPS = "covey/raw_steps"  # in the infos of a step
 PROBE_STEPS = 24  # decisions over which a copied environment must do what the original does
 
 
-class HeldAction(gym.Wrapper):
+class ActionRepeat(gym.Wrapper):
     """Holds every action for `repeat` raw steps (fewer where the episode ends) and adds up their rewards.
 
     With `rests` a finished environment ignores steps until it is reset. Infos are dropped, because merging those of
@@ -78,8 +78,8 @@ class HeldAction(gym.Wrapper):
         return self.observation, total, terminated, truncated, {RAW_STEPS: made} if self._repeat > 1 else {}
 
 
-class RestingSync(SyncVectorEnv):
-    """SyncVectorEnv with AutoresetMode.DISABLED whose finished copies may be stepped: they rest (`HeldAction`)."""
+class ManualResetVectorEnv(SyncVectorEnv):
+    """SyncVectorEnv with AutoresetMode.DISABLED whose finished copies may be stepped: they rest (`ActionRepeat`)."""
 
     def step(self, actions: Any) -> Any:
         self._autoreset_envs[:] = False  # Gymnasium would refuse to step while a finished copy was not reset
@@ -175,7 +175,7 @@ class RestingEntryPoint(gym.vector.VectorWrapper):
         return observations, rewards * acted_N, terminated_N & acted_N, truncated_N & acted_N, {}
 
 
-def copies_exactly(make_one: Callable[[], gym.Env]) -> bool:
+def deepcopy_is_exact(make_one: Callable[[], gym.Env]) -> bool:
     """Whether a deep copy of the environment goes on exactly as the original, and leaves the original alone.
 
     Simulators written in C often share their world between copies, or refuse to be copied.

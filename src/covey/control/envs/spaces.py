@@ -19,7 +19,7 @@ MOST_NUMBERS = 10_000_000  # in an observation: a first layer of 64 then takes 2
 MOST_ACTIONS = 1_000_000
 
 
-class Translation:
+class SpaceAdapter:
     """Flattens observations to float32, numbers discrete actions from 0, clips and shapes continuous ones.
 
     A Box of any shape is flattened, a Discrete observation becomes one-hot; the parts of a Dict or a Tuple stand one

@@ -28,14 +28,14 @@ from covey.control.envs.cartpole import BatchedCartPole
 from covey.control.envs.checked import EnvironmentFault, Watchdog
 from covey.control.envs.manual_reset import (
     RAW_STEPS,
+    ActionRepeat,
     AsyncWithDeadline,
-    HeldAction,
+    ManualResetVectorEnv,
     RestingEntryPoint,
-    RestingSync,
-    copies_exactly,
+    deepcopy_is_exact,
 )
 from covey.control.envs.registration import find_spec, refuse_broken
-from covey.control.envs.spaces import Translation
+from covey.control.envs.spaces import SpaceAdapter
 
 PROBED_STEPS = 1000  # random decisions in which an environment without a time limit must show an end
 PROBED_SECONDS = 3.0
@@ -71,7 +71,7 @@ class Environments:
     ) -> None:
         self._vector = vector
         self._name = config.id
-        self._translation = Translation(vector.single_observation_space, vector.single_action_space, config.id)
+        self._translation = SpaceAdapter(vector.single_observation_space, vector.single_action_space, config.id)
         # Processes have deadlines of their own.
         self._watchdog: AbstractContextManager[None] = nullcontext()
         if not isinstance(vector, AsyncWithDeadline | BatchedCartPole):
@@ -96,9 +96,9 @@ class Environments:
             self._snapshots = self.seeded and (
                 isinstance(self._vector, BatchedCartPole)
                 or (
-                    isinstance(self._vector, RestingSync)
+                    isinstance(self._vector, ManualResetVectorEnv)
                     and self._make_one is not None
-                    and copies_exactly(self._make_one)
+                    and deepcopy_is_exact(self._make_one)
                 )
             )
         return self._snapshots
@@ -247,8 +247,8 @@ def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str
             assert limit is not None
             return Environments(BatchedCartPole(count, limit), mode, config)
         make_one = partial(_make_one, config, spec, render_mode)
-        Translation(*_spaces(make_one), config.id)  # refuses spaces before processes are started
-        kind: Any = RestingSync if mode is AutoresetMode.DISABLED else SyncVectorEnv
+        SpaceAdapter(*_spaces(make_one), config.id)  # refuses spaces before processes are started
+        kind: Any = ManualResetVectorEnv if mode is AutoresetMode.DISABLED else SyncVectorEnv
         if config.vectorization == "async":
             kind = partial(AsyncWithDeadline, name=config.id, timeout_seconds=config.timeout_seconds)
         return Environments(kind([make_one] * count, autoreset_mode=mode), mode, config, make_one)
@@ -314,12 +314,12 @@ def _by_entry_point(
     return RestingEntryPoint(vector) if mode is AutoresetMode.DISABLED else vector
 
 
-def _make_one(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, render_mode: str | None) -> HeldAction:
+def _make_one(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, render_mode: str | None) -> ActionRepeat:
     """One copy, as sync and async vector environments hold them."""
     options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
     limit = config.max_episode_steps or None
-    env = gym.make(spec, max_episode_steps=limit, disable_env_checker=True, **options)  # `HeldAction` checks more
-    return HeldAction(env, config.action_repeat, config.autoreset == "disabled", config.id)
+    env = gym.make(spec, max_episode_steps=limit, disable_env_checker=True, **options)  # `ActionRepeat` checks more
+    return ActionRepeat(env, config.action_repeat, config.autoreset == "disabled", config.id)
 
 
 def _spaces(make_one: Callable[[], gym.Env]) -> tuple[gym.Space, gym.Space]:

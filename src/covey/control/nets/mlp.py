@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from covey.config import ConfigError
-from covey.control.nets.running_mean_std import RunningMoments
+from covey.control.nets.running_mean_std import RunningMeanStd
 from covey.data import Batch
 
 Array = NDArray[np.float32]
@@ -46,7 +46,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[NDArray[Any]], None], Callable[[Tensor, T
 }
 
 
-class Perceptron(torch.autograd.Function):
+class _MLPFunction(torch.autograd.Function):
     """The forward and backward pass of a `Network`, written out.
 
     About half the time of autograd's own: work happens in place, and NumPy's tanh is 14 times as fast as torch's (NumPy
@@ -109,10 +109,10 @@ class Network(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         parameters = [parameter for layer in self.linears for parameter in (layer.weight, layer.bias)]
-        return Perceptron.apply(x_ND, self.activation, *parameters)
+        return _MLPFunction.apply(x_ND, self.activation, *parameters)
 
 
-class FastForward:
+class NumpyMLP:
     """A network's forward pass without autograd, for a few rows: work arrays made once and as few calls as can be.
 
     It looks at the memory of the parameters themselves, so it always has the current ones, as long as they are changed
@@ -120,7 +120,7 @@ class FastForward:
     threads; the rest is NumPy's.
     """
 
-    def __init__(self, network: Network, normaliser: RunningMoments | None) -> None:
+    def __init__(self, network: Network, normaliser: RunningMeanStd | None) -> None:
         self.network = network
         self.normaliser = normaliser
         self._look()
@@ -161,13 +161,13 @@ class FastForward:
         *self._hidden, self._head = layers
 
 
-class DecidedObservations:
+class MaskedObservations:
     """The observations that the decided columns of a batch rest on, normalised, as one tensor.
 
     The passes of an update go over the same rows again and again: the last answer is kept.
     """
 
-    def __init__(self, normaliser: RunningMoments | None) -> None:
+    def __init__(self, normaliser: RunningMeanStd | None) -> None:
         self.normaliser = normaliser
         self._context: tuple[Any, ...] = ()
         self._mask_BT = torch.empty(0, dtype=torch.bool)

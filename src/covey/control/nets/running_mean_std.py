@@ -16,7 +16,7 @@ LIMIT = 10.0  # standard deviations
 EPS = 1e-8  # added to the variance
 
 
-class RunningMoments:
+class RunningMeanStd:
     """Mean and population variance of every observation number, over the whole run, in float64.
 
     Frozen between calls of `update`: update it after the optimizer steps on some rollouts and before the next rollouts,

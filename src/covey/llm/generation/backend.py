@@ -30,7 +30,7 @@ from covey.data import Batch
 from covey.llm.generation.decoding import CacheDecoder, Decoder, FullForwardDecoder, SharedPrefixDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.model.architecture import Heads, exact_length, is_llama_like, position_limit, vocabulary_of, windows_of
-from covey.llm.model.hidden_states import hidden_at_decisions, row_lengths, row_tokens
+from covey.llm.model.hidden_states import hidden_states_for_actions, row_lengths, row_tokens
 from covey.llm.model.plain_forward import PlainPasses, exact_logprobs, next_token_logits
 from covey.llm.model.prefix_attention import IMPLEMENTATION
 from covey.llm.native.bindings import kernels_for
@@ -232,7 +232,7 @@ class _Trial:
         self.restore_attention()
         plain = self._plain_of(batch)
         self.module.set_attn_implementation(IMPLEMENTATION)
-        decided = hidden_at_decisions(self.module.base_model, batch, packed=True)
+        decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
         head: Any = self.module.get_output_embeddings()
         self._shares = _agree(head(decided.hidden_NW)[decided.which_D], plain)
         return self._shares
@@ -276,14 +276,14 @@ class _Trial:
         """What was fed to every row before each of its logits, and these."""
         prompts = [self.ids[: self.longest], self.ids[self.longest : self.longest + max(3, self.window - 3)]]
         decoder = backend.decoder(self.module, 4, 8)
-        size = 1 if decoder.branches else 2
-        logits_SV = decoder.add(prompts, size)
+        size = 1 if decoder.can_fork else 2
+        logits_SV = decoder.prefill(prompts, size)
         seen, found = [list(prompt) for prompt in prompts], list(logits_SV)
         rows = [list(prompt) for prompt in prompts for _ in range(size)]
         fresh = iter(self.ids[::-1])
         for keep in ([0, 0, 1] if size == 1 else [0, 1, 2], None, [0, 2], None, [1], None):
             if keep is not None:
-                decoder.keep(torch.tensor(keep, device=self.device))
+                decoder.select(torch.tensor(keep, device=self.device))
                 rows = [list(rows[row]) for row in keep]
             for row in rows:
                 row.append(next(fresh))
@@ -304,7 +304,7 @@ class _Trial:
 
     def _state_bytes(self, backend: Backend, length: int) -> int:
         decoder = backend.decoder(self.module, 1, 1)
-        decoder.add([self.ids[:length]], 1)
+        decoder.prefill([self.ids[:length]], 1)
         assert isinstance(decoder, (CacheDecoder, FullForwardDecoder))
         return decoder.state_bytes()
 

@@ -20,7 +20,7 @@ from covey.llm.generation.llama_layers import LlamaLayers
 from covey.llm.generation.prepacked_linear import PackedLinears
 from covey.llm.model.architecture import is_llama_like, vocabulary_of
 from covey.llm.model.plain_forward import accepted
-from covey.llm.model.prefix_attention import Layout, PackedLayout, PromptSlots, forward
+from covey.llm.model.prefix_attention import Layout, PackedLayout, SharedPrefixAttention, forward
 from covey.llm.native.bindings import PAD
 
 GROWTH = PAD  # tokens for which rows are given room together, as in the kernels (memory.py counts on it)
@@ -29,20 +29,20 @@ GROWTH = PAD  # tokens for which rows are given room together, as in the kernels
 class Decoder(Protocol):
     """The rows of some groups, decoded together."""
 
-    patience: float  # what share of its rows must have ended before `keep` is worth its cost
-    branches: bool  # whether `keep` makes two rows of one that is named twice
+    compact_threshold: float  # fraction of its rows that must have ended before `select` is worth its cost
+    can_fork: bool  # whether `select` makes two rows of one that is named twice
 
-    def room(self) -> int:
-        """How many rows may be added now."""
+    def free_rows(self) -> int:
+        """Number of rows that may be added now."""
 
-    def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
-        """Take `group_size` new rows for each prompt, behind the others; logits_SV of the token after each prompt."""
+    def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
+        """Add `group_size` rows for each prompt, after the others; logits_SV of the token after each prompt."""
 
     def step(self, tokens_R: Tensor) -> Tensor:
         """Feed one token to every row; logits_RV of the next."""
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only (int64 index, ascending). Where it `branches`, one named twice becomes two."""
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows only (int64 index, ascending). If `can_fork`, a row that is named twice becomes two."""
 
 
 class SharedPrefixDecoder:
@@ -52,8 +52,8 @@ class SharedPrefixDecoder:
     their completions, so new ones come when the old ones are done.
     """
 
-    patience = 0.125  # a departure copies the keys of the rows that stay
-    branches = True
+    compact_threshold = 0.125  # a departure copies the keys of the rows that stay
+    can_fork = True
 
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
@@ -63,11 +63,11 @@ class SharedPrefixDecoder:
         self.network = LlamaLayers(module) if lean else OwnForward(module)
         self.layout: _DecodingLayout | None = None
 
-    def room(self) -> int:
+    def free_rows(self) -> int:
         return self.rows if self.layout is None else 0
 
     @torch.inference_mode()
-    def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
+    def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
         hidden_SW, stored = prefill(self.module, prompts)
         prompt_of_row = torch.arange(len(prompts), device=self.module.device).repeat_interleave(group_size)
         self.layout = _DecodingLayout(stored, prompt_of_row)
@@ -79,10 +79,10 @@ class SharedPrefixDecoder:
         return self.network(tokens_R, self.layout.next_positions(), self.layout)
 
     @torch.inference_mode()
-    def keep(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         assert self.layout is not None
         if len(rows):
-            self.layout.keep(rows)
+            self.layout.select(rows)
         else:
             self.layout = None
 
@@ -139,7 +139,7 @@ class _DecodingLayout:
         )
         self.decoded = 0
         self.prompt_of_row = prompt_of_row
-        self.slots = PromptSlots(self.lengths_S, prompt_of_row)
+        self.slots = SharedPrefixAttention(self.lengths_S, prompt_of_row)
 
     def next_positions(self) -> Tensor:
         """Positions of the tokens about to be fed, for which there is room from now on."""
@@ -152,7 +152,7 @@ class _DecodingLayout:
         self.unwritten_1T = (room >= self.decoded)[None]
         return self.lengths_S[self.prompt_of_row] + (self.decoded - 1)
 
-    def keep(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         """Drop every other row, and the prompts that no row is left of. Rows stay ordered by prompt."""
         self.own_keys = [key[:, rows] for key in self.own_keys]
         self.own_values = [value[:, rows] for value in self.own_values]
@@ -163,7 +163,7 @@ class _DecodingLayout:
             self.keys_KSPD = [key[:, prompts, :longest] for key in self.keys_KSPD]
             self.values_KSPD = [value[:, prompts, :longest] for value in self.values_KSPD]
         self.prompt_of_row = prompt_of_row
-        self.slots = PromptSlots(self.lengths_S, prompt_of_row)
+        self.slots = SharedPrefixAttention(self.lengths_S, prompt_of_row)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         heads, rows, _ = query.shape
@@ -191,8 +191,8 @@ class CacheDecoder:
     and shorter prompts are padded on the left: faster, but only right for models that ignore what is masked.
     """
 
-    patience = 0.125  # a departure copies the state of the rows that stay
-    branches = True
+    compact_threshold = 0.125  # a departure copies the state of the rows that stay
+    can_fork = True
 
     def __init__(self, module: PreTrainedModel, rows: int, *, pads: bool) -> None:
         self.module = module
@@ -201,11 +201,11 @@ class CacheDecoder:
         self.packed = PackedLinears(module)
         self.cohorts: list[_Cohort] = []
 
-    def room(self) -> int:
+    def free_rows(self) -> int:
         return 0 if self.cohorts else self.rows
 
     @torch.inference_mode()
-    def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
+    def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
         lengths = [0 if self.pads else len(prompt) for prompt in prompts]
         numbers = torch.arange(len(prompts) * group_size, device=self.module.device).view(len(prompts), group_size)
         found: dict[int, Tensor] = {}
@@ -230,7 +230,7 @@ class CacheDecoder:
         return logits_RV
 
     @torch.inference_mode()
-    def keep(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         new = torch.arange(len(rows), device=rows.device)
         for cohort in self.cohorts:
             inside_RC = rows[:, None] == cohort.numbers_C
@@ -318,19 +318,19 @@ class FullForwardDecoder:
     Rows of the same length are fed together, without padding. The cost grows with the square of the length.
     """
 
-    patience = 0.0
-    branches = True
+    compact_threshold = 0.0
+    can_fork = True
 
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
         self.rows = rows
         self.tokens: list[list[int]] = []  # of every row
 
-    def room(self) -> int:
+    def free_rows(self) -> int:
         return self.rows - len(self.tokens)
 
     @torch.inference_mode()
-    def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
+    def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
         self.tokens += [list(prompt) for prompt in prompts for _ in range(group_size)]
         return self._forward(prompts)
 
@@ -340,7 +340,7 @@ class FullForwardDecoder:
             row.append(token)
         return self._forward(self.tokens)
 
-    def keep(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         self.tokens = [list(self.tokens[row]) for row in rows.tolist()]
 
     def state_bytes(self) -> int:

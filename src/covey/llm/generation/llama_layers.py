@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from covey.llm.generation.prepacked_linear import PackedLinear
-from covey.llm.model.architecture import Heads, Parts
+from covey.llm.model.architecture import Heads, LayerModules
 from covey.llm.model.prefix_attention import Layout
 
 
@@ -24,7 +24,7 @@ class PackedLayer:
     """A layer's parts, and its linear layers with packed weights."""
 
     def __init__(self, layer: Any) -> None:
-        self.parts = parts = Parts.of(layer)
+        self.parts = parts = LayerModules.of(layer)
         self.qkv = PackedLinear(*parts.qkv)
         self.output = PackedLinear(parts.output)
         self.gate_up = PackedLinear(*parts.gate_up)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from covey.llm.generation.decoding import prefill
 from covey.llm.generation.native_layers import make_stack
 from covey.llm.model.architecture import Heads
-from covey.llm.native.bindings import AttentionPlace, Kernels, padded
+from covey.llm.native.bindings import AttentionArgs, Kernels, padded
 from covey.runtime.device import in_huge_pages
 
 
@@ -35,8 +35,8 @@ class _SharedPrompt:
 class NativeDecoder:
     """Rows that share their prompts' keys and values, each at its own place."""
 
-    patience = 0.0  # a departure costs nothing
-    branches = True
+    compact_threshold = 0.0  # a departure costs nothing
+    can_fork = True
 
     def __init__(self, module: PreTrainedModel, kernels: Kernels, rows: int, max_new_tokens: int) -> None:
         self.module = module
@@ -55,11 +55,11 @@ class NativeDecoder:
         self.decoded_R = torch.empty(0, dtype=torch.int32)
         self._read_prompts()
 
-    def room(self) -> int:
+    def free_rows(self) -> int:
         return len(self.free)
 
     @torch.inference_mode()
-    def add(self, prompts: list[list[int]], group_size: int) -> Tensor:
+    def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
         hidden_SW, layout = prefill(self.module, prompts)
         for place, length in enumerate(layout.prompt_lengths):
             shape = len(layout.keys), self.heads.keys, padded(length) * padded(self.heads.width)
@@ -67,7 +67,7 @@ class NativeDecoder:
             shared = _SharedPrompt(keys, values, length)
             for layer, (key_KSPD, value_KSPD) in enumerate(zip(layout.keys, layout.values, strict=True)):
                 key, value = (part[:, place, :length].contiguous() for part in (key_KSPD, value_KSPD))
-                self.kernels.keep_prompt(key, value, shared.keys[layer], shared.values[layer])
+                self.kernels.store_prompt_kv(key, value, shared.keys[layer], shared.values[layer])
             self.prompts += [shared] * group_size
         slots = [self.free.pop() for _ in range(len(prompts) * group_size)]
         self.slots_R = torch.cat([self.slots_R, torch.tensor(slots, dtype=torch.int32)])
@@ -76,7 +76,7 @@ class NativeDecoder:
         return self.stack.head(hidden_SW)
 
     @torch.inference_mode()
-    def keep(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         chosen, slots = rows.tolist(), self.slots_R[rows].tolist()
         self.free += sorted(set(self.slots_R.tolist()) - set(slots), reverse=True)
         self.prompts = [self.prompts[row] for row in chosen]
@@ -93,7 +93,7 @@ class NativeDecoder:
         hidden_RW = self.base.embed_tokens(tokens_R).float()
         angles = self.base.rotary_emb(hidden_RW, (self.lengths_R + self.decoded_R)[None].long())
         cosine, sine = (part.to(self.kernels.dtype).contiguous() for part in angles)
-        place = AttentionPlace(
+        place = AttentionArgs(
             cosine=cosine.data_ptr(), sine=sine.data_ptr(), prompt_keys=self.keys_R.data_ptr(),
             prompt_values=self.values_R.data_ptr(), prompt_lengths=self.lengths_R.data_ptr(),
             slots=self.slots_R.data_ptr(), decoded=self.decoded_R.data_ptr(),

@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from covey.llm.generation.llama_layers import PackedLayer
 from covey.llm.generation.prepacked_linear import PackedLinear, joined
-from covey.llm.model.architecture import Parts
-from covey.llm.native.bindings import PAD, AttentionPlace, Kernels, Layer, Linear, Step, address_of, padded
+from covey.llm.model.architecture import LayerModules
+from covey.llm.native.bindings import PAD, AttentionArgs, Kernels, Layer, Linear, Step, address_of, padded
 
 
 class Stack(Protocol):
     """The layers and the head, for new tokens at different places of their rows."""
 
-    def step(self, hidden_RW: Tensor, place: AttentionPlace, own_keys: Tensor, own_values: Tensor) -> Tensor:
+    def step(self, hidden_RW: Tensor, place: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
         """logits_RV from the tokens' embeddings (fp32, overwritten). `place` tells all but the tokens' own numbers;
         `own_keys` and `own_values` are [layers, ...]."""
 
@@ -47,17 +47,17 @@ class PackedStack:
         self.norm = base.norm.weight.detach()
         self.head = PackedLinear(module.get_output_embeddings())  # type: ignore[arg-type]
 
-    def step(self, hidden_RW: Tensor, place: AttentionPlace, own_keys: Tensor, own_values: Tensor) -> Tensor:
+    def step(self, hidden_RW: Tensor, place: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
         kernels, epsilon = self.kernels, place.epsilon
         normed_RW = torch.empty_like(hidden_RW, dtype=kernels.dtype)
         attended = normed_RW.new_empty(len(hidden_RW), place.heads * place.width)
-        place.out, place.out_pitch = attended.data_ptr(), attended.shape[1]
+        place.out, place.out_row_stride = attended.data_ptr(), attended.shape[1]
         added_RW: Tensor | None = None
         for number, layer in enumerate(self.layers):
             parts = layer.parts
             kernels.add_and_normalise(hidden_RW, added_RW, parts.input_norm, epsilon, hidden_RW, normed_RW)
             qkv = layer.qkv(normed_RW)
-            place.layer, place.qkv, place.qkv_pitch = number, qkv.data_ptr(), qkv.shape[1]
+            place.layer, place.qkv, place.qkv_row_stride = number, qkv.data_ptr(), qkv.shape[1]
             place.query_norm, place.key_norm = address_of(parts.query_norm), address_of(parts.key_norm)
             place.own_keys, place.own_values = own_keys[number].data_ptr(), own_values[number].data_ptr()
             kernels.attend(place)
@@ -65,7 +65,7 @@ class PackedStack:
             kernels.add_and_normalise(hidden_RW, attended_RW, parts.inner_norm, epsilon, hidden_RW, normed_RW)
             gate, up = layer.gate_up(normed_RW).chunk(2, dim=1)
             gated = gate.new_empty(gate.shape)
-            kernels.gate(gate, up, gated)
+            kernels.swiglu(gate, up, gated)
             added_RW = layer.down(gated)
         kernels.add_and_normalise(hidden_RW, added_RW, self.norm, epsilon, hidden_RW, normed_RW)
         return self.head(normed_RW)
@@ -78,18 +78,18 @@ class TiledStack:
         base = cast(Any, module.base_model)
         self.kernels = kernels
         self.kept: list[Tensor] = []  # whose addresses are in `layers` and `step`
-        self.layers = (Layer * len(base.layers))(*(self._layer(Parts.of(layer)) for layer in base.layers))
+        self.layers = (Layer * len(base.layers))(*(self._layer(LayerModules.of(layer)) for layer in base.layers))
         self.linear_head = self._linear(*joined(module.get_output_embeddings()))  # type: ignore[arg-type]
         first = self.layers[0]
         sizes = [first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs]
         self.buffers = [torch.zeros(-(-rows // 16) * 16, padded(size), dtype=kernels.dtype) for size in sizes]
         self.norm = base.norm.weight.detach()
 
-    def step(self, hidden_RW: Tensor, place: AttentionPlace, own_keys: Tensor, own_values: Tensor) -> Tensor:
+    def step(self, hidden_RW: Tensor, place: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
         logits_RV = hidden_RW.new_empty(len(hidden_RW), self.linear_head.outputs, dtype=self.kernels.dtype)
         normed, qkv, attended, gated = self.buffers
-        place.qkv, place.qkv_pitch = qkv.data_ptr(), qkv.shape[1]
-        place.out, place.out_pitch = attended.data_ptr(), attended.shape[1]
+        place.qkv, place.qkv_row_stride = qkv.data_ptr(), qkv.shape[1]
+        place.out, place.out_row_stride = attended.data_ptr(), attended.shape[1]
         place.own_keys, place.own_values = own_keys.data_ptr(), own_values.data_ptr()
         self.kernels.decode(
             Step(
@@ -106,7 +106,7 @@ class TiledStack:
         padding = (0, padded(width) - width, 0, padded(rows) - rows)
         return self.kernels.multiply(nn.functional.pad(hidden_RW, padding), self.linear_head)[:rows]
 
-    def _layer(self, parts: Parts) -> Layer:
+    def _layer(self, parts: LayerModules) -> Layer:
         norms = {name: getattr(parts, name) for name in ("input_norm", "query_norm", "key_norm", "inner_norm")}
         self.kept += [norm for norm in norms.values() if norm is not None]
         weight, bias = joined(*parts.gate_up)
@@ -120,7 +120,7 @@ class TiledStack:
 
     def _linear(self, weight_MN: Tensor, bias_M: Tensor | None) -> Linear:
         outputs, inputs = weight_MN.shape
-        tiles = self.kernels.tile_weight(weight_MN.contiguous())
+        tiles = self.kernels.prepack_weight(weight_MN.contiguous())
         self.kept.append(tiles)
         if bias_M is not None:
             bias_M = nn.functional.pad(bias_M, (0, padded(outputs) - outputs))

@@ -15,7 +15,7 @@ BLOCK = 256  # width of a block: two short cumulative sums instead of one over t
 ROWS = 32  # rows whose probabilities exist at a time: 6 MB at a vocabulary of 50,000 stays in the cache
 
 
-def choose(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Tokens drawn from softmax(logits / temperature), and their log-probabilities.
 
     token = min {v : sum_{w <= v} p_w > u}, found first among sums over blocks and then inside the block.
@@ -39,7 +39,7 @@ def choose(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[T
         return tokens_R, z_RV.gather(1, tokens_R[:, None])[:, 0] - total_R
     kernels = kernels_for(logits_RV.dtype, logits_RV.device)
     if kernels is not None:
-        return kernels.choose(logits_RV.contiguous(), uniforms_R, temperature)
+        return kernels.sample_tokens(logits_RV.contiguous(), uniforms_R, temperature)
     pieces = zip(logits_RV.split(ROWS), uniforms_R.split(ROWS), strict=True)
     tokens, logprobs = zip(*(_draw(logits, uniforms, temperature) for logits, uniforms in pieces), strict=True)
     return torch.cat(tokens), torch.cat(logprobs)

@@ -94,7 +94,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Parts:
+class LayerModules:
     """What a decoder layer of transformers consists of."""
 
     input_norm: Tensor
@@ -107,7 +107,7 @@ class Parts:
     down: nn.Linear
 
     @classmethod
-    def of(cls, layer: Any) -> Parts:
+    def of(cls, layer: Any) -> LayerModules:
         attention, mlp = layer.self_attn, layer.mlp
         query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         return cls(

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from covey.config import ConfigError, files
 from covey.config.faults import told
-from covey.config.fields import either
+from covey.config.fields import or_list
 from covey.config.model_sources import MODEL_CONFIG_FILE
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -183,7 +183,7 @@ def _check_type(name: str, dtype: str, dimensions: int, model: str) -> None:
     if dtype not in FLOATS and dimensions >= 2 and name.endswith("weight"):
         raise ConfigError(
             f"model {model}: its weight {name} is stored as {dtype}, so it is quantised, which cannot be trained: take "
-            f"the model in {either(FLOATS[1:])}, or a GGUF file of it"
+            f"the model in {or_list(FLOATS[1:])}, or a GGUF file of it"
         )
 
 

@@ -47,15 +47,15 @@ def _forward_of(part: nn.Module) -> Any:
     return None
 
 
-class Unadded(NamedTuple):
+class PendingResidual(NamedTuple):
     """What runs through all layers, and what the last one adds: the next norm does that in passing."""
 
     total: Tensor
     added: Tensor
 
 
-def _layer_forward(layer: Any, hidden_states: Tensor | Unadded, **kwargs: Any) -> Tensor | Unadded:
-    total, added = hidden_states if isinstance(hidden_states, Unadded) else (hidden_states, None)
+def _layer_forward(layer: Any, hidden_states: Tensor | PendingResidual, **kwargs: Any) -> Tensor | PendingResidual:
+    total, added = hidden_states if isinstance(hidden_states, PendingResidual) else (hidden_states, None)
     kernels = _kernels_of(layer.input_layernorm, total)
     if kernels is None:
         own: Tensor = type(layer).forward(layer, hidden_states, **kwargs)
@@ -65,12 +65,12 @@ def _layer_forward(layer: Any, hidden_states: Tensor | Unadded, **kwargs: Any) -
     total, normed = _add_and_normalise(total, attended, layer.post_attention_layernorm, kernels)
     added = layer.mlp(normed)
     if "layout" in kwargs:
-        return Unadded(total, added)
+        return PendingResidual(total, added)
     return total + added  # whoever else calls may look at what lies between the layers
 
 
-def _norm_forward(norm: Any, x: Tensor | Unadded) -> Tensor:
-    total, added = x if isinstance(x, Unadded) else (x, None)
+def _norm_forward(norm: Any, x: Tensor | PendingResidual) -> Tensor:
+    total, added = x if isinstance(x, PendingResidual) else (x, None)
     kernels = _kernels_of(norm, total)
     if kernels is None:
         return type(norm).forward(norm, x)
@@ -173,20 +173,20 @@ class Attention(torch.autograd.Function):
         kernels: Kernels,
     ) -> Tensor:
         tokens, width = angles_ND[0].shape
-        out, totals = torch.empty_like(q_NX), torch.empty(tokens, q_NX.shape[1] // width)
-        ctx.save_for_backward(q_NX, k_NY, v_NY, out, totals)
+        out, logsumexp = torch.empty_like(q_NX), torch.empty(tokens, q_NX.shape[1] // width)
+        ctx.save_for_backward(q_NX, k_NY, v_NY, out, logsumexp)
         ctx.attend = partial(
-            kernels.share_attention, sequences_S3, width, scaling, cosine=angles_ND[0], sine=angles_ND[1]
+            kernels.prefix_attention, sequences_S3, width, scaling, cosine=angles_ND[0], sine=angles_ND[1]
         )
-        ctx.attend(query=q_NX, key=k_NY, value=v_NY, out=out, totals=totals)
+        ctx.attend(query=q_NX, key=k_NY, value=v_NY, out=out, logsumexp=logsumexp)
         return out
 
     @staticmethod
     def backward(ctx: Any, d_NX: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_NX, k_NY, v_NY, out, totals = ctx.saved_tensors
+        q_NX, k_NY, v_NY, out, logsumexp = ctx.saved_tensors
         gradients = tuple(torch.empty_like(part) for part in (q_NX, k_NY, v_NY))
         wanted = dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
-        ctx.attend(query=q_NX, key=k_NY, value=v_NY, out=out, totals=totals, dout=d_NX.contiguous(), **wanted)
+        ctx.attend(query=q_NX, key=k_NY, value=v_NY, out=out, logsumexp=logsumexp, dout=d_NX.contiguous(), **wanted)
         return *gradients, None, None, None, None
 
 
@@ -240,7 +240,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
         out = torch.empty_like(gate)
-        kernels.gate(gate.flatten(0, -2), up.flatten(0, -2), out.flatten(0, -2))
+        kernels.swiglu(gate.flatten(0, -2), up.flatten(0, -2), out.flatten(0, -2))
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
         return out
@@ -248,5 +248,5 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
-        dgate, dup = ctx.kernels.gate_backward(gate, up, d.contiguous())
+        dgate, dup = ctx.kernels.swiglu_backward(gate, up, d.contiguous())
         return dgate, dup, None

@@ -18,7 +18,7 @@ from covey.llm.model.prefix_attention import PackedLayout, forward
 
 
 @dataclass(frozen=True)
-class Decided:
+class ActionHiddenStates:
     """What predicts the decisions of a batch. Where siblings decided alike after the same tokens, it is there once.
 
     Shapes: D decisions of the batch, N that differ.
@@ -35,7 +35,7 @@ class Decided:
         return spread(value_N[self.which_D], self.chosen_D, self.batch)
 
 
-def hidden_at_decisions(model: nn.Module, batch: Batch, *, packed: bool) -> Decided:
+def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -> ActionHiddenStates:
     """Run a decoder without its output layer over `batch`, which lies on the decoder's device.
 
     Args:
@@ -50,12 +50,14 @@ def hidden_at_decisions(model: nn.Module, batch: Batch, *, packed: bool) -> Deci
         source_D = source_BT.flatten().to(chosen_D.device)[chosen_D]
         actions = int(batch.actions_BT.max()) + 1
         decided_N, which_D = (source_D * actions + actions_D).unique(return_inverse=True)
-        return Decided(hidden_LW[decided_N // actions], decided_N % actions, which_D, chosen_D, batch)
+        return ActionHiddenStates(hidden_LW[decided_N // actions], decided_N % actions, which_D, chosen_D, batch)
     rows = []
     for row, length in enumerate(row_lengths(batch)):
         hidden_TW = checkpoint(_row, model, row_tokens(batch, row, length), length, use_reentrant=False)
         rows.append(hidden_TW[batch.mask_BT[row, :length]])
-    return Decided(torch.cat(rows), actions_D, torch.arange(len(chosen_D), device=chosen_D.device), chosen_D, batch)
+    return ActionHiddenStates(
+        torch.cat(rows), actions_D, torch.arange(len(chosen_D), device=chosen_D.device), chosen_D, batch
+    )
 
 
 def row_lengths(batch: Batch) -> list[int]:

@@ -78,13 +78,13 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
     Raises:
         ConfigError: if nothing is found under the name, or what is found is no causal language model that is whole.
     """
-    source = locate_model(pin_model(name))
+    source = locate_model(resolve_checkpoint(name))
     described = describe_model(model_folder(source), name, has_weights=source.kind is not ModelKind.CHECKPOINT)
     with _weights(source, described) as tensors:
         module, misfits = build(type(described.module), described.config, tensors, dtype, name)
     if source.kind is ModelKind.CHECKPOINT:
         assert source.origin is not None
-        take_over(module, source.origin, "optimizer", "start from that run's model/")
+        load_checkpoint_weights(module, source.origin, "optimizer", "start from that run's model/")
         _load_buffers(module, described.folder)
     elif misfits:
         raise ConfigError(_do_not_fit(name, misfits))
@@ -126,7 +126,7 @@ def check_model_files(name: str) -> None:
     Raises:
         ConfigError: for the first thing that is wrong.
     """
-    source = locate_model(pin_model(name))
+    source = locate_model(resolve_checkpoint(name))
     if source.kind is ModelKind.GGUF:
         read_gguf_config(source.path)
     folder = cached_folder(name) if source.kind is ModelKind.HUB else source.description
@@ -139,7 +139,7 @@ def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
     `load_model` tells.
     """
     try:
-        source = locate_model(pin_model(name))
+        source = locate_model(resolve_checkpoint(name))
         folder = cached_folder(source.name) if source.kind is ModelKind.HUB else model_folder(source)
         if folder is None:
             return None
@@ -148,7 +148,7 @@ def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
         return None
 
 
-def pin_model(name: str) -> str:
+def resolve_checkpoint(name: str) -> str:
     """`name` as it can be found from any working directory; for the folder of a stopped run its newest checkpoint.
 
     A run writes down where it began. Were that a folder that another run goes on filling, it could not be resumed.
@@ -228,7 +228,7 @@ def _do_not_fit(name: str, misfits: list[str]) -> str:
 
 
 @torch.no_grad()
-def take_over(module: nn.Module, origin: Origin, optimizer: str, advice: str) -> None:
+def load_checkpoint_weights(module: nn.Module, origin: Origin, optimizer: str, advice: str) -> None:
     """Give a module the weights that a checkpoint holds: the masters of an optimizer, rounded as that run rounded them.
 
     Args:
@@ -278,7 +278,7 @@ def _load_buffers(module: nn.Module, folder: Path) -> None:
             buffer.copy_(saved[name])
 
 
-def adopt_model(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
+def wrap_model(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     """A model that a script has already in memory; it is used as it is, on its device, in its precision.
 
     Args:

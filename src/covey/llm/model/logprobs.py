@@ -48,7 +48,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for part in logits.by_decision():
             if kernels is not None:
                 out = logprobs[part], entropy[part], log_total[part]
-                kernels.measure_logits(logits.products(part, EVERY), tokens[part], temperature, out)
+                kernels.logprob_entropy(logits.products(part, EVERY), tokens[part], temperature, out)
                 continue
             z = logits.divided(part, EVERY)
             top = z.amax(dim=1, keepdim=True)

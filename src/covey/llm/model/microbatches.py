@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from covey.llm.model.prefix_tree import alike
+from covey.llm.model.prefix_tree import common_prefix_length
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def in_order(groups: Sequence[int], prompt_lengths: Sequence[int], written: Sequ
     for number in numbers:
         known = 0
         if rows and rows[-1].group == groups[number]:
-            known = prompt_lengths[number] + alike(written[rows[-1].number], written[number])
+            known = prompt_lengths[number] + common_prefix_length(written[rows[-1].number], written[number])
         rows.append(Row(number, groups[number], prompt_lengths[number] + len(written[number]), known))
     return rows
 

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from covey.llm.model.prefix_tree import common_beginning, grown
+from covey.llm.model.prefix_tree import build_prefix_tree, shared_prompt_prefix
 
 IMPLEMENTATION = "covey"
 
@@ -107,15 +107,15 @@ class PackedLayout:
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.prompt_of_row = list(prompt_of_row)
         self.device = device
-        self.common = common_beginning(prompts)
-        rests = [torch.tensor(prompt[self.common :]) for prompt in prompts]
-        parts = [torch.tensor(prompts[0][: self.common], dtype=torch.int64), *rests]
+        self.common = shared_prompt_prefix(prompts)
+        prompt_suffixes = [torch.tensor(prompt[self.common :]) for prompt in prompts]
+        parts = [torch.tensor(prompts[0][: self.common], dtype=torch.int64), *prompt_suffixes]
         self.prompt_ends = torch.tensor([len(part) for part in parts]).cumsum(0)[1:] - 1  # the last token of each
-        self.segments = grown(completions, prompt_of_row)
-        written = [completions[segment.rows[0]][segment.begin : segment.end] for segment in self.segments]
+        self.nodes = build_prefix_tree(completions, prompt_of_row)
+        written = [completions[segment.rows[0]][segment.begin : segment.end] for segment in self.nodes]
         self.tokens = torch.cat([*parts, *written]).to(device)
         begins = [0, *[self.common for _ in prompts]]
-        begins += [self.prompt_lengths[segment.prompt] + segment.begin for segment in self.segments]
+        begins += [self.prompt_lengths[segment.prompt] + segment.begin for segment in self.nodes]
         spans = zip(begins, (*parts, *written), strict=True)
         self.positions = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in spans]).to(device)
         self.mask: Tensor | None = None  # of the fused path, made when first needed
@@ -126,69 +126,67 @@ class PackedLayout:
         lengths = [self.common, *(length - self.common for length in self.prompt_lengths)]
         firsts = [0, *accumulate(lengths)]
         of_prompts: list[list[int]] = [[] for _ in self.prompt_lengths]
-        for number, segment in enumerate(self.segments):
+        for number, segment in enumerate(self.nodes):
             of_prompts[segment.prompt].append(number)
         made = [(0, self.common, -1)] if self.common else []
         beginning = len(made) - 1
         places: dict[int, int] = {}  # of segments, among what is made
-        for prompt, segments in enumerate(of_prompts):
+        for prompt, nodes in enumerate(of_prompts):
             made.append((firsts[1 + prompt], lengths[1 + prompt], beginning))
             of_prompt = len(made) - 1
-            for number in segments:
+            for number in nodes:
                 places[number] = len(made)
-                parent = places.get(self.segments[number].parent, of_prompt)
-                made.append((self.segment_firsts[number], self.segments[number].length, parent))
+                parent = places.get(self.nodes[number].parent, of_prompt)
+                made.append((self.segment_firsts[number], self.nodes[number].length, parent))
         return torch.tensor(made, dtype=torch.int32)
 
     @cached_property
     def segment_firsts(self) -> list[int]:
         """The first token of every segment."""
-        return list(accumulate((segment.length for segment in self.segments), initial=int(self.prompt_ends[-1]) + 1))[
-            :-1
-        ]
+        return list(accumulate((segment.length for segment in self.nodes), initial=int(self.prompt_ends[-1]) + 1))[:-1]
 
     @cached_property
     def places(self) -> list[Tensor]:
         """Where the tokens of every completion are, [L] each."""
         found: list[list[Tensor]] = [[] for _ in self.prompt_of_row]
-        for first, segment in zip(self.segment_firsts, self.segments, strict=True):
+        for first, segment in zip(self.segment_firsts, self.nodes, strict=True):
             stretch = torch.arange(first, first + segment.length)
             for row in segment.rows:
                 found[row].append(stretch)
         return [torch.cat(stretches) if stretches else torch.arange(0) for stretches in found]
 
     @cached_property
-    def rests(self) -> _Rectangle:
+    def prompt_suffixes(self) -> RaggedPadding:
         """Of the prompts, behind their common beginning."""
         ends = list(accumulate(length - self.common for length in self.prompt_lengths))
-        return _Rectangle([torch.arange(*span) for span in pairwise([0, *ends])], self.device)
+        return RaggedPadding([torch.arange(*span) for span in pairwise([0, *ends])], self.device)
 
     @cached_property
-    def leaves(self) -> list[int]:
+    def leaf_rows(self) -> list[int]:
         """The completions that no other continues, which together have all tokens."""
-        continued = {segment.parent for segment in self.segments}
-        return sorted(segment.rows[0] for number, segment in enumerate(self.segments) if number not in continued)
+        continued = {segment.parent for segment in self.nodes}
+        return sorted(segment.rows[0] for number, segment in enumerate(self.nodes) if number not in continued)
 
     @cached_property
-    def completions(self) -> _Rectangle:
+    def completions(self) -> RaggedPadding:
         """The leaves, whole: what some of them begin with alike is in every one."""
         split = int(self.prompt_ends[-1]) + 1
-        return _Rectangle([self.places[row] - split for row in self.leaves], self.device)
+        return RaggedPadding([self.places[row] - split for row in self.leaf_rows], self.device)
 
     @cached_property
     def prompt_of_leaf(self) -> Tensor:
-        prompts = [self.prompt_of_row[row] for row in self.leaves]
+        prompts = [self.prompt_of_row[row] for row in self.leaf_rows]
         return torch.tensor(prompts, dtype=torch.int64, device=self.device)
 
     @cached_property
-    def slots(self) -> PromptSlots:
-        return PromptSlots(torch.tensor(self.prompt_lengths, device=self.device), self.prompt_of_leaf)
+    def slots(self) -> SharedPrefixAttention:
+        return SharedPrefixAttention(torch.tensor(self.prompt_lengths, device=self.device), self.prompt_of_leaf)
 
     def keep_prompt(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
         """For every layer's keys, which are rotated, and values of the prompts; the sampler's prefill stores them."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        split = self.common + self.rests.tokens
+        split = self.common + self.prompt_suffixes.tokens
         key_KSPD, value_KSPD = self.whole_prompts(key[:, :split]), self.whole_prompts(value[:, :split])
         self.keep_prompt(layer, key_KSPD, value_KSPD)
         out = self._attend_to_prompts(query[:, :split], key_KSPD, value_KSPD, scaling)
@@ -204,26 +202,30 @@ class PackedLayout:
 
     def whole_prompts(self, flat: Tensor) -> Tensor:
         """[K, common beginning and rests, D] -> [K, S, P, D], 0 at padding."""
-        rests = self.rests.pad(flat[:, self.common :])
+        prompt_suffixes = self.prompt_suffixes.pad(flat[:, self.common :])
         if not self.common:
-            return rests
-        return torch.cat([flat[:, None, : self.common].expand(-1, rests.shape[1], -1, -1), rests], dim=2)
+            return prompt_suffixes
+        return torch.cat(
+            [flat[:, None, : self.common].expand(-1, prompt_suffixes.shape[1], -1, -1), prompt_suffixes], dim=2
+        )
 
     def _attend_to_prompts(self, query: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, scaling: float) -> list[Tensor]:
         """The tokens of the prompts: of the common beginning, [common, H, D], and of the rests."""
         heads, common = query.shape[0], self.common
         key, value = _repeat(key_KSPD, heads), _repeat(value_KSPD, heads)
         if not common:
-            out = F.scaled_dot_product_attention(self.rests.pad(query), key, value, is_causal=True, scale=scaling)
-            return [self.rests.unpad(out)]
+            out = F.scaled_dot_product_attention(
+                self.prompt_suffixes.pad(query), key, value, is_causal=True, scale=scaling
+            )
+            return [self.prompt_suffixes.unpad(out)]
         beginning = F.scaled_dot_product_attention(
             query[:, None, :common], key[:, :1, :common], value[:, :1, :common], is_causal=True, scale=scaling
         )
-        seen = torch.ones(self.rests.width, key.shape[2], dtype=torch.bool, device=key.device).tril(common)
-        rests = F.scaled_dot_product_attention(
-            self.rests.pad(query[:, common:]), key, value, attn_mask=seen, scale=scaling
+        seen = torch.ones(self.prompt_suffixes.width, key.shape[2], dtype=torch.bool, device=key.device).tril(common)
+        prompt_suffixes = F.scaled_dot_product_attention(
+            self.prompt_suffixes.pad(query[:, common:]), key, value, attn_mask=seen, scale=scaling
         )
-        return [beginning[:, 0].transpose(0, 1), self.rests.unpad(rests)]
+        return [beginning[:, 0].transpose(0, 1), self.prompt_suffixes.unpad(prompt_suffixes)]
 
     def _attend_by_products(
         self, query_HRLD: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -254,7 +256,7 @@ class PackedLayout:
         )
 
 
-class PromptSlots:
+class SharedPrefixAttention:
     """Rows and the prompts that they share, for products in which the rows of a prompt stand side by side.
 
     Every row has a slot in a [S, most rows of one prompt] rectangle. Rows are ordered by prompt.
@@ -312,7 +314,7 @@ class PromptSlots:
         return (rows if self.even else _Gather.apply(rows, self.places)).flatten(0, 1)
 
 
-class _Rectangle:
+class RaggedPadding:
     """Between tokens laid end to end and rows of them, padded to one width. Rows may have tokens in common."""
 
     def __init__(self, places: list[Tensor], device: torch.device | None) -> None:
@@ -322,7 +324,7 @@ class _Rectangle:
         cells = inside.flatten().nonzero()[:, 0]
         held = torch.cat(places) if places else torch.arange(0)
         in_order = torch.equal(held, torch.arange(len(held)))
-        self.copies = None if in_order else _Copies(held, device)
+        self.copies = None if in_order else _Repeats(held, device)
         self.even = in_order and len(held) == self.rows * self.width
         self.tokens = len(held) if self.copies is None else self.copies.tokens
         self.filled = cells.to(device)
@@ -342,7 +344,7 @@ class _Rectangle:
         return (flat if self.even else _Gather.apply(flat, self.first)).transpose(0, 1)
 
 
-class _Copies:
+class _Repeats:
     """Of which column each copy is, and, the other way round, every column's first copy, its second, and so on."""
 
     def __init__(self, of: Tensor, device: torch.device | None) -> None:
@@ -361,7 +363,7 @@ class _Copy(torch.autograd.Function):
     on a GPU an accumulation by index has not, and in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, columns: Tensor, copies: _Copies) -> Tensor:
+    def forward(ctx: Any, columns: Tensor, copies: _Repeats) -> Tensor:
         ctx.copies = copies
         return columns.index_select(1, copies.of)
 

@@ -13,7 +13,7 @@ LEAST_COMMON = 8
 
 
 @dataclass(frozen=True)
-class Segment:
+class PrefixNode:
     """Tokens `begin` to `end` of some completions of a prompt, which have them, and all before, in common."""
 
     rows: list[int]
@@ -27,10 +27,10 @@ class Segment:
         return self.end - self.begin
 
 
-def grown(completions: Sequence[Tensor], prompt_of_row: Sequence[int]) -> list[Segment]:
+def build_prefix_tree(completions: Sequence[Tensor], prompt_of_row: Sequence[int]) -> list[PrefixNode]:
     """What completions of a prompt begin with alike, once, each followed by what continues it."""
     tokens = [completion.tolist() for completion in completions]
-    found: list[Segment] = []
+    found: list[PrefixNode] = []
     to_go: list[tuple[list[int], int, int]] = []  # rows that have their next token in common too, its place, the parent
 
     def part(rows: list[int], begin: int, parent: int) -> None:
@@ -43,20 +43,20 @@ def grown(completions: Sequence[Tensor], prompt_of_row: Sequence[int]) -> list[S
     part(list(range(len(tokens))), 0, -1)
     while to_go:
         rows, begin, parent = to_go.pop()
-        end = begin + alike(*(tokens[row][begin:] for row in rows))
-        found.append(Segment(rows, begin, end, prompt_of_row[rows[0]], parent))
+        end = begin + common_prefix_length(*(tokens[row][begin:] for row in rows))
+        found.append(PrefixNode(rows, begin, end, prompt_of_row[rows[0]], parent))
         if len(rows) > 1:
             part(rows, end, len(found) - 1)
     return found
 
 
-def common_beginning(prompts: Sequence[Sequence[int]]) -> int:
+def shared_prompt_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts begin with alike, the last token of each not counted; 0 where it is not worth it."""
-    common = alike(*(prompt[:-1] for prompt in prompts))
+    common = common_prefix_length(*(prompt[:-1] for prompt in prompts))
     return common if common >= LEAST_COMMON and len(prompts) > 1 else 0
 
 
-def alike(*sequences: Sequence[int]) -> int:
+def common_prefix_length(*sequences: Sequence[int]) -> int:
     """With how many tokens all of them begin."""
     columns = zip(*sequences, strict=False)
     return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))

@@ -26,14 +26,14 @@ _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _log = logging.getLogger("covey")
 
 
-class AttentionPlace(ctypes.Structure):
+class AttentionArgs(ctypes.Structure):
     """`Attention` in decode_attention.h: where everything lies, as addresses."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "cosine", "sine", "query_norm", "key_norm")),
         *((name, ctypes.c_void_p) for name in ("prompt_keys", "prompt_values", "prompt_lengths")),
         *((name, ctypes.c_void_p) for name in ("own_keys", "own_values", "slots", "decoded", "out")),
-        *((name, ctypes.c_int32) for name in ("qkv_pitch", "out_pitch")),
+        *((name, ctypes.c_int32) for name in ("qkv_row_stride", "out_row_stride")),
         *((name, ctypes.c_int32) for name in ("rows", "heads", "kv_heads", "width", "capacity", "layer", "threads")),
         *((name, ctypes.c_float) for name in ("scaling", "epsilon")),
     )
@@ -43,7 +43,7 @@ class SharedAttention(ctypes.Structure):
     """`SharedAttention` in prefix_attention.h: the tokens of sequences that share prefixes, and where they lie."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "cosine", "sine", "out", "totals")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "cosine", "sine", "out", "logsumexp")),
         *((name, ctypes.c_void_p) for name in ("dout", "dquery", "dkey", "dvalue", "sequences")),
         *((name, ctypes.c_int32) for name in ("count", "heads", "kv_heads", "width", "threads")),
         ("scaling", ctypes.c_float),
@@ -87,7 +87,7 @@ class Step(ctypes.Structure):
         ("layers", ctypes.POINTER(Layer)),
         ("norm", ctypes.c_void_p),
         ("head", Linear),
-        ("attention", AttentionPlace),
+        ("attention", AttentionArgs),
         ("own_per_layer", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("hidden", "normed", "qkv", "attended", "gated", "logits")),
         ("layer_count", ctypes.c_int32),
@@ -110,16 +110,16 @@ class Kernels:
         self._add_and_normalise = entry("add_and_normalise", *[address] * 6, *shape)
         self._add_and_normalise_backward = entry("add_and_normalise_backward", *[address] * 8, number, number, number)
         self._normalise = entry("normalise", *[address] * 4, *shape)
-        self._gate = entry("gate", address, address, number, address, number, number, number)
-        self._gate_backward = entry("gate_backward", *[address] * 5, ctypes.c_int64, number)
+        self._swiglu = entry("swiglu", address, address, number, address, number, number, number)
+        self._swiglu_backward = entry("swiglu_backward", *[address] * 5, ctypes.c_int64, number)
         self._normalise_backward = entry("normalise_backward", *[address] * 6, number, number, number)
-        self._share_attention = entry("share_attention", ctypes.POINTER(SharedAttention))
-        self._keep_prompt = entry("keep_prompt", *[address] * 4, number, number, number)
-        self._attend = entry("attend", ctypes.POINTER(AttentionPlace))
-        self._choose = entry(
-            "choose", address, address, real, address, address, number, number, number, returns=ctypes.c_int
+        self._prefix_attention = entry("prefix_attention", ctypes.POINTER(SharedAttention))
+        self._store_prompt_kv = entry("store_prompt_kv", *[address] * 4, number, number, number)
+        self._attend = entry("attend", ctypes.POINTER(AttentionArgs))
+        self._sample_tokens = entry(
+            "sample_tokens", address, address, real, address, address, number, number, number, returns=ctypes.c_int
         )
-        self._measure = entry("measure_logits", address, address, real, *[address] * 3, number, number, number)
+        self._logprob_entropy = entry("logprob_entropy", address, address, real, *[address] * 3, number, number, number)
         library.has_pairs.restype = library.has_tiles.restype = ctypes.c_bool
         # Whether the processor multiplies pairs of bf16 (AVX512-BF16), and whether whole tiles of them (AMX).
         self.has_pairs, self.has_tiles = (
@@ -128,7 +128,7 @@ class Kernels:
         if self.has_tiles:
             self._weight_gradients = entry("weight_gradients", ctypes.POINTER(WeightGradients))
         if self.has_pairs:
-            self._tile_weight = entry("tile_weight", address, number, number, address, number)
+            self._prepack_weight = entry("prepack_weight", address, number, number, address, number)
             self._multiply = entry("multiply", address, ctypes.POINTER(Linear), address, number, number)
             self._decode = entry("decode", ctypes.POINTER(Step))
         self._slope = entry("logit_gradients", *[address] * 6, real, ctypes.c_int64, number, number, number)
@@ -179,17 +179,17 @@ class Kernels:
         self._normalise_backward(*given, len(scales), len(weight_W), threads)
         return dx, parts.sum(dim=0)
 
-    def gate(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
+    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up. `gate` and `up` may be the two halves of one tensor."""
         rows, width = out.shape
         where = gate.data_ptr(), up.data_ptr(), gate.stride(0), out.data_ptr()
-        self._gate(*where, rows, width, torch.get_num_threads())
+        self._swiglu(*where, rows, width, torch.get_num_threads())
 
-    def gate_backward(self, gate: Tensor, up: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    def swiglu_backward(self, gate: Tensor, up: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of `gate` for both."""
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         given = (tensor.data_ptr() for tensor in (gate, up, d, dgate, dup))
-        self._gate_backward(*given, d.numel(), torch.get_num_threads())
+        self._swiglu_backward(*given, d.numel(), torch.get_num_threads())
         return dgate, dup
 
     def weight_gradients(self, x_TN: Tensor, d_TM: Sequence[Tensor], out_MN: Sequence[Tensor]) -> None:
@@ -208,12 +208,12 @@ class Kernels:
         )  # fmt: skip
         self._weight_gradients(ctypes.byref(shape))
 
-    def share_attention(self, sequences_S3: Tensor, width: int, scaling: float, **places: Tensor) -> None:
+    def prefix_attention(self, sequences_S3: Tensor, width: int, scaling: float, **places: Tensor) -> None:
         """Causal attention of heads `width` wide, of which sequences share keys and values; or its gradients.
 
         Args:
             sequences_S3: `PackedLayout.sequences`.
-            places: what `SharedAttention` has addresses of: query, key, value, cosine, sine, out and totals; for the
+            places: what `SharedAttention` has addresses of: query, key, value, cosine, sine, out and logsumexp; for the
                 gradients, from those of `out` in dout: dquery, dkey and dvalue too.
         """
         heads, kv_heads = (places[name].shape[1] // width for name in ("query", "key"))
@@ -222,22 +222,22 @@ class Kernels:
             count=len(sequences_S3), heads=heads, kv_heads=kv_heads, width=width,
             threads=torch.get_num_threads(), scaling=scaling,
         )  # fmt: skip
-        self._share_attention(ctypes.byref(shape))
+        self._prefix_attention(ctypes.byref(shape))
 
-    def keep_prompt(self, keys_KPD: Tensor, values_KPD: Tensor, kept_keys: Tensor, kept_values: Tensor) -> None:
+    def store_prompt_kv(self, keys_KPD: Tensor, values_KPD: Tensor, kept_keys: Tensor, kept_values: Tensor) -> None:
         """Keys and values of a prompt in one layer, as `attend` reads them: a head takes padded(P) x padded(D)."""
         where = (tensor.data_ptr() for tensor in (keys_KPD, values_KPD, kept_keys, kept_values))
-        self._keep_prompt(*where, *keys_KPD.shape)
+        self._store_prompt_kv(*where, *keys_KPD.shape)
 
-    def attend(self, place: AttentionPlace) -> None:
+    def attend(self, args: AttentionArgs) -> None:
         """Rotate queries and keys, store keys and values of the new tokens, and attend."""
-        self._attend(ctypes.byref(place))
+        self._attend(ctypes.byref(args))
 
-    def tile_weight(self, weight_MN: Tensor) -> Tensor:
+    def prepack_weight(self, weight_MN: Tensor) -> Tensor:
         """A linear layer's weight as `multiply` and `decode` read it. Like these only where it `has_pairs`."""
         outputs, inputs = weight_MN.shape
         tiles = weight_MN.new_empty(padded(outputs) * padded(inputs))
-        self._tile_weight(weight_MN.data_ptr(), outputs, inputs, tiles.data_ptr(), torch.get_num_threads())
+        self._prepack_weight(weight_MN.data_ptr(), outputs, inputs, tiles.data_ptr(), torch.get_num_threads())
         return tiles
 
     def multiply(self, x_RN: Tensor, linear: Linear) -> Tensor:
@@ -250,7 +250,7 @@ class Kernels:
         """All layers, the last norm and the head."""
         self._decode(ctypes.byref(step))
 
-    def choose(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def sample_tokens(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """What `choosing.choose` does, for a temperature above 0.
 
         Raises:
@@ -259,17 +259,17 @@ class Kernels:
         tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
         logprobs_R = torch.empty(len(logits_RV), dtype=torch.float32)
         where = tokens_R.data_ptr(), logprobs_R.data_ptr()
-        failed = self._choose(
+        failed = self._sample_tokens(
             logits_RV.data_ptr(), uniforms_R.data_ptr(), temperature, *where, *logits_RV.shape, torch.get_num_threads()
         )
         if failed:
             raise FloatingPointError(f"{failed} rows of logits define no distribution")
         return tokens_R, logprobs_R
 
-    def measure_logits(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, out: Sequence[Tensor]) -> None:
+    def logprob_entropy(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, out: Sequence[Tensor]) -> None:
         """Log-probability of each token, entropy and log sum exp of softmax(logits / temperature), into `out`."""
         given = logits_NV.data_ptr(), tokens_N.data_ptr(), temperature, *(tensor.data_ptr() for tensor in out)
-        self._measure(*given, *logits_NV.shape, torch.get_num_threads())
+        self._logprob_entropy(*given, *logits_NV.shape, torch.get_num_threads())
 
     def logit_gradients(
         self,

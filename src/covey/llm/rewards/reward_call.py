@@ -24,15 +24,15 @@ _OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("reward_call.py",
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-class CallFailed(Exception):
+class RewardCallError(Exception):
     """The call gave no rewards: the function raised, or its process ended."""
 
 
-class TookTooLong(CallFailed):
+class RewardTimeout(RewardCallError):
     """The call was still running at its deadline."""
 
 
-class WrongResults(Exception):
+class InvalidRewardOutput(Exception):
     """The call returned something other than one number or None per completion, or logged something unusable."""
 
 
@@ -53,7 +53,7 @@ class Log:
         self.count = count
         self.metrics: dict[str, list[float]] = {}
         self.extras: dict[str, list[Any]] = {}
-        self.error: WrongResults | None = None
+        self.error: InvalidRewardOutput | None = None
 
     def log_metric(self, name: str, value: Any) -> None:
         """Record a number; a run reports the mean over the calls of a step, of those that are finite."""
@@ -90,8 +90,8 @@ class Log:
             raise self._wrong(f"called {function} with the name {shown(name)}: a short text is needed")
         return f"{function}({name!r}, ...)"
 
-    def _wrong(self, message: str) -> WrongResults:
-        self.error = self.error or WrongResults(message)
+    def _wrong(self, message: str) -> InvalidRewardOutput:
+        self.error = self.error or InvalidRewardOutput(message)
         return self.error
 
 
@@ -169,9 +169,9 @@ def checked_values(results: Any, count: int, step_counts: Sequence[int] | None =
     values = list_of(results, count)
     if values is None:
         what = "numbers" if step_counts is None else "lists"
-        raise WrongResults(f"returned {shown(results)} instead of a list of {count} {what}")
+        raise InvalidRewardOutput(f"returned {shown(results)} instead of a list of {count} {what}")
     if len(values) != count:
-        raise WrongResults(f"returned {_length_of(results, values, count)} results for {count} completions")
+        raise InvalidRewardOutput(f"returned {_length_of(results, values, count)} results for {count} completions")
     if step_counts is None:
         return [_number(value) for value in values]
     return [_step_numbers(value, steps) for value, steps in zip(values, step_counts, strict=True)]
@@ -181,10 +181,12 @@ def checked_positions(results: Any, length: int) -> list[int]:
     """Results of a boundary function as plain whole numbers. Raises WrongResults for anything else."""
     positions = list_of(results, length + 1)
     if positions is None or len(positions) > length + 1:
-        raise WrongResults(f"returned {shown(results)} instead of a list of positions in the text")
+        raise InvalidRewardOutput(f"returned {shown(results)} instead of a list of positions in the text")
     for position in positions:
         if not hasattr(position, "__index__"):  # NumPy's whole numbers have it too
-            raise WrongResults(f"returned {shown(position)} where a position in the text, a whole number, is needed")
+            raise InvalidRewardOutput(
+                f"returned {shown(position)} where a position in the text, a whole number, is needed"
+            )
     return [int(position) for position in positions]
 
 
@@ -212,18 +214,20 @@ def _step_numbers(value: Any, count: int) -> list[float] | None:
         return None
     items = list_of(value, count)
     if items is None:
-        raise WrongResults(
+        raise InvalidRewardOutput(
             f"returned {shown(value)} for a completion of {count} steps: with per_step = true a list is needed, one "
             "number for each of its `steps`"
         )
     numbers = [_number(item) for item in items]
     if len(numbers) != count:
-        raise WrongResults(
+        raise InvalidRewardOutput(
             f"returned {_length_of(value, items, count)} numbers for a completion of {count} steps: give one for each "
             "item of `steps`"
         )
     if None in numbers:
-        raise WrongResults("returned None for a step: give every step a number, or None in place of the whole list")
+        raise InvalidRewardOutput(
+            "returned None for a step: give every step a number, or None in place of the whole list"
+        )
     return numbers  # type: ignore[return-value]
 
 
@@ -234,7 +238,7 @@ def _number(value: Any) -> float | None:
     if number is None:
         steps = isinstance(value, (list, tuple))
         fix = "; for one number for each reasoning step set per_step = true" if steps else ""
-        raise WrongResults(f"returned {shown(value)} where a number or None is needed{fix}")
+        raise InvalidRewardOutput(f"returned {shown(value)} where a number or None is needed{fix}")
     return number
 
 

@@ -19,11 +19,11 @@ from typing import Any, Protocol, TypeVar
 from covey.llm.rewards import worker
 from covey.llm.rewards.process_state import ProcessState
 from covey.llm.rewards.reward_call import (
-    CallFailed,
+    InvalidRewardOutput,
     Log,
     Results,
-    TookTooLong,
-    WrongResults,
+    RewardCallError,
+    RewardTimeout,
     call_function,
     checked_positions,
     checked_values,
@@ -38,11 +38,11 @@ MOST_OUTPUT_CHARACTERS = 1 << 18  # that a function may print in one call; the r
 T = TypeVar("T")
 
 
-class Hanging(Exception):
+class RewardHung(Exception):
     """A function hangs in this process, where nothing can stop it."""
 
 
-class Caller(Protocol):
+class RewardRunner(Protocol):
     """Calls a reward function under a deadline."""
 
     def call(
@@ -79,10 +79,10 @@ class InProcess:
         def work() -> None:
             try:
                 results.append(call_function(self.function, own, global_step, step_counts))
-            except WrongResults as error:
+            except InvalidRewardOutput as error:
                 errors.append(error)
             except BaseException as error:
-                errors.append(CallFailed(one_line(error)))  # here, because its text may take forever too
+                errors.append(RewardCallError(one_line(error)))  # here, because its text may take forever too
             finally:
                 if os.getpid() != process:  # a child that the function forked must not go on as a second run
                     os._exit(0)
@@ -94,7 +94,7 @@ class InProcess:
         if results:
             return results[0]
         if not errors:
-            raise Hanging(
+            raise RewardHung(
                 f"took longer than {seconds:g} s inside this process, where it cannot be stopped; raise its "
                 f"timeout_seconds, or name it as file.py:function to run it in a process of its own"
             )
@@ -156,9 +156,9 @@ class RewardProcess:
         answered_before = self._worker is not None
         try:
             return self._ask_once(request, seconds, read)
-        except TookTooLong:
+        except RewardTimeout:
             raise
-        except CallFailed:
+        except RewardCallError:
             if not answered_before:
                 raise
         self.close()
@@ -170,18 +170,20 @@ class RewardProcess:
             path = [os.getcwd(), *sys.path]
             try:
                 loaded = self._exchange({"load": self.function, "path": path}, self.load_seconds)
-            except TookTooLong as error:
-                raise CallFailed(f"cannot be loaded: importing its file {error}; raise its timeout_seconds") from None
+            except RewardTimeout as error:
+                raise RewardCallError(
+                    f"cannot be loaded: importing its file {error}; raise its timeout_seconds"
+                ) from None
             if "failed" in loaded:
                 self.close()
-                raise CallFailed(f"cannot be loaded: {loaded['failed']}")
+                raise RewardCallError(f"cannot be loaded: {loaded['failed']}")
         reply = self._exchange(request, seconds)
         if reply["last"]:
             self.close()
         if "wrong" in reply:
-            raise WrongResults(reply["wrong"])
+            raise InvalidRewardOutput(reply["wrong"])
         if "failed" in reply:
-            raise CallFailed(reply["failed"])
+            raise RewardCallError(reply["failed"])
         return read(reply)
 
     def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -191,15 +193,15 @@ class RewardProcess:
         try:
             line = json.dumps(request | {"id": number}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise CallFailed(f"its arguments cannot be sent to its process as JSON: {one_line(error)}") from None
+            raise RewardCallError(f"its arguments cannot be sent to its process as JSON: {one_line(error)}") from None
         try:
             return _reply_to(number, worker.exchange(line, seconds))
         except (EOFError, BrokenPipeError):
             self.close()
-            raise CallFailed(worker.last_words()) from None
+            raise RewardCallError(worker.last_words()) from None
         except TimeoutError:
             self.close()
-            raise TookTooLong(f"took longer than {seconds:g} s") from None
+            raise RewardTimeout(f"took longer than {seconds:g} s") from None
         except BaseException:
             self.close()
             raise
@@ -211,7 +213,7 @@ def _reply_to(number: str, line: bytes) -> dict[str, Any]:
         reply = json.loads(line)
         if isinstance(reply, dict) and reply.get("id") == number:
             return reply
-    raise CallFailed(
+    raise RewardCallError(
         "something other than a reply came from its process: a function must not write to files that it did not open"
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from covey.data import Rollout
 from covey.llm.model.chat import Chat
-from covey.llm.rewards.reward_call import WrongResults
+from covey.llm.rewards.reward_call import InvalidRewardOutput
 from covey.llm.rewards.runner import RewardProcess
 
 Boundary = Callable[[str], Sequence[int]]  # text -> positions (in characters) after its steps
@@ -90,7 +90,7 @@ class StepSplitter:
         else:
             found = self._process.call_on_text(text, BOUNDARY_SECONDS)
             if any(not 0 <= position <= len(text) for position in found) or sorted(found) != list(found):
-                raise WrongResults(
+                raise InvalidRewardOutput(
                     f"returned {found!r:.60} for a text of {len(text)} characters: give ascending positions in it"
                 )
         return sorted({position for position in found if text[:position].strip() and text[position:].strip()})

@@ -117,7 +117,7 @@ class _Server:
         code = 0
         try:
             reply = self._call(request)
-        except reward_call.WrongResults as error:
+        except reward_call.InvalidRewardOutput as error:
             reply = {"wrong": str(error)}
         except SystemExit as error:  # a failed call like any other, but the way of a forked child to end
             code = error.code if isinstance(error.code, int) else int(error.code is not None)

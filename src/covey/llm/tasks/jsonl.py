@@ -22,11 +22,11 @@ class Jsonl:
     Other columns reach the rewards under their own names. Rows in the format of verl (`reward_model.ground_truth`
     becomes the column `answer`) and of reasoning-gym (`question` becomes a user message) are taken too.
 
-    Held out are the lines of `held_out_path`, or else `held_out_share` of the different prompts of `path`, chosen by
+    Held out are the lines of `held_out_path`, or else `held_out_fraction` of the different prompts of `path`, chosen by
     a hash of the prompt, at least one. Training draws without replacement: each pass over the file has its own
     order, a function of (seed, pass), so a resumed run needs no state.
 
-    >>> Jsonl(path="problems.jsonl", held_out_share=0.2)
+    >>> Jsonl(path="problems.jsonl", held_out_fraction=0.2)
 
     Raises:
         ConfigError: naming file and line, if a line is unusable; if the file is missing or empty.
@@ -65,7 +65,7 @@ class Jsonl:
         config = self.config
         training, held_out = (len({row.content for row in rows}) for rows in (self._training, self._held_out))
         lines = f" (on {len(self._training):,} lines)" if training < len(self._training) else ""
-        where = config.held_out_path or f"task.held_out_share = {config.held_out_share:g}"
+        where = config.held_out_path or f"task.held_out_fraction = {config.held_out_fraction:g}"
         dropped = f"; {plural(self._overlap, 'line')} dropped that {where} holds too" if self._overlap else ""
         prompts = plural(training, "different prompt")
         long = f"; {plural(self._too_long, 'line')} dropped as too long for the model" if self._too_long else ""
@@ -112,14 +112,14 @@ class Rows(Jsonl):
 
     Args:
         rows: each with a `prompt` (string or chat messages) and any other columns.
-        held_out_share: share of the different prompts that is kept from training, at least one.
+        held_out_fraction: share of the different prompts that is kept from training, at least one.
 
     Raises:
         ConfigError: naming the first row that is unusable; where there is one prompt only.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]], held_out_share: float = 0.1):
-        self.config = checked(JsonlConfig, {"path": "task", "held_out_share": held_out_share})
+    def __init__(self, rows: Iterable[Mapping[str, Any]], held_out_fraction: float = 0.1):
+        self.config = checked(JsonlConfig, {"path": "task", "held_out_fraction": held_out_fraction})
         taken = []
         for number, record in enumerate(rows):
             place = f"task[{number}]"

@@ -70,7 +70,7 @@ inline bool may_use_tiles() {
 }
 
 // What was written is in memory, where tile instructions find it: GCC 12 does not know that they read it.
-inline void settle(const void* written) { asm volatile("" ::"r"(written) : "memory"); }
+inline void compiler_barrier(const void* written) { asm volatile("" ::"r"(written) : "memory"); }
 
 // While one lives, its thread may use the tiles.
 struct Tiles {
@@ -82,7 +82,7 @@ struct Tiles {
             uint8_t rows[16] = {};
         } shape;
         for (int tile = 0; tile < 8; tile++) shape.bytes[tile] = 64, shape.rows[tile] = TILE;
-        settle(&shape);
+        compiler_barrier(&shape);
         _tile_loadconfig(&shape);
     }
     ~Tiles() {

@@ -31,8 +31,8 @@ inline void rotate(float* x, const Value* cosine, const Value* sine, int width) 
     }
     for (; i < half; i++) {
         float a = x[i], b = x[i + half];
-        x[i] = a * widen(cosine[i]) - b * widen(sine[i]);
-        x[i + half] = b * widen(cosine[i + half]) + a * widen(sine[i + half]);
+        x[i] = a * to_float(cosine[i]) - b * to_float(sine[i]);
+        x[i + half] = b * to_float(cosine[i + half]) + a * to_float(sine[i + half]);
     }
 }
 
@@ -46,7 +46,7 @@ struct Attention {
     void *own_keys, *own_values;           // of this layer: [slots, K], each with room for `capacity` tokens
     const int32_t *slots, *decoded;        // [R]: where a row's own tokens lie, and how many there are
     void *out;                             // [R, H D]
-    int32_t qkv_pitch, out_pitch;          // from one row to the next
+    int32_t qkv_row_stride, out_row_stride;          // from one row to the next
     int32_t rows, heads, kv_heads, width, capacity, layer, threads;
     float scaling, epsilon;
 };
@@ -81,9 +81,9 @@ inline std::vector<Rows> rows_of_tasks(const Attention& shape) {
 
 // One thread's work on one task after another.
 template <typename Value>
-class Attending {
+class DecodeAttention {
   public:
-    explicit Attending(const Attention& shape)
+    explicit DecodeAttention(const Attention& shape)
         : shape(shape), width(shape.width), stride(padded(width)), queries(shape.heads / shape.kv_heads),
           query(width), prepared(width), key(width) {}
 
@@ -95,7 +95,7 @@ class Attending {
             prompt_of(next_rows.first, next_head).fetch_by(ahead);
             own_of(next_rows.first, next_head).fetch_by(ahead);
         }
-        Kept<Value> prompt = prompt_of(rows.first, head);
+        KVBlock<Value> prompt = prompt_of(rows.first, head);
         cut(rows, rows_together(shape), [&](Rows some) { attend_some(some, some.first - rows.first, head, prompt); });
     }
 
@@ -109,10 +109,10 @@ class Attending {
     std::vector<Floats> score_memory, own_memory, blended_memory;
 
     // `begun` rows of the task have been worked on.
-    void attend_some(Rows rows, int begun, int head, const Kept<Value>& shared) {
+    void attend_some(Rows rows, int begun, int head, const KVBlock<Value>& shared) {
         int prompt = shape.prompt_lengths[rows.first], gap = padded(prompt), count = rows.count * queries;
-        float* scores = room<float>(score_memory, size_t(count) * gap);
-        float* blended = room<float>(blended_memory, size_t(count) * stride);
+        float* scores = scratch<float>(score_memory, size_t(count) * gap);
+        float* blended = scratch<float>(blended_memory, size_t(count) * stride);
         total.resize(count);
         query.resize(count);
         for (int q = 0; q < count; q++)
@@ -123,65 +123,65 @@ class Attending {
         for (int r = 0; r < rows.count; r++) {
             int row = rows.first + r, q = r * queries;
             ahead.allow(2 * (begun + r + 4));
-            Kept<Value> own = own_of(row, head);
+            KVBlock<Value> own = own_of(row, head);
             append(row, head, own);
-            int tokens = shape.decoded[row] + 1, pitch = padded(tokens);
-            float* own_scores = room<float>(own_memory, size_t(queries) * pitch);
-            own.score(query, q, queries, own_scores, pitch, ahead);
+            int tokens = shape.decoded[row] + 1, row_stride = padded(tokens);
+            float* own_scores = scratch<float>(own_memory, size_t(queries) * row_stride);
+            own.score(query, q, queries, own_scores, row_stride, ahead);
             for (int m = 0; m < queries; m++) {
-                total[q + m] = soften({scores + size_t(q + m) * gap, prompt, gap},
-                    {own_scores + size_t(m) * pitch, tokens, pitch}, shape.scaling);
-                ahead.few();
+                total[q + m] = softmax_inplace({scores + size_t(q + m) * gap, prompt, gap},
+                    {own_scores + size_t(m) * row_stride, tokens, row_stride}, shape.scaling);
+                ahead.some();
             }
-            own.blend(own_scores, pitch, queries, blended + size_t(q) * stride, false, ahead);
+            own.blend(own_scores, row_stride, queries, blended + size_t(q) * stride, false, ahead);
         }
         shared.blend(scores, gap, count, blended, true, ahead);
         for (int q = 0; q < count; q++) {
             const float* from = blended + size_t(q) * stride;
             size_t row = rows.first + q / queries;
-            Value* to = static_cast<Value*>(shape.out) + row * shape.out_pitch;
+            Value* to = static_cast<Value*>(shape.out) + row * shape.out_row_stride;
             to += (head * queries + q % queries) * width;
             int d = 0;
             for (; d + LANES <= width; d += LANES) store(load(from + d) / total[q], to + d);
-            for (; d < width; d++) narrow(from[d] / total[q], &to[d]);
+            for (; d < width; d++) from_float(from[d] / total[q], &to[d]);
         }
     }
 
-    Kept<Value> prompt_of(int row, int head) const {
+    KVBlock<Value> prompt_of(int row, int head) const {
         int tokens = shape.prompt_lengths[row];
-        size_t place = (size_t(shape.layer) * shape.kv_heads + head) * Kept<Value>::size(tokens, width);
+        size_t place = (size_t(shape.layer) * shape.kv_heads + head) * KVBlock<Value>::size(tokens, width);
         return {reinterpret_cast<Value*>(shape.prompt_keys[row]) + place,
             reinterpret_cast<Value*>(shape.prompt_values[row]) + place, tokens, width};
     }
 
     // What a row has decoded.
-    Kept<Value> own_of(int row, int head) const {
-        size_t place = (size_t(shape.slots[row]) * shape.kv_heads + head) * Kept<Value>::size(shape.capacity, width);
+    KVBlock<Value> own_of(int row, int head) const {
+        size_t place = (size_t(shape.slots[row]) * shape.kv_heads + head) * KVBlock<Value>::size(shape.capacity, width);
         auto keys = static_cast<Value*>(shape.own_keys), values = static_cast<Value*>(shape.own_values);
         return {keys + place, values + place, shape.decoded[row], width};
     }
 
     const Value* projected(int row, int place) const {
-        return static_cast<const Value*>(shape.qkv) + size_t(row) * shape.qkv_pitch + size_t(place) * width;
+        return static_cast<const Value*>(shape.qkv) + size_t(row) * shape.qkv_row_stride + size_t(place) * width;
     }
 
     // A query or key, normalised where the model does that, and rotated; a number of `Value`'s.
     void prepare(int row, int place, const void* norm_weight, float* to) const {
         const Value* from = projected(row, place);
         auto norm = static_cast<const Value*>(norm_weight);
-        for (int d = 0; d < width; d++) to[d] = widen(from[d]);
+        for (int d = 0; d < width; d++) to[d] = to_float(from[d]);
         if (norm) {
             float scale = inverse_root_mean_square(to, width, shape.epsilon);
-            for (int d = 0; d < width; d++) to[d] *= scale * widen(norm[d]);
+            for (int d = 0; d < width; d++) to[d] *= scale * to_float(norm[d]);
         }
         auto cosine = static_cast<const Value*>(shape.cosine), sine = static_cast<const Value*>(shape.sine);
         rotate(to, cosine + size_t(row) * width, sine + size_t(row) * width, width);
     }
 
     // Key and value of the new token.
-    void append(int row, int head, Kept<Value>& own) {
+    void append(int row, int head, KVBlock<Value>& own) {
         prepare(row, shape.heads + head, shape.key_norm, prepared.data());
-        for (int d = 0; d < width; d++) narrow(prepared[d], &key[d]);
+        for (int d = 0; d < width; d++) from_float(prepared[d], &key[d]);
         own.append(key.data(), projected(row, shape.heads + shape.kv_heads + head));
     }
 };
@@ -193,7 +193,7 @@ void attend(const Attention& shape) {
     std::atomic<int> unclaimed{0};
 #pragma omp parallel num_threads(shape.threads)
     {
-        Attending<Value> attending(shape);
+        DecodeAttention<Value> attending(shape);
         Tiles tiles;
         auto rows_of = [&](int task) { return task < tasks ? rows[task / shape.kv_heads] : Rows{}; };
         for (int task = unclaimed++; task < tasks;) {

@@ -50,7 +50,7 @@ struct Step {
 namespace {
 
 // Weights [M, N] as tiles; past both ends there is 0.
-void tile_weight(const bf16* weight, int outputs, int inputs, void* tiles, int threads) {
+void prepack_weight(const bf16* weight, int outputs, int inputs, void* tiles, int threads) {
     auto to = static_cast<__m512i*>(tiles);
     int steps = squares(inputs);
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -77,10 +77,10 @@ constexpr int AHEAD = 8 * 2 * TILE;  // vectors of weights, that are fetched bef
 // sums[2, 2, 16, 16] = 32 rows of x by 32 outputs; or, without BOTH, the first 16 rows. `right` are the outputs' tiles;
 // where they are `fresh`, what comes some steps later is fetched in time.
 template <bool BOTH>
-inline void multiply_square(const bf16* x, int pitch, const __m512i* right, int steps, bool fresh, float* sums) {
+inline void multiply_square(const bf16* x, int row_stride, const __m512i* right, int steps, bool fresh, float* sums) {
     constexpr int BYTES = 64;
-    int64_t row = int64_t(pitch) * sizeof(bf16);
-    settle(x);
+    int64_t row = int64_t(row_stride) * sizeof(bf16);
+    compiler_barrier(x);
     _tile_zero(0);
     _tile_zero(1);
     if (BOTH) _tile_zero(2);
@@ -94,7 +94,7 @@ inline void multiply_square(const bf16* x, int pitch, const __m512i* right, int 
         _tile_loadd(7, right + TILE, BYTES);
         _tile_dpbf16ps(1, 4, 7);
         if (BOTH) {
-            _tile_loadd(5, x + int64_t(TILE) * pitch, row);
+            _tile_loadd(5, x + int64_t(TILE) * row_stride, row);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -108,7 +108,7 @@ inline void multiply_square(const bf16* x, int pitch, const __m512i* right, int 
 
 // The same of some rows, in vectors: a word of a row, two of its numbers, meets those of 32 outputs.
 template <int ROWS>
-inline void multiply_rows(const bf16* x, int pitch, const __m512i* right, int steps, bool fresh, float* sums) {
+inline void multiply_rows(const bf16* x, int row_stride, const __m512i* right, int steps, bool fresh, float* sums) {
     __m512 low[ROWS] = {}, high[ROWS] = {};
     for (int step = 0; step < steps; step++, x += SIDE, right += 2 * TILE) {
         if (fresh)
@@ -119,7 +119,7 @@ inline void multiply_rows(const bf16* x, int pitch, const __m512i* right, int st
 #pragma GCC unroll 8
             for (int i = 0; i < ROWS; i++) {
                 int word;
-                std::memcpy(&word, x + int64_t(i) * pitch + 2 * pair, sizeof word);
+                std::memcpy(&word, x + int64_t(i) * row_stride + 2 * pair, sizeof word);
                 auto both = __m512bh(_mm512_set1_epi32(word));
                 low[i] = _mm512_dpbf16_ps(low[i], both, left);
                 high[i] = _mm512_dpbf16_ps(high[i], both, other);
@@ -134,18 +134,18 @@ inline void multiply_rows(const bf16* x, int pitch, const __m512i* right, int st
 }
 
 // sums[2, 2, 16, 16] = so many rows of x, at most 32, by 32 outputs.
-inline void multiply_some(const bf16* x, int pitch, const __m512i* right, int steps, int rows, bool fresh, float* sums) {
+inline void multiply_some(const bf16* x, int row_stride, const __m512i* right, int steps, int rows, bool fresh, float* sums) {
 #ifdef HAVE_TILES
     if (may_use_tiles()) {
-        if (rows > TILE) return multiply_square<true>(x, pitch, right, steps, fresh, sums);
-        return multiply_square<false>(x, pitch, right, steps, fresh, sums);
+        if (rows > TILE) return multiply_square<true>(x, row_stride, right, steps, fresh, sums);
+        return multiply_square<false>(x, row_stride, right, steps, fresh, sums);
     }
 #endif
     int row = 0;
     auto take = [&](auto together) {
         for (; row + together() <= rows; row += together()) {
             float* to = sums + row / TILE * 512 + row % TILE * TILE;
-            multiply_rows<together()>(x + int64_t(row) * pitch, pitch, right, steps, fresh && row == 0, to);
+            multiply_rows<together()>(x + int64_t(row) * row_stride, row_stride, right, steps, fresh && row == 0, to);
         }
     };
     take(std::integral_constant<int, 8>());
@@ -157,7 +157,7 @@ inline void multiply_some(const bf16* x, int pitch, const __m512i* right, int st
 // x W' + b; `finish` is given a row, the first of 32 outputs, and two vectors of them.
 template <typename Finish>
 void multiply(const bf16* x, const Linear& linear, int rows, int threads, Finish finish) {
-    int steps = squares(linear.inputs), pitch = padded(linear.inputs);
+    int steps = squares(linear.inputs), row_stride = padded(linear.inputs);
 #pragma omp parallel num_threads(threads)
     {
         Tiles tiles;
@@ -170,7 +170,7 @@ void multiply(const bf16* x, const Linear& linear, int rows, int threads, Finish
             if (linear.bias) low_bias = load(bias), high_bias = load(bias + TILE);
             for (int row = 0; row < rows; row += SIDE) {
                 int some = std::min(SIDE, rows - row);
-                multiply_some(x + int64_t(row) * pitch, pitch, right, steps, some, row == 0, sums);
+                multiply_some(x + int64_t(row) * row_stride, row_stride, right, steps, some, row == 0, sums);
                 for (int i = 0; i < some; i++) {
                     const float* sum = sums + i / TILE * 512 + i % TILE * TILE;
                     finish(row + i, square * SIDE, load(sum) + low_bias, load(sum + 256) + high_bias);
@@ -181,16 +181,16 @@ void multiply(const bf16* x, const Linear& linear, int rows, int threads, Finish
     }
 }
 
-// Stored as they are, in rows `pitch` apart. What nobody reads soon goes past the caches.
+// Stored as they are, in rows `row_stride` apart. What nobody reads soon goes past the caches.
 struct Store {
     bf16* out;
-    int64_t pitch;
+    int64_t row_stride;
     int width;
     bool past;
 
     void operator()(int row, int column, Floats low, Floats high) const {
         auto both = __m512i(_mm512_cvtne2ps_pbh(high, low));
-        bf16* to = out + row * pitch + column;
+        bf16* to = out + row * row_stride + column;
         if (column + SIDE > width) _mm512_mask_storeu_epi16(to, (1u << (width - column)) - 1, both);
         else if (past && reinterpret_cast<uintptr_t>(to) % sizeof both == 0)
             _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
@@ -227,8 +227,8 @@ void decode(const Step& step) {
     for (int number = 0; number < step.layer_count; number++) {
         const Layer& layer = step.layers[number];
         normalise_by(layer.input_norm);
-        int pitch = attention.qkv_pitch;
-        multiply(step.normed, layer.qkv, rows, threads, Store{step.qkv, pitch, pitch, false});
+        int row_stride = attention.qkv_row_stride;
+        multiply(step.normed, layer.qkv, rows, threads, Store{step.qkv, row_stride, row_stride, false});
         attention.layer = number;
         attention.query_norm = layer.query_norm;
         attention.key_norm = layer.key_norm;
@@ -237,9 +237,9 @@ void decode(const Step& step) {
         attend<bf16>(attention);
         multiply(step.attended, layer.output, rows, threads, add);
         normalise_by(layer.inner_norm);
-        int gated_pitch = padded(layer.down.inputs);
+        int gated_row_stride = padded(layer.down.inputs);
         multiply(step.normed, layer.gate_up, rows, threads, [&](int row, int column, Floats gate, Floats up) {
-            store(silu(gate) * up, step.gated + int64_t(row) * gated_pitch + column / 2);
+            store(silu(gate) * up, step.gated + int64_t(row) * gated_row_stride + column / 2);
         });
         multiply(step.gated, layer.down, rows, threads, add);
     }
@@ -253,7 +253,7 @@ void decode(const Step& step) {
 
 namespace {
 
-inline void tile_weight(const bf16*, int, int, void*, int) {}
+inline void prepack_weight(const bf16*, int, int, void*, int) {}
 inline void multiply(const bf16*, const Linear&, bf16*, int, int) {}
 inline void decode(const Step&) {}
 

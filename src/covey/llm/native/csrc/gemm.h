@@ -19,7 +19,7 @@ constexpr int ROW = 64 / sizeof(Value);  // numbers in a row of a tile
 
 // Where a number of a matrix lies whose strips have `steps` tiles. The rest of a tile's row follows it.
 template <typename Value>
-inline size_t inside(int row, int column, int steps) {
+inline size_t tile_offset(int row, int column, int steps) {
     size_t tile = size_t(row) / TILE * steps + column / ROW<Value>;
     return (tile * TILE + row % TILE) * ROW<Value> + column % ROW<Value>;
 }
@@ -67,7 +67,7 @@ inline void pair_up(const Value* from, int rows, int columns, Value* to) {
     int across = columns / ROW<Value>, steps = rows / ROW<Value>;
     for (int column = 0; column < columns; column += TILE) {
         for (int row = 0; row < rows; row += 2) {
-            const Value* even = from + inside<Value>(row, column, across);
+            const Value* even = from + tile_offset<Value>(row, column, across);
             store_pair(load(even), load(even + ROW<Value>), to + pair_inside<Value>(row, column, steps));
         }
     }
@@ -78,7 +78,7 @@ inline void multiply_by_tiles(const bf16* left, int below, const bf16* right, in
     float* sums) {
     constexpr int BYTES = 64, SIZE = TILE * ROW<bf16>;
     const bf16 *lower = left + size_t(below) * SIZE, *next = right + size_t(beside) * SIZE;
-    settle(sums);
+    compiler_barrier(sums);
     if (begun) {
         _tile_loadd(0, sums, BYTES);
         _tile_loadd(1, sums + 256, BYTES);
@@ -149,7 +149,7 @@ struct Pairs {
         std::memcpy(&even, &low, sizeof even);
         std::memcpy(&odd, &high, sizeof odd);
     }
-    Sums added_to(Sums sum, const bf16* left) const { return sum + widen(left[0]) * even + widen(left[1]) * odd; }
+    Sums added_to(Sums sum, const bf16* left) const { return sum + to_float(left[0]) * even + to_float(left[1]) * odd; }
 };
 #endif
 
@@ -196,7 +196,7 @@ inline void multiply_factors(const Value* left, int below, const Value* right, i
 }
 
 // Where number (row, column) of such squares lies, `across` of them side by side; 16 of a row lie together.
-inline size_t in_squares(int row, int column, int across) {
+inline size_t block_offset(int row, int column, int across) {
     size_t square = size_t(row) / SIDE * across + column / SIDE;
     return ((square * 2 + row % SIDE / TILE) * 2 + column % SIDE / TILE) * TILE * TILE + row % TILE * TILE + column % TILE;
 }

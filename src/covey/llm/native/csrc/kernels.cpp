@@ -32,29 +32,29 @@
         normalise_backward<Value, Value>(                                                                          \
             x, weight, scales, dy, nullptr, dx, nullptr, dweights, rows, width, threads);                           \
     }                                                                                                               \
-    extern "C" void gate_##suffix(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width,\
+    extern "C" void swiglu_##suffix(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width,\
         int threads) {                                                                                              \
-        gate(gates, ups, stride, out, rows, width, threads);                                                        \
+        swiglu(gates, ups, stride, out, rows, width, threads);                                                        \
     }                                                                                                               \
-    extern "C" void gate_backward_##suffix(const Value* gates, const Value* ups, const Value* d, Value* dgates,     \
+    extern "C" void swiglu_backward_##suffix(const Value* gates, const Value* ups, const Value* d, Value* dgates,     \
         Value* dups, int64_t count, int threads) {                                                                  \
-        gate_backward(gates, ups, d, dgates, dups, count, threads);                                                 \
+        swiglu_backward(gates, ups, d, dgates, dups, count, threads);                                                 \
     }                                                                                                               \
-    extern "C" void share_attention_##suffix(const SharedAttention* attention) {                                    \
-        share_attention<Value>(*attention);                                                                         \
+    extern "C" void prefix_attention_##suffix(const SharedAttention* attention) {                                    \
+        prefix_attention<Value>(*attention);                                                                         \
     }                                                                                                               \
-    extern "C" void keep_prompt_##suffix(const Value* keys, const Value* values, Value* kept_keys,                     \
+    extern "C" void store_prompt_kv_##suffix(const Value* keys, const Value* values, Value* kept_keys,                     \
         Value* kept_values, int kv_heads, int tokens, int width) {                                                  \
-        keep_prompt(keys, values, kept_keys, kept_values, kv_heads, tokens, width);                                 \
+        store_prompt_kv(keys, values, kept_keys, kept_values, kv_heads, tokens, width);                                 \
     }                                                                                                               \
     extern "C" void attend_##suffix(const Attention* attention) { attend<Value>(*attention); }                      \
-    extern "C" int choose_##suffix(const Value* logits, const double* uniforms, float temperature,                  \
+    extern "C" int sample_tokens_##suffix(const Value* logits, const double* uniforms, float temperature,                  \
         int64_t* tokens, float* logprobs, int rows, int vocabulary, int threads) {                                  \
-        return choose(logits, uniforms, temperature, tokens, logprobs, rows, vocabulary, threads);                  \
+        return sample_tokens(logits, uniforms, temperature, tokens, logprobs, rows, vocabulary, threads);                  \
     }                                                                                                               \
-    extern "C" void measure_logits_##suffix(const Value* logits, const int64_t* tokens, float temperature,          \
+    extern "C" void logprob_entropy_##suffix(const Value* logits, const int64_t* tokens, float temperature,          \
         float* logprobs, float* entropies, float* log_totals, int rows, int vocabulary, int threads) {              \
-        measure_logits(logits, tokens, temperature, logprobs, entropies, log_totals, rows, vocabulary, threads);    \
+        logprob_entropy(logits, tokens, temperature, logprobs, entropies, log_totals, rows, vocabulary, threads);    \
     }                                                                                                               \
     extern "C" void logit_gradients_##suffix(Value* logits, const int64_t* tokens, const float* log_totals,         \
         const float* entropies, const float* dlogprobs, const float* dentropies, float temperature, int64_t first,  \
@@ -68,8 +68,8 @@ ENTRY_POINTS(float, fp32)
 
 // On processors that multiply pairs of bf16.
 extern "C" bool has_pairs() { return MULTIPLIES_PAIRS; }
-extern "C" void tile_weight_bf16(const bf16* weight, int outputs, int inputs, void* tiles, int threads) {
-    tile_weight(weight, outputs, inputs, tiles, threads);
+extern "C" void prepack_weight_bf16(const bf16* weight, int outputs, int inputs, void* tiles, int threads) {
+    prepack_weight(weight, outputs, inputs, tiles, threads);
 }
 extern "C" void multiply_bf16(const bf16* x, const Linear* linear, bf16* out, int rows, int threads) {
     multiply(x, *linear, out, rows, threads);
@@ -90,9 +90,9 @@ extern "C" bool self_test() {
     if (std::any_of(out, out + WIDTH, [](float y) { return !(std::abs(y - 3.0f) < 1e-5f); })) return false;
     if (!has_pairs()) return true;
     alignas(64) static bf16 ones[WIDTH * WIDTH], tiles[WIDTH * WIDTH], products[ROWS * WIDTH];
-    for (bf16& one : ones) narrow(1.0f, &one);
-    tile_weight_bf16(ones, WIDTH, WIDTH, tiles, 1);
+    for (bf16& one : ones) from_float(1.0f, &one);
+    prepack_weight_bf16(ones, WIDTH, WIDTH, tiles, 1);
     Linear linear{tiles, nullptr, WIDTH, WIDTH};
     multiply_bf16(ones, &linear, products, ROWS, 1);
-    return std::all_of(products, products + ROWS * WIDTH, [](bf16 y) { return widen(y) == WIDTH; });
+    return std::all_of(products, products + ROWS * WIDTH, [](bf16 y) { return to_float(y) == WIDTH; });
 }

@@ -32,7 +32,7 @@ class Ahead {
     // From now on, parts before this one may be fetched: caches hold only so much.
     void allow(int end) { allowed = std::min(end, size()); }
     // Some more lines than a core waits for at a time, into the second cache.
-    void few() {
+    void some() {
         for (int lines = 24; lines && part < allowed;) {
             Part& here = parts[part];
             if (here.at < here.end) __builtin_prefetch(here.at, 0, 2), here.at += 64, lines--;
@@ -60,29 +60,29 @@ inline void some_at_a_time(int count, Work work) {
 
 // scores[m][t] = query[m] . key[t] for t < tokens.
 template <typename Value, int M>
-inline void score(const float* query, int stride, int width, const Value* keys, int tokens, float* scores, int pitch,
+inline void score(const float* query, int stride, int width, const Value* keys, int tokens, float* scores, int row_stride,
     Ahead& ahead) {
     for (int t = 0; t < tokens; t += PAD) {
         Floats low[M] = {}, high[M] = {};
         for (int d = 0; d < width; d++, keys += PAD) {
             Floats a, b;
             load_piece(keys, a, b);
-            if (d % LANES == 0) ahead.few();
+            if (d % LANES == 0) ahead.some();
             for (int m = 0; m < M; m++) {
                 low[m] += query[m * stride + d] * a;
                 high[m] += query[m * stride + d] * b;
             }
         }
         for (int m = 0; m < M; m++) {
-            store(low[m], scores + size_t(m) * pitch + t);
-            store(high[m], scores + size_t(m) * pitch + t + LANES);
+            store(low[m], scores + size_t(m) * row_stride + t);
+            store(high[m], scores + size_t(m) * row_stride + t + LANES);
         }
     }
 }
 
 // out[m] += sum_t weights[m][t] value[t].
 template <typename Value, int M>
-inline void blend(const float* weights, int pitch, const Value* values, int stride, int tokens, float* out,
+inline void blend(const float* weights, int row_stride, const Value* values, int stride, int tokens, float* out,
     Ahead& ahead) {
     for (int d = 0; d < stride; d += PAD) {
         Floats low[M], high[M];
@@ -93,10 +93,10 @@ inline void blend(const float* weights, int pitch, const Value* values, int stri
         for (int t = 0; t < tokens; t++) {
             Floats a, b;
             load_piece(values + size_t(t) * stride + d, a, b);
-            if (t % LANES == 0) ahead.few();
+            if (t % LANES == 0) ahead.some();
             for (int m = 0; m < M; m++) {
-                low[m] += weights[size_t(m) * pitch + t] * a;
-                high[m] += weights[size_t(m) * pitch + t] * b;
+                low[m] += weights[size_t(m) * row_stride + t] * a;
+                high[m] += weights[size_t(m) * row_stride + t] * b;
             }
         }
         for (int m = 0; m < M; m++) {
@@ -114,8 +114,8 @@ class Queries {
 
     // Makes place for `count` of them.
     void resize(int count) {
-        room<float>(numbers, size_t(count) * stride);
-        if (in_tiles<Value>()) room<Value>(factors, size_t(padded(count)) * stride);
+        scratch<float>(numbers, size_t(count) * stride);
+        if (in_tiles<Value>()) scratch<Value>(factors, size_t(padded(count)) * stride);
     }
     float* row(int q) { return reinterpret_cast<float*>(numbers.data()) + size_t(q) * stride; }
     const float* row(int q) const { return reinterpret_cast<const float*>(numbers.data()) + size_t(q) * stride; }
@@ -147,9 +147,9 @@ class Queries {
 };
 
 template <typename Value>
-class Kept {
+class KVBlock {
   public:
-    Kept(void* keys, void* values, int tokens, int width)
+    KVBlock(void* keys, void* values, int tokens, int width)
         : tokens(tokens), width(width), stride(padded(width)), keys(static_cast<Value*>(keys)),
           values(static_cast<Value*>(values)) {}
 
@@ -178,22 +178,22 @@ class Kept {
         for (int d = 0; d < width; d++) value_to[place_of(d, key)] = value[d];
     }
 
-    // scores[Q, padded(P)] = queries . keys, in rows `pitch` apart; past the tokens they are left undefined.
-    void score(const Queries<Value>& queries, int first, int count, float* scores, int pitch, Ahead& ahead) const {
-        if (in_tiles<Value>()) return score_tiles(queries, first, count, scores, pitch, ahead);
+    // scores[Q, padded(P)] = queries . keys, in rows `row_stride` apart; past the tokens they are left undefined.
+    void score(const Queries<Value>& queries, int first, int count, float* scores, int row_stride, Ahead& ahead) const {
+        if (in_tiles<Value>()) return score_tiles(queries, first, count, scores, row_stride, ahead);
         some_at_a_time(count, [&](auto number, int q) {
             ::score<Value, decltype(number)::value>(
-                queries.row(first + q), stride, width, keys, tokens, scores + size_t(q) * pitch, pitch, ahead);
+                queries.row(first + q), stride, width, keys, tokens, scores + size_t(q) * row_stride, row_stride, ahead);
         });
     }
 
     // out[Q, padded(D)] = weights[Q, padded(P)] values, or that is added to it; weights past the tokens are 0.
-    void blend(const float* weights, int pitch, int count, float* out, bool add, Ahead& ahead) const {
-        if (in_tiles<Value>()) return blend_tiles(weights, pitch, count, out, add, ahead);
+    void blend(const float* weights, int row_stride, int count, float* out, bool add, Ahead& ahead) const {
+        if (in_tiles<Value>()) return blend_tiles(weights, row_stride, count, out, add, ahead);
         if (!add) std::fill(out, out + size_t(count) * stride, 0.0f);
         some_at_a_time(count, [&](auto number, int q) {
             ::blend<Value, decltype(number)::value>(
-                weights + size_t(q) * pitch, pitch, values, stride, tokens, out + size_t(q) * stride, ahead);
+                weights + size_t(q) * row_stride, row_stride, values, stride, tokens, out + size_t(q) * stride, ahead);
         });
     }
 
@@ -204,7 +204,7 @@ class Kept {
 
 #ifdef HAVE_TILES
     // Keys are left factors as they lie; so the product has the tokens' scores in rows, and is turned.
-    void score_tiles(const Queries<Value>& queries, int first, int count, float* scores, int pitch, Ahead& ahead)
+    void score_tiles(const Queries<Value>& queries, int first, int count, float* scores, int row_stride, Ahead& ahead)
         const {
         constexpr int BYTES = SIDE * sizeof(Value);
         int steps = stride / SIDE;
@@ -213,34 +213,34 @@ class Kept {
             const __m512i* right = queries.tiles(q / TILE);
             for (int t = 0; t < tokens; t += TILE) {
                 __m512i square[TILE];
-                settle(right);
+                compiler_barrier(right);
                 _tile_zero(0);
                 for (int step = 0; step < steps; step++) {
                     _tile_loadd(4, keys + size_t(t) * stride + step * SIDE, stride * sizeof(Value));
                     _tile_loadd(6, right + step * TILE, BYTES);
                     _tile_dpbf16ps(0, 4, 6);
                 }
-                ahead.few();
+                ahead.some();
                 _tile_stored(0, square, sizeof *square);
                 transpose(square);
                 for (int i = 0; i < columns; i++)
-                    _mm512_storeu_si512(scores + size_t(q - first + i) * pitch + t, square[q % TILE + i]);
+                    _mm512_storeu_si512(scores + size_t(q - first + i) * row_stride + t, square[q % TILE + i]);
             }
         }
     }
 
     // Of values, two tokens at a time become pairs; the processor does that best in the halves of four numbers, whose
     // columns are put in order in the product.
-    void blend_tiles(const float* weights, int pitch, int count, float* out, bool add, Ahead& ahead) const {
+    void blend_tiles(const float* weights, int row_stride, int count, float* out, bool add, Ahead& ahead) const {
         constexpr int BYTES = SIDE * sizeof(Value);
         thread_local std::vector<Floats> memory;
         const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
         const __m512i upper = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
         int all = padded(tokens);
-        Value* left = room<Value>(memory, size_t(count + TILE) * all);
+        Value* left = scratch<Value>(memory, size_t(count + TILE) * all);
         for (int q = 0; q < count; q++)
             for (int t = 0; t < all; t += LANES)
-                store(load(weights + size_t(q) * pitch + t), left + size_t(q) * all + t);
+                store(load(weights + size_t(q) * row_stride + t), left + size_t(q) * all + t);
         for (int d = 0; d < stride; d += SIDE) {
             for (int q = 0; q < count; q += TILE) {
                 _tile_zero(0);
@@ -254,9 +254,9 @@ class Kept {
                         low[i] = _mm512_unpacklo_epi16(even, odd);
                         high[i] = _mm512_unpackhi_epi16(even, odd);
                     }
-                    ahead.few();
-                    settle(low);
-                    settle(high);
+                    ahead.some();
+                    compiler_barrier(low);
+                    compiler_barrier(high);
                     _tile_loadd(4, left + size_t(q) * all + t, all * sizeof(Value));
                     _tile_loadd(6, low, BYTES);
                     _tile_dpbf16ps(0, 4, 6);
@@ -284,11 +284,11 @@ class Kept {
 
 // Keeps one layer's keys and values [K, P, D] of a prompt.
 template <typename Value>
-void keep_prompt(const Value* keys, const Value* values, Value* kept_keys, Value* kept_values, int kv_heads, int tokens,
+void store_prompt_kv(const Value* keys, const Value* values, Value* kept_keys, Value* kept_values, int kv_heads, int tokens,
     int width) {
     for (int head = 0; head < kv_heads; head++) {
-        size_t place = head * Kept<Value>::size(tokens, width);
-        Kept<Value> kept(kept_keys + place, kept_values + place, 0, width);
+        size_t place = head * KVBlock<Value>::size(tokens, width);
+        KVBlock<Value> kept(kept_keys + place, kept_values + place, 0, width);
         for (int t = 0; t < tokens; t++) {
             size_t from = (size_t(head) * tokens + t) * width;
             kept.append(keys + from, values + from);

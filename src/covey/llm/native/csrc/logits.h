@@ -14,18 +14,18 @@ namespace {
 template <typename Value, typename Visit>
 inline void each_logit(const Value* z, int count, float temperature, Visit visit) {
     for (int i = 0; i < count; i += LANES) {
-        Floats x = all(IMPOSSIBLE);
+        Floats x = broadcast(IMPOSSIBLE);
         if (i + LANES <= count) x = load(z + i);
         else
-            for (int lane = 0; i + lane < count; lane++) x[lane] = widen(z[i + lane]);
+            for (int lane = 0; i + lane < count; lane++) x[lane] = to_float(z[i + lane]);
         if (temperature != 1.0f) x /= temperature;
-        visit(i, x < all(IMPOSSIBLE) ? all(IMPOSSIBLE) : x);  // -infinity times a mass of 0 would be NaN; NaN stays
+        visit(i, x < broadcast(IMPOSSIBLE) ? broadcast(IMPOSSIBLE) : x);  // -infinity times a mass of 0 would be NaN; NaN stays
     }
 }
 
 template <typename Value>
 inline float highest_logit(const Value* z, int vocabulary, float temperature) {
-    Floats top = all(IMPOSSIBLE);
+    Floats top = broadcast(IMPOSSIBLE);
     each_logit(z, vocabulary, temperature, [&](int, Floats x) { top = greater(x, top); });
     float highest = top[0];
     for (int i = 1; i < LANES; i++) highest = std::max(highest, top[i]);
@@ -39,7 +39,7 @@ constexpr int BLOCK = 256;
 // Returns the number of rows without a distribution (a logit is NaN or +infinity, or all are -infinity); their token
 // is -1.
 template <typename Value>
-int choose(const Value* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs, int rows,
+int sample_tokens(const Value* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs, int rows,
     int vocabulary, int threads) {
     int blocks = (vocabulary + BLOCK - 1) / BLOCK, failed = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
@@ -79,7 +79,7 @@ int choose(const Value* logits, const double* uniforms, float temperature, int64
                 if (reached > wanted) break;
             }
             tokens[row] = int64_t(block) * BLOCK + chosen;
-            logprobs[row] = widen(z[tokens[row]]) / temperature - highest - float(std::log(total));
+            logprobs[row] = to_float(z[tokens[row]]) / temperature - highest - float(std::log(total));
         }
     }
     return failed;
@@ -87,7 +87,7 @@ int choose(const Value* logits, const double* uniforms, float temperature, int64
 
 // Of every row: log p of its token, entropy, and log sum exp of the logits.
 template <typename Value>
-void measure_logits(const Value* logits, const int64_t* tokens, float temperature, float* logprobs, float* entropies,
+void logprob_entropy(const Value* logits, const int64_t* tokens, float temperature, float* logprobs, float* entropies,
     float* log_totals, int rows, int vocabulary, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int row = 0; row < rows; row++) {
@@ -107,7 +107,7 @@ void measure_logits(const Value* logits, const int64_t* tokens, float temperatur
         float log_mass = float(std::log(total));
         log_totals[row] = highest + log_mass;
         entropies[row] = log_mass - float(product / total);
-        logprobs[row] = widen(z[tokens[row]]) / temperature - highest - log_mass;
+        logprobs[row] = to_float(z[tokens[row]]) / temperature - highest - log_mass;
     }
 }
 
@@ -129,14 +129,14 @@ void logit_gradients(Value* logits, const int64_t* tokens, const float* log_tota
         int64_t token = tokens[row] - first;
         float of_token = 0;
         bool here = token >= 0 && token < width;
-        if (here) of_token = slope(all(widen(z[token]) / temperature))[0] + dlogprob;
+        if (here) of_token = slope(broadcast(to_float(z[token]) / temperature))[0] + dlogprob;
         each_logit(z, width, temperature, [&](int i, Floats x) {
             Floats gradient = slope(x) / temperature;
             if (i + LANES <= width) store(gradient, z + i);
             else
-                for (int lane = 0; i + lane < width; lane++) narrow(gradient[lane], &z[i + lane]);
+                for (int lane = 0; i + lane < width; lane++) from_float(gradient[lane], &z[i + lane]);
         });
-        if (here) narrow(of_token / temperature, &z[token]);
+        if (here) from_float(of_token / temperature, &z[token]);
     }
 }
 

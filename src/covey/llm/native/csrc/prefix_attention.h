@@ -29,7 +29,7 @@ struct SharedAttention {
     const void *query, *key, *value;  // [N, H D], [N, K D], [N, K D], before rotation
     const void *cosine, *sine;        // [N, D]
     void* out;                        // [N, H D]
-    float* totals;                    // [N, H] log sum exp of the scores
+    float* logsumexp;                    // [N, H] log sum exp of the scores
     const void* dout;
     void *dquery, *dkey, *dvalue;
     const Sequence* sequences;  // [S], each behind its parent, and what continues it next
@@ -38,7 +38,7 @@ struct SharedAttention {
 };
 
 // Tokens `begin` to `end` of a sequence, counted from its first.
-struct Stretch {
+struct TokenRange {
     int sequence, begin, end;
 };
 
@@ -57,8 +57,8 @@ inline void rotate_back(float* x, const Value* cosine, const Value* sine, int wi
     }
     for (; i < half; i++) {
         float left = x[i], right = x[half + i];
-        x[i] = turn(left, right, widen(cosine[i]), widen(sine[half + i]));
-        x[half + i] = turn(right, -left, widen(cosine[half + i]), widen(sine[i]));
+        x[i] = turn(left, right, to_float(cosine[i]), to_float(sine[half + i]));
+        x[half + i] = turn(right, -left, to_float(cosine[half + i]), to_float(sine[i]));
     }
 }
 
@@ -66,13 +66,13 @@ template <typename Value>
 inline void widen_row(const Value* from, int count, float* to) {
     int i = 0;
     for (; i + LANES <= count; i += LANES) store(load(from + i), to + i);
-    for (; i < count; i++) to[i] = widen(from[i]);
+    for (; i < count; i++) to[i] = to_float(from[i]);
 }
 template <typename Value>
 inline void narrow_row(const float* from, int count, Value* to) {
     int i = 0;
     for (; i + LANES <= count; i += LANES) store(load(from + i), to + i);
-    for (; i < count; i++) narrow(from[i], &to[i]);
+    for (; i < count; i++) from_float(from[i], &to[i]);
 }
 
 // Rows of one head lie far apart, which the processor does not foresee.
@@ -83,7 +83,7 @@ inline void fetch_row(const Value* from, int count) {
 }
 
 // From the first of those before it to a sequence itself.
-inline std::vector<int> line_of(const Sequence* sequences, int sequence) {
+inline std::vector<int> ancestors_of(const Sequence* sequences, int sequence) {
     std::vector<int> line;
     for (; sequence >= 0; sequence = sequences[sequence].parent) line.insert(line.begin(), sequence);
     return line;
@@ -91,7 +91,7 @@ inline std::vector<int> line_of(const Sequence* sequences, int sequence) {
 
 // All tokens, cut where parts cost about the same number of scores; no part has a sequence twice. It depends on the shapes
 // and the number of threads alone, and so do results.
-inline std::vector<std::vector<Stretch>> parts_of(const SharedAttention& shape) {
+inline std::vector<std::vector<TokenRange>> parts_of(const SharedAttention& shape) {
     constexpr int STEP = 16;
     std::vector<int64_t> before(shape.count);
     auto cost = [&](int s, int64_t begin, int64_t end) {
@@ -104,7 +104,7 @@ inline std::vector<std::vector<Stretch>> parts_of(const SharedAttention& shape) 
         total += cost(s, 0, shape.sequences[s].length);
     }
     int64_t share = total * shape.kv_heads / (8 * shape.threads) + 1, spent = 0;
-    std::vector<std::vector<Stretch>> parts(1);
+    std::vector<std::vector<TokenRange>> parts(1);
     for (int s = 0; s < shape.count; s++) {
         int length = shape.sequences[s].length;
         for (int begin = 0; begin < length;) {
@@ -123,7 +123,7 @@ inline std::vector<std::vector<Stretch>> parts_of(const SharedAttention& shape) 
 
 // A sequence's keys and values for one key-value head, as factors; their gradients, in squares.
 template <typename Value>
-struct Level {
+struct PrefixLevel {
     int sequence, keys;  // and padding: a multiple of SIDE
     std::vector<Floats> key_memory, turned_memory, value_memory, dkey_memory, dvalue_memory;
     Value *key, *turned, *value;  // turned: values, or where gradients are wanted keys, with tokens in the columns
@@ -131,37 +131,37 @@ struct Level {
 };
 
 // What a part's tokens give a sequence that others give something to, for one head: [tokens, 2 D], keys' and values'.
-struct Gift {
+struct PartialGrad {
     int tokens = 0;
     std::vector<float> numbers;
 };
 
 // One thread's work, on one part and one key-value head after another.
 template <typename Value>
-class Sharing {
+class PrefixAttention {
   public:
-    Sharing(const SharedAttention& shape)
+    PrefixAttention(const SharedAttention& shape)
         : shape(shape), width(shape.width), wide(squares(width) * SIDE), deep(wide / ROW<Value>),
           queries(shape.heads / shape.kv_heads), learning(shape.dout) {}
 
-    // `gift_to` tells where gradients of a sequence go that is not this part's alone.
-    template <typename GiftTo>
-    void operator()(const std::vector<Stretch>& part, int of_head, GiftTo gift_to) {
+    // `partial_for` tells where gradients of a sequence go that is not this part's alone.
+    template <typename PartialOf>
+    void operator()(const std::vector<TokenRange>& part, int of_head, PartialOf partial_for) {
         head = of_head;
-        for (Stretch stretch : part) {
-            enter(stretch, gift_to);
+        for (TokenRange stretch : part) {
+            push(stretch, partial_for);
             int end = stretch.end * queries;
             for (int query = stretch.begin * queries; query < end; query += QUERIES) {
-                take(query, std::min(query + QUERIES, end));
-                if (learning) learn();
-                else attend();
+                load_queries(query, std::min(query + QUERIES, end));
+                if (learning) backward();
+                else forward();
             }
         }
-        leave(0, gift_to);
+        pop(0, partial_for);
     }
 
     // A sequence's gradients, of all that gave something to it.
-    void add_up(int sequence, int head, const std::vector<Gift>& gifts) {
+    void add_up(int sequence, int head, const std::vector<PartialGrad>& gifts) {
         std::vector<float> sum(2 * wide);
         for (int t = 0; t < shape.sequences[sequence].length; t++) {
             std::fill(sum.begin(), sum.end(), 0.0f);
@@ -177,7 +177,7 @@ class Sharing {
     const int width, wide, deep, queries;  // wide: D and padding; deep: tiles of that
     const bool learning;
     int head = 0, depth = 0;
-    std::vector<Level<Value>> levels;
+    std::vector<PrefixLevel<Value>> levels;
     // The queries at work: how many and padding, the first of them and one past the last, counted through their
     // sequence's tokens; and the keys that one of them sees, padding included, of all levels together.
     int count = 0, first = 0, last = 0, keys = 0;
@@ -199,8 +199,8 @@ class Sharing {
     }
 
     // Rows `begin` to `end` of a sequence's heads, `together` of them for each token, as a left factor.
-    void lay(const void* heads, const Sequence& sequence, int together, int begin, int end, bool rotated, Value* to) {
-        float* row = room<float>(row_memory, wide);
+    void pack_rows(const void* heads, const Sequence& sequence, int together, int begin, int end, bool rotated, Value* to) {
+        float* row = scratch<float>(row_memory, wide);
         std::fill(row + width, row + wide, 0.0f);
         auto from = static_cast<const Value*>(heads);
         for (int i = begin; i < end; i++) {
@@ -209,18 +209,18 @@ class Sharing {
             if (i % together == 0) fetch_row(here + size_t(SOON) * shape.kv_heads * together * width, together * width);
             widen_row(here, width, row);
             if (rotated) rotate(row, angles(shape.cosine, token), angles(shape.sine, token), width);
-            for (int d = 0; d < wide; d += LANES) store(load(row + d), to + inside<Value>(i - begin, d, deep));
+            for (int d = 0; d < wide; d += LANES) store(load(row + d), to + tile_offset<Value>(i - begin, d, deep));
         }
         for (int i = end - begin; i % SIDE; i++)
-            for (int d = 0; d < wide; d += LANES) store(Floats{}, to + inside<Value>(i, d, deep));
+            for (int d = 0; d < wide; d += LANES) store(Floats{}, to + tile_offset<Value>(i, d, deep));
     }
 
-    template <typename GiftTo>
-    void enter(Stretch stretch, GiftTo gift_to) {
-        std::vector<int> line = line_of(shape.sequences, stretch.sequence);
+    template <typename PartialOf>
+    void push(TokenRange stretch, PartialOf partial_for) {
+        std::vector<int> line = ancestors_of(shape.sequences, stretch.sequence);
         int known = 0;
         while (known < depth && known < int(line.size()) && levels[known].sequence == line[known]) known++;
-        leave(known, gift_to);
+        pop(known, partial_for);
         for (; depth < int(line.size()); depth++) {
             if (depth == int(levels.size())) levels.emplace_back();
             bool own = depth + 1 == int(line.size());
@@ -228,40 +228,40 @@ class Sharing {
         }
     }
 
-    void open(Level<Value>& level, int number, int tokens) {
+    void open(PrefixLevel<Value>& level, int number, int tokens) {
         const Sequence& sequence = shape.sequences[number];
         level.sequence = number;
         level.keys = squares(tokens) * SIDE;
         size_t size = size_t(level.keys) * wide;
-        level.key = room<Value>(level.key_memory, size);
-        level.turned = room<Value>(level.turned_memory, size);
-        level.value = room<Value>(level.value_memory, size);
-        lay(shape.key, sequence, 1, 0, tokens, true, level.key);
-        lay(shape.value, sequence, 1, 0, tokens, false, level.value);
+        level.key = scratch<Value>(level.key_memory, size);
+        level.turned = scratch<Value>(level.turned_memory, size);
+        level.value = scratch<Value>(level.value_memory, size);
+        pack_rows(shape.key, sequence, 1, 0, tokens, true, level.key);
+        pack_rows(shape.value, sequence, 1, 0, tokens, false, level.value);
         pair_up(learning ? level.key : level.value, level.keys, wide, level.turned);
         turn(level.turned, size);
         if (!learning) return;
-        level.dkey = room<float>(level.dkey_memory, size);
-        level.dvalue = room<float>(level.dvalue_memory, size);
+        level.dkey = scratch<float>(level.dkey_memory, size);
+        level.dvalue = scratch<float>(level.dvalue_memory, size);
         std::fill_n(level.dkey, size, 0.0f);
         std::fill_n(level.dvalue, size, 0.0f);
     }
 
     // Levels from `to` on are done.
-    template <typename GiftTo>
-    void leave(int to, GiftTo gift_to) {
+    template <typename PartialOf>
+    void pop(int to, PartialOf partial_for) {
         while (depth > to) {
-            Level<Value>& level = levels[--depth];
+            PrefixLevel<Value>& level = levels[--depth];
             if (!learning) continue;
             const Sequence& sequence = shape.sequences[level.sequence];
-            Gift* gift = gift_to(level.sequence);
+            PartialGrad* gift = partial_for(level.sequence);
             int tokens = std::min(level.keys, sequence.length);
             if (gift) gift->tokens = tokens, gift->numbers.resize(size_t(tokens) * 2 * wide);
             std::vector<float> some(2 * wide);
             for (int t = 0; t < tokens; t++) {
                 float* to = gift ? &gift->numbers[size_t(t) * 2 * wide] : some.data();
                 for (int d = 0; d < wide; d += LANES) {
-                    size_t place = in_squares(t, d, wide / SIDE);
+                    size_t place = block_offset(t, d, wide / SIDE);
                     store(load(level.dkey + place), to + d);
                     store(load(level.dvalue + place), to + wide + d);
                 }
@@ -275,14 +275,14 @@ class Sharing {
     int newest() const { return (last - 1) / queries; }
 
     // Makes factors of the queries, and of the gradients of what they found.
-    void take(int begin, int end) {
+    void load_queries(int begin, int end) {
         first = begin, last = end, count = squares(end - begin) * SIDE, keys = 0;
         for (int level = 0; level < depth; level++) keys += seen_of(level);
         size_t size = size_t(count) * wide;
         auto factors = [&](const void* heads, bool rotated, std::vector<Floats>& turned, std::vector<Floats>& paired) {
-            Value* to = room<Value>(turned, size);
-            lay(heads, own(), queries, first, last, rotated, to);
-            if (learning) pair_up(to, count, wide, room<Value>(paired, size));
+            Value* to = scratch<Value>(turned, size);
+            pack_rows(heads, own(), queries, first, last, rotated, to);
+            if (learning) pair_up(to, count, wide, scratch<Value>(paired, size));
             turn(to, size);
             return to;
         };
@@ -301,28 +301,28 @@ class Sharing {
         for (int i = 0; i < LANES; i++) seen[i] = seen_by(first + column + i);
         for (int i = 0; i < TILE; i++) {
             Floats score = load(scores + i * TILE);
-            store(Ints{} + key + i < seen ? score : all(-INFINITY), scores + i * TILE);
+            store(Ints{} + key + i < seen ? score : broadcast(-INFINITY), scores + i * TILE);
         }
     }
 
     // A square of scores.
     void score(int level, int key, int column, float* scores) const {
-        multiply_factors(levels[level].key + inside<Value>(key, 0, deep), deep, query + inside<Value>(column, 0, deep),
+        multiply_factors(levels[level].key + tile_offset<Value>(key, 0, deep), deep, query + tile_offset<Value>(column, 0, deep),
             deep, deep, false, scores);
         for (int i = 0; i < 4; i++) mask(level, key + i / 2 * TILE, column + i % 2 * TILE, scores + i * TILE * TILE);
     }
 
     // What the keys or values in `turned` give to each query by `factors`, a right factor: squares [D, queries].
     float* blend(const Value* factors) {
-        float* sums = room<float>(sum_memory, size_t(count) * wide);
+        float* sums = scratch<float>(sum_memory, size_t(count) * wide);
         int steps = keys / ROW<Value>;
         for (int d = 0; d < wide; d += SIDE) {
             for (int column = 0; column < count; column += SIDE) {
                 for (int level = 0, base = 0; level < depth; base += seen_of(level++)) {
-                    int pitch = levels[level].keys / ROW<Value>;
-                    multiply_factors(levels[level].turned + inside<Value>(d, 0, pitch), pitch,
-                        factors + inside<Value>(column, base, steps), steps, seen_of(level) / ROW<Value>, level > 0,
-                        sums + in_squares(d, column, count / SIDE));
+                    int row_stride = levels[level].keys / ROW<Value>;
+                    multiply_factors(levels[level].turned + tile_offset<Value>(d, 0, row_stride), row_stride,
+                        factors + tile_offset<Value>(column, base, steps), steps, seen_of(level) / ROW<Value>, level > 0,
+                        sums + block_offset(d, column, count / SIDE));
                 }
             }
         }
@@ -332,11 +332,11 @@ class Sharing {
     // Calls each(number of a query, its sums) for squares [D, queries].
     template <typename Each>
     void by_query(const float* sums, Each each) {
-        float* rows = room<float>(row_memory, size_t(TILE) * wide);
+        float* rows = scratch<float>(row_memory, size_t(TILE) * wide);
         for (int column = 0; column < last - first; column += TILE) {
             for (int d = 0; d < wide; d += TILE) {
                 Words tile[TILE];
-                std::memcpy(tile, sums + in_squares(d, column, count / SIDE), sizeof tile);
+                std::memcpy(tile, sums + block_offset(d, column, count / SIDE), sizeof tile);
                 transpose(tile);
                 for (int i = 0; i < TILE; i++) std::memcpy(rows + i * wide + d, &tile[i], sizeof tile[i]);
             }
@@ -349,24 +349,24 @@ class Sharing {
         return (size_t(token_of(query)) * shape.kv_heads + head) * queries + query % queries;
     }
 
-    void attend() {
+    void forward() {
         int across = count / SIDE, steps = keys / ROW<Value>;
-        float* scores = room<float>(score_memory, size_t(count) * keys);
-        Value* weights = room<Value>(turned_memory, size_t(count) * keys);
+        float* scores = scratch<float>(score_memory, size_t(count) * keys);
+        Value* weights = scratch<Value>(turned_memory, size_t(count) * keys);
         for (int level = 0, base = 0; level < depth; base += seen_of(level++))
             for (int key = 0; key < seen_of(level); key += SIDE)
                 for (int column = 0; column < count; column += SIDE)
-                    score(level, key, column, scores + in_squares(base + key, column, across));
-        float* totals = room<float>(total_memory, 2 * size_t(count));
-        float* shares = totals + count;
+                    score(level, key, column, scores + block_offset(base + key, column, across));
+        float* logsumexp = scratch<float>(total_memory, 2 * size_t(count));
+        float* shares = logsumexp + count;
         for (int column = 0; column < count; column += TILE) {
-            Floats top = all(-INFINITY), total = {};
+            Floats top = broadcast(-INFINITY), total = {};
             for (int key = 0; key < keys; key += TILE) {
-                const float* tile = scores + in_squares(key, column, across);
+                const float* tile = scores + block_offset(key, column, across);
                 for (int i = 0; i < TILE; i++) top = greater(load(tile + i * TILE), top);
             }
             for (int key = 0; key < keys; key += TILE) {
-                const float* tile = scores + in_squares(key, column, across);
+                const float* tile = scores + block_offset(key, column, across);
                 for (int i = 0; i < TILE; i += 2) {
                     Floats even = exponential((load(tile + i * TILE) - top) * shape.scaling);
                     Floats odd = exponential((load(tile + (i + 1) * TILE) - top) * shape.scaling);
@@ -375,41 +375,41 @@ class Sharing {
                 }
             }
             store(1.0f / total, shares + column);
-            for (int i = 0; i < LANES; i++) totals[column + i] = top[i] * shape.scaling + std::log(total[i]);
+            for (int i = 0; i < LANES; i++) logsumexp[column + i] = top[i] * shape.scaling + std::log(total[i]);
         }
         by_query(blend(weights), [&](int query, float* sums) {
             for (int d = 0; d < wide; d += LANES) store(load(sums + d) * shares[query - first], sums + d);
             narrow_row(sums, width, static_cast<Value*>(shape.out) + place_of(query) * width);
-            shape.totals[place_of(query)] = totals[query - first];
+            shape.logsumexp[place_of(query)] = logsumexp[query - first];
         });
     }
 
-    void learn() {
+    void backward() {
         int across = count / ROW<Value>, steps = keys / ROW<Value>;
         size_t strip = size_t(SIDE) * count;
-        float *scores = room<float>(score_memory, strip), *dweights = room<float>(dweight_memory, strip);
-        Value *weights = room<Value>(weight_memory, strip), *dscores = room<Value>(dscore_memory, strip);
-        Value* turned = room<Value>(turned_memory, size_t(count) * keys);
-        float *totals = room<float>(total_memory, 2 * size_t(count)), *means = totals + count;
-        remember(totals, means);
+        float *scores = scratch<float>(score_memory, strip), *dweights = scratch<float>(dweight_memory, strip);
+        Value *weights = scratch<Value>(weight_memory, strip), *dscores = scratch<Value>(dscore_memory, strip);
+        Value* turned = scratch<Value>(turned_memory, size_t(count) * keys);
+        float *logsumexp = scratch<float>(total_memory, 2 * size_t(count)), *delta = logsumexp + count;
+        load_logsumexp_and_delta(logsumexp, delta);
         for (int level = 0, base = 0; level < depth; base += seen_of(level++)) {
-            const Level<Value>& here = levels[level];
+            const PrefixLevel<Value>& here = levels[level];
             for (int key = 0; key < seen_of(level); key += SIDE) {
                 for (int column = 0; column < count; column += SIDE) {
-                    size_t place = in_squares(0, column, count / SIDE);
+                    size_t place = block_offset(0, column, count / SIDE);
                     score(level, key, column, scores + place);
-                    multiply_factors(here.value + inside<Value>(key, 0, deep), deep,
-                        dout + inside<Value>(column, 0, deep), deep, deep, false, dweights + place);
+                    multiply_factors(here.value + tile_offset<Value>(key, 0, deep), deep,
+                        dout + tile_offset<Value>(column, 0, deep), deep, deep, false, dweights + place);
                 }
                 for (int column = 0; column < count; column += TILE) {
-                    Floats total = load(totals + column), mean = load(means + column);
+                    Floats total = load(logsumexp + column), mean = load(delta + column);
                     for (int i = 0; i < SIDE; i += 2) {
                         Floats slopes[2];
                         for (int j = 0; j < 2; j++) {
-                            size_t from = in_squares(i + j, column, count / SIDE);
+                            size_t from = block_offset(i + j, column, count / SIDE);
                             Floats weight = exponential(load(scores + from) * shape.scaling - total);
                             slopes[j] = weight * (load(dweights + from) - mean) * shape.scaling;
-                            size_t to = inside<Value>(i + j, column, across);
+                            size_t to = tile_offset<Value>(i + j, column, across);
                             store(weight, weights + to);
                             store(slopes[j], dscores + to);
                         }
@@ -417,7 +417,7 @@ class Sharing {
                     }
                 }
                 for (int d = 0; d < wide; d += SIDE) {
-                    size_t from = inside<Value>(d, 0, across), to = in_squares(key, d, wide / SIDE);
+                    size_t from = tile_offset<Value>(d, 0, across), to = block_offset(key, d, wide / SIDE);
                     auto add = [&](const Value* left, const std::vector<Floats>& pairs, float* sums) {
                         auto right = reinterpret_cast<const Value*>(pairs.data()) + from;
                         multiply_factors(left, across, right, across, across, true, sums + to);
@@ -435,9 +435,9 @@ class Sharing {
     }
 
     // Of every query, the logarithm of its scores' sum, and what its weights' gradients are on average.
-    void remember(float* totals, float* means) const {
-        std::fill_n(totals, count, INFINITY);
-        std::fill_n(means, count, 0.0f);
+    void load_logsumexp_and_delta(float* logsumexp, float* delta) const {
+        std::fill_n(logsumexp, count, INFINITY);
+        std::fill_n(delta, count, 0.0f);
         for (int query = first; query < last; query++) {
             size_t place = place_of(query);
             auto out = static_cast<const Value*>(shape.out) + place * width;
@@ -447,36 +447,36 @@ class Sharing {
             float product = 0;
             int d = 0;
             for (; d + LANES <= width; d += LANES) products += load(out + d) * load(dout + d);
-            for (; d < width; d++) product += widen(out[d]) * widen(dout[d]);
-            totals[query - first] = shape.totals[place];
-            means[query - first] = product + sum(products);
+            for (; d < width; d++) product += to_float(out[d]) * to_float(dout[d]);
+            logsumexp[query - first] = shape.logsumexp[place];
+            delta[query - first] = product + sum(products);
         }
     }
 };
 
 // The attention of all tokens, or its gradients. What several parts give a sequence is added up at the end, in order.
 template <typename Value>
-void share_attention(const SharedAttention& shape) {
-    std::vector<std::vector<Stretch>> parts = parts_of(shape);
+void prefix_attention(const SharedAttention& shape) {
+    std::vector<std::vector<TokenRange>> parts = parts_of(shape);
     int tasks = int(parts.size()) * shape.kv_heads;
-    std::vector<std::vector<int>> givers(shape.count);  // of every sequence, the parts that give it something
+    std::vector<std::vector<int>> contributors(shape.count);  // of every sequence, the parts that give it something
     for (int part = 0; part < int(parts.size()); part++)
-        for (Stretch stretch : parts[part])
-            for (int sequence : line_of(shape.sequences, stretch.sequence))
-                if (givers[sequence].empty() || givers[sequence].back() != part) givers[sequence].push_back(part);
-    std::vector<std::vector<Gift>> gifts(shape.count);  // of every sequence with several: [givers, K]
+        for (TokenRange stretch : parts[part])
+            for (int sequence : ancestors_of(shape.sequences, stretch.sequence))
+                if (contributors[sequence].empty() || contributors[sequence].back() != part) contributors[sequence].push_back(part);
+    std::vector<std::vector<PartialGrad>> gifts(shape.count);  // of every sequence with several: [contributors, K]
     for (int s = 0; s < shape.count; s++)
-        if (shape.dout && givers[s].size() > 1) gifts[s].resize(givers[s].size() * shape.kv_heads);
+        if (shape.dout && contributors[s].size() > 1) gifts[s].resize(contributors[s].size() * shape.kv_heads);
     std::atomic<int> unclaimed{0};
 #pragma omp parallel num_threads(shape.threads)
     {
         Tiles tiles;
-        Sharing<Value> sharing(shape);
+        PrefixAttention<Value> sharing(shape);
         for (int task; (task = unclaimed++) < tasks;) {
             int part = task / shape.kv_heads, head = task % shape.kv_heads;
-            sharing(parts[part], head, [&](int s) -> Gift* {
+            sharing(parts[part], head, [&](int s) -> PartialGrad* {
                 if (gifts[s].empty()) return nullptr;
-                size_t giver = std::find(givers[s].begin(), givers[s].end(), part) - givers[s].begin();
+                size_t giver = std::find(contributors[s].begin(), contributors[s].end(), part) - contributors[s].begin();
                 return &gifts[s][giver * shape.kv_heads + head];
             });
         }

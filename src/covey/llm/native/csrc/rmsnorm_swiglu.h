@@ -27,7 +27,7 @@ inline float normalise(const float* x, const Value* weight, Value* out, int widt
     float scale = inverse_root_mean_square(x, width, epsilon);
     int i = 0;
     for (; i + LANES <= width; i += LANES) store(load(x + i) * scale * load(weight + i), out + i);
-    for (; i < width; i++) narrow(x[i] * scale * widen(weight[i]), &out[i]);
+    for (; i < width; i++) from_float(x[i] * scale * to_float(weight[i]), &out[i]);
     return scale;
 }
 
@@ -49,8 +49,8 @@ void add_and_normalise(const Hidden* hidden, const Value* added, Hidden* total, 
                 store(sum, &x[i]);
             }
             for (; i < width; i++) {
-                x[i] = widen(hidden[begin + i]);
-                if (added) narrow(x[i] += widen(added[begin + i]), &total[begin + i]);
+                x[i] = to_float(hidden[begin + i]);
+                if (added) from_float(x[i] += to_float(added[begin + i]), &total[begin + i]);
             }
             float scale = normalise(x.data(), weight, out + begin, width, epsilon);
             if (scales) scales[row] = scale;
@@ -84,9 +84,9 @@ void normalise_backward(const Hidden* x, const Value* weight, const float* scale
                 store(down, &dn[i]);
             }
             for (; i < width; i++) {
-                n[i] = widen(from[i]) * scale;
-                dn[i] = widen(above[i]) * widen(weight[i]);
-                dweight[i] += widen(above[i]) * n[i];
+                n[i] = to_float(from[i]) * scale;
+                dn[i] = to_float(above[i]) * to_float(weight[i]);
+                dweight[i] += to_float(above[i]) * n[i];
                 product += dn[i] * n[i];
             }
             float mean = (product + sum(products)) / width;
@@ -98,9 +98,9 @@ void normalise_backward(const Hidden* x, const Value* weight, const float* scale
             }
             for (; i < width; i++) {
                 float down = (dn[i] - n[i] * mean) * scale;
-                if (past) down += widen(past[begin + i]);
-                narrow(down, &dx[begin + i]);
-                if (dadded) narrow(down, &dadded[begin + i]);
+                if (past) down += to_float(past[begin + i]);
+                from_float(down, &dx[begin + i]);
+                if (dadded) from_float(down, &dadded[begin + i]);
             }
         }
     }
@@ -113,8 +113,8 @@ struct Seen {
 };
 
 // exp(scaling (scores - max)) in place, over two parts together; returns its sum. Past the tokens there is 0 then.
-inline float soften(Seen first, Seen second, float scaling) {
-    Floats top = all(-INFINITY), total = {};
+inline float softmax_inplace(Seen first, Seen second, float scaling) {
+    Floats top = broadcast(-INFINITY), total = {};
     for (Seen part : {first, second}) {
         std::fill(part.scores + part.tokens, part.scores + part.end, -INFINITY);
         for (int t = 0; t < part.end; t += LANES) top = greater(load(part.scores + t), top);
@@ -132,8 +132,8 @@ inline float soften(Seen first, Seen second, float scaling) {
 
 // silu(x) = x / (1 + exp(-x)), and its slope.
 inline Floats sigmoid(Floats x) {
-    Floats e = exponential(x > all(0.0f) ? -x : x);
-    return (x > all(0.0f) ? all(1.0f) : e) / (1.0f + e);
+    Floats e = exponential(x > broadcast(0.0f) ? -x : x);
+    return (x > broadcast(0.0f) ? broadcast(1.0f) : e) / (1.0f + e);
 }
 inline Floats silu(Floats x) { return x * sigmoid(x); }
 inline Floats silu_slope(Floats x) {
@@ -143,7 +143,7 @@ inline Floats silu_slope(Floats x) {
 
 // out = silu(gate) * up; the rows of both lie `stride` apart.
 template <typename Value>
-void gate(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width, int threads) {
+void swiglu(const Value* gates, const Value* ups, int stride, Value* out, int rows, int width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int row = 0; row < rows; row++) {
         const Value* gate = gates + size_t(row) * stride;
@@ -151,13 +151,13 @@ void gate(const Value* gates, const Value* ups, int stride, Value* out, int rows
         Value* mine = out + size_t(row) * width;
         int i = 0;
         for (; i + LANES <= width; i += LANES) store(silu(load(gate + i)) * load(up + i), mine + i);
-        for (; i < width; i++) narrow(silu(all(widen(gate[i])))[0] * widen(up[i]), &mine[i]);
+        for (; i < width; i++) from_float(silu(broadcast(to_float(gate[i])))[0] * to_float(up[i]), &mine[i]);
     }
 }
 
 // dgate = d up silu'(gate), dup = d silu(gate).
 template <typename Value>
-void gate_backward(const Value* gates, const Value* ups, const Value* d, Value* dgates, Value* dups, int64_t count,
+void swiglu_backward(const Value* gates, const Value* ups, const Value* d, Value* dgates, Value* dups, int64_t count,
     int threads) {
     int64_t whole = count / LANES * LANES;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -167,10 +167,10 @@ void gate_backward(const Value* gates, const Value* ups, const Value* d, Value* 
         store(above * load(ups + i) * silu_slope(gate), dgates + i);
     }
     for (int64_t i = whole; i < count; i++) {
-        Floats gate = all(widen(gates[i]));
-        float above = widen(d[i]);
-        narrow(above * silu(gate)[0], &dups[i]);
-        narrow(above * widen(ups[i]) * silu_slope(gate)[0], &dgates[i]);
+        Floats gate = broadcast(to_float(gates[i]));
+        float above = to_float(d[i]);
+        from_float(above * silu(gate)[0], &dups[i]);
+        from_float(above * to_float(ups[i]) * silu_slope(gate)[0], &dgates[i]);
     }
 }
 

@@ -23,29 +23,29 @@ struct bf16 {
     uint16_t bits;
 };
 
-inline float widen(bf16 x) {
+inline float to_float(bf16 x) {
     uint32_t bits = uint32_t(x.bits) << 16;
     float result;
     std::memcpy(&result, &bits, 4);
     return result;
 }
-inline float widen(float x) { return x; }
+inline float to_float(float x) { return x; }
 
 // Numbers in memory that begins with a cache line; what was there is lost when there is not enough.
 template <typename Number>
-inline Number* room(std::vector<Floats>& memory, size_t count) {
+inline Number* scratch(std::vector<Floats>& memory, size_t count) {
     size_t wanted = (count * sizeof(Number) + sizeof(Floats) - 1) / sizeof(Floats);
     if (memory.size() < wanted) memory.resize(wanted);
     return reinterpret_cast<Number*>(memory.data());
 }
 
 // To nearest, ties to even; NaN stays NaN.
-inline void narrow(float x, bf16* to) {
+inline void from_float(float x, bf16* to) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-inline void narrow(float x, float* to) { *to = x; }
+inline void from_float(float x, float* to) { *to = x; }
 
 inline Floats load(const float* from) {
     Floats x;
@@ -105,7 +105,7 @@ inline void store(Floats x, bf16* to) {
 
 constexpr float IMPOSSIBLE = -3e38f;  // a logit that has no mass
 
-inline Floats all(float x) { return Floats{} + x; }
+inline Floats broadcast(float x) { return Floats{} + x; }
 
 inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
 
@@ -135,15 +135,15 @@ inline float largest(Floats x) {
 // Cephes' expf).
 inline Floats exponential(Floats x) {
 #ifdef __AVX512F__
-    const __m512 least = __m512(all(-87.3f));
+    const __m512 least = __m512(broadcast(-87.3f));
     Floats y = _mm512_max_ps(least, __m512(x));  // the second where one is NaN
     Floats n = _mm512_roundscale_ps(__m512(y * 1.44269504088896341f), 0);
 #else
-    Floats y = greater(x, all(-87.3f));
+    Floats y = greater(x, broadcast(-87.3f));
     Floats n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
 #endif
     Floats r = y - n * 0.693359375f + n * 2.12194440e-4f;
-    Floats p = all(1.9875691500e-4f);
+    Floats p = broadcast(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
@@ -156,7 +156,7 @@ inline Floats exponential(Floats x) {
     Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
     Floats scale;
     std::memcpy(&scale, &exponent, sizeof scale);
-    Floats known = x < all(-87.3f) ? all(0.0f) : p * scale;
+    Floats known = x < broadcast(-87.3f) ? broadcast(0.0f) : p * scale;
     return x == x ? known : x;
 #endif
 }

@@ -44,20 +44,20 @@ inline __m512i paired(const bf16* first, const bf16* second, __mmask16 there) {
 
 // Some columns of `tokens` rows as tiles, [columns / 16, tokens / 32] of them: rows are pairs of tokens and columns
 // stand side by side; or, `turned`, the other way round.
-inline void pack(const bf16* from, int64_t pitch, int tokens, int columns, bool turned, bf16* to) {
+inline void pack(const bf16* from, int64_t row_stride, int tokens, int columns, bool turned, bf16* to) {
     int steps = squares(tokens);
     for (int step = 0; step < steps; step++) {
         for (int column = 0; column < columns; column += TILE) {
             __mmask16 there = columns - column >= TILE ? 0xffff : (1 << (columns - column)) - 1;
-            auto tile = reinterpret_cast<__m512i*>(to + inside<bf16>(column, step * SIDE, steps));
+            auto tile = reinterpret_cast<__m512i*>(to + tile_offset<bf16>(column, step * SIDE, steps));
             for (int i = 0; i < TILE; i++) {
                 int token = step * SIDE + 2 * i;
-                const bf16* at = from + token * pitch + column;
+                const bf16* at = from + token * row_stride + column;
                 if (column % SIDE == 0) {  // of the next step: so many rows far apart the processor does not foresee
-                    __builtin_prefetch(at + SIDE * pitch);
-                    __builtin_prefetch(at + (SIDE + 1) * pitch);
+                    __builtin_prefetch(at + SIDE * row_stride);
+                    __builtin_prefetch(at + (SIDE + 1) * row_stride);
                 }
-                tile[i] = paired(token < tokens ? at : nullptr, token + 1 < tokens ? at + pitch : nullptr, there);
+                tile[i] = paired(token < tokens ? at : nullptr, token + 1 < tokens ? at + row_stride : nullptr, there);
             }
             if (turned) transpose(tile);
         }
@@ -92,8 +92,8 @@ void weight_gradients(const WeightGradients& shape) {
     {
         Tiles tiles;
         std::vector<Floats> left_memory, sum_memory;
-        bf16* left = room<bf16>(left_memory, size_t(most) * DEPTH);
-        float* sums = room<float>(sum_memory, size_t(most) * wide);
+        bf16* left = scratch<bf16>(left_memory, size_t(most) * DEPTH);
+        float* sums = scratch<float>(sum_memory, size_t(most) * wide);
 #pragma omp for schedule(static)
         for (int part = 0; part < chunks * columns; part++) {
             int t = part / columns * DEPTH, n0 = part % columns * wide;
@@ -112,14 +112,14 @@ void weight_gradients(const WeightGradients& shape) {
                 const bf16* right = packed + (size_t(t / DEPTH) * columns + task.column) * panel;
                 for (int i = 0; i < m; i += SIDE)
                     for (int j = 0; j < n; j += SIDE)
-                        multiply_factors(left + inside<bf16>(i, 0, steps), steps, right + inside<bf16>(j, 0, steps),
-                            steps, steps, t > 0, sums + in_squares(i, j, wide / SIDE));
+                        multiply_factors(left + tile_offset<bf16>(i, 0, steps), steps, right + tile_offset<bf16>(j, 0, steps),
+                            steps, steps, t > 0, sums + block_offset(i, j, wide / SIDE));
             }
             for (int i = 0; i < m; i++) {
                 bf16* to = shape.out[task.layer] + int64_t(task.first + i) * inputs + n0;
                 for (int j = 0; j < n; j += TILE) {
                     bf16 narrowed[TILE];
-                    store(load(sums + in_squares(i, j, wide / SIDE)), narrowed);
+                    store(load(sums + block_offset(i, j, wide / SIDE)), narrowed);
                     std::memcpy(to + j, narrowed, std::min(TILE, n - j) * sizeof(bf16));
                 }
             }
