@@ -22,7 +22,8 @@ from covey.experiment.build import Experiment
 from covey.experiment.control import ControlBuilder
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore
-from covey.train.loop import Progress, train, train_step
+from covey.train.loop import train, train_step
+from covey.train.state import Progress
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"  # on the disk where users' runs are
 GROUP_SIZE = 8

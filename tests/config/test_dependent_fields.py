@@ -69,13 +69,13 @@ def test_a_group_size_that_is_given_is_that_of_every_step(caplog: pytest.LogCapt
     caplog.set_level(logging.INFO, "covey")
     config = read_recipe("arithmetic_grpo", ["--group-size", "8", "--steps", "30"])
     assert isinstance(config, RunConfig)
-    assert (config.sampling.group_size, config.sampling.group_size_last) == (8, None)
+    assert (config.sampling.group_size, config.sampling.final_group_size) == (8, None)
     assert config.evaluation.every == 18, "the evaluation between stays in the run"
     assert config.update.warmup_steps == 3
     [record] = caplog.records
     assert record.getMessage() == (
         "--group-size, --steps: so the recipe's evaluation.every = 18 (was 50), "
-        "sampling.group_size_last = unset (was 16)"
+        "sampling.final_group_size = unset (was 16)"
     )
 
 
@@ -87,9 +87,11 @@ def test_only_options_that_changed_something_are_named(caplog: pytest.LogCapture
 
 
 def test_what_is_given_itself_does_not_follow() -> None:
-    config = read_recipe("arithmetic_grpo", ["--group-size", "8", "--group-size-last", "32", "--evaluation.every", "9"])
+    config = read_recipe(
+        "arithmetic_grpo", ["--group-size", "8", "--final-group-size", "32", "--evaluation.every", "9"]
+    )
     assert isinstance(config, RunConfig)
-    assert (config.sampling.group_size_last, config.evaluation.every) == (32, 9)
+    assert (config.sampling.final_group_size, config.evaluation.every) == (32, 9)
 
 
 RECIPE = """
@@ -134,12 +136,12 @@ token_limits = [20, 40]
         ("--max-new-tokens 8", {"sampling.overlong_tokens": 4, "evaluation.token_limits": (8, 40)}),
         ("--max-new-tokens 40", {"sampling.overlong_tokens": 10, "evaluation.token_limits": (40,)}),
         ("--prompts-per-step 6", {"update.minibatches": 3}),
-        ("--group-size 2", {"sampling.group_size_first": 2, "sampling.group_size_most": 40}),
-        ("--group-size 50", {"sampling.group_size_first": 8, "sampling.group_size_most": 50}),
-        ("--adaptive false", {"sampling.group_size_first": 4, "sampling.group_size_most": None}),
-        ("--redraws 2", {"sampling.adaptive": False, "sampling.group_size_first": 4}),
-        ("--algorithm dapo", {"sampling.adaptive": True, "sampling.redraws": 0}),
-        ("--algorithm ppo", {"sampling.adaptive": False, "sampling.group_size_most": None, "loss.clip_low": 0.1}),
+        ("--group-size 2", {"sampling.initial_group_size": 2, "sampling.max_group_size": 40}),
+        ("--group-size 50", {"sampling.initial_group_size": 8, "sampling.max_group_size": 50}),
+        ("--adaptive false", {"sampling.initial_group_size": 4, "sampling.max_group_size": None}),
+        ("--max-resamples 2", {"sampling.adaptive": False, "sampling.initial_group_size": 4}),
+        ("--algorithm dapo", {"sampling.adaptive": True, "sampling.max_resamples": 0}),
+        ("--algorithm ppo", {"sampling.adaptive": False, "sampling.max_group_size": None, "loss.clip_low": 0.1}),
         ("--algorithm rloo", {"loss.clip_low": None, "sampling.adaptive": True}),
     ],
 )

@@ -16,7 +16,7 @@ from covey.control.reward_scaling import NoScaling
 from covey.control.sampler import FragmentSampler
 from covey.control.tasks import ResetSeeds
 from covey.data import Batch, EndReason, Group, collate
-from covey.train.loop import Components
+from covey.train.state import Components
 from helpers import counting_environment, toy_envs
 from helpers.counting_environment import COUNTING
 

@@ -54,7 +54,7 @@ def digits(completions, **columns):
 """
 
 WAYS = {
-    "redraws": ("dapo", "redraws = 2\noverlong_tokens = 0\n"),
+    "max_resamples": ("dapo", "max_resamples = 2\noverlong_tokens = 0\n"),
     "adaptive": ("grpo", "adaptive = true\ngroup_size_first = 3\ngroup_size_last = 12\n"),
 }
 
@@ -109,14 +109,14 @@ def test_an_adaptive_run_follows_its_budget(whole):
     metrics = reproducible_metrics(whole["adaptive"])
     assert max(line["groups/size_max"] for line in metrics) > 12
     for line, size in zip(metrics, (6, 7, 8, 10, 11, 12), strict=True):
-        assert 4 * line["groups/size_mean"] + line["groups/unspent"] == 4 * size
+        assert 4 * line["groups/size_mean"] + line["groups/unused_budget"] == 4 * size
         assert len(rollouts_of(whole["adaptive"], line["step"])) == 4 * line["groups/size_mean"]
 
 
 def test_a_pass_over_the_file_meets_every_prompt_once_and_every_rollout_is_recorded(whole):
-    run_dir = whole["redraws"]
+    run_dir = whole["max_resamples"]
     metrics = reproducible_metrics(run_dir)
-    assert max(line["groups/redraws"] for line in metrics) > 0
+    assert max(line["groups/resamples"] for line in metrics) > 0
     drawn: list[str] = []
     for line in metrics:
         rollouts = rollouts_of(run_dir, line["step"])

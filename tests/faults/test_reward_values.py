@@ -21,7 +21,7 @@ from covey.llm.rewards.worker import load_function
 from covey.tracking.metrics import find
 from covey.tracking.run_store import rollout_record
 from covey.train.collect import _joined
-from covey.train.loop import describe
+from covey.train.metrics import describe
 from helpers.run_helpers import is_running
 
 HEAD = """

@@ -89,6 +89,8 @@ PACKED = ("llm/generation/prepacked_linear.py", ("llm/generation/test_prepacked_
 KL_CONTROL = "train/test_kl_controller.py::test_"
 ORIGINS = "llm/model/test_loading.py::test_"
 LOOP = ("train/loop.py", ("train/test_kl_controller.py",))
+STATE = ("train/state.py", LOOP[1])
+STEP_METRICS = ("train/metrics.py", LOOP[1])
 FOLLOWING = ("runtime/ema.py", ("runtime/test_ema.py",))
 EXACT_KL_TESTS = ("llm/model/test_exact_kl.py::test_value_and_gradients_are_those_of_the_whole_matrix",)
 EXACT_KL = ("llm/model/exact_kl.py", EXACT_KL_TESTS)
@@ -113,6 +115,7 @@ LEAVES = ("llm/model/prefix_attention.py", (BRANCHES[0] + "::test_every_token_ha
 WHOLE_ROWS = BRANCHES[0] + "::test_numbers_and_gradients_are_those_of_whole_rows"
 MICROBATCHES = ("llm/model/microbatches.py", ("llm/model/test_microbatches.py",))
 GATHER = ("train/collect.py", ("train/test_collect.py",))
+GROUP_SIZES = ("train/state.py", GATHER[1])
 FAMILY = ("algorithms/presets.py", ("algorithms/test_presets.py",))
 OVERLONG = ("llm/rewards/builtin.py", ("llm/rewards/test_overlong.py",))
 LANGUAGE_CRITIC = ("llm/critic.py", ("llm/test_critic.py",))
@@ -398,7 +401,7 @@ MUTANTS = [
     ),
     _mutant(
         "kl_of_all_epochs",
-        UPDATE,
+        STEP_METRICS,
         "self.sums_before_epoch = sums",
         "pass",
         CRITIC + "the_kl_is_that_of_the_epoch_and_not_of_all_so_far",
@@ -474,16 +477,16 @@ MUTANTS = [
         "tokens, new, new_piece = 0, row.tokens, False",
         "tokens, new_piece = 0, False",
     ),
-    _mutant("first_round_not_charged", GATHER, "left = len(starts) * (size - first)", "left = len(starts) * size"),
-    _mutant("group_of_any_size", GATHER, "min(left // len(live), most - first)", "left // len(live)"),
+    _mutant("first_round_not_charged", GATHER, "left = count * (size - first)", "left = count * size"),
+    _mutant("group_of_any_size", GATHER, "min(left // len(live), largest - first)", "left // len(live)"),
     _mutant("rest_rounded_up", GATHER, "left // len(live)", "-(-left // len(live))"),
     _mutant("dead_groups_grow", GATHER, "for group in live], more,", "for group in judged], more,"),
     _mutant("further_rollouts_repeat_the_first", GATHER, "more, first_rollout=first)", "more)"),
-    _mutant("schedule_ends_late", GATHER, "max(settings.steps - 1, 1)", "settings.steps"),
-    _mutant("one_try_too_many", GATHER, "tries == redraws", "tries > redraws"),
-    _mutant("whole_draws_again", GATHER, "source.draw(len(starts) - len(kept))", "source.draw(len(starts))"),
+    _mutant("schedule_ends_late", GROUP_SIZES, "max(self.steps - 1, 1)", "self.steps"),
+    _mutant("one_try_too_many", GATHER, "resamples == self.max_resamples", "resamples > self.max_resamples"),
+    _mutant("whole_draws_again", GATHER, "source.draw(count - len(kept), first", "source.draw(count, first"),
     _mutant("live_groups_dropped", GATHER, "(kept if alive else dropped)", "(dropped if alive else kept)"),
-    _mutant("starts_drawn_again", GATHER, "before=self.before + first", "before=self.before"),
+    _mutant("starts_drawn_again", GATHER, "before=self.drawn + first", "before=self.drawn"),
     _mutant("dropped_groups_not_shared", GATHER, "if not self.dropped:", "if True:"),
     _mutant(
         "means_of_chosen_rollouts",
@@ -728,7 +731,7 @@ MUTANTS = [
     ),
     _mutant(
         "reference_forgotten_on_resume",
-        LOOP,
+        STATE,
         'parts.reference_updater.load_state_dict(state["reference"])',
         "pass",
         KL_CONTROL + "a_resumed_run_has_the_same_coefficient_reference_and_weights",
@@ -763,7 +766,7 @@ MUTANTS = [
     ),
     _mutant(
         "mismatch_kl_turned_round",
-        UPDATE,
+        STEP_METRICS,
         "k3(torch.zeros_like(gap_N), gap_N)",
         "k3(gap_N, torch.zeros_like(gap_N))",
         KL_CONTROL + "mismatch_metrics_by_hand",

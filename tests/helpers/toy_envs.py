@@ -22,7 +22,8 @@ from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.experiment.control import ControlBuilder, episode_returns
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore
-from covey.train.loop import Components, Progress, train
+from covey.train.loop import train
+from covey.train.state import Components, Progress
 
 ENDLESS = "covey-practice/Endless-v0"
 NOISY = "covey-practice/Noisy-v0"

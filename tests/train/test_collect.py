@@ -16,8 +16,9 @@ from covey.core import schedules
 from covey.data import Group, Start
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.rng import uniforms
-from covey.train.collect import CollectConfig, StepGroups, gather, step_group_size
-from covey.train.loop import Components, LoopConfig, Progress, train, train_step
+from covey.train.collect import AdaptiveGroups, Collector, DynamicSampling, FixedGroups, StepGroups
+from covey.train.loop import collect, train, train_step
+from covey.train.state import Components, LoopConfig, Progress
 from covey.train.update import UpdatePlan
 from helpers.gradients import make
 from helpers.tabular_policy import CONTEXTS, ToyPolicy, rollout
@@ -79,7 +80,7 @@ class World:
     def save(self, step: int, state: dict[str, Any]) -> None: ...
 
 
-def build(world: World, way: CollectConfig, *, starts: int = 4, size: int = 8, steps: int = 10, **changes: Any):
+def build(world: World, way: Collector, *, starts: int = 4, size: int = 8, steps: int = 10, **changes: Any):
     policy = ToyPolicy(seed=None)
     parts = Components(
         task=world, sampler=world, grader=world, policy=policy, reference=None, algorithm=make("grpo"),
@@ -87,14 +88,14 @@ def build(world: World, way: CollectConfig, *, starts: int = 4, size: int = 8, s
     )  # fmt: skip
     settings = LoopConfig(
         steps=steps, seed=SEED, starts_per_step=starts, group_size=size, plan=UpdatePlan(),
-        learning_rate=schedules.constant(0.1), gathering=way, **changes,
+        learning_rate=schedules.constant(0.1), collector=way, **changes,
     )  # fmt: skip
     return parts, settings
 
 
-def gathered(world: World, way: CollectConfig, *, step: int = 1, drawn: int = 0, **sizes: int) -> StepGroups:
+def gathered(world: World, way: Collector, *, step: int = 1, drawn: int = 0, **sizes: int) -> StepGroups:
     parts, settings = build(world, way, **sizes)
-    return gather(parts, settings, step, drawn, lambda name: nullcontext())
+    return collect(parts, settings, step, drawn, lambda name: nullcontext())
 
 
 def texts(group: Group) -> list[str]:
@@ -110,7 +111,7 @@ def varies(group: Group) -> bool:
 
 def test_a_fixed_size_samples_every_group_once():
     world = World([0.5])
-    found = gathered(world, CollectConfig(), drawn=40, step=3)
+    found = gathered(world, FixedGroups(), drawn=40, step=3)
     assert world.calls == [(4, 8, 0)]
     assert world.draws == [(4, 0, 40)]
     assert [len(group.rollouts) for group in found.groups] == [8] * 4
@@ -121,8 +122,8 @@ def test_a_fixed_size_samples_every_group_once():
 
 @pytest.mark.parametrize(("first", "last", "steps"), [(16, 128, 100), (4, 5, 2), (32, 8, 7), (6, 6, 3), (2, 90, 1000)])
 def test_the_schedule_begins_and_ends_exactly_and_moves_one_way(first, last, steps):
-    _, settings = build(World([0.5]), CollectConfig(group_size_last=last), size=first, steps=steps)
-    sizes = [step_group_size(settings, step) for step in range(1, steps + 1)]
+    _, settings = build(World([0.5]), FixedGroups(), size=first, steps=steps, final_group_size=last)
+    sizes = [settings.group_size_at(step) for step in range(1, steps + 1)]
     assert (sizes[0], sizes[-1]) == (first, last)
     assert sizes == sorted(sizes, reverse=last < first)
     straight = [first + (last - first) * (step - 1) / (steps - 1) for step in range(1, steps + 1)]
@@ -131,7 +132,7 @@ def test_the_schedule_begins_and_ends_exactly_and_moves_one_way(first, last, ste
 
 def test_a_scheduled_size_is_sampled_and_reported():
     world = World([0.5])
-    parts, settings = build(world, CollectConfig(group_size_last=12), size=4, steps=3)
+    parts, settings = build(world, FixedGroups(), size=4, steps=3, final_group_size=12)
     train(parts, settings, Progress(), should_stop=lambda: False)
     assert [call[1] for call in world.calls] == [4, 8, 12]
     assert [metrics["groups/size_mean"] for metrics, _ in world.recorded] == [4, 8, 12]
@@ -141,8 +142,8 @@ def test_a_scheduled_size_is_sampled_and_reported():
 # ---- adaptive ----
 
 
-def adaptive(first: int, most: int | None = None, **rest: Any) -> CollectConfig:
-    return CollectConfig(adaptive_first=first, adaptive_most=most, **rest)
+def adaptive(first: int, most: int | None = None) -> AdaptiveGroups:
+    return AdaptiveGroups(first, most)
 
 
 @example(chances=[0.5, 0.5, 0.0], first=6, size=1, most=30, step=1)  # 3 rollouts are left for 2 groups
@@ -158,7 +159,7 @@ def test_the_budget_is_spent_on_what_varies_and_never_exceeded(chances, first, s
     world, starts = World(chances), len(chances)
     found = gathered(world, adaptive(first, most), starts=starts, size=size, step=step)
     sizes = [len(group.rollouts) for group in found.groups]
-    unspent = found.metrics["groups/unspent"]
+    unspent = found.metrics["groups/unused_budget"]
     assert sum(sizes) + unspent == starts * size
     assert unspent >= 0
     assert max(sizes) <= most
@@ -176,9 +177,9 @@ def test_the_budget_is_spent_on_what_varies_and_never_exceeded(chances, first, s
 def test_a_group_that_grew_is_the_one_that_was_sampled_at_once():
     chances = [0.0, 0.5, 0.6, 1.0]
     found = gathered(World(chances), adaptive(3))
-    build_prefix_tree = [group for group in found.groups if len(group.rollouts) > 3]
-    assert build_prefix_tree
-    at_once = gathered(World(chances), CollectConfig(), size=len(build_prefix_tree[0].rollouts))
+    grown = [group for group in found.groups if len(group.rollouts) > 3]
+    assert grown
+    at_once = gathered(World(chances), FixedGroups(), size=len(grown[0].rollouts))
     for group in found.groups:
         assert texts(group) == texts(at_once.groups[group.start.index])[: len(group.rollouts)]
 
@@ -188,24 +189,24 @@ def test_without_further_words_a_group_grows_to_four_times_the_size():
     steps = range(1, 12)
     largest = [gathered(world, adaptive(4), starts=16, size=4 + 2, step=step).metrics for step in steps]
     assert {metrics["groups/size_max"] for metrics in largest} == {4, 24}
-    assert {metrics["groups/unspent"] for metrics in largest} == {32, 32 - 20}
+    assert {metrics["groups/unused_budget"] for metrics in largest} == {32, 32 - 20}
 
 
 def test_where_no_group_varies_the_rest_is_not_spent():
     world = World([0.0, 1.0])
     found = gathered(world, adaptive(4))
     assert world.calls == [(4, 4, 0)]
-    assert found.metrics["groups/unspent"] == 4 * 4
+    assert found.metrics["groups/unused_budget"] == 4 * 4
     assert found.metrics["groups/size_max"] == 4
 
 
 def test_the_budget_of_an_adaptive_step_follows_the_schedule():
     world = World([0.5])
-    parts, settings = build(world, adaptive(4, group_size_last=20), starts=4, size=4, steps=5)
+    parts, settings = build(world, adaptive(4), starts=4, size=4, steps=5, final_group_size=20)
     for step in range(1, 6):
-        found = gather(parts, settings, step, 0, lambda name: nullcontext())
+        found = collect(parts, settings, step, 0, lambda name: nullcontext())
         rollouts = sum(len(group.rollouts) for group in found.groups)
-        assert rollouts + found.metrics["groups/unspent"] == 4 * (4, 8, 12, 16, 20)[step - 1]
+        assert rollouts + found.metrics["groups/unused_budget"] == 4 * (4, 8, 12, 16, 20)[step - 1]
 
 
 def test_means_are_those_of_the_first_round():
@@ -225,30 +226,30 @@ def test_means_are_those_of_the_first_round():
 
 def test_a_group_that_varies_ends_the_tries():
     world = World([1.0, 0.5, 0.5, 0.0, 0.5, 0.5])
-    found = gathered(world, CollectConfig(redraws=3), drawn=12, step=4)
+    found = gathered(world, DynamicSampling(3), drawn=12, step=4)
     assert world.draws == [(4, 0, 12), (2, 4, 16)]  # exactly what is missing, and on from there
     assert world.calls == [(4, 8, 0), (2, 8, 0)]
     assert [group.start.index for group in found.groups] == [1, 2, 4, 5]
     assert [(group.start.index, group.dropped) for group in found.dropped] == [(0, True), (3, True)]
     assert [group.start.index for group in found.all_groups] == list(range(6))
     assert found.unselected == found.all_groups
-    assert found.metrics == {"groups/drawn": 6, "groups/redraws": 1}
+    assert found.metrics == {"groups/drawn": 6, "groups/resamples": 1}
 
 
 @pytest.mark.parametrize("redraws", [1, 2, 5])
 def test_where_no_group_ever_varies_the_tries_are_bounded_and_the_last_stay(redraws):
     world = World([0.0, 1.0])
-    found = gathered(world, CollectConfig(redraws=redraws))
+    found = gathered(world, DynamicSampling(redraws))
     assert len(world.calls) == 1 + redraws
     assert [group.start.index for group in found.groups] == [4 * redraws + place for place in range(4)]
     assert not any(group.dropped for group in found.groups)
     assert len(found.dropped) == 4 * redraws
-    assert found.metrics == {"groups/drawn": 4 * (1 + redraws), "groups/redraws": redraws}
+    assert found.metrics == {"groups/drawn": 4 * (1 + redraws), "groups/resamples": redraws}
 
 
 def test_a_step_may_end_with_fewer_groups():
     world = World([0.5, 0.0, 0.0, 0.0])
-    found = gathered(world, CollectConfig(redraws=1))
+    found = gathered(world, DynamicSampling(1))
     assert world.draws == [(4, 0, 0), (3, 4, 4)]
     assert [group.start.index for group in found.groups] == [0, 4]
     assert len(found.dropped) == 5
@@ -262,7 +263,7 @@ def test_a_step_may_end_with_fewer_groups():
 )
 def test_every_live_group_is_kept_and_every_drawn_group_is_somewhere(chances, redraws, starts, step):
     world = World(chances)
-    found = gathered(world, CollectConfig(redraws=redraws), starts=starts, step=step, size=4)
+    found = gathered(world, DynamicSampling(redraws), starts=starts, step=step, size=4)
     drawn = [group.start.index for group in found.all_groups]
     assert drawn == list(range(sum(count for count, _, _ in world.draws)))
     assert not any(varies(group) for group in found.dropped)
@@ -290,13 +291,13 @@ class Nearly(World):
 
 
 def test_rounding_and_failed_grades_make_no_group_live():
-    found = gathered(Nearly([0.5]), CollectConfig(redraws=1))
+    found = gathered(Nearly([0.5]), DynamicSampling(1))
     assert [group.start.index for group in found.groups] == [3]
 
 
 def test_everything_sampled_is_counted_and_recorded():
     world, progress = World([0.0, 0.5, 1.0, 0.5]), Progress()
-    parts, settings = build(world, CollectConfig(redraws=1), steps=2)
+    parts, settings = build(world, DynamicSampling(1), steps=2)
     train(parts, settings, progress, should_stop=lambda: False)
     metrics, groups = world.recorded[0]
     dropped = [group for group in groups if group.dropped]
@@ -314,7 +315,7 @@ def test_everything_sampled_is_counted_and_recorded():
 
 def test_a_step_whose_groups_are_all_dead_updates_nothing_and_goes_on():
     world, progress = World([0.0]), Progress()
-    parts, settings = build(world, CollectConfig(redraws=2), steps=7)
+    parts, settings = build(world, DynamicSampling(2), steps=7)
     before = parts.policy.table.clone()
     train(parts, settings, progress, should_stop=lambda: False)
     assert progress.step == 7
@@ -326,7 +327,7 @@ def test_a_step_whose_groups_are_all_dead_updates_nothing_and_goes_on():
 def test_dropped_groups_change_no_gradient():
     """The update sees the kept groups as if no other had been drawn."""
     chances = [0.0, 0.5, 1.0, 0.5]
-    parts, settings = build(World(chances), CollectConfig(redraws=1))
+    parts, settings = build(World(chances), DynamicSampling(1))
     _, groups = train_step(parts, settings, Progress())
     kept = [replace(group, rollouts=list(group.rollouts)) for group in groups if not group.dropped]
 
@@ -340,19 +341,19 @@ def test_dropped_groups_change_no_gradient():
         def grade(self, groups: list[Group]) -> list[Group]:
             return groups
 
-    alone, plain = build(Only(chances), CollectConfig(), starts=len(kept))
+    alone, plain = build(Only(chances), FixedGroups(), starts=len(kept))
     train_step(alone, plain, Progress())
     assert bool((alone.policy.table == parts.policy.table).all())
 
 
 @pytest.mark.parametrize(
-    "way", [CollectConfig(), adaptive(4), CollectConfig(redraws=2), CollectConfig(group_size_last=3)]
+    ("way", "last"), [(FixedGroups(), None), (adaptive(4), None), (DynamicSampling(2), None), (FixedGroups(), 3)]
 )
-def test_the_same_step_is_gathered_again_the_same(way):
+def test_the_same_step_is_collected_again_the_same(way, last):
     chances = [0.0, 0.4, 0.9, 1.0, 0.2]
-    one, other = (gathered(World(chances), way, step=5, drawn=30) for _ in range(2))
+    one, other = (gathered(World(chances), way, step=5, drawn=30, final_group_size=last) for _ in range(2))
     assert one == other
-    assert one != gathered(World(chances), way, step=6, drawn=30)
+    assert one != gathered(World(chances), way, step=6, drawn=30, final_group_size=last)
 
 
 # ---- what the selection does to the gradient ----

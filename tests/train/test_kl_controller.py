@@ -23,8 +23,9 @@ from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.build import build_algorithm
 from covey.runtime.ema import EMAWeights
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.loop import Components, LoopConfig, Progress, load_checkpoint, train
+from covey.train.loop import train
 from covey.train.prepare import prepare_batch
+from covey.train.state import Components, LoopConfig, Progress, load_checkpoint
 from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tabular_policy import ACTIONS, Recorder, ToyPolicy, rollout
 

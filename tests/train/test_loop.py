@@ -13,7 +13,9 @@ from covey.config import RunError
 from covey.core import schedules
 from covey.data import EndReason, Group, Rollout, Start
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.loop import Components, LoopConfig, Progress, describe, load_checkpoint, train
+from covey.train.loop import train
+from covey.train.metrics import describe
+from covey.train.state import Components, LoopConfig, Progress, load_checkpoint
 from covey.train.update import UpdatePlan
 from helpers.gradients import make
 from helpers.tabular_policy import ToyPolicy, rollout

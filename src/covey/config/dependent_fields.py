@@ -137,17 +137,17 @@ def _token_limits(recipe: RunConfig, config: RunConfig, name: str) -> tuple[int,
 
 def _group_sizes(config: RunConfig) -> list[int]:
     sampling = config.sampling
-    return [size for size in (sampling.group_size, sampling.group_size_last) if size is not None]
+    return [size for size in (sampling.group_size, sampling.final_group_size) if size is not None]
 
 
 def _first(recipe: RunConfig, config: RunConfig, name: str) -> int:
     if not config.sampling.adaptive:
         return int(default(recipe, config, name))
-    return min(config.sampling.group_size_first, *_group_sizes(config))
+    return min(config.sampling.initial_group_size, *_group_sizes(config))
 
 
 def _most(recipe: RunConfig, config: RunConfig, name: str) -> int | None:
-    most = config.sampling.group_size_most
+    most = config.sampling.max_group_size
     return None if most is None or not config.sampling.adaptive else max(most, *_group_sizes(config))
 
 
@@ -209,7 +209,7 @@ _STEPS = (
     *("checkpoint.every", "evaluation.every"),
 )
 _CLIPS = ("loss.clip_low", "loss.clip_high", "loss.dual_clip")
-_GROUP_SIZES = ("sampling.adaptive", "sampling.group_size", "sampling.group_size_last")
+_GROUP_SIZES = ("sampling.adaptive", "sampling.group_size", "sampling.final_group_size")
 _ALGORITHM = ("algorithm", "rollouts.groups")
 
 
@@ -251,22 +251,22 @@ RULES: dict[type, list[Rule]] = {
             _if(lambda config: not config.reference.refresh_every, default),
         ),
         Rule("sampling.adaptive", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
-        Rule("sampling.adaptive", ("sampling.redraws",), _if(lambda config: config.redraws > 0, default)),
-        Rule("sampling.redraws", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
+        Rule("sampling.adaptive", ("sampling.max_resamples",), _if(lambda config: config.max_resamples > 0, default)),
+        Rule("sampling.max_resamples", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
         Rule(
-            "sampling.redraws", ("algorithm", "sampling.adaptive"),
-            _if(lambda config: config.sampling.adaptive and config.redraws > 0, _constant(0)),
+            "sampling.max_resamples", ("algorithm", "sampling.adaptive"),
+            _if(lambda config: config.sampling.adaptive and config.max_resamples > 0, _constant(0)),
         ),
         Rule(
             "sampling.group_size", ("algorithm",),
             _if(lambda config: config.algorithm not in NOT_BY_GROUP and config.sampling.group_size == 1, default),
         ),
-        Rule("sampling.group_size_last", ("sampling.group_size",), default),
-        Rule("sampling.group_size_last", ("steps",), _if(lambda config: config.steps < 2, default)),
+        Rule("sampling.final_group_size", ("sampling.group_size",), default),
+        Rule("sampling.final_group_size", ("steps",), _if(lambda config: config.steps < 2, default)),
         Rule(
-            "sampling.group_size_first", _GROUP_SIZES, _first
+            "sampling.initial_group_size", _GROUP_SIZES, _first
         ),
-        Rule("sampling.group_size_most", _GROUP_SIZES, _most),
+        Rule("sampling.max_group_size", _GROUP_SIZES, _most),
         Rule("sampling.overlong_tokens", ("sampling.max_new_tokens",), _same_share_of_tokens),
         Rule("evaluation.token_limits", ("sampling.max_new_tokens",), _token_limits),
         Rule("update.minibatches", ("sampling.prompts_per_step",), _minibatches),

@@ -136,8 +136,8 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "top_entropy_quantile": _none("TRL", "every token counts"),
     "missing_eos_penalty": _same("TRL", "sampling.overlong_tokens", "the reward falls before the token limit"),
     "overlong_buffer": _same("verl", "sampling.overlong_tokens"),
-    "filter_groups": _same("verl", "sampling.redraws"),
-    "dynamic_filtering": _same("OpenRLHF", "sampling.redraws"),
+    "filter_groups": _same("verl", "sampling.max_resamples"),
+    "dynamic_filtering": _same("OpenRLHF", "sampling.max_resamples"),
     # ---- the optimizer and the reference ----
     "lr": _same("verl", "update.learning_rate"),
     "actor_learning_rate": _same("OpenRLHF", "update.learning_rate"),

@@ -11,7 +11,7 @@ from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase,
 EMBEDDED_MODELS = ("smollm2-135m",)
 STEP_REWARDS = ("step_numbers",)  # built-in rewards that pay every reasoning step
 BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right, 0 for wrong
-DAPO_REDRAWS = 3
+DAPO_RESAMPLES = 3
 PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
 DAPO_OVERLONG_SHARE = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
 
@@ -35,20 +35,20 @@ class SamplingConfig:
         choices=("refuse", "drop"),
     )
     rows_at_once: int = option(0, "rollouts decoded together; 0 chooses by memory", least=0)
-    group_size_last: int | None = option(
+    final_group_size: int | None = option(
         None, "group size of the last step, from group_size on it changes evenly; unset is fixed", least=2
     )
     adaptive: bool = option(
         False,
-        "spend a step's rollouts where rewards still vary: a first round of group_size_first for every prompt, the "
+        "spend a step's rollouts where rewards still vary: a first round of initial_group_size for every prompt, the "
         "rest of prompts_per_step x group_size for those that are not decided",
     )
-    group_size_first: int = option(4, "adaptive: rollouts of every prompt before any is judged", least=2)
-    group_size_most: int | None = option(None, "adaptive: largest group; unset is 4 x group_size", least=2)
-    redraws: int | None = option(
+    initial_group_size: int = option(4, "adaptive: rollouts of every prompt before any is judged", least=2)
+    max_group_size: int | None = option(None, "adaptive: largest group; unset is 4 x group_size", least=2)
+    max_resamples: int | None = option(
         None,
         "how often a step may draw further prompts in place of groups whose rewards are all the same (DAPO's dynamic "
-        f"sampling); unset is {DAPO_REDRAWS} for dapo, else 0",
+        f"sampling); unset is {DAPO_RESAMPLES} for dapo, else 0",
         least=0,
     )
     overlong_tokens: int | None = option(
@@ -244,10 +244,10 @@ class RunConfig(RunBase):
     checkpoint: CheckpointConfig = option(CheckpointConfig(), "[checkpoint] table")
 
     @property
-    def redraws(self) -> int:
-        """sampling.redraws, or what the algorithm wants where it is unset."""
-        default = DAPO_REDRAWS if self.algorithm == "dapo" else 0
-        return default if self.sampling.redraws is None else self.sampling.redraws
+    def max_resamples(self) -> int:
+        """sampling.max_resamples, or what the algorithm wants where it is unset."""
+        default = DAPO_RESAMPLES if self.algorithm == "dapo" else 0
+        return default if self.sampling.max_resamples is None else self.sampling.max_resamples
 
     @property
     def kl_coefficient(self) -> float | None:

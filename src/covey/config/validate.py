@@ -34,7 +34,7 @@ from covey.config.fields import (
 from covey.config.files import shortened, user_path
 from covey.config.function_source import check_function_name
 from covey.config.model_sources import locate_model
-from covey.config.validate_collection import NOT_BY_GROUP, check_gathering
+from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_process import check_process, check_step_reward
 from covey.config.validate_size import check_control_size, check_size
@@ -113,7 +113,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> 
     _check_epochs(config.update, config.algorithm)
     _check_critic_warmup(config)
     _check_minibatches(config.sampling, config.update)
-    check_gathering(config)
+    check_collection(config)
     check_language_kl(config)
     _refuse_unused(config)
     _check_evaluation(config.evaluation)

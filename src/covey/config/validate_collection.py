@@ -7,7 +7,7 @@ from covey.config import ConfigError, RunConfig, SamplingConfig
 NOT_BY_GROUP = ("ppo", "reinforce_pp")  # compare with a critic or with the whole step: no group is dead for them
 
 
-def check_gathering(config: RunConfig) -> None:
+def check_collection(config: RunConfig) -> None:
     """Refuse contradictions in the group fields of [sampling].
 
     Raises:
@@ -16,16 +16,16 @@ def check_gathering(config: RunConfig) -> None:
     sampling, algorithm = config.sampling, config.algorithm
     _check_overlong(sampling)
     _check_schedule(sampling, config.steps)
-    for name, wanted in (("adaptive", sampling.adaptive), ("redraws", config.redraws > 0)):
+    for name, wanted in (("adaptive", sampling.adaptive), ("max_resamples", config.max_resamples > 0)):
         if wanted and algorithm in NOT_BY_GROUP:
             raise ConfigError(
                 f"sampling.{name} is set, but {algorithm} does not compare within groups, so a group whose rewards are "
                 "all the same teaches it too: take it out, or choose grpo"
             )
-    if sampling.adaptive and config.redraws:
+    if sampling.adaptive and config.max_resamples:
         raise ConfigError(
-            f"sampling.adaptive with {config.redraws} redraws: both say what follows a group whose rewards are all the "
-            "same; set redraws = 0, or take out adaptive"
+            f"sampling.adaptive with max_resamples = {config.max_resamples}: both say what "
+            "follows a group whose rewards are all the same; set max_resamples = 0, or take out adaptive"
         )
     if sampling.adaptive:
         _check_adaptive(sampling)
@@ -43,32 +43,32 @@ def _check_overlong(sampling: SamplingConfig) -> None:
 
 
 def _check_schedule(sampling: SamplingConfig, steps: int) -> None:
-    if sampling.group_size_last is not None and steps < 2:
+    if sampling.final_group_size is not None and steps < 2:
         raise ConfigError(
-            "sampling.group_size_last is reached at the last step, and the run has one step: set steps to 2 or more, "
+            "sampling.final_group_size is reached at the last step, and the run has one step: set steps to 2 or more, "
             "or take it out"
         )
 
 
 def _check_adaptive(sampling: SamplingConfig) -> None:
     sizes = [sampling.group_size]
-    if sampling.group_size_last is not None:
-        sizes.append(sampling.group_size_last)
-    first, most = sampling.group_size_first, sampling.group_size_most
+    if sampling.final_group_size is not None:
+        sizes.append(sampling.final_group_size)
+    first, most = sampling.initial_group_size, sampling.max_group_size
     if first > min(sizes):
         raise ConfigError(
-            f"sampling.group_size_first ({first}) spends more than the budget of group_size ({min(sizes)}) rollouts a "
-            f"prompt: set it to at most {min(sizes)} (4 is usual)"
+            f"sampling.initial_group_size ({first}) spends more than the budget of group_size ({min(sizes)}) rollouts "
+            f"a prompt: set it to at most {min(sizes)} (4 is usual)"
         )
     if most is not None and most < max(sizes):
         raise ConfigError(
-            f"sampling.group_size_most ({most}) is below group_size ({max(sizes)}), so part of the budget could never "
+            f"sampling.max_group_size ({most}) is below group_size ({max(sizes)}), so part of the budget could never "
             f"be spent: set it to {max(sizes)} or more"
         )
 
 
 def _refuse_adaptive_fields(sampling: SamplingConfig) -> None:
     default = SamplingConfig()
-    for name in ("group_size_first", "group_size_most"):
+    for name in ("initial_group_size", "max_group_size"):
         if getattr(sampling, name) != getattr(default, name):
             raise ConfigError(f"sampling.{name} is set, but only adaptive groups use it: set adaptive = true too")

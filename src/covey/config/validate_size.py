@@ -32,8 +32,8 @@ def check_size(config: RunConfig) -> None:
     """
     check_threads(config.threads)
     sampling = config.sampling
-    rollouts = sampling.prompts_per_step * max(sampling.group_size, sampling.group_size_last or 0)
-    rollouts *= 1 + config.redraws
+    rollouts = sampling.prompts_per_step * max(sampling.group_size, sampling.final_group_size or 0)
+    rollouts *= 1 + config.max_resamples
     _refuse_above(rollouts * ROLLOUT_BYTES, f"a step of {rollouts:,} rollouts", "sampling.prompts_per_step, group_size")
     _refuse_above(
         rollouts * sampling.max_new_tokens * TOKEN_BYTES,

@@ -17,7 +17,7 @@ from covey.runtime.checkpoint import CheckpointFolder
 from covey.runtime.optimizer import MasterAdamW
 from covey.tracking.console import Display
 from covey.tracking.run_store import CHECKPOINTS_FOLDER, RunStore
-from covey.train.loop import Components, LoopConfig
+from covey.train.state import Components, LoopConfig
 from covey.train.update import UpdatePlan
 
 Evaluation = dict[str, Any]

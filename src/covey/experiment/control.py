@@ -44,7 +44,7 @@ from covey.tracking.console import Display
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
 from covey.tracking.score_kinds import RETURN
-from covey.train.loop import Components, LoopConfig
+from covey.train.state import Components, LoopConfig
 
 EVALUATED_AT_ONCE = 100  # copies of the environment
 PICTURE = "agent.gif"

@@ -58,8 +58,8 @@ from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
-from covey.train.collect import CollectConfig
-from covey.train.loop import Components, LoopConfig
+from covey.train.collect import AdaptiveGroups, Collector, DynamicSampling, FixedGroups
+from covey.train.state import Components, LoopConfig
 
 CREDITS: dict[str, CreditAssignment] = {
     "outcome": outcome,
@@ -257,7 +257,7 @@ class LLMBuilder:
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
-        first, last = sampling.group_size, sampling.group_size_last
+        first, last = sampling.group_size, sampling.final_group_size
         size = f"{first} to {plural(last, 'rollout')}" if last else plural(first, "rollout")
         kind = " (adaptive)" if sampling.adaptive else ""
         return (
@@ -306,7 +306,8 @@ class LLMBuilder:
             seed=config.seed,
             starts_per_step=config.sampling.prompts_per_step,
             group_size=config.sampling.group_size,
-            gathering=_gathering(config),
+            collector=_collector(config),
+            final_group_size=config.sampling.final_group_size,
             plan=update_plan(update),
             learning_rate=learning_rate(update.learning_rate, update, config.steps),
             critic_learning_rate=learning_rate(
@@ -404,11 +405,8 @@ def _follower(config: RunConfig, reference: LanguagePolicy, policy: LanguagePoli
     return EMAWeights(reference.module, policy.module, config.reference.refresh_fraction)
 
 
-def _gathering(config: RunConfig) -> CollectConfig:
+def _collector(config: RunConfig) -> Collector:
     sampling = config.sampling
-    return CollectConfig(
-        group_size_last=sampling.group_size_last,
-        adaptive_first=sampling.group_size_first if sampling.adaptive else None,
-        adaptive_most=sampling.group_size_most,
-        redraws=config.redraws,
-    )
+    if sampling.adaptive:
+        return AdaptiveGroups(sampling.initial_group_size, sampling.max_group_size)
+    return DynamicSampling(config.max_resamples) if config.max_resamples else FixedGroups()

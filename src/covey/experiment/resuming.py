@@ -18,7 +18,7 @@ from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ORIGIN_FILE
 from covey.tracking.run_store import CONFIG_FILE, METRICS_FILE, RunStore, read_metrics
-from covey.train.loop import Components, Progress, load_checkpoint
+from covey.train.state import Components, Progress, load_checkpoint
 
 Origin = dict[str, Any]
 

@@ -30,7 +30,8 @@ from covey.tracking.curve import draw_curve
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
 from covey.tracking.run_store import CONFIG_FILE, CURVE_FILE, RunStore, read_metrics
-from covey.train.loop import Progress, train
+from covey.train.loop import train
+from covey.train.state import Progress
 
 Summary = dict[str, Any]
 TaskSource = Task | Sequence[Mapping[str, Any]] | str | Path  # of a task: see covey.llm.tasks.task_of

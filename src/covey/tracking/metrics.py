@@ -213,10 +213,10 @@ METRICS: dict[str, Metric] = _glossary(
         "prompts_per_step at least; much more says that most prompts are too hard or too easy",
     ),
     Metric(
-        "groups/redraws",
+        "groups/resamples",
         "count",
         "how often the step drew further prompts in place of groups whose rewards were all the same",
-        "below the recipe's redraws; at it, steps end with fewer groups than prompts_per_step",
+        "below the recipe's max_resamples; at it, steps end with fewer groups than prompts_per_step",
     ),
     Metric(
         "groups/size_mean",
@@ -228,13 +228,13 @@ METRICS: dict[str, Metric] = _glossary(
         "groups/size_max",
         "rollouts",
         "largest group of the step",
-        "grows where few prompts are live; at group_size_most part of the budget goes unspent",
+        "grows where few prompts are live; at max_group_size part of the budget goes unspent",
     ),
     Metric(
-        "groups/unspent",
+        "groups/unused_budget",
         "rollouts",
         "adaptive: what is left of prompts_per_step x group_size, because no group varied or those that did were full",
-        "near 0; if it stays high, raise group_size_first, or group_size_most",
+        "near 0; if it stays high, raise initial_group_size, or max_group_size",
     ),
     Metric(
         "prompts/left_out",

@@ -1,9 +1,8 @@
-"""How the graded groups of one step come together: `docs/groups.md` says what each way costs and does to the gradient.
+"""How the graded groups of one step are collected: `docs/groups.md` says what each way costs and does to the gradient.
 
-fixed      every start gets `group_size` rollouts
-scheduled  the same, with a size that changes evenly over the run
-adaptive   a few rollouts for every start, the rest of the budget for groups whose rewards vary
-redraws    groups whose rewards are all the same are replaced by further starts (DAPO's dynamic sampling)
+FixedGroups      every start gets the step's group size
+AdaptiveGroups   a few rollouts for every start, the rest of the budget for groups whose rewards vary
+DynamicSampling  groups whose rewards are all the same are replaced by those of further starts (DAPO)
 """
 
 from __future__ import annotations
@@ -11,31 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from covey.data import Group, Start, collate
+from covey.algorithms import Algorithm
+from covey.data import Grader, Group, Sampler, Start, Task, collate
 from covey.runtime.timer import Measure
 from covey.train.prepare import has_signal
 
-if TYPE_CHECKING:  # the loop imports this module
-    from covey.train.loop import Components, LoopConfig
-
-# Largest adaptive group, as a multiple of the step's group size, where nothing else is said.
-MOST_TIMES = 4
-
-
-@dataclass(frozen=True)
-class CollectConfig:
-    """What a run does beyond drawing every group once, at one size.
-
-    The last three are for algorithms that compare within groups: where a critic or the whole step is compared with, a
-    group whose rewards are all the same teaches too.
-    """
-
-    group_size_last: int | None = None  # of the last step; None: the group size stays
-    adaptive_first: int | None = None  # rollouts of every start before any is judged; None: not adaptive
-    adaptive_most: int | None = None  # largest adaptive group; None: MOST_TIMES the step's group size
-    redraws: int = 0  # how often a step may draw further starts
+# Largest adaptive group, as a multiple of the step's group size, unless a size is given.
+DEFAULT_MAX_FACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +26,7 @@ class StepGroups:
     """The graded rollouts of one step."""
 
     groups: list[Group]  # to learn from
-    dropped: list[Group] = field(default_factory=list)  # sampled in vain: all rewards of the group are the same
+    dropped: list[Group] = field(default_factory=list)  # all rewards of the group are the same
     unselected: list[Group] = field(default_factory=list)  # sampled before any reward was looked at, for fair means
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -52,8 +35,8 @@ class StepGroups:
         """Every group that was drawn, in the order of the draws."""
         return sorted(self.groups + self.dropped, key=lambda group: group.start.index)
 
-    def shares_of_all(self, found: dict[str, float]) -> dict[str, float]:
-        """Metrics of `prepare_batch` that are shares of what it was given, as shares of all that was sampled."""
+    def fractions_of_all(self, found: dict[str, float]) -> dict[str, float]:
+        """Rescale fractions that `prepare_batch` measured on the kept groups to all sampled groups."""
         if not self.dropped:
             return found
         groups = len(self.groups) / len(self.all_groups)
@@ -64,116 +47,109 @@ class StepGroups:
         }
 
 
-def gather(
-    parts: Components,
-    settings: LoopConfig,
-    step: int,
-    drawn: int,
-    measure: Measure,
-) -> StepGroups:
-    """Draw starts, sample and grade their groups, in the way that `settings.gathering` names.
+@dataclass(frozen=True)
+class GroupSource:
+    """Draws, samples and grades the groups of one step.
 
-    Every choice is a function of the arguments and of the rewards, so that a resumed run repeats it.
-
-    Args:
-        drawn: starts that the run has drawn in the steps before.
-        measure: times a phase by the name of its metric.
+    Every choice is a function of the fields and of the rewards, so that a resumed run repeats it.
     """
-    source = _Source(parts, settings, step, drawn, measure)
-    size = step_group_size(settings, step)
-    starts = source.draw(settings.starts_per_step)
-    way = settings.gathering
-    if way.adaptive_first is not None:
-        return _adaptive(source, starts, size, way.adaptive_first, way.adaptive_most or MOST_TIMES * size)
-    if way.redraws:
-        return _redrawn(source, starts, size, way.redraws)
-    groups = source.rollouts(starts, size)
-    return StepGroups(groups, unselected=groups, metrics=_sizes(groups) if way.group_size_last else {})
 
+    task: Task
+    sampler: Sampler
+    grader: Grader
+    algorithm: Algorithm
+    seed: int
+    step: int
+    drawn: int  # starts that the run has drawn in the steps before
+    measure: Measure  # times a phase by the name of its metric
 
-def step_group_size(settings: LoopConfig, step: int) -> int:
-    """first + (last - first) (step - 1) / (steps - 1), rounded: first at step 1, last at the last step."""
-    first, last = settings.group_size, settings.gathering.group_size_last
-    if last is None:
-        return first
-    return first + round((last - first) * (step - 1) / max(settings.steps - 1, 1))
-
-
-def _adaptive(source: _Source, starts: Sequence[Start], size: int, first: int, most: int) -> StepGroups:
-    """A first round for all; what is left of len(starts) * size goes to the groups that vary, to each as much.
-
-    Two rounds are enough: a group that varies goes on varying. What cannot be split evenly, or would make groups larger
-    than `most`, is not spent.
-    """
-    judged = source.rollouts(starts, first)
-    live = [group for group, alive in zip(judged, source.alive(judged), strict=True) if alive]
-    left = len(starts) * (size - first)
-    more = min(left // len(live), most - first) if live else 0
-    added = source.rollouts([group.start for group in live], more, first_rollout=first) if more else []
-    further = {group.start.index: group for group in added}
-    groups = [_joined(group, further.get(group.start.index)) for group in judged]
-    unspent = {"groups/unspent": float(left - more * len(live))}
-    return StepGroups(groups, unselected=judged, metrics=_sizes(groups) | unspent)
-
-
-def _redrawn(source: _Source, starts: Sequence[Start], size: int, redraws: int) -> StepGroups:
-    """As many further starts as groups are missing that vary, at most `redraws` times: DAPO (arXiv 2503.14476),
-    eq. 11 and its dynamic sampling.
-
-    The step may end with fewer groups than it wanted. Where none varies, the last ones stay and teach nothing.
-    """
-    kept: list[Group] = []
-    dropped: list[Group] = []
-    groups = source.rollouts(starts, size)
-    tries = 0
-    while True:
-        for group, alive in zip(groups, source.alive(groups), strict=True):
-            (kept if alive else dropped).append(group)
-        if len(kept) == len(starts) or tries == redraws:
-            break
-        tries += 1
-        groups = source.rollouts(source.draw(len(starts) - len(kept)), size)
-    if not kept:
-        kept, dropped = dropped[-len(starts) :], dropped[: -len(starts)]
-    dropped = [replace(group, dropped=True) for group in dropped]
-    metrics = {"groups/drawn": float(len(kept) + len(dropped)), "groups/redraws": float(tries)}
-    gathered = StepGroups(kept, dropped, metrics=metrics)
-    return replace(gathered, unselected=gathered.all_groups)
-
-
-class _Source:
-    """Where the starts and rollouts of one step come from."""
-
-    def __init__(
-        self,
-        parts: Components,
-        settings: LoopConfig,
-        step: int,
-        drawn: int,
-        measure: Measure,
-    ) -> None:
-        self.parts, self.seed, self.step, self.measure = parts, settings.seed, step, measure
-        self.before = drawn
-        self.next_index = 0
-
-    def draw(self, count: int) -> list[Start]:
-        """The next starts of the step; no two of them have the same index."""
-        first = self.next_index
-        self.next_index += count
-        return self.parts.task.draw(self.seed, self.step, count, first=first, before=self.before + first)
+    def draw(self, count: int, first: int = 0) -> list[Start]:
+        """The starts number `first` to `first + count` of the step."""
+        return self.task.draw(self.seed, self.step, count, first=first, before=self.drawn + first)
 
     def rollouts(self, starts: Sequence[Start], size: int, *, first_rollout: int = 0) -> list[Group]:
         """Graded groups."""
         with self.measure("time/sample"):
-            groups = self.parts.sampler.sample(starts, size, self.step, first_rollout)
+            groups = self.sampler.sample(starts, size, self.step, first_rollout)
         with self.measure("time/grade"):
-            return self.parts.grader.grade(groups)
+            return self.grader.grade(groups)
 
-    def alive(self, groups: list[Group]) -> list[bool]:
-        """For every group: would some decision of it get an advantage? A KL in the reward is not asked."""
+    def have_signal(self, groups: list[Group]) -> list[bool]:
+        """For every group, whether some decision of it gets an advantage. A KL in the reward is not considered."""
         batch = collate(groups)
-        alive: list[bool] = has_signal(batch, self.parts.algorithm.advantage(batch).advantages_BT).tolist()
+        alive: list[bool] = has_signal(batch, self.algorithm.advantage(batch).advantages_BT).tolist()
         return alive
+
+
+class Collector(Protocol):
+    """A way to collect the groups of one step."""
+
+    def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
+        """Groups from `count` starts, with about `count * size` rollouts in all."""
+
+
+@dataclass(frozen=True)
+class FixedGroups:
+    """`size` rollouts from every start."""
+
+    def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
+        groups = source.rollouts(source.draw(count), size)
+        return StepGroups(groups, unselected=groups)
+
+
+@dataclass(frozen=True)
+class AdaptiveGroups:
+    """A first round for every start; the rest of `count * size` goes in equal parts to the groups that vary.
+
+    Two rounds are enough, because a group that varies goes on varying. What cannot be split evenly, or would make
+    groups larger than the maximum, is not spent. For algorithms that compare within groups: with a critic or a
+    baseline over the whole step, a group whose rewards are all the same teaches too.
+    """
+
+    initial_size: int  # rollouts of every start before any is judged
+    max_size: int | None = None  # of a group; None: DEFAULT_MAX_FACTOR times the step's group size
+
+    def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
+        first, largest = self.initial_size, self.max_size or DEFAULT_MAX_FACTOR * size
+        judged = source.rollouts(source.draw(count), first)
+        live = [group for group, alive in zip(judged, source.have_signal(judged), strict=True) if alive]
+        left = count * (size - first)
+        more = min(left // len(live), largest - first) if live else 0
+        added = source.rollouts([group.start for group in live], more, first_rollout=first) if more else []
+        further = {group.start.index: group for group in added}
+        groups = [_joined(group, further.get(group.start.index)) for group in judged]
+        unused = {"groups/unused_budget": float(left - more * len(live))}
+        return StepGroups(groups, unselected=judged, metrics=group_sizes(groups) | unused)
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Further starts in place of groups that do not vary: DAPO (arXiv 2503.14476), eq. 11.
+
+    The step may end with fewer groups than `count`. If none varies, the last ones stay and teach nothing. For
+    algorithms that compare within groups, as `AdaptiveGroups`.
+    """
+
+    max_resamples: int  # times that a step may draw further starts
+
+    def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
+        kept: list[Group] = []
+        dropped: list[Group] = []
+        groups = source.rollouts(source.draw(count), size)
+        resamples = 0
+        while True:
+            for group, alive in zip(groups, source.have_signal(groups), strict=True):
+                (kept if alive else dropped).append(group)
+            if len(kept) == count or resamples == self.max_resamples:
+                break
+            resamples += 1
+            groups = source.rollouts(source.draw(count - len(kept), first=len(kept) + len(dropped)), size)
+        if not kept:
+            kept, dropped = dropped[-count:], dropped[:-count]
+        dropped = [replace(group, dropped=True) for group in dropped]
+        metrics = {"groups/drawn": float(len(kept) + len(dropped)), "groups/resamples": float(resamples)}
+        found = StepGroups(kept, dropped, metrics=metrics)
+        return replace(found, unselected=found.all_groups)
 
 
 def _joined(group: Group, further: Group | None) -> Group:
@@ -185,7 +161,8 @@ def _joined(group: Group, further: Group | None) -> Group:
     return replace(group, rollouts=group.rollouts + further.rollouts, logged=logged)
 
 
-def _sizes(groups: Sequence[Group]) -> dict[str, float]:
+def group_sizes(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of how many rollouts the groups have."""
     sizes = [len(group.rollouts) for group in groups]
     return {"groups/size_mean": fmean(sizes), "groups/size_max": float(max(sizes))}
 

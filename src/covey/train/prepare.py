@@ -16,8 +16,8 @@ from covey.algorithms import Algorithm
 from covey.config import ConfigError
 from covey.core.kl import k3
 from covey.core.loss_weights import count
-from covey.core.returns import explained_variance
 from covey.data import Batch, Critic, Policy, PolicyOutput
+from covey.train.metrics import value_metrics
 
 # Where the KL is only watched, the reference reads every eighth group: enough for a curve, an eighth of the price.
 LOG_KL_EVERY = 8
@@ -83,7 +83,7 @@ def prepare_batch(
     if known_BT.any():
         # k3 of the sampled decisions, whatever estimator the algorithm uses: never negative and of low variance.
         metrics["kl"] = float(k3(batch.behavior_logprobs_BT, reference_BT)[known_BT].mean())
-    metrics |= _value_metrics(batch.values_BT, returns_BT, counted_BT)
+    metrics |= value_metrics(batch.values_BT, returns_BT, counted_BT)
 
     old_BT, old_BTV = evaluated(policy, batch, teaches_B) if optimizer_steps > 1 else (None, None)
     batch = replace(
@@ -150,17 +150,6 @@ def _with_values(batch: Batch, policy: Policy, critic: Critic) -> Batch:
 
     _by_microbatch(policy, batch, batch.valid_B, keep)
     return replace(batch, values_BT=values_BT, bootstrap_value_B=torch.where(batch.truncated_B, bootstrap_value_B, 0.0))
-
-
-def _value_metrics(values_BT: Tensor | None, returns_BT: Tensor | None, counted_BT: Tensor) -> dict[str, float]:
-    """How well the critic foresaw the returns; nothing where there is none."""
-    if values_BT is None or returns_BT is None:
-        return {}
-    metrics = {"value/explained_variance": float(explained_variance(values_BT, returns_BT, counted_BT))}
-    if counted_BT.any():
-        metrics["value/mean"] = float(values_BT[counted_BT].mean())
-        metrics["value/returns_mean"] = float(returns_BT[counted_BT].mean())
-    return metrics
 
 
 def _subtract_kl(batch: Batch, algorithm: Algorithm, reference_BT: Tensor, coefficient: float) -> Batch:

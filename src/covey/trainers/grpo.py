@@ -9,7 +9,7 @@ from torch import Tensor
 from covey.config import ConfigError
 from covey.data import collate
 from covey.functional import GRPOLoss
-from covey.train.loop import describe
+from covey.train.metrics import describe
 from covey.train.prepare import prepare_batch
 from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from covey.trainers.base import LanguageTrainer, Model, OnStep, TrainerOptions, option_names, with_rewards

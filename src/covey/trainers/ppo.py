@@ -22,7 +22,7 @@ from covey.core.baselines import group_zscore
 from covey.data import Batch, collate
 from covey.functional import PPOLoss, check_limits, compute_gae, weighed
 from covey.llm.critic import LanguageCritic
-from covey.train.loop import describe
+from covey.train.metrics import describe
 from covey.train.prepare import prepare_batch
 from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from covey.trainers.base import (

@@ -196,4 +196,4 @@ def _groups_of_a_minibatch(config: RunConfig) -> int:
 
 def _group_size(config: RunConfig) -> int:
     """The largest group of the run's schedule."""
-    return max(config.sampling.group_size, config.sampling.group_size_last or 0)
+    return max(config.sampling.group_size, config.sampling.final_group_size or 0)
