@@ -71,9 +71,7 @@ def cost(recipe: str, overrides: Sequence[str]) -> dict[str, float]:
         "environment_steps": median(step["decisions/sampled"] for step in steps),
         "sampling_seconds": median(step["time/sample"] for step in steps),
         # With what a sampler with a critic does at once: values and advantages.
-        "collection_seconds": median(
-            step["time/sample"] + step["time/grade"] + step["time/annotate"] for step in steps
-        ),
+        "collection_seconds": median(step["time/sample"] + step["time/grade"] + step["time/prepare"] for step in steps),
         "step_seconds": median(step["time/step"] for step in steps),
     }
 

@@ -61,7 +61,7 @@ def test_every_name_is_answered_on_the_command_line(recipe: str) -> None:
             "is covey's sampling.max_new_tokens, in recipes for language models",
         ),
         ("arithmetic_grpo --use-peft true", "TRL: use_peft has no counterpart; all weights are trained"),
-        ("arithmetic_grpo --top-p 0.9", "sampling.top_p"),
+        ("arithmetic_grpo --top-p 0.9", "top_p has no counterpart; the update needs log-probabilities of the whole"),
     ],
 )
 def test_the_command_says_the_field_or_the_reason(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

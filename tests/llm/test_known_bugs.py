@@ -11,7 +11,6 @@ from torch import Tensor
 from covey.algorithms import KLPenalty, grpo, gspo
 from covey.config import ConfigError
 from covey.config.recipe import config_from_dict
-from covey.config.validate import validate
 from covey.core.kl import k3
 from covey.core.loss_weights import token_mean
 from covey.core.schedules import constant
@@ -93,9 +92,8 @@ def test_prime_rl_697_temperature_applied_to_logprobs(packed):
 
 @pytest.mark.parametrize("field", [{"top_p": 0.9}, {"top_k": 20}])
 def test_trl_6789_sampling_from_a_part_of_the_vocabulary_is_refused(field):
-    config = config_from_dict({"task": {"name": "arithmetic"}, "sampling": field})
-    with pytest.raises(ConfigError, match="while training it must stay"):
-        validate(config)
+    with pytest.raises(ConfigError, match="the whole distribution, so its tail is never cut"):
+        config_from_dict({"task": {"name": "arithmetic"}, "sampling": field})
 
 
 @pytest.mark.parametrize("algorithm", [grpo, gspo])

@@ -202,14 +202,14 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
 
 def _train_options(command: Parser) -> None:
     command.usage = "covey train RECIPE [--field value ...]\n       covey train --resume RUN_DIR"
-    command.epilog = fields_help()
+    _add_fields_help(command)
     command.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
     command.add_argument("--resume", metavar="RUN_DIR", help="go on with a run that was stopped, exactly where it was")
 
 
 def _check_options(command: Parser) -> None:
     command.usage = "covey check RECIPE [--field value ...]"
-    command.epilog = fields_help()
+    _add_fields_help(command)
     command.add_argument("recipe", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
 
 
@@ -304,11 +304,31 @@ def _completion_options(command: Parser) -> None:
     command.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 
-def fields_help() -> str:
-    """Every field of both kinds of recipe with its type, default and meaning, for `--help`."""
-    language = _fields_of(RunConfig, "fields of a recipe for language models (one with a table [task])")
-    control = _fields_of(ControlConfig, "fields of a recipe for control (one with a table [environment])")
+class _HelpAll(argparse.Action):
+    """`--help-all`: the help of a command with every field of a recipe."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.epilog = fields_help(advanced=True)
+        parser.print_help()
+        parser.exit()
+
+
+def _add_fields_help(command: Parser) -> None:
+    command.epilog = fields_help(advanced=False)
+    command.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every field of a recipe and exit")
+
+
+def fields_help(*, advanced: bool) -> str:
+    """The fields of both kinds of recipe with type, default and meaning, for `--help`.
+
+    Args:
+        advanced: also those that few runs set.
+    """
+    language = _fields_of(RunConfig, "fields of a recipe for language models (one with a table [task])", advanced)
+    control = _fields_of(ControlConfig, "fields of a recipe for control (one with a table [environment])", advanced)
     how = "Every field can be given as --field value (lists with commas)."
+    if not advanced:
+        how += " --help-all shows the other fields."
     return "\n".join([how, "", *language, "", "", *control])
 
 
@@ -321,9 +341,11 @@ def field_options(root: type) -> list[tuple[str, FieldHelp]]:
     return [(_option(row, dotted=bool(row.section) and row.name in ambiguous), row) for row in rows]
 
 
-def _fields_of(root: type, title: str) -> list[str]:
+def _fields_of(root: type, title: str, advanced: bool) -> list[str]:
     lines, section = [f"==== {title} ===="], None
     for option, row in field_options(root):
+        if row.advanced and not advanced:
+            continue
         if row.section != section:
             section = row.section
             where = {"": "top level", "rewards": "[[rewards]], in the recipe file only"}

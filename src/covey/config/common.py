@@ -30,13 +30,17 @@ def option(
     most: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    advanced: bool = False,
 ) -> Any:
     """A config field: its default, its help text and the values it may take.
 
-    `least` and `most` are allowed themselves, `above` and `below` are not. In a list they hold for every item.
+    Args:
+        least, most: limits that are allowed themselves; in a list they hold for every item.
+        above, below: limits that are not.
+        advanced: shown by `--help-all` only.
     """
     limits = {"least": least, "most": most, "above": above, "below": below}
-    return field(default=default, metadata={"help": text, "choices": choices, "limits": limits})
+    return field(default=default, metadata={"help": text, "choices": choices, "limits": limits, "advanced": advanced})
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class LossBase:
 
     clip_low: float | None = option(None, "the ratio is clipped below at 1 - clip_low", above=0, most=1)
     clip_high: float | None = option(None, "the ratio is clipped above at 1 + clip_high", above=0)
-    dual_clip: float | None = option(None, "bound on the loss of negative advantages (above 1); unset is off", above=1)
+    dual_clip: float | None = option(
+        None, "bound on the loss of negative advantages (above 1); unset is off", above=1, advanced=True
+    )
     kl_coefficient: float | None = option(None, "weight of the KL to the anchor; 0 only watches it", least=0)
     kl_estimator: str | None = option(
         None,
@@ -57,25 +63,34 @@ class LossBase:
         "reference",
         "policy that the KL is taken to: the reference (the policy before training) or the one that sampled",
         choices=("reference", "behavior"),
+        advanced=True,
     )
-    kl_warmup_steps: int = option(0, "steps over which the KL coefficient rises from 0", least=0)
+    kl_warmup_steps: int = option(0, "steps over which the KL coefficient rises from 0", least=0, advanced=True)
     adaptive_kl_target: float | None = option(
         None,
         "target KL in nats per token or action, which the KL coefficient is adapted to reach; unset: fixed",
         above=0,
+        advanced=True,
     )
-    adaptive_kl_horizon: int = option(10_000, "horizon of the adaptive KL coefficient, in rollouts", least=1)
+    adaptive_kl_horizon: int = option(
+        10_000, "horizon of the adaptive KL coefficient, in rollouts", least=1, advanced=True
+    )
     entropy_coefficient: float = option(0.0, "weight of the entropy bonus", least=0)
     value_coefficient: float = option(
         0.5,
         'ppo: weight of the value loss; with critic.trunk = "own" it matters only where max_grad_norm clips',
         least=0,
+        advanced=True,
     )
-    value_clip: float | None = option(None, "ppo: clip range of the value loss; unset: no clipping", above=0)
+    value_clip: float | None = option(
+        None, "ppo: clip range of the value loss; unset: no clipping", above=0, advanced=True
+    )
     gae_lambda: float = option(
         0.95, "ppo: lambda of GAE, from 0 (one-step TD error) to 1 (Monte Carlo returns)", least=0, most=1
     )
-    whiten: bool = option(True, "ppo: normalise advantages to mean 0 and standard deviation 1 over the step")
+    whiten: bool = option(
+        True, "ppo: normalise advantages to mean 0 and standard deviation 1 over the step", advanced=True
+    )
 
 
 @dataclass(frozen=True)
@@ -85,24 +100,29 @@ class UpdateBase:
     learning_rate: float = option(1e-5, "peak learning rate of AdamW", above=0)
     schedule: str = option("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
     warmup_steps: int = option(0, "steps over which the learning rate rises from 0", least=0)
-    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", least=0)
-    beta1: float = option(0.9, "AdamW's decay of the mean gradient", least=0, below=1)
-    beta2: float = option(0.999, "AdamW's decay of the mean squared gradient", least=0, below=1)
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", least=0, advanced=True)
+    beta1: float = option(0.9, "AdamW's decay of the mean gradient", least=0, below=1, advanced=True)
+    beta2: float = option(0.999, "AdamW's decay of the mean squared gradient", least=0, below=1, advanced=True)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
     epochs: int = option(1, "passes over the rollouts of a step", least=1)
     minibatches: int = option(1, "optimizer steps per pass; the prompts of a step are split evenly", least=1)
     target_kl: float | None = option(
-        None, "KL to the policy that sampled, in nats, beyond which the epochs of a step end early", above=0
+        None,
+        "KL to the policy that sampled, in nats, beyond which the epochs of a step end early",
+        above=0,
+        advanced=True,
     )
-    critic_learning_rate: float | None = option(None, "ppo: the critic's own; unset is learning_rate", above=0)
-    critic_epochs: int = option(0, "ppo: further passes that move the critic alone", least=0)
-    critic_warmup_steps: int = option(0, "ppo: first steps that move the critic alone", least=0)
+    critic_learning_rate: float | None = option(
+        None, "ppo: the critic's own; unset is learning_rate", above=0, advanced=True
+    )
+    critic_epochs: int = option(0, "ppo: further passes that move the critic alone", least=0, advanced=True)
+    critic_warmup_steps: int = option(0, "ppo: first steps that move the critic alone", least=0, advanced=True)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = option(20, "steps between checkpoints", least=1)
-    keep: int = option(2, "checkpoints kept, at least 2", least=2)
+    keep: int = option(2, "checkpoints kept, at least 2", least=2, advanced=True)
 
 
 @dataclass(frozen=True)

@@ -17,26 +17,30 @@ class EnvironmentConfig:
         "auto",
         "how copies step together: auto is sync, for CartPole-v1 a faster one; async takes processes",
         choices=("auto", "sync", "async", "entry_point"),
+        advanced=True,
     )
     autoreset: str = option(
         "disabled",
         "when a copy begins its next episode: when it is asked to (disabled), or by itself (fragments only; a run that "
         "is resumed then begins new episodes)",
         choices=("disabled", "same_step", "next_step"),
+        advanced=True,
     )
-    action_repeat: int = option(1, "environment steps that every action is held for", least=1)
-    timeout_seconds: float = option(60.0, "longest time that one step or reset of all copies may take", above=0)
+    action_repeat: int = option(1, "environment steps that every action is held for", least=1, advanced=True)
+    timeout_seconds: float = option(
+        60.0, "longest time that one step or reset of all copies may take", above=0, advanced=True
+    )
     max_episode_steps: int = option(0, "an episode is truncated after so many; 0 is the environment's own", least=0)
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
     hidden: tuple[int, ...] = option((64, 64), "widths of the hidden layers", least=1, most=1_000_000)
-    activation: str = option("tanh", "between the layers", choices=("tanh", "relu"))
+    activation: str = option("tanh", "between the layers", choices=("tanh", "relu"), advanced=True)
     normalise_observations: bool = option(False, "scale observations by their running mean and standard deviation")
-    initial_std: float = option(1.0, "standard deviation of continuous actions at the start", above=0)
+    initial_std: float = option(1.0, "standard deviation of continuous actions at the start", above=0, advanced=True)
     critic_hidden: tuple[int, ...] = option(
-        (), "widths of ppo's critic; empty is the same as the policy's", least=1, most=1_000_000
+        (), "widths of ppo's critic; empty is the same as the policy's", least=1, most=1_000_000, advanced=True
     )
 
 
@@ -54,12 +58,13 @@ class RolloutsConfig:
         0, "copies of the environment that step together; 0 is one a rollout (8 for fragments)", least=0
     )
     fragment_steps: int = option(128, "fragments: steps of every copy in one training step", least=2)
-    horizon: int = option(50, "branches: decisions of a branch", least=1)
+    horizon: int = option(50, "branches: decisions of a branch", least=1, advanced=True)
     gamma: float | None = option(None, "discount a decision; unset is 1 for episodes, else 0.99", least=0, most=1)
     compare: str = option(
         "step",
         "reward_to_go: with the siblings at the same step, or with every decision of the group",
         choices=("step", "group"),
+        advanced=True,
     )
     reward_scaling: str = option(
         "none",

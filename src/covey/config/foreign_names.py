@@ -39,10 +39,16 @@ _CLIP = "loss.clip_low loss.clip_high"
 _MEMORY = "update.microbatch_tokens"
 _EVERY_STEP = "every step is recorded in metrics.jsonl"
 _FULL = "all weights are trained; adapters are not supported yet"
+_WHOLE = (
+    "the update needs log-probabilities of the whole distribution, so its tail is never cut; try sampling.temperature"
+)
 _ALONE = "covey samples and trains in one process"
 
 FOREIGN_NAMES: dict[str, ForeignName] = {
     # ---- how many, how long ----
+    "top_p": _none("TRL, verl, OpenRLHF, vLLM", _WHOLE),
+    "top_k": _none("TRL, verl, vLLM", _WHOLE),
+    "min_p": _none("TRL, vLLM", _WHOLE),
     "num_generations": _same("TRL", _GROUP),
     "num_generations_eval": _none("TRL", "held-out problems are answered once, greedily; covey eval has --samples"),
     "rloo_k": _same("TRL", _GROUP),

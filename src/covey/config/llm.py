@@ -26,42 +26,51 @@ class SamplingConfig:
     temperature: float = option(
         1.0, "divides the logits while sampling and in the log-probabilities", least=1e-4, most=1e4
     )
-    top_p: float = option(1.0, "must stay 1.0 while training: cutting the tail biases the ratio")
-    top_k: int = option(0, "must stay 0 while training: cutting the tail biases the ratio")
     long_prompts: str = option(
         "refuse",
         "what becomes of a prompt that leaves no room for max_new_tokens in the positions that the model knows: the "
         "run is refused before it trains, or the prompt is dropped",
         choices=("refuse", "drop"),
+        advanced=True,
     )
-    rows_at_once: int = option(0, "rollouts decoded together; 0 chooses by memory", least=0)
+    rows_at_once: int = option(0, "rollouts decoded together; 0 chooses by memory", least=0, advanced=True)
     final_group_size: int | None = option(
-        None, "group size of the last step, from group_size on it changes evenly; unset is fixed", least=2
+        None,
+        "group size of the last step, from group_size on it changes evenly; unset is fixed",
+        least=2,
+        advanced=True,
     )
     adaptive: bool = option(
         False,
         "spend a step's rollouts where rewards still vary: a first round of initial_group_size for every prompt, the "
         "rest of prompts_per_step x group_size for those that are not decided",
+        advanced=True,
     )
-    initial_group_size: int = option(4, "adaptive: rollouts of every prompt before any is judged", least=2)
-    max_group_size: int | None = option(None, "adaptive: largest group; unset is 4 x group_size", least=2)
+    initial_group_size: int = option(
+        4, "adaptive: rollouts of every prompt before any is judged", least=2, advanced=True
+    )
+    max_group_size: int | None = option(
+        None, "adaptive: largest group; unset is 4 x group_size", least=2, advanced=True
+    )
     max_resamples: int | None = option(
         None,
         "how often a step may draw further prompts in place of groups whose rewards are all the same (DAPO's dynamic "
         f"sampling); unset is {DAPO_RESAMPLES} for dapo, else 0",
         least=0,
+        advanced=True,
     )
     overlong_tokens: int | None = option(
         None,
         "the reward falls by up to 1 over so many tokens before the limit (DAPO's overlong shaping); unset is a fifth "
         "of max_new_tokens for dapo, else 0",
         least=0,
+        advanced=True,
     )
 
 
 @dataclass(frozen=True)
 class LossConfig(LossBase):
-    mask_truncated: bool = option(False, "leave completions cut by the token limit out of the loss")
+    mask_truncated: bool = option(False, "leave completions cut by the token limit out of the loss", advanced=True)
     credit: str = option(
         "outcome",
         "what is compared within a group: whole completions (outcome), or reasoning steps: each with all steps of the "
@@ -74,6 +83,7 @@ class LossConfig(LossBase):
         None,
         "a token's loss is multiplied by trainer's over sampler's probability, at most this (2 is usual); unset is off",
         above=0,
+        advanced=True,
     )
 
 
@@ -93,25 +103,33 @@ class EvaluationConfig:
         most=1_000_000,
     )
     every: int = option(0, "also evaluate every so many steps; 0 is only before and after", least=0)
-    token_limits: tuple[int, ...] = option((), "token limits to report; empty is the training's own limit", least=1)
+    token_limits: tuple[int, ...] = option(
+        (), "token limits to report; empty is the training's own limit", least=1, advanced=True
+    )
 
 
 @dataclass(frozen=True)
 class ArithmeticConfig:
     digits: tuple[int, ...] = option((2,), "digits of an operand, drawn evenly from this list", least=1, most=12)
     operators: tuple[str, ...] = option(("+", "-"), "drawn evenly from this list of + - *", choices=("+", "-", "*"))
-    terms: tuple[int, ...] = option((2,), "numbers in an expression, drawn evenly from this list", least=2, most=100)
-    negative: bool = option(False, "whether answers may be below 0, as that of 17 - 45 is")
-    instruction: str = option("Reply with the number only.", "sentence added to the question")
+    terms: tuple[int, ...] = option(
+        (2,), "numbers in an expression, drawn evenly from this list", least=2, most=100, advanced=True
+    )
+    negative: bool = option(False, "whether answers may be below 0, as that of 17 - 45 is", advanced=True)
+    instruction: str = option("Reply with the number only.", "sentence added to the question", advanced=True)
     held_out_digits: tuple[int, ...] = option(
-        (), "digits of an operand in held-out problems; empty is the same as in training", least=1, most=12
+        (),
+        "digits of an operand in held-out problems; empty is the same as in training",
+        least=1,
+        most=12,
+        advanced=True,
     )
 
 
 @dataclass(frozen=True)
 class CountdownConfig:
     numbers: int = option(3, "how many numbers are given", least=2, most=6)
-    largest: int = option(20, "largest given number", least=2)
+    largest: int = option(20, "largest given number", least=2, advanced=True)
     operators: tuple[str, ...] = option(
         ("+", "-", "*"), "operators that a solution may use, of + - * /", choices=("+", "-", "*", "/")
     )
@@ -122,14 +140,14 @@ class WordProblemsConfig:
     steps: tuple[int, ...] = option(
         (2,), "reasoning steps of a problem, drawn evenly from this list (1 to 4)", least=1, most=4
     )
-    largest: int = option(20, "largest number in a problem", least=2)
+    largest: int = option(20, "largest number in a problem", least=2, advanced=True)
 
 
 @dataclass(frozen=True)
 class RunningTotalConfig:
     steps: tuple[int, ...] = option((3,), "additions and subtractions, drawn evenly from this list", least=1, most=12)
-    largest: int = option(5, "largest number in a problem", least=2)
-    examples: int = option(3, "worked problems that stand before the one to solve", least=0, most=3)
+    largest: int = option(5, "largest number in a problem", least=2, advanced=True)
+    examples: int = option(3, "worked problems that stand before the one to solve", least=0, most=3, advanced=True)
 
 
 @dataclass(frozen=True)
@@ -147,6 +165,7 @@ class JsonlConfig:
         "what becomes of a line of `path` whose prompt is in `held_out_path` too: the run is refused, or the line is "
         "dropped from training",
         choices=("refuse", "drop"),
+        advanced=True,
     )
 
 
@@ -166,13 +185,18 @@ class RewardConfig:
     )
     function: str = option("", "or your own: file.py:function or module:function, with TRL's signature")
     weight: float = option(1.0, "weight in the sum of rewards")
-    pattern: str = option("", "regular expression of the format reward, matched against the whole completion")
-    answer_column: str = option("answer", "column that holds the right answer; of step_numbers a list of them")
+    pattern: str = option(
+        "", "regular expression of the format reward, matched against the whole completion", advanced=True
+    )
+    answer_column: str = option(
+        "answer", "column that holds the right answer; of step_numbers a list of them", advanced=True
+    )
     timeout_seconds: float = option(
         10.0,
         "a call of your own function that takes longer has failed; importing its file may take as long, at least 10 s",
         above=0,
         most=86_400,
+        advanced=True,
     )
     score: bool = option(False, "this reward is what evaluations average; default: the first")
     binary: bool = option(
@@ -180,7 +204,9 @@ class RewardConfig:
         "your own function returns 1 (right) or 0 (wrong), so its mean is an accuracy; unset, its mean is a score",
     )
     per_step: bool = option(
-        False, "your own function returns a list for each completion, one number for each of its reasoning steps"
+        False,
+        "your own function returns a list for each completion, one number for each of its reasoning steps",
+        advanced=True,
     )
 
     @property
@@ -200,14 +226,21 @@ class CriticConfig:
         "own",
         "ppo: below the critic's value head lies a model of its own, which begins as the policy's, or the policy's",
         choices=("own", "policy"),
+        advanced=True,
     )
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    refresh_every: int = option(0, "steps after which the reference follows the policy; 0 is never", least=0)
+    refresh_every: int = option(
+        0, "steps after which the reference follows the policy; 0 is never", least=0, advanced=True
+    )
     refresh_fraction: float = option(
-        1.0, "share of the policy in the refreshed reference: 1 copies it, less is a moving average", above=0, most=1
+        1.0,
+        "share of the policy in the refreshed reference: 1 copies it, less is a moving average",
+        above=0,
+        most=1,
+        advanced=True,
     )
 
 
@@ -217,6 +250,7 @@ class ProcessConfig:
         "line",
         "where a reasoning step ends: line, paragraph or sentence, or your own file.py:function from a text to the "
         "positions (in characters) after its steps",
+        advanced=True,
     )
 
 
@@ -233,7 +267,9 @@ class RunConfig(RunBase):
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     precision: str = option("auto", "of products: bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32"))
     rewards: tuple[RewardConfig, ...] = option((), "[[rewards]] tables; empty is the task's own reward")
-    token_budget: int = option(0, "the run also ends after so many sampled tokens; 0 is no limit", least=0, most=2**53)
+    token_budget: int = option(
+        0, "the run also ends after so many sampled tokens; 0 is no limit", least=0, most=2**53, advanced=True
+    )
     sampling: SamplingConfig = option(SamplingConfig(), "[sampling] table")
     loss: LossConfig = option(LossConfig(), "[loss] table")
     update: UpdateConfig = option(UpdateConfig(), "[update] table")

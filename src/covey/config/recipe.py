@@ -34,8 +34,9 @@ class FieldHelp:
     section: str  # '' at the top level, 'sampling', 'task (arithmetic)', 'rewards'
     name: str
     type: str  # in words
-    default: str  # as TOML writes it; '' where unset
+    default: str  # as TOML writes it; '' if unset
     text: str
+    advanced: bool  # shown by `--help-all` only
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -399,5 +400,5 @@ def _describe(kind: Any, section: str) -> list[FieldHelp]:
         in_words = describe_type(hints[item.name])
         default = "" if item.default is None else _toml(_plain(item.default))
         kind_text = " | ".join(choices) if choices and in_words == "text" else in_words
-        rows.append(FieldHelp(section, item.name, kind_text, default, item.metadata["help"]))
+        rows.append(FieldHelp(section, item.name, kind_text, default, item.metadata["help"], item.metadata["advanced"]))
     return rows

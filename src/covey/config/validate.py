@@ -165,16 +165,6 @@ def _check_sampling(sampling: SamplingConfig, algorithm: str) -> None:
             "sampling.group_size is 1: rollouts learn by comparison with their group, and a group of one has nothing "
             "to compare with; set group_size to 2 or more"
         )
-    if sampling.top_p != 1:
-        raise ConfigError(
-            f"sampling.top_p is {sampling.top_p}: while training it must stay 1.0, because the log-probabilities of "
-            "the update are those of the whole distribution; lower the temperature instead"
-        )
-    if sampling.top_k != 0:
-        raise ConfigError(
-            f"sampling.top_k is {sampling.top_k}: while training it must stay 0, because the log-probabilities of "
-            "the update are those of the whole distribution; lower the temperature instead"
-        )
     if is_a(sampling.temperature, float) and sampling.temperature <= 0:
         raise ConfigError(
             f"sampling.temperature is {sampling.temperature}: it must be above 0, because greedy rollouts of one "

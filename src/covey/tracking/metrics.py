@@ -306,7 +306,7 @@ METRICS: dict[str, Metric] = _glossary(
     Metric("time/sample", "s", "sampling the rollouts", "often the largest part", reproducible=False),
     Metric("time/grade", "s", "calling the reward functions; in control there are none", "small", reproducible=False),
     Metric(
-        "time/annotate",
+        "time/prepare",
         "s",
         "advantages, values, log-probabilities of the reference and of the old policy",
         "below time/update",

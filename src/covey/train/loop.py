@@ -59,7 +59,7 @@ def train_step(parts: Components, settings: LoopConfig, progress: Progress) -> t
     collected = collect(parts, settings, step, progress.starts, clock.measure)
     groups = collected.all_groups
     metrics = describe(groups) | describe_rewards(collected.unselected) | collected.metrics
-    with clock.measure("time/annotate"):
+    with clock.measure("time/prepare"):
         batch, found = prepare_batch(
             collate(collected.groups),
             parts.policy,

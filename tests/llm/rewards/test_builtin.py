@@ -460,7 +460,7 @@ def test_a_binary_reward_that_gives_partial_credit_has_failed():
 
 
 def test_recipes_with_different_kinds_of_scores_are_not_compared(tmp_path):
-    same = ["arithmetic_grpo", "family_grpo"]
+    same = ["arithmetic_grpo", "family"]
     assert {score_kind(one.config) for one in read_contestants(same)} == {"accuracy"}
     other = tmp_path / "other.toml"
     other.write_text('[task]\nname = "arithmetic"\n[[rewards]]\nname = "digits"\n')
