@@ -134,8 +134,8 @@ def test_compare_hands_over_what_was_asked(behind: Behind) -> None:
     assert second[2] == {"seeds": 10, "output": None, "jobs": 0, "threshold": None, "overrides": []}
 
 
-def test_help_explains_every_field_of_control() -> None:
-    words = [sys.executable, "-m", "covey.cli.main", "train", "--help"]
+def test_help_all_explains_every_field_of_control() -> None:
+    words = [sys.executable, "-m", "covey.cli.main", "train", "--help-all"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     control = done.stdout.partition("(one with a table [environment])")[2]

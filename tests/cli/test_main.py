@@ -232,11 +232,13 @@ def test_a_value_may_begin_with_a_minus_and_a_double_dash_ends_the_options() -> 
     assert (arguments.prompt, fields) == ("--what?", [])
 
 
-def test_help_explains_every_field() -> None:
-    words = [sys.executable, "-m", "covey.cli.main", "train", "--help"]
+@pytest.mark.parametrize("option", ["--help", "--help-all"])
+def test_help_explains_the_fields(option: str) -> None:
+    words = [sys.executable, "-m", "covey.cli.main", "train", option]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     for row in describe_fields():
-        assert row.text in done.stdout
+        assert (row.text in done.stdout) == (option == "--help-all" or not row.advanced), row.name
+    assert ("--help-all shows the other fields" in done.stdout) == (option == "--help")
     for name in ("--group-size ", "--max-new-tokens ", "--checkpoint.every ", "--task.steps ", "--steps "):
         assert f"  {name}" in done.stdout

@@ -147,7 +147,7 @@ token_limits = [20, 40]
 )
 def test_what_a_change_brings_with_it(words: str, expected: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "whole.toml"
-    adaptive = "adaptive = true\ngroup_size_first = 8\ngroup_size_most = 40"
+    adaptive = "adaptive = true\ninitial_group_size = 8\nmax_group_size = 40"
     path.write_text(RECIPE.format(sampling=adaptive, loss="clip_low = 0.1"))
     config = read_recipe(path, words.split())
     assert {name: get(config, name) for name in expected} == expected

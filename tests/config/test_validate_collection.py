@@ -28,7 +28,7 @@ GOOD = RunConfig(task=ArithmeticConfig(digits=(1,)))
         ("grpo", 9, {"initial_group_size": 8}, "only adaptive groups use it: set adaptive = true"),
         ("grpo", 9, {"max_group_size": 32}, "only adaptive groups use it: set adaptive = true"),
         ("grpo", 9, {"adaptive": True, "max_resamples": 2}, "set max_resamples = 0, or take out adaptive"),
-        ("dapo", 9, {"adaptive": True}, "sampling.adaptive with 3 max_resamples"),
+        ("dapo", 9, {"adaptive": True}, "sampling.adaptive with max_resamples = 3"),
         ("reinforce_pp", 9, {"adaptive": True}, "reinforce_pp does not compare within groups"),
         ("reinforce_pp", 9, {"max_resamples": 1}, "sampling.max_resamples is set, but reinforce_pp does not compare"),
         ("ppo", 9, {"max_resamples": 1}, "ppo does not compare within groups"),

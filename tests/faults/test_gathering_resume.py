@@ -55,7 +55,7 @@ def digits(completions, **columns):
 
 WAYS = {
     "max_resamples": ("dapo", "max_resamples = 2\noverlong_tokens = 0\n"),
-    "adaptive": ("grpo", "adaptive = true\ngroup_size_first = 3\ngroup_size_last = 12\n"),
+    "adaptive": ("grpo", "adaptive = true\ninitial_group_size = 3\nfinal_group_size = 12\n"),
 }
 
 

@@ -107,7 +107,7 @@ def recipes() -> Iterator[Input]:
         "a billion problems": LANGUAGE.replace("problems = 2", "problems = 1_000_000_000"),
         "a billion terms": LANGUAGE.replace("digits = [1]", "digits = [1]\nterms = [1_000_000_000]"),
         "timeout of 1e300 seconds": LANGUAGE.replace('name = "numeric"', 'name = "numeric"\ntimeout_seconds = 1e300'),
-        "largest group of 2**62": _language("adaptive = true\ngroup_size_most = 4611686018427387904", "sampling"),
+        "largest group of 2**62": _language("adaptive = true\nmax_group_size = 4611686018427387904", "sampling"),
         "a final group of a billion": _language("final_group_size = 1_000_000_000", "sampling"),
         "control: billions of environments": CONTROL.replace("starts_per_step = 2", "starts_per_step = 2_000_000_000"),
         "control: a hundred million copies": CONTROL.replace("group_size = 2", "group_size = 100_000_000"),
