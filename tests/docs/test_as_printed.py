@@ -44,6 +44,13 @@ SHORT_CONSTANTS = {"STEPS": 2}
 SHORT_NAMES = ("SamplingConfig", "EvaluationConfig", "ControlEvaluationConfig")
 LAST_STEP = ("step-00000060", "step-00000002")  # a checkpoint that a page names, and that of a short run
 AS_PRINTED = ("README.md", *(str(path.relative_to(ROOT)) for path in EXAMPLES))  # the others train a tiny model instead
+SAMPLE = (
+    "tutorial.md",
+    "control.md",
+    "process.md",
+    "mathematics.md",
+    "own_reward.py",
+)  # that CI runs: a minute and a half
 
 NOT_RUN = {
     "make test": "runs the tests",
@@ -221,7 +228,11 @@ def test_covey_is_the_wheel_s(environment: Environment) -> None:
     assert environment.run(".venv/bin/covey", ["--version"], environment.folder)[0] == 0
 
 
-@pytest.mark.parametrize("page", [*EXAMPLES, *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.ci_sample if page.name in SAMPLE else ()) for page in [*EXAMPLES, *PAGES]],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_a_page_runs_as_printed(page: Path, tmp_path: Path, environment: Environment, tiny: Path) -> None:
     printed = str(page.relative_to(ROOT)) in AS_PRINTED
     blocks = blocks_of(page)
