@@ -102,7 +102,7 @@ class GRPOLoss(nn.Module):
 
     @property
     def algorithm(self) -> Algorithm:
-        """What is computed, as covey's own trainer takes it."""
+        """The algorithm that is computed."""
         penalty = KLPenalty(schedules.constant(self.kl_beta))
         algorithm = grpo(clip_low=self.clip_epsilon, clip_high=self.clip_epsilon, kl=penalty)
         return algorithm if self.scale_rewards else replace(algorithm, advantage=outcome(comparisons.group_centered))
@@ -205,7 +205,7 @@ class PPOLoss(nn.Module):
 
     @property
     def algorithm(self) -> Algorithm:
-        """What is computed, as covey's own trainer takes it."""
+        """The algorithm that is computed."""
         return ppo(
             clip_low=self.clip_epsilon,
             clip_high=self.clip_epsilon,

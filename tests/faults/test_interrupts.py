@@ -32,7 +32,7 @@ MOMENTS = {
     "compiling": Interrupt("covey.experiment.llm", "kernels_for"),
     "loading the model": Interrupt("covey.experiment.llm", "load_model"),
     "the first evaluation": Interrupt("covey.experiment.evaluate_llm", "HeldOut._measure"),
-    "the first step": Interrupt("covey.train.loop", "gather", times=2),  # there the first only asks
+    "the first step": Interrupt("covey.train.loop", "collect", times=2),  # there the first only asks
     "saving the model": Interrupt("covey.experiment.run", "write_folders"),
     "the curve": Interrupt("covey.experiment.run", "draw_curve"),
 }

@@ -26,12 +26,14 @@ def recipe(folder: Path) -> Path:
     return write_recipe(folder, tiny_folder(folder / "model"), STEPS)
 
 
-@pytest.fixture(scope="module", params=["own", "policy"])
+@pytest.fixture(params=["own", "policy"])
 def uninterrupted(request, folder: Path, recipe: Path) -> tuple[str, Path]:
+    """The kind of trunk, and a run that was never stopped; each is made once."""
     run_dir = folder / f"whole-{request.param}"
-    words = ("--algorithm", "ppo", "--trunk", request.param, *MORE)
-    code, output = covey("train", recipe, *words, "--run-dir", run_dir, cwd=folder)
-    assert code == 0, output
+    if not run_dir.exists():
+        words = ("--algorithm", "ppo", "--trunk", request.param, *MORE)
+        code, output = covey("train", recipe, *words, "--run-dir", run_dir, cwd=folder)
+        assert code == 0, output
     return request.param, run_dir
 
 

@@ -1,4 +1,4 @@
-"""What a decision is credited with: which numbers are compared with which, to say how good the decision was.
+"""Advantage estimators: which numbers are compared with which.
 
 A credit takes a comparison (`core/baselines.py`) and makes an advantage estimator of a batch; an algorithm picks both.
 Shapes: B rollouts, T decisions.
@@ -20,7 +20,7 @@ Baseline = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Advantages(NamedTuple):
-    """How much better than expected every decision was, and what a critic should have said; 0 where undecided."""
+    """Advantages of every decision, and the critic's targets; 0 where the mask is False."""
 
     advantages_BT: Tensor
     returns_BT: Tensor | None = None
@@ -101,8 +101,8 @@ def process_by_step(compare: Baseline) -> AdvantageEstimator:
 
 
 def process_return_to_go(compare: Baseline) -> AdvantageEstimator:
-    """What a rollout earned from a step on is compared with what its siblings earned from their step of the same number
-    on; the decisions of a step share the result.
+    """The sum of a rollout's rewards from a step on is compared with the siblings' sums from their step of the same
+    number on; the decisions of a step share the result.
 
     A_{i,k} compares s_{i,k} = sum_{j >= k} r_i^{index(j)}: returns (Williams 1992), a step at a time. A rollout that
     stopped misses the rewards of the steps that it did not take, so stopping never looks good by itself.

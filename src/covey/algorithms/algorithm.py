@@ -26,7 +26,7 @@ _NEVER = schedules.constant(0.0)
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """The pull toward another policy: which, how it is estimated, how strong it is, and where it enters."""
+    """KL penalty: the other policy, the estimator, the coefficient, and whether it enters the reward or the loss."""
 
     coefficient: schedules.Schedule = _NEVER
     estimator: KLEstimator = kl.k3  # kl.exact for policies that tell the probability of every action
@@ -55,7 +55,7 @@ class KLPenalty:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """What moves the critic."""
+    """The loss of the critic."""
 
     coefficient: float = 0.5
     error: CriticError = returns.squared_error

@@ -193,7 +193,7 @@ def ppo(
     kl: KLPenalty = KLPenalty(estimator=kl.k1, in_reward=True),
     entropy_coefficient: float = 0.0,
 ) -> Algorithm:
-    """PPO (arXiv 1707.06347), eq. 9, with GAE and a critic of its own; a KL, where there is one, is k1 in the reward
+    """PPO (arXiv 1707.06347), eq. 9, with GAE and a critic of its own; a KL, if there is one, is k1 in the reward
     (DeepSeekMath, arXiv 2402.03300, eq. 2).
     """
     error = partial(returns.clipped_squared_error, clip=value_clip) if value_clip else returns.squared_error

@@ -218,7 +218,7 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
 
 
 def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunConfig:
-    """What `covey eval` measures, checked by the same rules as a recipe. A run brings its task and rewards.
+    """Config of `covey eval`, checked by the same rules as a recipe. A run brings its task and rewards.
 
     Raises:
         ConfigError: for a mistake in the options.

@@ -1,4 +1,4 @@
-"""What the user may type: the parser of each command, and the help on every field of a recipe."""
+"""The parser of each command, and the help on the fields of a recipe."""
 
 from __future__ import annotations
 

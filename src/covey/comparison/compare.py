@@ -204,7 +204,7 @@ def words_of(recipe: str) -> list[str]:
 
 
 def subject(config: RunConfig | ControlConfig) -> str:
-    """What a recipe trains on: runs on different ones have scores that cannot be compared."""
+    """Task or environment of a recipe; scores of different ones cannot be compared."""
     return config.environment.id if isinstance(config, ControlConfig) else task_name(config.task)
 
 

@@ -202,7 +202,7 @@ def trailing_mean(run: SeedRun) -> Floats:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Whether and when one seed reached the threshold."""
+    """The time at which one seed reached the threshold, if it did."""
 
     spent: dict[str, float]  # axis -> what had been spent when it first did; infinite where it never did
     kept: bool  # every later measurement reached it too, the last evaluation included
@@ -263,7 +263,7 @@ def learning_curve(runs: Sequence[SeedRun], axis: str, seed: int = 0) -> Band | 
 
 
 def smoothed(run: SeedRun, axis: str) -> tuple[Floats, Floats]:
-    """What was spent and the running mean of the training score, at the steps that have one."""
+    """Cost and running mean of the training score, at the steps that have one."""
     known = ~np.isnan(run.returns_S)
     spent, scores = run.spent[axis][known], run.returns_S[known]
     reach = max(1, round(SMOOTHING * len(scores)))

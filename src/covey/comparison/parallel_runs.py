@@ -1,4 +1,4 @@
-"""Many runs, a few at a time, each in a process of its own that forgets nothing to the next.
+"""Runs many jobs with bounded parallelism, one process each, so that no state leaks between runs.
 
 A process for every run keeps its peak memory and its failures to itself. Importing torch takes seconds, so where the
 system can, it is imported once, in a server from which the processes are forked.
@@ -203,7 +203,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _one_thread_each(at_once: int) -> Iterator[None]:
-    """Where several runs share the cores, NumPy's products must not each ask for all of them.
+    """Limit the threads of NumPy's products if several runs share the cores.
 
     The processes read this when they load NumPy, so it cannot be set in them.
     """

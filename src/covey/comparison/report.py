@@ -1,4 +1,4 @@
-"""What a comparison found, in numbers (JSON), in words (Markdown) and on the terminal."""
+"""Reports of a comparison as JSON, as Markdown and on the terminal."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def findings(summary: dict[str, Any]) -> list[str]:
 
 
 def cautions(summary: dict[str, Any]) -> list[str]:
-    """What the number of seeds does not allow to be said."""
+    """Limits that the number of seeds sets to the claims."""
     fewest = sorted(recipe["seeds"] for recipe in summary["recipes"].values())[:2]
     if fewest[0] < LEAST_SEEDS:
         return [f"no difference is claimed from fewer than {LEAST_SEEDS} seeds: add some with --seeds"]
@@ -327,7 +327,7 @@ def terminal_table(summary: dict[str, Any]) -> Table:
 
 
 def amount(value: float) -> str:
-    """What was spent: 12345.6 as '12,346', 3.14159 as '3.1', infinity as 'never'."""
+    """A cost as text: 12345.6 as '12,346', 3.14159 as '3.1', infinity as 'never'."""
     if math.isinf(value):
         return "never"
     if value >= 100:

@@ -1,4 +1,4 @@
-"""What a run can be told: frozen dataclasses and the rules that their values obey.
+"""Configs of runs: frozen dataclasses and the rules that their values obey.
 
 `RunConfig` is a run on a language model, `ControlConfig` one on a Gymnasium environment. `covey.config.recipe` fills
 them from TOML and the command line, `covey.config.validate` refuses what cannot work. Importing this package loads

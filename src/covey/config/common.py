@@ -45,7 +45,7 @@ def option(
 
 @dataclass(frozen=True)
 class LossBase:
-    """What both worlds say of the loss. Fields left at None take the algorithm's own default."""
+    """Fields of the loss that both kinds of run share. None takes the algorithm's own default."""
 
     clip_low: float | None = option(None, "the ratio is clipped below at 1 - clip_low", above=0, most=1)
     clip_high: float | None = option(None, "the ratio is clipped above at 1 + clip_high", above=0)
@@ -127,7 +127,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunBase:
-    """What both worlds say of a run."""
+    """Top-level fields that both kinds of run share."""
 
     algorithm: str = option("grpo", "how rollouts are compared and the policy moved", choices=ALGORITHM_NAMES)
     steps: int = option(100, "training steps", least=1)

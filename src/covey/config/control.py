@@ -1,4 +1,4 @@
-"""What a run on a Gymnasium environment can be told."""
+"""Config of a run on a Gymnasium environment."""
 # ruff: noqa: RUF009 -- `option` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class RolloutsConfig:
 
     @property
     def copies(self) -> int:
-        """How many copies of the environment step together."""
+        """Number of copies of the environment that step together."""
         if self.groups == "fragments":
             return self.environments or 8
         every_rollout = self.starts_per_step * self.group_size
-        return min(self.environments or every_rollout, every_rollout)  # more would play for nobody
+        return min(self.environments or every_rollout, every_rollout)  # more would not be used
 
     @property
     def discount(self) -> float:

@@ -36,7 +36,7 @@ class Row:
 
     @property
     def content(self) -> str:
-        """What makes two prompts the same."""
+        """Key that is equal for equal prompts."""
         return json.dumps(self.prompt, sort_keys=True)
 
 
@@ -220,7 +220,7 @@ def split(rows: list[Row], config: JsonlConfig) -> Data:
     """Hold out `config.held_out_fraction` of the different prompts; rows with the same prompt stay together.
 
     Raises:
-        ConfigError: where there is one prompt only.
+        ConfigError: if there is one prompt only.
     """
     contents = sorted({row.content for row in rows}, key=prompt_hash)
     if len(contents) < 2:

@@ -64,7 +64,7 @@ def iter_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]
 
 
 def plain_type(hint: Any) -> tuple[type, bool, bool]:
-    """What a field holds: (the type of a single value, is it a list of them, may it be unset)."""
+    """Type of a field: (type of a single value, whether it is a list of them, whether it may be unset)."""
     arguments = [argument for argument in get_args(hint) if argument not in (type(None), Ellipsis)]
     optional = type(None) in get_args(hint)
     is_list = getattr(hint, "__origin__", None) is tuple
@@ -185,6 +185,6 @@ def did_you_mean_file(path: Path) -> str:
 
 
 def missing_file(path: Path, name: str) -> str:
-    """What is said of a name that leads to no plain file: there is none, or it is a folder, a pipe or a device."""
+    """Message for a path that is no plain file: it is missing, a folder, a pipe or a device."""
     kind = unusual_kind(path)
     return f"{name} is {kind}, no file" if kind else f"there is no file {name}{did_you_mean_file(path)}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForeignName:
-    """What another library's name means here.
+    """covey's counterpart of another library's name.
 
     Attributes:
         libraries: that have the name.
@@ -239,7 +239,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
 
 
 def answer(name: str, known: Collection[str], elsewhere: str) -> str:
-    """What covey calls `name`, or why it has no such field, in one line; '' if no other library has the name.
+    """covey's name for `name`, or the reason why there is none, in one line; '' if no other library has the name.
 
     Args:
         name: as it was written, with dots and either - or _, such as "actor_rollout_ref.rollout.n".

@@ -91,7 +91,7 @@ def _check_source(path: Path, name: str, where: str) -> None:
 
 
 def _bound_names(tree: ast.Module) -> dict[str, ast.AST | None] | None:
-    """What a module binds at its top level: name -> a function's definition, a value, or None for anything else.
+    """Names bound at a module's top level: name -> a function's definition, a value, or None for anything else.
 
     None if the module may bind names that its text does not show.
     """

@@ -1,4 +1,4 @@
-"""What a run on a language model can be told."""
+"""Config of a run on a language model."""
 # ruff: noqa: RUF009 -- `option` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations

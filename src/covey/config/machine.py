@@ -9,7 +9,7 @@ CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def processors() -> int:
-    """How many processors this process may use, which taskset and containers may have made fewer than there are."""
+    """Number of processors that this process may use; taskset and containers may limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -29,7 +29,7 @@ WORLDS: dict[type, str] = {RunConfig: "language models", ControlConfig: "control
 
 @dataclass(frozen=True)
 class FieldHelp:
-    """What `--help` says of one field."""
+    """The entry of one field in `--help`."""
 
     section: str  # '' at the top level, 'sampling', 'task (arithmetic)', 'rewards'
     name: str
@@ -218,14 +218,14 @@ def _homes(key: str, root: type) -> list[str]:
 
 
 def _foreign_name(key: str, root: type) -> str:
-    """What a name of another library is called here; '' if it is none."""
+    """covey's name for another library's field; '' if there is none."""
     known = {f"{row.section.split()[0]}.{row.name}" if row.section else row.name for row in describe_fields(root)}
     [other] = [words for kind, words in WORLDS.items() if kind is not root]
     return answer(key, known, other)
 
 
 def _elsewhere(key: str, root: type) -> str:
-    """Which other kind of recipe knows this table or field, in words; '' where none does or this kind does too."""
+    """The other kind of recipe that has this table or field, in words; '' if none does or this kind does too."""
     for kind in (root, *WORLDS):
         if key in get_type_hints(kind) or _homes(key, kind):
             return "" if kind is root else f"for {WORLDS[kind]}; a table [environment] makes a recipe one for control"

@@ -1,4 +1,4 @@
-"""What cannot work is refused here, in one line that names the fix, before anything heavy is loaded."""
+"""Validate configs: refuse what cannot work, in one line that names the fix, before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ NOT_USED_BY = {
 def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_rewards: bool = False) -> None:
     """Refuse a run that cannot work: wrong types, values out of range, combinations that contradict each other.
 
-    Reads the file system (does the data file exist?) but loads no model, makes no environment and calls nobody's code.
+    Reads the file system (does the data file exist?) but loads no model and runs no code of the user.
     With `own_task` the task comes from a script, and the config needs none; `own_rewards` likewise.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What cannot work of how the groups of a step come together, and of their token limit."""
+"""Validate how groups are collected, and their token limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of the KL must pull: refusals of settings that would change nothing, or that cannot be computed."""
+"""Validate the KL settings: refuse those that have no effect or cannot be computed."""
 
 from __future__ import annotations
 

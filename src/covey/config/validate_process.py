@@ -1,4 +1,4 @@
-"""What cannot work of process supervision."""
+"""Validate the settings of process supervision."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_process(config: RunConfig, *, own_rewards: bool = False) -> None:
 
 
 def no_step_reward(credit: str) -> str:
-    """What is said where steps are to be compared and nothing pays them."""
+    """Message for a run that compares reasoning steps without a reward for them."""
     return (
         f"loss.credit is {credit!r}, but no reward is paid by step: add [[rewards]] with per_step = true and a "
         "function, or choose credit = 'outcome'"

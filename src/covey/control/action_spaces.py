@@ -1,4 +1,4 @@
-"""What an agent can do: choose one action, choose several at once, or give a vector of numbers.
+"""Action spaces: one discrete action, several at once, or a vector of numbers.
 
 Shape legend: N environments side by side, A numbers in an action.
 """

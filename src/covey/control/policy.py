@@ -206,7 +206,7 @@ def _choose(logits_NV: NDArray[np.float32], uniform_N: NDArray[np.float64]) -> t
 
 
 def _saved(actions: ActionSpace) -> int | tuple[int, ...] | None:
-    """What JSON holds of an action space: the number of actions, the numbers of several choices, or null."""
+    """An action space as JSON: the number of actions, the numbers of several choices, or null."""
     if isinstance(actions, Discrete):
         return actions.count
     return actions.counts if isinstance(actions, MultiDiscrete) else None

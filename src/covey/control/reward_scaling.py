@@ -28,7 +28,7 @@ class RewardScale(Protocol):
         """
 
     def metrics(self) -> dict[str, float]:
-        """What moves with the run; often nothing."""
+        """State that changes during a run; often empty."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

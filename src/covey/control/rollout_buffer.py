@@ -1,4 +1,4 @@
-"""What a policy and its environments did, step by step, and the rollouts that can be cut from it.
+"""Rollout buffer: the steps of a policy in its environments, and the rollouts cut from them.
 
 Shape legend: T steps, N slots (environments side by side), L decisions of a rollout, D numbers in an observation,
 A numbers in an action.
@@ -119,7 +119,7 @@ class Trajectories:
     raw_steps: int  # of the environments, in all slots together
 
     def rewards(self, segment: TrajectorySlice) -> NDArray[np.float64]:
-        """What each decision of the segment earned: [L]."""
+        """Reward of each decision of the slice, [L]."""
         return self.rewards_NT[segment.slot, segment.start : segment.stop]
 
     def rollout(self, segment: TrajectorySlice, version: int) -> Rollout:
@@ -141,7 +141,7 @@ def _by_slot(arrays: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def check_episode_ends(decisions: int) -> None:
-    """Who waits for the end of an episode must not wait for ever.
+    """Refuse an environment without a time limit if episodes are waited for.
 
     Raises:
         ConfigError: after LONGEST_WAIT decisions.
@@ -181,7 +181,7 @@ def collect_episodes(
     """
     slots = environments.count
     segments: list[TrajectorySlice | None] = [None] * len(seeds)
-    job_N = np.arange(slots)  # the episode in each slot; those from len(seeds) on are played for nobody
+    job_N = np.arange(slots)  # the episode in each slot; those from len(seeds) on are not used
     began_N = np.zeros(slots, dtype=np.int64)
     for slot in range(min(slots, len(seeds))):
         if draws is not None:

@@ -29,7 +29,7 @@ from covey.runtime.rng import SAMPLING
 
 
 class ControlSampler:
-    """What all samplers of control share: counters, the scale of rewards, the observations that the policy will
+    """Base of control's samplers: counters, the scale of rewards, the observations that the policy will
     normalise by. Meets `covey.data.Sampler` with the `sample` of a subclass.
     """
 
@@ -47,7 +47,7 @@ class ControlSampler:
         raise NotImplementedError
 
     def counters(self) -> dict[str, float]:
-        """How much of the environment has been used, from the run's beginning."""
+        """Episodes and environment steps since the beginning of the run."""
         return {"environment/steps": float(self.environment_steps), "environment/episodes": float(self.episodes)}
 
     def metrics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where episodes begin, and what they were worth: the environment says both."""
+"""Task and grader of control: reset seeds, and rewards that the environment gave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the losses of single decisions are averaged, as weights.
+"""Loss weights: how the losses of single decisions are averaged.
 
 The loss of a training step is (weights_BT * loss_BT).sum(). The weights are computed once, from the mask of all
 decisions of the step and from global counts; cutting the step into minibatches, microbatches or ranks afterwards cannot
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Counts(NamedTuple):
-    """What a training step holds on all ranks together."""
+    """Global counts of a training step, over all ranks."""
 
     rollouts: int  # that decided anything
     decisions: int

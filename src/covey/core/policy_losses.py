@@ -1,4 +1,4 @@
-"""What is minimised per decision: surrogates of the policy's expected reward.
+"""Surrogate losses of the policy, one value per decision.
 
 Shapes: B rollouts, T decisions. Every surrogate takes (logprobs_BT, log_ratio_BT, advantages_BT), so that an
 algorithm can swap one for another, and uses what it needs.

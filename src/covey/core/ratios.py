@@ -1,4 +1,4 @@
-"""How far policies are from each other at the decisions that were sampled.
+"""Ratios of policies at the sampled decisions.
 
 Shapes: B rollouts, T decisions. The ratios to the old policy are returned as logarithms; `exp` happens once, in the
 surrogate.
@@ -49,7 +49,7 @@ def sequence_log_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Te
 def importance_weight(
     logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, cap: float
 ) -> tuple[Tensor, Tensor]:
-    """What a decision of the sampler counts for the trainer, where their policies are not quite the same.
+    """Importance weight of the trainer's old policy against the sampler.
 
     w_{i,t} = min(cap, pi_trainer(o_{i,t}) / pi_sampler(o_{i,t}))      IMPALA (arXiv 1802.01561), section 4.1
 

@@ -13,7 +13,7 @@ from covey.core.baselines import RELATIVE_RANGE
 
 
 def discounted_returns(value_BT: Tensor, mask_BT: Tensor, factor: float) -> Tensor:
-    """What each decision and those after it add up to, later ones discounted.
+    """Discounted sum of each decision's value and those after it.
 
     s_t = sum_{l >= 0} factor^l x_{t+l}      Sutton and Barto (2018), eq. 3.8
 

@@ -1,4 +1,4 @@
-"""What the training loop expects of the parts that are handed to it."""
+"""Protocols of the components that the training loop uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covey.data.types import Batch, Group, PolicyOutput, Start
 
 
 class Task(Protocol):
-    """Where rollouts begin. Draws are a function of their arguments alone, so a resumed run repeats them."""
+    """Source of starts. Draws are a function of their arguments alone, so a resumed run repeats them."""
 
     def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
         """`count` training starts of one step, their indices counted from `first`.
@@ -22,7 +22,7 @@ class Task(Protocol):
         """
 
     def held_out(self, count: int) -> list[Start]:
-        """`count` starts that training never sees, or where there are fewer, all of them."""
+        """`count` starts that training never sees, or if there are fewer, all of them."""
 
 
 class Sampler(Protocol):
@@ -38,7 +38,7 @@ class Sampler(Protocol):
         """Take over the policy's weights; later rollouts carry `version`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it carries from one step to the next beside the weights, for a checkpoint; often nothing."""
+        """State that is carried from one step to the next beside the weights, for a checkpoint; often empty."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state."""
@@ -55,7 +55,7 @@ class Policy(Protocol):
     """A trainable policy."""
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Log-probability and entropy of every decision, with gradients where they are enabled.
+        """Log-probability and entropy of every decision, with gradients if they are enabled.
 
         The batch lies on the CPU; the answer may lie on the policy's own device.
         """
@@ -65,10 +65,10 @@ class Policy(Protocol):
 
 
 class Critic(Protocol):
-    """Says how much reward is still to come."""
+    """Estimates the return from each state."""
 
     def values(self, batch: Batch) -> Tensor:
-        """values_BT: of the state before every decision, with gradients where they are enabled."""
+        """values_BT: of the state before every decision, with gradients if they are enabled."""
 
     def bootstrap_values(self, batch: Batch) -> Tensor:
         """next_value_B: of the state after the last decision of every row, whether or not the episode was over."""
@@ -78,7 +78,7 @@ class ReferenceUpdater(Protocol):
     """Moves the weights of the reference after those of the policy."""
 
     def follow(self) -> None:
-        """Go the way that it was made for: the whole of it, or a share."""
+        """Update the reference: copy the policy's weights, or move them by a fixed fraction (EMA)."""
 
     def state_dict(self) -> dict[str, Any]:
         """The reference's weights, for a checkpoint."""
@@ -88,7 +88,7 @@ class ReferenceUpdater(Protocol):
 
 
 class Observer(Protocol):
-    """Is told what happened in a step before the next one begins: the run store, the live display."""
+    """Records each step before the next one begins: the run store, the live display."""
 
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """One finished step; `step` counts from 1."""
@@ -101,7 +101,7 @@ class Checkpoints(Protocol):
         """Write a checkpoint atomically; `step` steps are complete."""
 
     def latest(self) -> int | None:
-        """The step of the newest checkpoint that is whole; None where there is none."""
+        """The step of the newest checkpoint that is whole; None if there is none."""
 
     def load(self, step: int) -> dict[str, Any]:
-        """What was saved then."""
+        """The state that was saved at `step`."""

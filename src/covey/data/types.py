@@ -1,4 +1,4 @@
-"""The nouns of covey: what is drawn, what is done with it, and what the mathematics sees.
+"""The data types: Start, Rollout, Group, Batch and PolicyOutput.
 
 Shape legend: B rollouts (rows), T decisions (columns), V actions to choose from, A numbers in an action.
 """
@@ -36,7 +36,7 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where the rollouts of one group begin.
+    """The start that the rollouts of one group share.
 
     >>> Start(index=3, prompt=[{"role": "user", "content": "What is 2 + 2?"}], columns={"answer": "4"})
     """
@@ -104,7 +104,7 @@ class Batch:
     )
     reference_logprobs_BT: Tensor | None = None  # NaN on rows the reference did not evaluate
     proximal_logprobs_BT: Tensor | None = None  # the old policy's, by the trainer
-    reference_all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action, where they are few
+    reference_all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action, if they are few
     proximal_all_logprobs_BTV: Tensor | None = None
     loss_weights_BT: Tensor | None = None  # what each decision counts in the loss
 
@@ -131,7 +131,7 @@ class Batch:
         return int(self.mask_BT.shape[0])
 
     def select(self, rows: Tensor) -> Batch:
-        """The rows named by an int64 index, with trailing columns nobody decided cut off."""
+        """The rows named by an int64 index, with trailing columns without a decision cut off."""
         mask_BT = self.mask_BT[rows]
         decided_T = mask_BT.any(dim=0).nonzero()
         width = int(decided_T[-1]) + 1 if len(decided_T) else 1
@@ -152,10 +152,10 @@ class Batch:
 
 @dataclass(slots=True)
 class PolicyOutput:
-    """What a policy says of a batch's decisions: the current log-probabilities and entropies, in nats."""
+    """Output of a policy for a batch: log-probabilities and entropies of its decisions, in nats."""
 
     logprobs_BT: Tensor
     entropy_BT: Tensor
-    all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action; only where they are few
+    all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action; only if they are few
     values_BT: Tensor | None = None  # by a critic whose head is on the policy's trunk
     kl_BT: Tensor | None = None  # exact KL to the policy's anchor, where it has one and gradients are enabled

@@ -1,4 +1,4 @@
-"""What to do after a run: a command, or a Python call, that works as it stands and keeps the run's own settings.
+"""Advice after a run: a command, or a Python call, that works as it stands and keeps the run's own settings.
 
 A run remembers how it was started (`Launch`, in its origin.json). A run of the command line is advised commands, with
 the same recipe and the same `--field value` words; a run of `covey.run` is advised Python calls, with their import.
@@ -30,7 +30,7 @@ PYTHON_NAME = "run"  # of a run from Python that was given none
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run was started."""
+    """The way a run was started."""
 
     recipe: str = ""  # as typed after `covey train`; empty: the run was started by `covey.run`
     fields: tuple[str, ...] = ()  # the `--field value` words behind it
@@ -53,7 +53,7 @@ class Launch:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Launch:
-        """What `vars` made of it, after JSON."""
+        """The launch from its `vars`, as JSON keeps them."""
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
         launch = cls(**values)
         if not all(isinstance(word, str) for word in (launch.recipe, launch.name, *launch.fields, *launch.own_rewards)):
@@ -128,7 +128,7 @@ def after_training(run: Finished, summary: dict[str, Any]) -> str:
 
 
 def after_evaluation(run_dir: Path, config: Config, *, drawable: bool, drawn: bool) -> str:
-    """What to do after `covey eval` of a control run; empty if nothing is known of how it was started."""
+    """Advice after `covey eval` of a control run; empty if its launch is unknown."""
     if drawable and not drawn:
         return f"Next: {WATCH.words}: {command('eval', run_dir, '--render')}"
     launch = read_launch(run_dir)
@@ -138,7 +138,7 @@ def after_evaluation(run_dir: Path, config: Config, *, drawable: bool, drawn: bo
 
 
 def read_launch(run_dir: Path) -> Launch | None:
-    """How the run in a folder was started; None if the folder does not say."""
+    """The launch of the run in a folder; None if the folder does not say."""
     try:
         return Launch.from_dict(json.loads((run_dir / ORIGIN_FILE).read_bytes())["launch"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What the runs of both worlds are built from: the algorithm, the optimizer, the plan of the updates."""
+"""Parts that runs of both kinds are built from: algorithm, optimizer, update plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ExperimentBuilder(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a user should know before the run, one line each; often nothing."""
+        """Notes for the user before the run, one line each."""
 
     @property
     def config(self) -> RunConfig | ControlConfig:
@@ -108,7 +108,7 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
 
 
 def _kl_controller(loss: LossBase) -> schedules.KLController | None:
-    """What moves the KL coefficient after the warm-up, where there is a target."""
+    """Controller of the KL coefficient after the warm-up, if there is a target."""
     if loss.adaptive_kl_target is None:
         return None
     return schedules.KLController(
@@ -135,7 +135,7 @@ def learning_rate(peak: float, update: UpdateBase, steps: int) -> schedules.Sche
 
 
 def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> UpdatePlan:
-    """How a step's rollouts are gone through; `single_decisions`: a minibatch may hold a part of a rollout."""
+    """Epochs and minibatches of the update; with `single_decisions` a minibatch may hold a part of a rollout."""
     return UpdatePlan(
         update.epochs,
         update.minibatches,

@@ -118,7 +118,7 @@ def unscored(count: int, total: int) -> str:
 
 
 def nothing_scored(grader: RewardGrader) -> str:
-    """What is said where no answer has a score."""
+    """Message for an evaluation without any score."""
     return (
         f"no held-out answer has a score, because the reward {grader.score_name!r} was None for each: set score = true "
         "for another reward"

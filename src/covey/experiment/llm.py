@@ -71,18 +71,18 @@ CREDITS: dict[str, CreditAssignment] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be learnt: where prompts come from and what their answers are worth."""
+    """Task and grader of a run, and its held-out problems."""
 
     task: Task
     grader: RewardGrader
     held_out: list[Start]  # at least one, at most evaluation.problems
 
     def metrics(self) -> dict[str, float]:
-        """What the task counted since the last call."""
+        """Counts of the task since the last call."""
         return self.task.metrics() if isinstance(self.task, FittingTask) else {}
 
     def notes(self, asked: int, name: str) -> list[str]:
-        """What a user should know of the data: how much there is, where that is not as much as was asked for.
+        """Notes on the data for the user, such as fewer held-out problems than asked for.
 
         Args:
             asked: how many held-out problems.
@@ -97,7 +97,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run computes on."""
+    """Device and precision of a run."""
 
     device: torch.device
     dtype: torch.dtype
@@ -399,7 +399,7 @@ def _algorithm(config: RunConfig) -> Algorithm:
 
 
 def _follower(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> EMAWeights | None:
-    """What moves the reference after the policy, where [reference] wants that."""
+    """Updater of the reference if [reference] asks for one."""
     if not config.reference.refresh_every:
         return None
     return EMAWeights(reference.module, policy.module, config.reference.refresh_fraction)

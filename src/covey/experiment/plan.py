@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Place:
-    """What a run would compute on."""
+    """Device that a run would use."""
 
     device: str
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Place:
 
     @classmethod
     def of(cls, config: RunConfig) -> Place:
-        """The device and precision that a run would choose here; a GPU may be planned for where there is none."""
+        """The device and precision that a run would choose here; a GPU may be planned for if there is none."""
         if config.device == "cuda" and not torch.cuda.is_available():
             return cls("cuda", torch.float32 if config.precision == "fp32" else torch.bfloat16, None)
         device = choose_device(config.device)
@@ -149,7 +149,7 @@ def _table(columns: Sequence[Column]) -> list[str]:
 
 
 def _comparison(columns: Sequence[Column]) -> list[str]:
-    """How much less the first column needs than each other, as a share of the other."""
+    """Memory that the first column saves beside each other column, as a fraction of the other."""
     first, *others = columns
     saved = [f"{1 - first.plan.peak / other.plan.peak:.0%} less than {other.name}" for other in others]
     lines = [f"{first.name} needs {', '.join(saved)}."] if saved else []
@@ -161,7 +161,7 @@ def _comparison(columns: Sequence[Column]) -> list[str]:
 def _advice(
     columns: Sequence[Column], place: Place, planned: Callable[[RunConfig], MemoryPlan], next_command: str
 ) -> str:
-    """What fits, and what to lower where something does not."""
+    """Columns that fit, and the fields to lower for those that do not."""
     largest = max(columns, key=lambda column: column.plan.peak)
     if place.memory is None:
         return f"There is no GPU here to compare with: take one with more than {largest.plan.peak / 2**30:.1f} GiB."

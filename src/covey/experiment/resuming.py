@@ -1,4 +1,4 @@
-"""How a run is taken up again: its settings and its beginning, as far as they are still there."""
+"""Resumes runs: their settings and their beginning, as far as these are still there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def new_origin(
     machine: dict[str, Any],
     before: list[Any],
 ) -> Origin:
-    """What a resumed run must know of its beginning.
+    """Record of a run's beginning for resuming it.
 
     Args:
         inputs: checksums of the files that it reads, by their names.
@@ -50,7 +50,7 @@ def new_origin(
 
 
 def read_beginning(run_dir: Path) -> tuple[Origin | None, RunConfig | ControlConfig, list[str]]:
-    """What `new_origin` made when the run began (None if it is lost), the settings of the run, and notes on losses.
+    """The origin of a run (None if it is lost), its settings, and notes on what is lost.
 
     Raises:
         ConfigError: if config.toml is damaged, or has changed since the run began; names the first difference.
@@ -136,7 +136,7 @@ def refuse_changed_inputs(
 
 
 def _anew(config: RunConfig | ControlConfig, run_dir: Path) -> str:
-    """How to begin a new run with what has changed."""
+    """Command that begins a new run with the changed inputs."""
     steps = CheckpointFolder(run_dir / CHECKPOINTS_FOLDER).steps()
     words = ["train", str(run_dir / CONFIG_FILE), "--run-dir", f"{run_dir}-changed"]
     if not isinstance(config, RunConfig) or not steps:

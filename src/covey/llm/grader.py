@@ -149,7 +149,7 @@ class WeightedReward:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What one reward says of one rollout: a value, nothing (None, on purpose), or that it failed."""
+    """Result of one reward for one rollout: a value, None on purpose, or an error."""
 
     value: float | None
     error: str = ""
@@ -157,7 +157,7 @@ class RewardResult:
 
     @property
     def score(self) -> float | None:
-        """What evaluation averages: the value; of a step reward the mean over the steps."""
+        """The number that evaluations average: the value, or the mean over the steps of a step reward."""
         return self.value / len(self.steps) if self.value is not None and self.steps else self.value
 
 
@@ -374,7 +374,7 @@ def _completion(start: Start, rollout: Rollout) -> Any:
 
 
 def _form_of_completions(start: Start) -> str:
-    """What the message of a function says that took a completion for something else."""
+    """Hint for a function that expects completions in another form."""
     if isinstance(start.prompt, str):
         return "; a completion is a string here, because the prompt is one"
     return "; a completion is a list with one message here, because the prompt is a chat: completion[0]['content']"

@@ -54,7 +54,7 @@ class LanguageSampler:
         ]
 
     def shortened(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
-        """What this sampler, with a lower limit, would have written in place of what it wrote; not graded."""
+        """The groups that this sampler would have written with a lower token limit; not graded."""
 
         def begin(rollout: Rollout) -> _Row:
             return _Row(rollout.actions[:max_new_tokens], rollout.behavior_logprobs[:max_new_tokens])
@@ -80,7 +80,7 @@ class LanguageSampler:
             raise ConfigError(fault)
 
     def _rows_together(self, prompts: Sequence[tuple[int, ...]]) -> int:
-        """How many rows fit into memory together."""
+        """Number of rows that fit into memory together."""
         if self.rows_at_once:
             return self.rows_at_once
         backend = self.policy.backend

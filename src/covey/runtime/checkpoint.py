@@ -162,7 +162,7 @@ class CheckpointFolder:
             return _damage(self.folder(step)) or _not_finite(self.folder(step) / _TENSORS)
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of `step` is or would be."""
+        """Path of the checkpoint of `step`, whether or not it exists."""
         return self.path / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
@@ -296,7 +296,7 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 
 def _damage(folder: Path, *, hashes: bool = True) -> str | None:
-    """What is wrong with the files of a checkpoint, or None.
+    """The first fault in the files of a checkpoint, or None.
 
     Raises:
         OtherVersion: if another version of covey wrote it.

@@ -30,7 +30,7 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one; `cpu` and `cuda` are what they say.
+    """`auto` is the GPU if there is one; `cpu` and `cuda` are what they say.
 
     Raises:
         ConfigError: if CUDA is asked for and absent, or the name is unknown.
@@ -120,7 +120,7 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def environment(device: torch.device, precision: torch.dtype) -> dict[str, Any]:
-    """What the bits of a result depend on beside seed and config; recorded in the run, compared when it resumes."""
+    """Settings beside seed and config that a result's bits depend on; recorded, and compared when a run resumes."""
     return {
         "covey": version("covey"),
         "python": platform.python_version(),
@@ -151,7 +151,7 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
 
 
 def total_memory_bytes(device: torch.device) -> int | None:
-    """What the device has altogether: of this machine, or of what a container may use of it; None where unknown."""
+    """Total memory in bytes, of the machine or of the container's limit; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return memory_bytes()

@@ -23,7 +23,7 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class _State:
-    """What the next signal means. One for the process, as its signal handlers are."""
+    """The meaning of the next signal. One for the process, because its signal handlers are."""
 
     def __init__(self) -> None:
         self.asks = False  # the next signal asks a run to stop, and does not end anything
@@ -93,7 +93,7 @@ def patient() -> Iterator[None]:
 
 
 def set_last_words(last_words: Callable[[], str]) -> None:
-    """What an interrupted command prints from now on."""
+    """Set the lines that an interrupted command prints."""
     _state.last_words, _state.said = last_words, False
 
 

@@ -22,7 +22,7 @@ NORM_ROW = 256  # see `total_norm`
 
 @dataclass(slots=True)
 class StepResult:
-    """What came of one optimizer step."""
+    """Result of one optimizer step."""
 
     grad_norm: float  # of all gradients together, before clipping
     applied: bool  # False if there was no gradient, or one that is not finite: then nothing changed

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel on a terminal or in a notebook, else one line a step."""
+"""Live display of a run: a panel on a terminal or in a notebook, else one line a step."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _spread(rollouts: Sequence[Rollout]) -> float:
 
 
 def last_turn(prompt: Any) -> str:
-    """What was asked: the last user message of a chat, or the prompt itself."""
+    """The question: the last user message of a chat, or the prompt itself."""
     if isinstance(prompt, (list, tuple)):
         turns = [turn for turn in prompt if isinstance(turn, dict)]
         asked = [turn for turn in turns if turn.get("role") == "user"] or turns
@@ -310,7 +310,7 @@ def before_after_table(summary: dict[str, Any]) -> Table:
 
 
 def cost_line(summary: dict[str, Any]) -> str:
-    """What the run took, and where it lies."""
+    """Time, decisions and memory of the run, and its folder."""
     return (
         f"{plural(summary['steps'], 'step')} in {clock(summary['seconds'])}, {find_wording(summary).cost(summary)}, "
         f"peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB. Everything is in {summary['run_dir']}"
@@ -318,7 +318,7 @@ def cost_line(summary: dict[str, Any]) -> str:
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """What the first evaluation showed: reached, short (of what was expected), better, worse or unclear."""
+    """Outcome of a run: reached, short (of the expected return), better, worse or unclear."""
     expected = summary.get("expected_return")
     before, after = summary["evaluations"][0]["before"], summary["evaluations"][0]["after"]
     if expected is not None and after["score"] >= expected:

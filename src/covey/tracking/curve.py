@@ -25,7 +25,7 @@ def draw_curve(run_dir: str | Path) -> Path:
     """Draw the score while training, the evaluations, and small panels below; returns the picture's path.
 
     What a language model scores goes by training steps, a return by environment steps. Reads `metrics.jsonl`, and
-    `summary.json` where there is one: without it, nothing says that a score is an accuracy. A run without a score shows
+    `summary.json` if there is one: without it, a score is not shown as an accuracy. A run without a score shows
     its reward instead.
 
     Raises:
@@ -50,7 +50,7 @@ def draw_curve(run_dir: str | Path) -> Path:
 
 
 def points_of(records: Sequence[dict[str, Any]], name: str, x_metric: str) -> tuple[list[float], list[float]]:
-    """Where a metric was measured, and what it was."""
+    """Steps at which a metric was measured, and its values."""
     measured = [record for record in records if record.get(name) is not None]
     return [record[x_metric] for record in measured], [record[name] for record in measured]
 

@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Outlasting:
-    """A text stream whose writes never fail: what nobody can read any more is thrown away, and that is said once."""
+    """A text stream whose writes never fail: what can no longer be read is dropped, with one message."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

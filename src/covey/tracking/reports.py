@@ -1,4 +1,4 @@
-"""What `covey eval` prints of its results."""
+"""Reports of `covey eval`."""
 
 from __future__ import annotations
 

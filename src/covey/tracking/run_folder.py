@@ -1,4 +1,4 @@
-"""Which folder a run may write into, and the lock that keeps every other process out of it meanwhile."""
+"""The folder of a run, and the lock that keeps every other process from writing into it."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _what_is_missing(folder: Path) -> str:
 
 
 def _foreign(folder: Path) -> list[str]:
-    """What is in a folder beside the files of a run that ended before its first step."""
+    """Entries of a folder beside those of a run that ended before its first step."""
     names = sorted(entry.name for entry in folder.iterdir())
     own = _BEFORE_THE_FIRST_STEP if LOCK_FILE in names else set()
     return [name for name in names if name.removesuffix(_DRAFT) not in own | {LOG_FILE}]

@@ -1,4 +1,4 @@
-"""What an evaluation averages, and how its numbers are written: accuracies, scores and returns.
+"""Kinds of scores that evaluations average, and their formats: accuracies, scores and returns.
 
 The kind is a property of what is averaged: an accuracy where the reward says right (1) or wrong (0) by its kind, a
 score where it says how good, a return in control. It is never guessed from the values.

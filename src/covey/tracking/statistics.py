@@ -1,4 +1,4 @@
-"""How sure a measured mean is: intervals for accuracies, scores and returns; pass@k and best@k without bias."""
+"""Confidence intervals of accuracies, scores and returns; unbiased pass@k and best@k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words and numbers in which a run is told: one table for each world and kind of score.
+"""Texts of the display, one table for each kind of run and of score.
 
 The display, the curve and the comparison take all that differs between worlds and kinds of score from here.
 """
@@ -37,7 +37,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Wording:
-    """How a run of one world is told. `{names}` in the texts are keys of `summary.json` or given beside them."""
+    """Texts for one kind of run. `{names}` in them are keys of `summary.json` or given beside them."""
 
     world: str  # "language" or "control"
     kind: ScoreKind  # of what evaluations average

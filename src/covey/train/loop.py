@@ -109,12 +109,12 @@ def collect(parts: Components, settings: LoopConfig, step: int, drawn: int, meas
 
 
 def _kl_coefficient(parts: Components, progress: Progress, step: int) -> float:
-    """What the controller has set, or what the schedule says as long as it has not."""
+    """The coefficient that the controller has set, else that of the schedule."""
     return parts.algorithm.kl.coefficient(step) if progress.kl_coefficient is None else progress.kl_coefficient
 
 
 def _control_kl(parts: Components, progress: Progress, metrics: dict[str, float], rollouts: int) -> None:
-    """Set the KL coefficient of the next step, where there is a controller and a KL was measured."""
+    """Set the KL coefficient of the next step, if there is a controller and a KL was measured."""
     kl = parts.algorithm.kl
     measured = metrics.get("kl/behavior" if kl.to_behavior else "kl", math.nan)
     if kl.controller is not None and not math.isnan(measured):

@@ -36,7 +36,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def describe_rewards(groups: Sequence[Group]) -> dict[str, float]:
-    """What rollouts earned on average. Those whose grading failed count in no mean."""
+    """Mean rewards of rollouts. Those whose grading failed count in no mean."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     scores = [rollout.score for rollout in rollouts if rollout.score is not None]
@@ -52,7 +52,7 @@ def describe_rewards(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def value_metrics(values_BT: Tensor | None, returns_BT: Tensor | None, counted_BT: Tensor) -> dict[str, float]:
-    """How well the critic foresaw the returns; nothing where there is none."""
+    """Explained variance and means of the critic's values; empty without a critic."""
     if values_BT is None or returns_BT is None:
         return {}
     metrics = {"value/explained_variance": float(explained_variance(values_BT, returns_BT, counted_BT))}
@@ -66,7 +66,7 @@ class UpdateMetrics:
     """Sums over the decisions of an update, read as metrics at its end."""
 
     def __init__(self) -> None:
-        # Added up where the policy lives and read once, for reading waits.
+        # Added up where the policy lives and read oncebecause reading waits.
         # Loss, clipped low, clipped high, entropy, KL, decisions:
         self.sums: Tensor | None = None
         self.sums_before_epoch: list[float] = [0.0] * 6

@@ -1,4 +1,4 @@
-"""From a collated batch to one that is ready to learn from: values, advantages, weights, old and reference policy.
+"""Prepares a batch for the update: values, advantages, loss weights, old and reference log-probabilities.
 
 Shapes: B rollouts, T decisions.
 """
@@ -38,9 +38,9 @@ def prepare_batch(
 
     Args:
         batch: as collated; every row of the step.
-        policy: evaluates the old log-probabilities, where more than one optimizer step will follow.
-        reference: the policy that the KL is measured to; None where there is none.
-        critic: what the algorithm's value loss trains; None where it has none.
+        policy: evaluates the old log-probabilities, if more than one optimizer step follows.
+        reference: the policy that the KL is measured to; None if there is none.
+        critic: what the algorithm's value loss trains; None if it has none.
         kl_coefficient: of this step.
         optimizer_steps: how many will be made from this batch.
         mask_truncated: leave rollouts that a limit cut out of the loss; their rewards stay in the baseline.
@@ -104,7 +104,7 @@ def prepare_batch(
 
 @torch.no_grad()
 def evaluated(policy: Policy, batch: Batch, wanted_B: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What `policy` says of the decisions of the wanted rows, in nats: their log-probabilities, NaN on other rows, and
+    """Log-probabilities that `policy` gives the decisions of the wanted rows, in nats, NaN on other rows, and
     those of every action where the policy tells them, 0 on other rows.
     """
     logprobs_BT = torch.full_like(batch.behavior_logprobs_BT, math.nan)

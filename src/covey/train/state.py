@@ -16,7 +16,7 @@ from covey.train.update import UpdatePlan
 
 @dataclass(frozen=True)
 class Components:
-    """What a run is made of."""
+    """The components of a run."""
 
     task: Task
     sampler: Sampler
@@ -27,10 +27,10 @@ class Components:
     optimizer: MasterAdamW
     observers: Sequence[Observer]
     checkpoints: Checkpoints
-    evaluate: Callable[[int], dict[str, float]]  # held-out metrics after a step; empty where none is due
-    critic: Critic | None = None  # where the algorithm has a value loss
+    evaluate: Callable[[int], dict[str, float]]  # held-out metrics after a step; empty if none is due
+    critic: Critic | None = None  # if the algorithm has a value loss
     critic_optimizer: MasterAdamW | None = None
-    reference_updater: ReferenceUpdater | None = None  # of the reference, where it follows the policy
+    reference_updater: ReferenceUpdater | None = None  # of the reference, if it follows the policy
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class LoopConfig:
 
 @dataclass
 class Progress:
-    """How far a run has come; with the weights and the optimizer's state, all that a resumed run needs."""
+    """Progress of a run; with the weights and the optimizer's state, all that a resumed run needs."""
 
     step: int = 0
     version: int = 0  # of the weights: one more with every update
     decisions: int = 0  # sampled so far
     starts: int = 0  # drawn so far
     skipped_in_a_row: int = 0
-    kl_coefficient: float | None = None  # where a controller has set it; None: the schedule does
+    kl_coefficient: float | None = None  # set by a controller; None: the schedule does
 
 
 def save_checkpoint(parts: Components, progress: Progress) -> None:

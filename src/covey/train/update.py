@@ -31,7 +31,7 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Learner:
-    """What an update changes: the policy and, where the algorithm has a value loss, its critic."""
+    """The models that an update changes: the policy and, if the algorithm has a value loss, its critic."""
 
     policy: Policy
     optimizer: Optimizer
@@ -41,7 +41,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How often the rollouts of a step are gone through."""
+    """Epochs and minibatches of an update."""
 
     epochs: int = 1
     minibatches: int = 1
@@ -122,7 +122,7 @@ def update(
 def _critic_backward(
     learner: Learner, algorithm: Algorithm, part: Batch, gathered: UpdateMetrics, measure: Measure
 ) -> None:
-    """Add the gradient of the value loss; nothing where there is no critic."""
+    """Add the gradient of the value loss; nothing without a critic."""
     if learner.critic is None:
         return
     with measure("time/critic"):

@@ -1,4 +1,4 @@
-"""What both trainers are made of: a policy, how it talks, who samples from it, and what answers are worth.
+"""Base of both trainers: policy, chat template, sampler and rewards.
 
 Shapes: N prompts, G answers each, T tokens of an answer.
 """
@@ -35,7 +35,7 @@ OnStep = Callable[[int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """What either trainer can be told by keyword beside its models and the numbers of its algorithm."""
+    """Keyword arguments that both trainers take beside models and the settings of their algorithm."""
 
     tokenizer: Any = option(None, "the model's own; unset is loaded from where the model came from")
     reward_function: Any = option(

@@ -89,7 +89,7 @@ class GRPOTrainer(LanguageTrainer):
         return outputs, logprobs.sum(-1) if sequence_logprobs else logprobs
 
     def compute_rewards(self, prompts: Prompts, outputs: Tensor) -> Tensor:
-        """What the answers are worth, [batch, group_size]; override it, or give `reward_function`.
+        """Rewards of the answers, [batch, group_size]; override it, or give `reward_function`.
 
         Args:
             prompts: the same as were answered.

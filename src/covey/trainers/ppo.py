@@ -38,7 +38,7 @@ from covey.trainers.base import (
 from covey.trainers.prompts import Prompts
 from covey.trainers.trl_names import check_names
 
-# `prepare_batch` evaluates the old policy where more than one optimizer step will follow; experiences always hold it.
+# `prepare_batch` evaluates the old policy if more than one optimizer step follows; experiences always hold it.
 SEVERAL_STEPS = 2
 
 Experiences = dict[str, Any]
@@ -155,7 +155,7 @@ class PPOTrainer(LanguageTrainer):
         }
 
     def compute_rewards(self, prompts: Prompts, outputs: Tensor) -> Tensor:
-        """What the answers are worth, [batch]; override it, or give `reward_function`.
+        """Rewards of the answers, [batch]; override it, or give `reward_function`.
 
         Args:
             prompts: the same as were answered.

@@ -100,7 +100,7 @@ def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _without_padding(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tokenizer returns, as prompts of token ids: those that its attention mask keeps."""
+    """A tokenizer's output as prompts of token ids: those that its attention mask keeps."""
     rest = {name: values for name, values in columns.items() if name not in ("input_ids", "attention_mask")}
     kept = columns.get("attention_mask")
     rows = columns["input_ids"]

@@ -102,7 +102,7 @@ class BatchedCartPole(CartPoleVectorEnv):
         return self._after_move()
 
     def _after_move(self) -> Any:
-        """What the move has led to: observations, rewards and the ends of episodes."""
+        """Observations, rewards and episode ends after the step."""
         running_N = self._running_N
         np.abs(self._positions_2N, out=self._work_2N)
         np.greater(self._work_2N, self._limits_21, out=self._outside_2N)

@@ -1,4 +1,4 @@
-"""What a foreign environment may answer, and one line that names environment, episode and step where it does not."""
+"""Checks of an environment's answers; a wrong one is one line that names environment, episode and step."""
 
 from __future__ import annotations
 

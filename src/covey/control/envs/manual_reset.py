@@ -30,7 +30,7 @@ class ActionRepeat(gym.Wrapper):
     """Holds every action for `repeat` raw steps (fewer where the episode ends) and adds up their rewards.
 
     With `rests` a finished environment ignores steps until it is reset. Infos are dropped, because merging those of
-    many copies is slow and nobody reads them; with `repeat` above 1 RAW_STEPS says how many were made. What the
+    many copies is slow and they are not read; with `repeat` above 1 RAW_STEPS says how many were made. What the
     environment answers is checked here, except that observations are finite (`Environments` asks all copies at once).
     """
 

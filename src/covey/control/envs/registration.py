@@ -49,7 +49,7 @@ def find_spec(name: str) -> EnvSpec:
     Modules in the working directory are found too.
 
     Raises:
-        ConfigError: an id that nobody registered, or a module that cannot be imported.
+        ConfigError: an id that is not registered, or a module that cannot be imported.
     """
     module, _, short = name.rpartition(":")
     if module:

@@ -92,7 +92,7 @@ def _make_drawn(config: EnvironmentConfig) -> Environments:
 
 
 def _decisions_per_second(config: EnvironmentConfig) -> float:
-    """How many decisions of the environment make a second, as it says itself."""
+    """Decisions per second, as the environment's metadata says."""
     environments = make_environments(config, 1)
     environments.close()
     if "rgb_array" not in environments.metadata.get("render_modes", ()):

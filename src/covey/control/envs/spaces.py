@@ -106,7 +106,7 @@ def _is_numeric(space: Space) -> bool:
 
 
 def _picture_note(where: str, space: Space) -> str:
-    """What a user must know of an environment that observes pictures; empty for any other."""
+    """Warning for an environment that observes pictures; empty for any other."""
     if not (isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3)):
         return ""
     size = " x ".join(map(str, space.shape))

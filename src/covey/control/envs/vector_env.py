@@ -44,7 +44,7 @@ CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
 
 @dataclass(slots=True)
 class Step:
-    """What one call did in every slot."""
+    """Result of one step in every slot."""
 
     observation_ND: NDArray[np.float32]  # after the action: of an episode that just ended the last one
     reward_N: NDArray[np.float64]

@@ -45,7 +45,7 @@ LEAST_TOKENS = 16  # of the longest row of a trial
 
 @dataclass(frozen=True)
 class Backend:
-    """How a model is evaluated and sampled."""
+    """The code that evaluates and samples a model."""
 
     shares_prompts: bool  # whether the prompt of a group is computed once, in the update and while sampling
     by_cache: str = SAMPLING_BY_CACHE[0]  # how it is sampled if prompts are not shared
@@ -273,7 +273,7 @@ class _Trial:
         return _agree(torch.stack(logits), torch.stack(plain))
 
     def _decode(self, backend: Backend) -> tuple[list[list[int]], list[Tensor]]:
-        """What was fed to every row before each of its logits, and these."""
+        """Tokens fed to every row before each of its logits, and the logits."""
         prompts = [self.ids[: self.longest], self.ids[self.longest : self.longest + max(3, self.window - 3)]]
         decoder = backend.decoder(self.module, 4, 8)
         size = 1 if decoder.can_fork else 2

@@ -159,7 +159,7 @@ class _DecodingLayout:
         prompts, prompt_of_row = self.prompt_of_row[rows].unique(return_inverse=True)
         if len(prompts) < len(self.lengths_S):
             self.lengths_S = self.lengths_S[prompts]
-            longest = int(self.lengths_S.max())  # what is padding in every prompt that is left must go: nobody masks it
+            longest = int(self.lengths_S.max())  # what is padding in all of them is not masked
             self.keys_KSPD = [key[:, prompts, :longest] for key in self.keys_KSPD]
             self.values_KSPD = [value[:, prompts, :longest] for value in self.values_KSPD]
         self.prompt_of_row = prompt_of_row

@@ -111,7 +111,7 @@ class NativeDecoder:
             own[:, into, :, :written] = own[:, slot, :, :written]
 
     def _read_prompts(self) -> None:
-        """Where the kernel finds the prompt of every row."""
+        """Set the addresses of every row's prompt for the kernel."""
         self.keys_R = torch.tensor([shared.keys.data_ptr() for shared in self.prompts], dtype=torch.int64)
         self.values_R = torch.tensor([shared.values.data_ptr() for shared in self.prompts], dtype=torch.int64)
         self.lengths_R = torch.tensor([shared.length for shared in self.prompts], dtype=torch.int32)

@@ -36,7 +36,7 @@ SMOLLM2_135M = {
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What the memory of a decoder follows from."""
+    """Dimensions of a decoder that determine its memory."""
 
     parameters: int  # all weights, tied ones once
     trunk_parameters: int  # those below the output layer; tied embeddings belong to the trunk

@@ -1,4 +1,4 @@
-"""How much memory a run will need, from a model's dimensions and the run's config: no weight is read.
+"""Predicts the memory of a run from a model's dimensions and the run's config, without reading a weight.
 
 `covey plan` and `covey check` print it. Tensors are counted as the code makes them, on the assumption that every prompt
 is `prompt_tokens` long and every completion uses the whole token limit. docs/memory.md explains the parts and compares
@@ -20,7 +20,7 @@ from covey.llm.model.prefix_attention import SCORES_LIMIT
 from covey.llm.native.bindings import padded
 from covey.llm.sampler import CACHE_BYTES
 
-PROMPT_TOKENS = 64  # of a prompt, where nobody says
+PROMPT_TOKENS = 64  # of a prompt, if none is given
 # Before any weight. CPU: Python, torch, transformers and what they allocate in a run, measured at 0.42 GiB. GPU: the
 # CUDA context and the kernels, outside of what torch counts.
 PROGRAM_BYTES = {"cpu": 430 << 20, "cuda": 600 << 20}
@@ -50,7 +50,7 @@ class MemoryPlan:
 def predict(
     size: Dimensions, config: RunConfig, *, device: str, width: int, prompt_tokens: int = PROMPT_TOKENS
 ) -> MemoryPlan:
-    """What a run will hold.
+    """Predicted memory of a run by part.
 
     Args:
         device: "cpu" or "cuda".
@@ -105,7 +105,7 @@ def largest_microbatch(config: RunConfig, prompt_tokens: int) -> tuple[int, int]
 def activation_bytes(
     size: Dimensions, width: int, prompts: int, rows: int, prompt_tokens: int, fed: int, *, fused: bool
 ) -> int:
-    """What autograd keeps of a microbatch between the forward pass and its gradient.
+    """Bytes that autograd keeps of a microbatch between forward and backward.
 
     Args:
         width: bytes of an activation.
@@ -149,7 +149,7 @@ def _attention_bytes(size: Dimensions, width: int, prompts: int, rows: int, prom
 
 
 def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, decisions: int) -> int:
-    """What `token_logprobs` and `exact_kl` hold: a part of the products, and on the way back the gradients of the
+    """Bytes that `token_logprobs` and `exact_kl` hold: a chunk of the logits, and in backward the gradients of the
     output layer and of the hidden states. Where torch computes, the part as logits in fp32 and as probabilities too.
 
     `exact_kl` always has products and logits of policy and reference, and its gradient of the output layer waits for

@@ -1,4 +1,4 @@
-"""What a model is built of: whether it is Llama-like, its attention heads, the parts of a layer."""
+"""The architecture of a model: whether it is Llama-like, its attention heads, the modules of a layer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _windows(fields: dict[Any, Any], *, named: bool) -> Iterator[int]:
 
 
 def vocabulary_of(module: PreTrainedModel) -> int:
-    """How many tokens may be fed."""
+    """Number of tokens that may be fed."""
     table: Any = module.get_input_embeddings()
     return int(table.weight.shape[0])
 
@@ -95,7 +95,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class LayerModules:
-    """What a decoder layer of transformers consists of."""
+    """The modules of one of transformers' decoder layers."""
 
     input_norm: Tensor
     qkv: list[nn.Linear]
@@ -130,7 +130,7 @@ POSITION_FIELDS = (
 
 
 def position_limit(config: Any) -> int | None:
-    """How many tokens a model can be fed in a row; None if its config names no limit."""
+    """Longest sequence that a model takes, in tokens; None if its config names no limit."""
     text = config.get_text_config()
     limits = (getattr(text, name, None) for name in POSITION_FIELDS)
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)

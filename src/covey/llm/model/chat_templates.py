@@ -188,7 +188,7 @@ class TemplateProcess:
                 raise TemplateFailed(f"has no process to be rendered in ({error.strerror})") from error
             except TemplateFailed:
                 raise
-            except BaseException:  # Ctrl-C: the reply may come later, to nobody
+            except BaseException:  # Ctrl-C: the reply may come later and is not read
                 self.close()
                 raise
 

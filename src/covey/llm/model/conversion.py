@@ -108,7 +108,7 @@ def _publish(scratch: Path, target: Path) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a conversion, or None; reads it through."""
+    """The first fault in a conversion, or None; reads all of it."""
     try:
         sums = json.loads((folder / CHECKSUMS_FILE).read_text())
         for name, expected in {MODEL_CONFIG_FILE: None, **sums}.items():

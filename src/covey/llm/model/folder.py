@@ -45,7 +45,7 @@ class WeightFiles:
 
     @property
     def numbers(self) -> int:
-        """How many numbers all tensors hold."""
+        """Number of values in all tensors."""
         count = 0
         for shape in self.shapes.values():
             product = 1
@@ -228,7 +228,7 @@ def _shards(folder: Path, model: str) -> tuple[Path, ...]:
 
 
 def _convert(folder: Path) -> str:
-    """How to make safetensors of a pickle."""
+    """Instruction to convert a pickle to safetensors."""
     return (
         'if you trust its source, convert it once with python -c "from transformers import AutoModelForCausalLM as M; '
         f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""

@@ -48,7 +48,7 @@ def _forward_of(part: nn.Module) -> Any:
 
 
 class PendingResidual(NamedTuple):
-    """What runs through all layers, and what the last one adds: the next norm does that in passing."""
+    """The residual stream and the last layer's output, which the next norm adds in the same pass."""
 
     total: Tensor
     added: Tensor
@@ -80,7 +80,7 @@ def _norm_forward(norm: Any, x: Tensor | PendingResidual) -> Tensor:
 
 
 def _kernels_of(norm: Any, x: Tensor) -> Kernels | None:
-    """Where `x` is of the weights' type, or the sum that runs through all layers."""
+    """RMSNorm of an input in the weights' precision, or of the residual stream."""
     fits = x.dtype in (norm.weight.dtype, torch.float32)
     return kernels_for(norm.weight.dtype, x.device) if fits else None
 
@@ -124,7 +124,7 @@ def _attention_forward(
 
 
 def _products(x_NW: Tensor, kernels: Kernels, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """What linear layers make of one input."""
+    """Outputs of several linear layers for one input."""
     if any(layer.bias is not None for layer in layers):
         return tuple(layer(x_NW) for layer in layers)
     return _Products.apply(x_NW.contiguous(), kernels, *(layer.weight for layer in layers))

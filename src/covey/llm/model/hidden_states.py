@@ -19,7 +19,7 @@ from covey.llm.model.prefix_attention import PackedLayout, forward
 
 @dataclass(frozen=True)
 class ActionHiddenStates:
-    """What predicts the decisions of a batch. Where siblings decided alike after the same tokens, it is there once.
+    """Hidden states that predict a batch's decisions; siblings' equal decisions after a common prefix share one.
 
     Shapes: D decisions of the batch, N that differ.
     """

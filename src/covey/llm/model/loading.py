@@ -121,7 +121,7 @@ def describe_model(folder: Path, name: str, *, has_weights: bool = True) -> Desc
 
 
 def check_model_files(name: str) -> None:
-    """What can be known of a model without reading its weights, downloading it or converting it.
+    """Tokenizer and config of a model, without reading its weights, downloading or converting it.
 
     Raises:
         ConfigError: for the first thing that is wrong.

@@ -38,7 +38,7 @@ class UnsupportedAttentionError(NotImplementedError):
 
 
 class Layout(Protocol):
-    """Which of the tokens of one forward pass may attend to which."""
+    """The mask of one forward pass: which tokens may attend to which."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Attention of [H, N, D] queries; returns [N, H, D]."""
@@ -73,7 +73,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 def forward(base: nn.Module, tokens_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
     """hidden_NW of one row of tokens that attend as the layout tells; `base` is a decoder without its output layer."""
-    # A mask of four dimensions is passed on by transformers as it is, which spares building one that nobody reads.
+    # A mask of four dimensions is passed on by transformers as it is, which spares building one that is not read.
     no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=tokens_N.device)
     output = base(
         input_ids=tokens_N[None],
@@ -147,7 +147,7 @@ class PackedLayout:
 
     @cached_property
     def places(self) -> list[Tensor]:
-        """Where the tokens of every completion are, [L] each."""
+        """Positions of the tokens of every completion, [L] each."""
         found: list[list[Tensor]] = [[] for _ in self.prompt_of_row]
         for first, segment in zip(self.segment_firsts, self.nodes, strict=True):
             stretch = torch.arange(first, first + segment.length)

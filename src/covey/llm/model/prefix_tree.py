@@ -1,4 +1,4 @@
-"""What prompts, and the completions of a prompt, begin with alike: a forward pass is fed it once."""
+"""Common prefixes of prompts, and the prefix tree of a prompt's completions: a forward pass is fed each node once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PrefixNode:
 
 
 def build_prefix_tree(completions: Sequence[Tensor], prompt_of_row: Sequence[int]) -> list[PrefixNode]:
-    """What completions of a prompt begin with alike, once, each followed by what continues it."""
+    """Build the prefix tree of each prompt's completions: every shared run of tokens is one node, parents first."""
     tokens = [completion.tolist() for completion in completions]
     found: list[PrefixNode] = []
     to_go: list[tuple[list[int], int, int]] = []  # rows that have their next token in common too, its place, the parent
@@ -51,12 +51,12 @@ def build_prefix_tree(completions: Sequence[Tensor], prompt_of_row: Sequence[int
 
 
 def shared_prompt_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with alike, the last token of each not counted; 0 where it is not worth it."""
+    """Length of the prompts' common prefix without the last token of each; 0 if it is shorter than LEAST_COMMON."""
     common = common_prefix_length(*(prompt[:-1] for prompt in prompts))
     return common if common >= LEAST_COMMON and len(prompts) > 1 else 0
 
 
 def common_prefix_length(*sequences: Sequence[int]) -> int:
-    """With how many tokens all of them begin."""
+    """Length of the longest common prefix."""
     columns = zip(*sequences, strict=False)
     return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))

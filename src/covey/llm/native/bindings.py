@@ -251,7 +251,7 @@ class Kernels:
         self._decode(ctypes.byref(step))
 
     def sample_tokens(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """What `choosing.choose` does, for a temperature above 0.
+        """As `token_sampling.sample_tokens`, for a temperature above 0.
 
         Raises:
             FloatingPointError: if the logits of a row define no distribution.
@@ -293,7 +293,7 @@ def address_of(tensor: Tensor | None) -> int | None:
 
 
 def padded(count: int) -> int:
-    """How many numbers the kernels set aside for so many."""
+    """`count` rounded up to the kernels' block size."""
     return -(-count // PAD) * PAD
 
 

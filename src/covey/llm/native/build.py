@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp once, keeps the library in the user's cache, and loads it only if nobody can have changed it.
+"""Compiles kernels.cpp once, keeps the library in the user's cache, and loads it if no other user can have changed it.
 
 A library is named by a hash of everything that it depends on. Its checksum lies beside it, so that a file that is
 damaged or half written is found before it is loaded, and compiled anew.
@@ -152,7 +152,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
 
 
 def _output_of(command: Sequence[str], timeout_seconds: float) -> str:
-    """What a command prints.
+    """Output of a command.
 
     Raises:
         BuildError: if it fails, with the first line that names an error.

@@ -45,7 +45,7 @@ def completion_text(completion: Any) -> str:
 
 
 def read_number(text: str) -> Fraction | None:
-    """The number that a text gives as its answer, exactly; None where there is none.
+    """The number that a text gives as its answer, exactly; None if there is none.
 
     Read in this order, the last of a kind where there are several: `\\boxed{5}`, `<answer>5</answer>`, `#### 5`,
     "answer is 5"; without any of these the last number of the text. Understands thousands' commas, decimals, signs
@@ -87,7 +87,7 @@ def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}`, braces within it balanced."""
+    """Content of the last `\\boxed{...}`, with balanced braces."""
     begin = text.rfind("\\boxed{")
     if begin < 0:
         return None
@@ -234,7 +234,7 @@ def countdown(
 
     The expression stands in the last `<answer>` or `\\boxed`, or else on the last line; a label before it
     ("Answer:") and "= 24" after it are left out. Whole numbers, + - * /, unary minus and parentheses are allowed,
-    of the operators only those of the column `operators`, where there is one.
+    of the operators only those of the column `operators`, if there is one.
     """
     allowed = operators if operators is not None else [tuple("+-*/")] * len(completions)
     return [

@@ -1,4 +1,4 @@
-"""What a reward function may change of its process by accident, noted before a call and put back after it.
+"""Process state that a reward function may change by accident, saved before a call and restored after it.
 
 This file imports the standard library only, so that the reward worker starts in milliseconds.
 """

@@ -38,7 +38,7 @@ class InvalidRewardOutput(Exception):
 
 @dataclass(frozen=True)
 class Results:
-    """What one call of a reward function returned and logged."""
+    """Values that one call of a reward function returned and logged."""
 
     values: list[Any]  # one float or None per completion; of a step reward one list of floats or None
     metrics: Mapping[str, list[float]]  # `log_metric`: all values of each name
@@ -202,14 +202,14 @@ def list_of(results: Any, count: int) -> list[Any] | None:
 
 
 def _length_of(results: Any, items: list[Any], count: int) -> str:
-    """How many there are, as far as that is known: `items` is what `list_of` took."""
+    """The length, as far as it is known; `items` are those that `list_of` took."""
     if len(items) <= count:
         return str(len(items))
     return str(len(results)) if type(results) in (list, tuple) else f"{len(items)} or more"
 
 
 def _step_numbers(value: Any, count: int) -> list[float] | None:
-    """What a step reward returns for one completion of `count` steps."""
+    """The checked result of a step reward for one completion of `count` steps."""
     if value is None:
         return None
     items = list_of(value, count)

@@ -1,4 +1,4 @@
-"""How a reward function is called under a deadline: in this process or, by its name, in one of its own."""
+"""Calls reward functions under a deadline: in this process or, by name, in a process of their own."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class RewardProcess:
         return read(reply)
 
     def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a request and wait for its reply. On any failure the process is ended: it may reply later, to nobody."""
+        """Send a request and wait for its reply. On a failure the process is ended, because it may reply later."""
         assert self._worker is not None
         worker, number = self._worker, secrets.token_hex(8)
         try:
@@ -262,7 +262,7 @@ class _Worker:
         """Send a line and return the next one, under one deadline; what is printed meanwhile goes to stderr.
 
         Raises:
-            TimeoutError: at the deadline. EOFError, BrokenPipeError: if nobody is at the other end.
+            TimeoutError: at the deadline. EOFError, BrokenPipeError: if the other end is closed.
         """
         deadline = time.monotonic() + seconds
         to_write, reply, whole = memoryview(line), bytearray(), False
@@ -312,7 +312,7 @@ class _Worker:
         os.close(self.replies)
 
     def last_words(self) -> str:
-        """How it ended, after `end`: the supervisor ends as the worker did."""
+        """Exit status after `end`: the supervisor's, which is the worker's."""
         code = self.supervisor.returncode
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
@@ -322,7 +322,7 @@ class _Worker:
 
 
 class _Output:
-    """What the function prints, on its way to stderr: without control characters, and no more than `left`."""
+    """Copies the function's output to stderr, without control characters and at most `left` bytes."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor, self.left = descriptor, MOST_OUTPUT_CHARACTERS

@@ -84,7 +84,7 @@ class StepSplitter:
             self._process.close()
 
     def _positions(self, text: str) -> list[int]:
-        """Where inside the text a step ends, ascending; its end is left out."""
+        """Positions within the text at which a step ends, ascending, without the end of the text."""
         if self._process is None:
             found: Sequence[int] = RULES[self.boundary](text)
         else:

@@ -279,7 +279,7 @@ def _read(process: int, name: str) -> bytes:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux's prctl; nothing where there is none."""
+    """Linux's prctl; nothing if there is none."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 

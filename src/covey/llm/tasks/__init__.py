@@ -42,7 +42,7 @@ def build_task(config: Any) -> Task:
 
 
 def task_of(given: Any) -> Task:
-    """What a script hands over as its task: a `Task`, the config of one, the path of a JSONL file, or rows.
+    """The task of a script, given as a `Task`, the config of one, the path of a JSONL file, or rows.
 
     Raises:
         ConfigError: if it is none of these, or cannot be read.

@@ -1,4 +1,4 @@
-"""What the generated tasks share: draws that are a function of their arguments, and a held-out side.
+"""Base of the generated tasks: draws that are a function of their arguments, and a held-out side.
 
 A hash of a problem's content decides which side it belongs to, about 1 in 10 being held out, so the two sides are
 disjoint whatever the seeds are, and stay disjoint between differently configured tasks of one kind.

@@ -61,7 +61,7 @@ class Jsonl:
         return [_start(index, row) for index, row in enumerate(rows[:count])]
 
     def describe(self) -> str:
-        """How many prompts there are to train on and how many are held out, and where both come from."""
+        """Number of training and of held-out prompts, and their source."""
         config = self.config
         training, held_out = (len({row.content for row in rows}) for rows in (self._training, self._held_out))
         lines = f" (on {len(self._training):,} lines)" if training < len(self._training) else ""
@@ -115,7 +115,7 @@ class Rows(Jsonl):
         held_out_fraction: share of the different prompts that is kept from training, at least one.
 
     Raises:
-        ConfigError: naming the first row that is unusable; where there is one prompt only.
+        ConfigError: naming the first row that is unusable; if there is one prompt only.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], held_out_fraction: float = 0.1):

@@ -1,4 +1,4 @@
-"""Which prompts a model can take, asked before training wherever the prompts are known by then."""
+"""Longest prompt that a model takes, checked before training if the prompts are known by then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTED = 3  # prompts that were left out, each on a line of its own; further ones
 
 
 def length_fault(config: Any, prompt_tokens: int, max_new_tokens: int) -> str:
-    """Why a prompt of so many tokens cannot be completed by a model with this config; "" if it can.
+    """Why a prompt of this many tokens cannot be completed by a model with this config; "" if it can.
 
     A model knows positions up to a limit. Beyond it some crash and others write nonsense. Up to another one, the
     numbers of a row do not depend on the rows beside it.
