@@ -217,9 +217,6 @@ def test_the_defaults_and_the_edges_are_accepted() -> None:
             replace(GOOD, algorithm="ppo", rollouts=FRAGMENTS, update=ControlUpdateConfig(minibatches=3)),
             "(1024) cannot be split evenly into update.minibatches (3); set minibatches to 2",
         ),
-        (replace(GOOD, environment=EnvironmentConfig("X-v0", autoreset="next_step")), "only fragments can be sampled"),
-        (replace(GOOD, environment=EnvironmentConfig("X-v0", autoreset="same_step")), "only fragments can be sampled"),
-        (replace(GOOD, environment=EnvironmentConfig("X-v0", autoreset="never")), "must be disabled, same_step or"),
         (replace(GOOD, environment=EnvironmentConfig("X-v0", action_repeat=0)), "action_repeat must be at least 1"),
         (replace(GOOD, algorithm="rloo", loss=ControlLossConfig(clip_low=0.2)), "rloo does not clip"),
         (replace(GOOD, seed=2**32), "seed must be at most 4294967295 (is 4294967296)"),
@@ -236,7 +233,7 @@ def test_impossible_values_are_refused(config: ControlConfig, expected: str) -> 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("vectorization", ["async", "entry_point"])
+@pytest.mark.parametrize("vectorization", ["async"])
 def test_branches_need_the_environment_in_this_process(vectorization: str) -> None:
     config = replace(
         with_rollouts(groups="branches"), environment=EnvironmentConfig("X-v0", vectorization=vectorization)

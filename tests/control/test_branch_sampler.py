@@ -64,13 +64,13 @@ class Replay:
             total += float(result.reward_N[0])
             if result.terminated_N[0] or result.truncated_N[0]:
                 return seen, actions, total
-            observation_1D = result.next_ND
+            observation_1D = result.observation_ND
 
     def branch(self, start: Start, led: list[np.ndarray], group: int, rollout: int) -> tuple[Rollout, int]:
         """What a branch after these actions must look like: its first decision, its reward, its length."""
         observation_1D = self.environments.reset([start.prompt])
         for action in led:
-            observation_1D = self.environments.step(action).next_ND
+            observation_1D = self.environments.step(action).observation_ND
         rewards: list[float] = []
         while len(rewards) < HORIZON:
             action, logprob = self.policy.act(observation_1D, self.draw(group, rollout, len(rewards), SAMPLING))
@@ -79,7 +79,7 @@ class Replay:
                 context = np.stack([observation_1D[0], result.observation_ND[0]])
                 first, first_logprob = action.copy(), logprob.copy()
             rewards.append(float(result.reward_N[0]))
-            observation_1D = result.next_ND
+            observation_1D = result.observation_ND
             if result.terminated_N[0] or result.truncated_N[0]:
                 break
         reward = sum(GAMMA**t * r for t, r in enumerate(rewards))

@@ -1,4 +1,4 @@
-"""Fragments: every row of the batch is a piece of one episode, whatever the environment does about resets."""
+"""Fragments: every row of the batch is a piece of one episode, episodes go on over the ends of fragments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from helpers import counting_environment, toy_envs
 from helpers.counting_environment import COUNTING
 
 SLOTS, STEPS, ROUNDS = 3, 7, 6
-MODES = {"disabled": "Disabled", "same_step": "SameStep", "next_step": "NextStep"}
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +29,13 @@ def _registered() -> None:
     toy_envs.register()
 
 
-def counting(mode: str, kind: str, **more: int) -> Environments:
-    name = f"covey-tests/Counting{MODES[mode]}-v0" if kind == "entry_point" else COUNTING
-    return toy_envs.made(name, SLOTS, vectorization=kind, autoreset=mode, **more)
+def counting(kind: str = "sync", **more: int) -> Environments:
+    return toy_envs.made(COUNTING, SLOTS, vectorization=kind, **more)
 
 
-@pytest.fixture(params=[(mode, kind) for mode in MODES for kind in ("sync", "entry_point")], ids="-".join)
+@pytest.fixture(params=["sync", "async"])
 def environments(request: pytest.FixtureRequest) -> Iterator[Environments]:
-    made = counting(*request.param)
+    made = counting(request.param)
     yield made
     made.close()
 
@@ -104,15 +102,12 @@ def test_no_reset_step_enters_a_batch(environments: Environments) -> None:
         assert batch.truncated_B.tolist() == [r.end is EndReason.CUT for group in groups for r in group.rollouts]
     assert ends > 10
     assert sampler.counters() == {"environment/steps": decisions, "environment/episodes": ends}
-    # Gymnasium's NEXT_STEP spends a call on every reset but those that the last fragment left for later.
-    waits = environments._autoreset.name == "NEXT_STEP"
-    assert ends - SLOTS <= resets <= ends if waits else resets == 0
+    assert resets == 0, "a reset takes no step of a fragment"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_limits_and_deaths_are_told_apart(mode: str) -> None:
+def test_limits_and_deaths_are_told_apart() -> None:
     """A limit of 3 steps: shorter episodes terminate, longer are truncated, those of 3 do both and so are over."""
-    sampler = sampler_of(counting(mode, "sync", max_episode_steps=3))
+    sampler = sampler_of(counting(max_episode_steps=3))
     seen = set()
     for step in range(1, ROUNDS + 1):
         groups = sample(sampler, step)
@@ -127,9 +122,8 @@ def test_limits_and_deaths_are_told_apart(mode: str) -> None:
     assert EndReason.CUT in {end for end, _ in seen}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_held_actions_are_one_decision(mode: str) -> None:
-    sampler = sampler_of(counting(mode, "sync", action_repeat=2))
+def test_held_actions_are_one_decision() -> None:
+    sampler = sampler_of(counting(action_repeat=2))
     raw = 0
     for step in range(1, ROUNDS + 1):
         for group in sample(sampler, step):
@@ -228,9 +222,8 @@ class TruncationIsDeath:
         return groups
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mistaken", [False, True], ids=["ours", "truncation as death"])
-def test_a_time_limit_is_no_death(mode: str, mistaken: bool, tmp_path: Path) -> None:
+def test_a_time_limit_is_no_death(mistaken: bool, tmp_path: Path) -> None:
     """Pays 1 a step for ever, looks always the same, is stopped after ten steps: its value is 1 / (1 - gamma).
 
     Who takes the limit for death learns what a random moment of ten steps has still to come, which is far less.
@@ -240,7 +233,7 @@ def test_a_time_limit_is_no_death(mode: str, mistaken: bool, tmp_path: Path) -> 
         {
             "algorithm": "ppo",
             "steps": 40,
-            "environment": {"id": toy_envs.ENDLESS, "autoreset": mode},
+            "environment": {"id": toy_envs.ENDLESS},
             "policy": {"hidden": [8]},
             "rollouts": {"groups": "fragments", "environments": 2, "fragment_steps": 22, "gamma": gamma},
             "update": {"critic_learning_rate": 0.03, "epochs": 6},

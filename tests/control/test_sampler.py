@@ -80,11 +80,11 @@ class Shuffled:
     def reset(self, seeds: list[int]) -> Any:
         return self._inner.reset([seeds[slot] for slot in self._back])[self._to]
 
-    def begin(self, slots: Any, seeds: list[int]) -> Any:
+    def reset_slots(self, slots: Any, seeds: list[int]) -> Any:
         copies = self._to[slots]
         order = np.argsort(copies)
         answer_KD = np.empty((len(slots), self.observation_size), dtype=np.float32)
-        answer_KD[order] = self._inner.begin(copies[order], [seeds[i] for i in order])
+        answer_KD[order] = self._inner.reset_slots(copies[order], [seeds[i] for i in order])
         return answer_KD
 
     def step(self, actions: Any) -> Step:

@@ -7,7 +7,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
 
 COUNTING = "covey-tests/Counting-v0"
 PUSHED = "covey-tests/Pushed-v0"
@@ -54,26 +53,9 @@ class Pushed(gym.Env):
         return {"position": action, "gear": 2}, float(action.sum()), False, False, {}
 
 
-def vector_class(mode: str) -> Any:
-    """A vector class of Counting's own, with one way to reset."""
-
-    def make(num_envs: int) -> SyncVectorEnv:
-        return _Plain([Counting] * num_envs, autoreset_mode=mode)
-
-    return make
-
-
-class _Plain(SyncVectorEnv):
-    """Forgets the infos that cannot be merged."""
-
-    def _add_info(self, vector_infos: Any, env_info: Any, env_num: int) -> Any:
-        return super()._add_info(vector_infos, {k: v for k, v in env_info.items() if k == "final_obs"}, env_num)
-
-
 def register() -> None:
     """Make the environments known under their ids; harmless when repeated."""
     if COUNTING not in gym.registry:
         gym.register(COUNTING, entry_point=Counting)
         gym.register(PUSHED, entry_point=Pushed)
-        for mode in ("Disabled", "SameStep", "NextStep"):
-            gym.register(f"covey-tests/Counting{mode}-v0", vector_entry_point=vector_class(mode))
+        gym.register("covey-tests/OnlyVector-v0", vector_entry_point=lambda num_envs: None)

@@ -15,15 +15,9 @@ class EnvironmentConfig:
     id: str = option("", "a registered Gymnasium environment: CartPole-v1, or module:Env-v0 for one of your own")
     vectorization: str = option(
         "auto",
-        "how copies step together: auto is sync, for CartPole-v1 a faster one; async takes processes",
-        choices=("auto", "sync", "async", "entry_point"),
-        advanced=True,
-    )
-    autoreset: str = option(
-        "disabled",
-        "when a copy begins its next episode: when it is asked to (disabled), or by itself (fragments only; a run that "
-        "is resumed then begins new episodes)",
-        choices=("disabled", "same_step", "next_step"),
+        "how copies of the environment step: in this process (sync), in a process each (async); auto is sync, for "
+        "CartPole-v1 all copies at once in NumPy",
+        choices=("auto", "sync", "async"),
         advanced=True,
     )
     action_repeat: int = option(1, "environment steps that every action is held for", least=1, advanced=True)

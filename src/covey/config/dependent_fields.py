@@ -287,10 +287,6 @@ RULES: dict[type, list[Rule]] = {
             _if(lambda config: config.rollouts.groups != "within_episode" and config.rollouts.group_size == 1, default),
         ),
         Rule(
-            "environment.autoreset", ("rollouts.groups",),
-            _if(lambda config: config.rollouts.groups != "fragments", default),
-        ),
-        Rule(
             "environment.vectorization", ("rollouts.groups",),
             _if(_cannot_branch, default),
         ),

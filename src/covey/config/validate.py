@@ -234,11 +234,6 @@ def _check_groups(rollouts: RolloutsConfig, algorithm: str) -> None:
 
 
 def _check_vectorization(environment: EnvironmentConfig, groups: str) -> None:
-    if environment.autoreset != "disabled" and groups != "fragments":
-        raise ConfigError(
-            f"environment.autoreset is {environment.autoreset!r}, with which only fragments can be sampled: {groups} "
-            "needs episodes that begin from chosen seeds; set it to 'disabled'"
-        )
     if groups == "branches" and environment.vectorization not in ("auto", "sync"):
         raise ConfigError(
             f"environment.vectorization is {environment.vectorization!r}, but branches copy the environment's state, "

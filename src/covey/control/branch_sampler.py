@@ -112,7 +112,7 @@ class BranchSampler(ControlSampler):
             return_N += result.reward_N * going_N
             self.environment_steps += int(result.steps_N.sum())
             going_N &= ~(result.terminated_N | result.truncated_N)
-            observation_ND = result.next_ND
+            observation_ND = result.observation_ND
         return states, return_N.tolist()
 
     def _play_branches(
@@ -129,7 +129,7 @@ class BranchSampler(ControlSampler):
             actions, logprobs_N = self.policy.act(observation_ND, draws.next())
             result = self.environments.step(actions)
             tape.add(observation_ND, actions, logprobs_N, result)
-            observation_ND = result.next_ND
+            observation_ND = result.observation_ND
             ended_N = (result.terminated_N | result.truncated_N) & going_N
             for slot in np.flatnonzero(ended_N).tolist():
                 segments[slot].stop = len(tape)

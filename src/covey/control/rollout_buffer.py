@@ -167,7 +167,7 @@ def collect_episodes(
     """One whole episode from every reset seed, as many at a time as there are slots.
 
     Args:
-        environments: with `seeded`.
+        environments: the copies that are played in.
         policy: acts.
         seeds: one an episode.
         draws: the policy's random numbers; None: it takes its best action.
@@ -200,7 +200,7 @@ def collect_episodes(
             actions, logprobs_N = policy.act(observation_ND, draws.next())
         step = environments.step(actions)
         tape.add(observation_ND, actions, logprobs_N, step)
-        observation_ND = step.next_ND
+        observation_ND = step.observation_ND
         ended_N = step.terminated_N | step.truncated_N
         if not ended_N.any():
             continue
@@ -221,5 +221,5 @@ def collect_episodes(
                 waiting += 1
         if free:
             observation_ND = observation_ND.copy()  # the tape keeps the episode's last one
-            observation_ND[free] = environments.begin(np.array(free), [seeds[int(job_N[slot])] for slot in free])
+            observation_ND[free] = environments.reset_slots(np.array(free), [seeds[int(job_N[slot])] for slot in free])
     return [segment for segment in segments if segment is not None], tape.finish()

@@ -170,9 +170,7 @@ class FragmentSampler(ControlSampler):
             actions, logprobs_N = self.policy.act(observation_ND, draws.next())
             result = self.environments.step(actions)
             tape.add(observation_ND, actions, logprobs_N, result)
-            self._observation_ND = result.next_ND
-            if not result.acted_N.all():  # Gymnasium only reset these slots: their episode begins after this entry
-                began_N[~result.acted_N] = t + 1
+            self._observation_ND = result.observation_ND
             ended_N = result.terminated_N | result.truncated_N
             if not ended_N.any():
                 continue
@@ -180,8 +178,7 @@ class FragmentSampler(ControlSampler):
             for slot in ended.tolist():
                 segments.append(TrajectorySlice(slot, int(began_N[slot]), t + 1, end_reason(result, slot)))
             began_N[ended] = t + 1
-            if self.environments.seeded:
-                self._begin_again(ended, step, t)
+            self._begin_again(ended, step, t)
         segments += [
             TrajectorySlice(slot, int(began_N[slot]), self.steps, EndReason.CUT)
             for slot in range(slots)
@@ -212,13 +209,13 @@ class FragmentSampler(ControlSampler):
         assert self._observation_ND is not None
         seeds = reset_seeds(self.seed, step, slots, t + 1)
         self._observation_ND = self._observation_ND.copy()  # the tape keeps the episode's last one
-        self._observation_ND[slots] = self.environments.begin(slots, seeds)
+        self._observation_ND[slots] = self.environments.reset_slots(slots, seeds)
         self._reset_seed_N[slots] = seeds
 
     def state_dict(self) -> dict[str, Any]:
         """Also how to bring back the episodes that were going on: their reset seeds and all actions since."""
         state = super().state_dict()
-        if self._observation_ND is not None and self.environments.seeded:
+        if self._observation_ND is not None:
             state["episodes_going_on"] = {
                 "seeds": self._reset_seed_N.tolist(),
                 "returns": self._return_N.tolist(),
@@ -231,10 +228,7 @@ class FragmentSampler(ControlSampler):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Play the interrupted episodes again up to where they were; exact where the environment repeats itself.
-
-        Environments that reset by themselves (autoreset other than "disabled") begin new episodes instead.
-        """
+        """Play the interrupted episodes again up to where they were; exact if the environment repeats itself."""
         super().load_state_dict(state)
         saved = state.get("episodes_going_on")
         if saved is None:
@@ -261,12 +255,14 @@ def replay(environments: Environments, seeds: Sequence[int], played: dict[int, N
         beginning = [slot for slot in range(environments.count) if longest - len(played.get(slot, ())) == t]
         if beginning:
             observation_ND = observation_ND.copy()
-            observation_ND[beginning] = environments.begin(np.array(beginning), [seeds[slot] for slot in beginning])
+            observation_ND[beginning] = environments.reset_slots(
+                np.array(beginning), [seeds[slot] for slot in beginning]
+            )
         if t == longest:
             break
         for slot, actions in played.items():
             late = longest - len(actions)
             if t >= late:
                 actions_N[slot] = actions[t - late]
-        observation_ND = environments.step(actions_N).next_ND
+        observation_ND = environments.step(actions_N).observation_ND
     return observation_ND

@@ -256,12 +256,8 @@ def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
 
 
 def evaluation_environment(config: ControlConfig) -> EnvironmentConfig:
-    """The environment as evaluation plays it: in this process, every episode from its own seed.
-
-    Its own vector class is kept where it can do that, for there may be no other.
-    """
-    own = config.environment.vectorization == "entry_point" and config.environment.autoreset == "disabled"
-    return replace(config.environment, autoreset="disabled", vectorization="entry_point" if own else "auto")
+    """The environment as evaluation plays it: in this process."""
+    return replace(config.environment, vectorization="auto")
 
 
 def evaluate_run(

@@ -32,17 +32,17 @@ def test_every_step_is_that_of_the_single_environment(limit: int) -> None:
     for time in range(1100):
         actions = np.where(np.arange(count) < count // 2, balance(current_ND), rng.integers(0, 2, count))
         step = environments.step(actions)
-        assert step.acted_N.all()
+        assert step.steps_N.all()
         for slot, single in enumerate(singles):
             observation, reward, ended, cut, _ = single.step(int(actions[slot]))
             assert observation.tobytes() == step.observation_ND[slot].tobytes()
             assert (reward, ended, cut) == (step.reward_N[slot], step.terminated_N[slot], step.truncated_N[slot])
         over = np.flatnonzero(step.terminated_N | step.truncated_N)
         truncated, terminated = truncated + int(step.truncated_N.sum()), terminated + int(step.terminated_N.sum())
-        current_ND = step.next_ND
+        current_ND = step.observation_ND
         if len(over):
             current_ND = current_ND.copy()
-            current_ND[over] = environments.begin(over, [1000 * time + int(slot) for slot in over])
+            current_ND[over] = environments.reset_slots(over, [1000 * time + int(slot) for slot in over])
             for slot in over:
                 singles[slot].reset(seed=1000 * time + int(slot))
     assert truncated > 5
@@ -56,10 +56,10 @@ def test_finished_carts_stand_still_and_earn_nothing(limit: int) -> None:
     last = None
     for _ in range(300):
         step = environments.step(np.ones(2, dtype=np.int64))
-        assert not (step.truncated_N & ~step.acted_N).any()
-        assert not (step.terminated_N & ~step.acted_N).any()
-        assert (step.reward_N == step.acted_N).all()
-        if not step.acted_N.any():
+        assert not (step.truncated_N & (step.steps_N == 0)).any()
+        assert not (step.terminated_N & (step.steps_N == 0)).any()
+        assert (step.reward_N == step.steps_N).all()
+        if not step.steps_N.any():
             assert last is None or step.observation_ND.tobytes() == last
             last = step.observation_ND.tobytes()
     assert last is not None
@@ -74,7 +74,6 @@ def test_a_start_needs_its_seed() -> None:
     "config",
     [
         EnvironmentConfig(id="CartPole-v1", action_repeat=2),
-        EnvironmentConfig(id="CartPole-v1", autoreset="same_step"),
         EnvironmentConfig(id="CartPole-v1", vectorization="sync"),
         EnvironmentConfig(id="Acrobot-v1"),
     ],

@@ -29,7 +29,7 @@ def test_the_picture_shows_the_episode_and_the_return_is_its_own(tmp_path: Path,
     environments = make_environments(config, 1)
     environments.reset([3])
     steps = 0
-    while (step := environments.step(np.zeros(1, dtype=np.int64))).acted_N[0]:
+    while (step := environments.step(np.zeros(1, dtype=np.int64))).steps_N[0]:
         steps += int(step.steps_N[0])
     assert score == steps
     with Image.open(path) as picture:

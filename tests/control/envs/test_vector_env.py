@@ -14,106 +14,74 @@ from covey.control.envs.vector_env import Environments, check_environment, make_
 from helpers import counting_environment
 from helpers.counting_environment import COUNTING, PUSHED
 
-MODES = {"disabled": "Disabled", "same_step": "SameStep", "next_step": "NextStep"}
-
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
     counting_environment.register()
 
 
-def counting(mode: str, kind: str, count: int = 3, **more: int) -> Environments:
-    name = f"covey-tests/Counting{MODES[mode]}-v0" if kind == "entry_point" else COUNTING
-    return make_environments(EnvironmentConfig(id=name, vectorization=kind, autoreset=mode, **more), count)
+def counting(kind: str, count: int = 3, **more: int) -> Environments:
+    return make_environments(EnvironmentConfig(id=COUNTING, vectorization=kind, **more), count)
 
 
-@pytest.fixture(params=[(mode, kind) for mode in MODES for kind in ("sync", "async", "entry_point")], ids="-".join)
+@pytest.fixture(params=["sync", "async"])
 def environments(request: pytest.FixtureRequest) -> Iterator[Environments]:
-    made = counting(*request.param)
+    made = counting(request.param)
     yield made
     made.close()
 
 
 def test_every_transition_lies_within_one_episode(environments: Environments) -> None:
-    """Whatever the autoreset mode: acted entries go on by one step, pay for it, and end where the episode ends."""
+    """A slot advances one step at a time, is paid for it, ends where its episode ends, and rests until its reset."""
     current_ND = environments.reset([3, 4, 5])
     over_N = np.zeros(3, dtype=bool)
-    resets_at_once = environments._autoreset is gym.vector.AutoresetMode.SAME_STEP
     ends = idle = 0
-    for _ in range(40):
+    for time in range(40):
         step = environments.step(np.zeros(3, dtype=np.int64))
         for slot in range(3):
             name, length, made = current_ND[slot]
-            if step.acted_N[slot]:
-                assert not over_N[slot]
+            if not over_N[slot]:
                 assert step.observation_ND[slot].tolist() == [name, length, made + 1]
                 assert step.reward_N[slot] == made + 1
                 assert step.terminated_N[slot] == (made + 1 == length)
                 assert step.steps_N[slot] == 1
             else:
-                assert over_N[slot], "only a slot that is over may not act"
                 idle += 1
-                assert step.reward_N[slot] == 0
+                assert step.observation_ND[slot].tolist() == [name, length, length]
+                assert step.reward_N[slot] == step.steps_N[slot] == 0
                 assert not step.terminated_N[slot]
-                assert step.steps_N[slot] == 0
-            ended = bool(step.terminated_N[slot])
-            ends += ended
-            if environments.seeded:
-                over_N[slot] |= ended
-            else:  # after the end comes a reset: within the step, or instead of the next
-                over_N[slot] = ended and not resets_at_once
-        current_ND = step.next_ND.copy()
+            ends += bool(step.terminated_N[slot])
+            over_N[slot] |= step.terminated_N[slot]
+        current_ND = step.observation_ND.copy()
+        if time % 3 == 2 and over_N.any():  # some rest for a while
+            slots = np.flatnonzero(over_N)
+            current_ND[slots] = environments.reset_slots(slots, [100 * time + int(slot) for slot in slots])
+            over_N[slots] = False
     assert not step.truncated_N.any()
-    if environments.seeded:
-        assert ends == 3
-    else:
-        assert ends > 15
-    assert (idle == 0) == resets_at_once
+    assert ends > 15
+    assert idle > 5
 
 
-@pytest.mark.parametrize("kind", ["sync", "async", "entry_point"])
-def test_finished_slots_rest_until_begun(kind: str) -> None:
-    environments = counting("disabled", kind)
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_finished_slots_rest_until_they_are_reset(kind: str) -> None:
+    environments = counting(kind)
     first_ND = environments.reset([3, 4, 5])
     for _ in range(10):
         step = environments.step(np.zeros(3, dtype=np.int64))
-    assert not step.acted_N.any()
-    begun_KD = environments.begin(np.array([2, 0]), [4, 4])
+    assert not step.steps_N.any()
+    begun_KD = environments.reset_slots(np.array([2, 0]), [4, 4])
     assert begun_KD.tolist() == [first_ND[1].tolist()] * 2
     step = environments.step(np.zeros(3, dtype=np.int64))
-    assert step.acted_N.tolist() == [True, False, True]
-    environments.begin(np.array([0]), [5])  # in the middle of an episode too
+    assert step.steps_N.tolist() == [1, 0, 1]
+    environments.reset_slots(np.array([0]), [5])  # in the middle of an episode too
     step = environments.step(np.zeros(3, dtype=np.int64))
     assert step.observation_ND[0].tolist() == [*first_ND[2][:2], 1]
     assert step.observation_ND[2].tolist() == [*first_ND[1][:2], 2]
     environments.close()
 
 
-@pytest.mark.parametrize("mode", ["same_step", "next_step"])
-def test_episodes_that_begin_by_themselves_cannot_be_begun(mode: str) -> None:
-    environments = counting(mode, "sync")
-    environments.reset([1, 2, 3])
-    assert not environments.snapshots
-    with pytest.raises(RuntimeError, match="autoreset = 'disabled'"):
-        environments.begin(np.array([0]), [1])
-    with pytest.raises(RuntimeError, match="cannot be copied"):
-        environments.snapshot(0)
-
-
-def test_same_step_shows_the_last_observation_and_the_next() -> None:
-    environments = counting("same_step", "sync", count=1)
-    length = int(environments.reset([3])[0, 1])
-    for _ in range(length):
-        step = environments.step(np.zeros(1, dtype=np.int64))
-    assert step.terminated_N[0]
-    assert step.observation_ND[0, 2] == length
-    assert step.next_ND[0, 2] == 0
-    assert step.next_ND[0, 0] != step.observation_ND[0, 0]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_time_limit_truncates(mode: str) -> None:
-    environments = counting(mode, "sync", max_episode_steps=2)
+def test_a_time_limit_truncates() -> None:
+    environments = counting("sync", max_episode_steps=2)
     environments.reset([3, 4, 5])
     ends = environments.step(np.zeros(3, dtype=np.int64)).truncated_N.tolist()
     assert ends == [False] * 3
@@ -123,9 +91,8 @@ def test_a_time_limit_truncates(mode: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_held_action_counts_raw_steps_and_stays_in_its_episode(mode: str, kind: str) -> None:
-    environments = counting(mode, kind, count=3, action_repeat=4)
+def test_a_held_action_counts_raw_steps_and_stays_in_its_episode(kind: str) -> None:
+    environments = counting(kind, count=3, action_repeat=4)
     lengths_N = environments.reset([0, 1, 2])[:, 1]
     assert min(lengths_N) < 4 < max(lengths_N)  # ends early, goes on
     step = environments.step(np.zeros(3, dtype=np.int64))
@@ -135,32 +102,23 @@ def test_a_held_action_counts_raw_steps_and_stays_in_its_episode(mode: str, kind
     assert step.observation_ND[:, 2].tolist() == made_N.tolist()
     assert step.terminated_N.tolist() == (lengths_N <= 4).tolist()
     step = environments.step(np.zeros(3, dtype=np.int64))
-    assert (step.steps_N > 0).tolist() == step.acted_N.tolist()
+    assert (step.steps_N > 0).tolist() == (lengths_N > 4).tolist()
     environments.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_seeds_reproduce(mode: str) -> None:
+def test_seeds_reproduce() -> None:
     def collect_episodes(seeds: list[int]) -> list[list[float]]:
-        environments = counting(mode, "sync")
+        environments = counting("sync")
         seen = [environments.reset(seeds).tolist()]
-        seen += [environments.step(np.zeros(3, dtype=np.int64)).next_ND.tolist() for _ in range(20)]
+        seen += [environments.step(np.zeros(3, dtype=np.int64)).observation_ND.tolist() for _ in range(20)]
         return seen
 
     assert collect_episodes([1, 2, 3]) == collect_episodes([1, 2, 3])
     assert collect_episodes([1, 2, 3]) != collect_episodes([1, 2, 4])
 
 
-def test_a_vector_class_with_one_seed_depends_on_all_that_are_given() -> None:
-    config = EnvironmentConfig(id="CartPole-v1", vectorization="entry_point", autoreset="next_step")
-    environments = make_environments(config, 2)
-    first = environments.reset([1, 2]).tolist()
-    assert environments.reset([1, 2]).tolist() == first
-    assert environments.reset([1, 3]).tolist() != first
-
-
 def test_actions_are_numbered_from_zero() -> None:
-    environments = counting("disabled", "sync", count=2)
+    environments = counting("sync", count=2)
     environments.reset([3, 4])
     assert environments.actions == Discrete(3)
     assert environments.step(np.array([1, 2])).reward_N.tolist() == [1.0, 101.0]
@@ -206,7 +164,7 @@ def test_a_snapshot_goes_on_exactly_any_number_of_times(name: str) -> None:
         future = []
         for actions in plan:
             step = environments.step(actions[[1, 1, 1]])
-            future.append((step.observation_ND[slot].tobytes(), step.reward_N[slot], step.acted_N[slot]))
+            future.append((step.observation_ND[slot].tobytes(), step.reward_N[slot], step.steps_N[slot]))
         futures.append(future)
     assert futures[0] == futures[1] == futures[2]
     assert any(acted for _, _, acted in futures[0])
@@ -223,7 +181,7 @@ def test_a_snapshot_of_a_finished_slot_rests(name: str) -> None:
     environments.restore(0, fresh)
     environments.restore(1, over)
     steps = [environments.step(np.zeros(2, dtype=np.int64)) for _ in range(4)]
-    assert [step.acted_N.tolist() for step in steps] == [[True, False]] * 3 + [[False, False]]
+    assert [step.steps_N.tolist() for step in steps] == [[1, 0]] * 3 + [[0, 0]]
     assert steps[2].truncated_N.tolist() == [True, False]
 
 
@@ -276,7 +234,7 @@ def test_box2d_worlds_cannot_be_copied(name: str) -> None:
 
 
 def test_async_copies_cannot_be_copied() -> None:
-    environments = counting("disabled", "async", count=1)
+    environments = counting("async", count=1)
     assert not environments.snapshots
     environments.close()
 
@@ -320,12 +278,7 @@ def test_observations_without_a_fixed_size_are_refused() -> None:
         (EnvironmentConfig(id="CartPole"), r"did you mean 'CartPole-v[01]'\?"),
         (EnvironmentConfig(id="no_such_module:X-v0"), "cannot import the module of 'no_such_module:X-v0'"),
         (EnvironmentConfig(id="math:CartPol-v1"), r"did you mean 'CartPole-v1'"),
-        (EnvironmentConfig(id="Acrobot-v1", vectorization="entry_point"), "no vector class of its own"),
-        (EnvironmentConfig(id="CartPole-v1", vectorization="entry_point"), "is 'disabled', but .* has 'next_step'"),
-        (
-            EnvironmentConfig(id="CartPole-v1", vectorization="entry_point", autoreset="next_step", action_repeat=2),
-            "action_repeat above 1 needs",
-        ),
+        (EnvironmentConfig(id="covey-tests/OnlyVector-v0"), "has only a vector class"),
     ],
 )
 def test_mistakes_are_refused_in_one_line(config: EnvironmentConfig, message: str) -> None:

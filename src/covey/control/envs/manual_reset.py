@@ -17,7 +17,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 
 from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward, fault_of
@@ -29,14 +29,14 @@ PROBE_STEPS = 24  # decisions over which a copied environment must do what the o
 class ActionRepeat(gym.Wrapper):
     """Holds every action for `repeat` raw steps (fewer where the episode ends) and adds up their rewards.
 
-    With `rests` a finished environment ignores steps until it is reset. Infos are dropped, because merging those of
+    A finished environment ignores steps until it is reset. Infos are dropped, because merging those of
     many copies is slow and they are not read; with `repeat` above 1 RAW_STEPS says how many were made. What the
     environment answers is checked here, except that observations are finite (`Environments` asks all copies at once).
     """
 
-    def __init__(self, env: gym.Env, repeat: int, rests: bool, name: str) -> None:
+    def __init__(self, env: gym.Env, repeat: int, name: str) -> None:
         super().__init__(env)
-        self._repeat, self._rests, self._over, self._name = repeat, rests, False, name
+        self._repeat, self._over, self._name = repeat, False, name
         self._seed: int | None = None
         self._steps = 0  # of the episode
         self.observation: Any = None  # the latest
@@ -71,7 +71,7 @@ class ActionRepeat(gym.Wrapper):
                 total += checked_reward(reward)
                 terminated, truncated = checked_flag(ended, "terminated"), checked_flag(cut, "truncated")
                 if terminated or truncated:
-                    self._over = self._rests
+                    self._over = True
                     break
         except Exception as error:
             raise fault_of(error, self.place) from error
@@ -146,33 +146,6 @@ class AsyncWithDeadline(AsyncVectorEnv):
             process.kill()
         self._state = AsyncState.DEFAULT
         self.close(terminate=True)
-
-
-class RestingEntryPoint(gym.vector.VectorWrapper):
-    """An environment's own vector class with AutoresetMode.DISABLED, whose finished slots may be stepped.
-
-    Such a class may refuse to step a slot that is over. So these are reset, stepped along and left out of the answer.
-    """
-
-    def __init__(self, env: VectorEnv) -> None:
-        super().__init__(env)
-        self._ended_N = np.zeros(env.num_envs, dtype=np.bool_)
-        self._stale_N = np.zeros(env.num_envs, dtype=np.bool_)  # over for us, running along inside
-
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        mask_N = (options or {}).get("reset_mask")
-        self._stale_N[slice(None) if mask_N is None else mask_N] = False
-        self._ended_N[slice(None) if mask_N is None else mask_N] = False
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, actions: Any) -> Any:
-        if self._ended_N.any():
-            self.env.reset(options={"reset_mask": self._ended_N.copy()})
-        observations, rewards, terminated_N, truncated_N, _ = self.env.step(actions)
-        self._stale_N |= self._ended_N
-        self._ended_N = terminated_N | truncated_N
-        acted_N = ~self._stale_N
-        return observations, rewards * acted_N, terminated_N & acted_N, truncated_N & acted_N, {}
 
 
 def deepcopy_is_exact(make_one: Callable[[], gym.Env]) -> bool:

@@ -40,7 +40,7 @@ def render_episode(
     Raises:
         ConfigError: an environment that cannot be drawn.
     """
-    single = replace(config, vectorization="sync", autoreset="disabled")
+    single = replace(config, vectorization="sync")
     speed = _decisions_per_second(single)
     environments = _make_drawn(single)
     film = _Film(speed)
@@ -53,7 +53,7 @@ def render_episode(
             step = environments.step(act(observation_1D))
             film.add(environments.render())
             total += float(step.reward_N[0])
-            observation_1D = step.next_ND
+            observation_1D = step.observation_ND
             if step.terminated_N[0] or step.truncated_N[0]:
                 break
     finally:
@@ -64,7 +64,7 @@ def render_episode(
 
 def can_draw(config: EnvironmentConfig) -> bool:
     """Whether `render_episode` works here: the environment offers pixels, and what draws them is installed."""
-    single = replace(config, vectorization="sync", autoreset="disabled")
+    single = replace(config, vectorization="sync")
     try:
         _decisions_per_second(single)
         environments = _make_drawn(single)

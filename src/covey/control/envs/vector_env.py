@@ -1,8 +1,6 @@
-"""Copies of a Gymnasium environment that step together, and which of their entries are real transitions.
+"""Copies of a Gymnasium environment that step together; a copy whose episode is over rests until it is reset.
 
-Gymnasium's vector environments reset finished copies in one of three ways (`AutoresetMode`); what a step returns means
-something else in each. Here the three are made equal: `Step.observation_ND` is always what the action led to,
-`Step.next_ND` what the policy looks at next, and `Step.acted_N` is False where a call did not act.
+So every episode begins from a seed of its own, and a run repeats itself exactly (Gymnasium's `AutoresetMode.DISABLED`).
 
 Shape legend: N slots (copies), D numbers in a flattened observation, A numbers in an action, K slots named in a call.
 """
@@ -31,7 +29,6 @@ from covey.control.envs.manual_reset import (
     ActionRepeat,
     AsyncWithDeadline,
     ManualResetVectorEnv,
-    RestingEntryPoint,
     deepcopy_is_exact,
 )
 from covey.control.envs.registration import find_spec, refuse_broken
@@ -46,28 +43,21 @@ CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
 class Step:
     """Result of one step in every slot."""
 
-    observation_ND: NDArray[np.float32]  # after the action: of an episode that just ended the last one
+    observation_ND: NDArray[np.float32]  # after the action; of a slot that rests the last one of its episode
     reward_N: NDArray[np.float64]
     terminated_N: NDArray[np.bool_]
     truncated_N: NDArray[np.bool_]
-    acted_N: NDArray[np.bool_]  # False: the call only reset the slot or left it alone; the entry is no transition
-    next_ND: NDArray[np.float32]  # what to act on next; another than observation_ND only after a SAME_STEP reset
-    steps_N: NDArray[np.int64]  # raw environment steps that the decision took; 0 where the slot did not act
+    steps_N: NDArray[np.int64]  # raw environment steps that the decision took; 0 in a slot that rests
 
 
 class Environments:
     """N copies of one environment, stepped together.
 
-    With `seeded` (autoreset "disabled") every episode begins where `reset` or `begin` says; a finished slot rests
-    until then. Otherwise finished copies begin their next episode by themselves, from their own generator.
+    Every episode begins from the seed that `reset` or `reset_slots` is given; a finished slot rests until then.
     """
 
     def __init__(
-        self,
-        vector: VectorEnv,
-        autoreset: AutoresetMode,
-        config: EnvironmentConfig,
-        make_one: Callable[[], gym.Env] | None = None,
+        self, vector: VectorEnv, config: EnvironmentConfig, make_one: Callable[[], gym.Env] | None = None
     ) -> None:
         self._vector = vector
         self._name = config.id
@@ -76,14 +66,10 @@ class Environments:
         self._watchdog: AbstractContextManager[None] = nullcontext()
         if not isinstance(vector, AsyncWithDeadline | BatchedCartPole):
             self._watchdog = Watchdog(config.timeout_seconds, f"environment {config.id!r}")
-        self._autoreset = autoreset
         self._make_one = make_one
         self._snapshots: bool | None = None
         self._ended_N = np.ones(vector.num_envs, dtype=np.bool_)  # no episode has begun
-        self._all_N = np.ones(vector.num_envs, dtype=np.bool_)
-        self._all_N.flags.writeable = False
         self.count: int = vector.num_envs
-        self.seeded = autoreset is AutoresetMode.DISABLED
         self.observation_size: int = self._translation.observation_size
         self.actions: ActionSpace = self._translation.actions
         self.note: str = self._translation.note  # what a user should know of the observations; empty: nothing
@@ -93,37 +79,23 @@ class Environments:
     def snapshots(self) -> bool:
         """Whether states can be copied exactly. The first look tries it out on a copy of its own."""
         if self._snapshots is None:
-            self._snapshots = self.seeded and (
-                isinstance(self._vector, BatchedCartPole)
-                or (
-                    isinstance(self._vector, ManualResetVectorEnv)
-                    and self._make_one is not None
-                    and deepcopy_is_exact(self._make_one)
-                )
+            self._snapshots = isinstance(self._vector, BatchedCartPole) or (
+                isinstance(self._vector, ManualResetVectorEnv)
+                and self._make_one is not None
+                and deepcopy_is_exact(self._make_one)
             )
         return self._snapshots
 
     def reset(self, seeds: Sequence[int]) -> NDArray[np.float32]:
-        """Begin an episode in every slot; returns their first observations [N, D]. It comes before anything else.
-
-        Vector classes that reset by themselves and are an environment's own take one seed: one made of all of these.
-        """
-        numbers = [int(seed) for seed in seeds]
-        listed = self.seeded or isinstance(self._vector, SyncVectorEnv | AsyncVectorEnv)
-        seed: Any = numbers if listed else int(np.random.SeedSequence(numbers).generate_state(1)[0])
+        """Begin an episode in every slot; returns their first observations [N, D]. It comes before anything else."""
+        numbers: Any = [int(seed) for seed in seeds]
         with self._watchdog:
-            observations, _ = self._vector.reset(seed=seed)
+            observations, _ = self._vector.reset(seed=numbers)
         self._ended_N[:] = False
         return self._finite(self._translation.flatten(observations))
 
-    def begin(self, slots: NDArray[np.int64], seeds: Sequence[int]) -> NDArray[np.float32]:
-        """Begin an episode in some slots, whatever they were doing; returns their first observations [K, D].
-
-        Raises:
-            RuntimeError: where the environment resets by itself (`seeded` is False).
-        """
-        if not self.seeded:
-            raise RuntimeError("begin() needs autoreset = 'disabled'; here episodes begin by themselves")
+    def reset_slots(self, slots: NDArray[np.int64], seeds: Sequence[int]) -> NDArray[np.float32]:
+        """Begin an episode in some slots, also in the middle of one; returns their first observations [K, D]."""
         mask_N = np.zeros(self.count, dtype=np.bool_)
         mask_N[slots] = True
         seed_of: list[int | None] = [None] * self.count
@@ -137,29 +109,22 @@ class Environments:
     def step(self, actions: NDArray[Any]) -> Step:
         """Act in every slot: int64 [N], or float32 [N, A], which are clipped to the bounds of the action space.
 
-        Slots that rest (`seeded`) or only reset (autoreset "next_step") ignore their action: `acted_N` is False.
+        Slots that rest ignore their action.
         """
-        acted_N = self._all_N if self._autoreset is AutoresetMode.SAME_STEP else ~self._ended_N
+        acted_N = ~self._ended_N
         with self._watchdog:
             observations, rewards, terminated_N, truncated_N, infos = self._vector.step(
                 self._translation.to_environment(actions)
             )
-        next_ND = observation_ND = self._finite(self._translation.flatten(observations))
-        if self._autoreset is AutoresetMode.DISABLED:
-            self._ended_N |= terminated_N
-            self._ended_N |= truncated_N
-        else:
-            self._ended_N = terminated_N | truncated_N
-            if self._autoreset is AutoresetMode.SAME_STEP and self._ended_N.any():
-                observation_ND = self._with_last_observations(next_ND, infos["final_obs"])
+        observation_ND = self._finite(self._translation.flatten(observations))
+        self._ended_N |= terminated_N
+        self._ended_N |= truncated_N
         return Step(
             observation_ND=observation_ND,
             reward_N=np.array(rewards, dtype=np.float64),
             terminated_N=terminated_N,
             truncated_N=truncated_N,
-            acted_N=acted_N,
-            next_ND=next_ND,
-            steps_N=_raw_steps(acted_N, infos),
+            steps_N=np.asarray(infos.get(RAW_STEPS, acted_N), dtype=np.int64),
         )
 
     def random_actions(self, position: int) -> NDArray[Any]:
@@ -213,13 +178,6 @@ class Environments:
             place = self._vector.get_attr("place")[slot]
         raise EnvironmentFault(f"{place}: number {number} of its observation is {observation_ND[slot, number]}")
 
-    def _with_last_observations(self, next_ND: NDArray[np.float32], final: NDArray[Any]) -> NDArray[np.float32]:
-        """`next_ND` with the rows of finished episodes replaced by the last observations of these."""
-        observation_ND = next_ND.copy()
-        for slot in np.flatnonzero(self._ended_N):
-            observation_ND[slot] = self._translation.flatten_one(final[slot])
-        return self._finite(observation_ND)
-
 
 def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str | None = None) -> Environments:
     """`count` copies of the environment that the config names.
@@ -229,29 +187,19 @@ def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str
             combination of settings that the environment does not offer.
     """
     spec = find_spec(config.id)
-    if spec.entry_point is None and config.vectorization != "entry_point":
-        raise ConfigError(
-            f"{config.id!r} has nothing but a vector class: set environment.vectorization = 'entry_point' and, because "
-            "evaluation begins episodes from chosen seeds, environment.autoreset = 'disabled'"
-        )
-    mode = {
-        "disabled": AutoresetMode.DISABLED,
-        "same_step": AutoresetMode.SAME_STEP,
-        "next_step": AutoresetMode.NEXT_STEP,
-    }[config.autoreset]
+    if spec.entry_point is None:
+        raise ConfigError(f"{config.id!r} has only a vector class: choose an environment with a class of its own")
     with refuse_broken(config.id):
-        if config.vectorization == "entry_point":
-            return Environments(_by_entry_point(config, spec, count, mode), mode, config)
         if config.vectorization == "auto" and render_mode is None and _is_plain_cartpole(config, spec):
             limit = config.max_episode_steps or spec.max_episode_steps
             assert limit is not None
-            return Environments(BatchedCartPole(count, limit), mode, config)
+            return Environments(BatchedCartPole(count, limit), config)
         make_one = partial(_make_one, config, spec, render_mode)
         SpaceAdapter(*_spaces(make_one), config.id)  # refuses spaces before processes are started
-        kind: Any = ManualResetVectorEnv if mode is AutoresetMode.DISABLED else SyncVectorEnv
+        kind: Any = ManualResetVectorEnv
         if config.vectorization == "async":
             kind = partial(AsyncWithDeadline, name=config.id, timeout_seconds=config.timeout_seconds)
-        return Environments(kind([make_one] * count, autoreset_mode=mode), mode, config, make_one)
+        return Environments(kind([make_one] * count, autoreset_mode=AutoresetMode.DISABLED), config, make_one)
 
 
 def longest_episode(config: EnvironmentConfig) -> int | None:
@@ -293,33 +241,12 @@ def check_environment(config: EnvironmentConfig) -> None:
         )
 
 
-def _by_entry_point(
-    config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, count: int, mode: AutoresetMode
-) -> VectorEnv:
-    """The environment's own vector class, if it does what the config asks for."""
-    if spec.vector_entry_point is None:
-        raise ConfigError(f"{config.id!r} has no vector class of its own: set environment.vectorization = 'sync'")
-    if config.action_repeat != 1:
-        raise ConfigError("environment.action_repeat above 1 needs environment.vectorization = 'sync' or 'async'")
-    limit: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
-    vector = gym.make_vec(spec, num_envs=count, vectorization_mode="vector_entry_point", **limit)
-    offered = vector.metadata.get("autoreset_mode")
-    if offered is not mode:
-        vector.close()
-        theirs = f"{offered.name.lower()!r}" if isinstance(offered, AutoresetMode) else "unnamed"
-        raise ConfigError(
-            f"environment.autoreset is {config.autoreset!r}, but the vector class of {config.id!r} has {theirs}: "
-            "use it, or set environment.vectorization = 'sync'"
-        )
-    return RestingEntryPoint(vector) if mode is AutoresetMode.DISABLED else vector
-
-
 def _make_one(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, render_mode: str | None) -> ActionRepeat:
     """One copy, as sync and async vector environments hold them."""
     options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
     limit = config.max_episode_steps or None
     env = gym.make(spec, max_episode_steps=limit, disable_env_checker=True, **options)  # `ActionRepeat` checks more
-    return ActionRepeat(env, config.action_repeat, config.autoreset == "disabled", config.id)
+    return ActionRepeat(env, config.action_repeat, config.id)
 
 
 def _spaces(make_one: Callable[[], gym.Env]) -> tuple[gym.Space, gym.Space]:
@@ -333,12 +260,4 @@ def _spaces(make_one: Callable[[], gym.Env]) -> tuple[gym.Space, gym.Space]:
 def _is_plain_cartpole(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec) -> bool:
     """Whether BatchedCartPole does exactly what these settings ask for."""
     plain = spec.entry_point == CARTPOLE and not spec.kwargs and not spec.additional_wrappers
-    return plain and config.action_repeat == 1 and config.autoreset == "disabled"
-
-
-def _raw_steps(acted_N: NDArray[np.bool_], infos: dict[str, Any]) -> NDArray[np.int64]:
-    """Raw steps of every slot: those that HeldAction reports, or one for each that acted."""
-    reports = [info[RAW_STEPS] for info in (infos, infos.get("final_info", {})) if RAW_STEPS in info]
-    if not reports:
-        return acted_N.astype(np.int64)
-    return np.asarray(sum(reports), dtype=np.int64)  # an episode that SAME_STEP ended reports in its final info
+    return plain and config.action_repeat == 1
