@@ -71,7 +71,7 @@ $(ORACLE)/oracle-installed: tests/oracle/oracle.lock benchmarks/peers.lock
 	@touch $@
 
 oracle: $(ORACLE)/oracle-installed
-	@PYTHONPATH=src $(ORACLE)/bin/python -m pytest tests/oracle --disable-warnings
+	@PYTHONPATH=src $(ORACLE)/bin/python -m pytest tests/oracle --disable-warnings -W default
 
 clean:
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
