@@ -218,17 +218,18 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
 
 
 def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunConfig:
-    """Config of `covey eval`, checked by the same rules as a recipe. A run brings its task and rewards.
+    """Config of `covey eval`, checked by the same rules as a recipe. A run brings its task, rewards and precision.
 
     Raises:
         ConfigError: for a mistake in the options.
     """
     origin = find_origin(arguments.model)
     tables: dict[str, Any] = {}
-    problems = arguments.problems
+    problems, machine = arguments.problems, {}
     if origin is not None:
         check_own_parts(arguments, origin.run_dir)
         run = config_to_dict(config_from_dict(read_tables(origin.run_dir / CONFIG_FILE)))  # with every default
+        machine = {"precision": run["precision"]}  # in another one greedy answers differ
         tables = {"sampling": {name: run["sampling"][name] for name in ("max_new_tokens", "long_prompts")}}
         if "task" in run:
             tables["task"] = run["task"]
@@ -249,6 +250,7 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
         "sampling.max_new_tokens": arguments.max_new_tokens,
         **{name: getattr(arguments, name) for name in MACHINE_FIELDS},
     }
+    tables |= machine
     apply_overrides(tables, [(name, value) for name, value in own.items() if value is not None])
     if arguments.binary and arguments.reward is None:
         raise ConfigError("--binary says something of a --reward of your own: name one, or leave it out")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.config import RunConfig, RunError, SamplingConfig
+from covey.config.model_sources import find_origin
+from covey.config.recipe import config_from_dict
 from covey.data import Group, Start
 from covey.experiment.evaluate_llm import answer_records, answers, nothing_scored, scores_of, unscored
 from covey.experiment.llm import build_machine, build_problem, fit_prompts, load_policy
@@ -78,10 +80,17 @@ def evaluate_model(
 
 
 def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:
-    """`n` answers to what a user says, through the model's chat template where it has one."""
+    """`n` answers to a user's message, through the model's chat template if it has one; a run's in its precision."""
     config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
-    loaded = load_policy(config, build_machine("auto", "auto", 0))
+    loaded = load_policy(config, build_machine("auto", _precision_of(model), 0))
     sampler = replace(loaded.sampler, temperature=temperature)
     asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
     (group,) = sampler.sample([Start(0, asked)], n, step=0)
     return [rollout.text for rollout in group.rollouts]
+
+
+def _precision_of(model: str) -> str:
+    """Precision of the run that a model comes from; "auto" if it comes from none."""
+    origin = find_origin(model)
+    config = None if origin is None else config_from_dict(origin.told)
+    return config.precision if isinstance(config, RunConfig) else "auto"

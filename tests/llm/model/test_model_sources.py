@@ -21,6 +21,8 @@ from covey.cli.main import main
 from covey.config import ConfigError
 from covey.config.model_sources import ModelKind, locate_model
 from covey.config.recipe import config_from_dict, read_tables
+from covey.experiment import inference
+from covey.experiment.llm import Machine
 from covey.llm.model import hub
 from covey.llm.model.loading import load_model
 from helpers.tiny_models import tiny_folder, tiny_gguf
@@ -366,3 +368,28 @@ def test_only_a_name_of_the_hub_is_asked_for_there(server, places):
     main(["plan", "someone/tiny"])
     assert server.asked == []
     assert locate_model("someone/tiny").kind is ModelKind.HUB
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "precision"),
+    [
+        ("run", [], "fp32"),
+        ("stopped run", [], "fp32"),
+        ("checkpoint", [], "fp32"),
+        ("folder", [], "auto"),
+        ("run", ["--precision", "bf16"], "bf16"),
+    ],
+)
+def test_a_run_is_measured_in_its_own_precision(source, options, precision, places, monkeypatch):
+    asked = []
+
+    def build_machine(*given):
+        asked.append(given[1])
+        return Machine(CPU, torch.float32)
+
+    monkeypatch.setattr(inference, "build_machine", build_machine)
+    task = ["--task", "arithmetic", "--digits", "1"] if source == "folder" else []
+    assert main(["eval", places[source], "--problems", "2", "--max-new-tokens", "2", *task, *options]) == 0
+    if not options:
+        assert main(["sample", places[source], "1 + 1 =", "--n", "1", "--max-new-tokens", "2"]) == 0
+    assert set(asked) == {precision}
