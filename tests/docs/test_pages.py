@@ -115,3 +115,15 @@ def test_every_link_leads_somewhere() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+SYMBOL = re.compile(r"\[`(\w+)`\]\((?:\.\./)*(src/[\w/]+\.py)\)")
+
+
+def test_every_function_that_a_page_links_to_is_defined_there() -> None:
+    links = [(page.name, *match.groups()) for page in PAGES for match in SYMBOL.finditer(page.read_text())]
+    assert len(links) >= 20
+    for page, name, file in links:
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        assert name in defined, f"{page}: {name} is not in {file}"

@@ -1,4 +1,4 @@
-// AMX: products of bf16 tiles of 16 rows of 64 bytes, summed up in fp32, on the processors that have them.
+// AMX: products of bf16 tiles of 16 rows of 64 bytes, accumulated in fp32, on processors that have them.
 //
 // The right factor of a product comes as pairs: row p of its tile holds, of 16 columns, the elements 2 p and 2 p + 1.
 

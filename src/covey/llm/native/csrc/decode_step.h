@@ -1,8 +1,7 @@
-// A decoder's step as a whole, on processors that multiply pairs of bf16, by AMX or in vectors: every layer's products
-// and all that lies between them, in one call. Elsewhere native_layers.py makes the products with oneDNN and calls the rest piece
-// by piece.
+// One decoding step of all layers in one call, on processors with AMX or AVX512-BF16. On others native_layers.py makes the
+// products with oneDNN and calls the kernels between them one by one.
 //
-// Weights lie as tiles, in the order in which they are read: with few rows, reading them is most of the work.
+// Weights are prepacked as tiles in the order in which they are read, because with few rows reading them dominates.
 //
 // Shapes: R rows, W hidden width, M outputs, N inputs of a linear layer.
 

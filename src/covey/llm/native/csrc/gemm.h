@@ -1,4 +1,4 @@
-// Products of matrices that lie as tiles, summed up in fp32: by AMX where the processor has it, else in vectors.
+// Matrix products of prepacked tiles, accumulated in fp32: by AMX if the processor has it, else in vectors.
 //
 // A tile is 16 rows of 64 bytes, 16 floats or 32 bf16. 16 rows of a matrix are a strip, whose tiles follow one another.
 // In a left factor a row's numbers are summed over. The right factor of a product lies turned: a strip is 16 of its

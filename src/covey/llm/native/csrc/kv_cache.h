@@ -1,6 +1,6 @@
-// Keys and values of some tokens, a prompt's or a row's own, for one key-value head; and the queries that ask for them.
+// Blocks of the KV cache, of a prompt or of a row's own tokens, for one key-value head; and the queries that read them.
 //
-// They lie as they are read. For vectors: keys in blocks of PAD tokens, [D][PAD] each, and values as [P][padded(D)],
+// Stored in the order in which they are read. For vectors: keys in blocks of PAD tokens, [D][PAD] each, and values as [P][padded(D)],
 // both in pieces (simd.h). For tiles (bf16 on processors with AMX): both as [P][padded(D)].
 //
 // Shapes: D head width, P tokens, Q queries.

@@ -1,8 +1,8 @@
-// Attention of training, forward and backward: sequences that continue others, as completions continue their prompt and
-// prompts what all begin with. Scores exist for some queries at a time, in a core's cache (arXiv 2205.14135); for the
-// gradient they are made again from the logarithm of their sum (arXiv 2307.08691, algorithm 2).
+// Attention over a prefix tree, forward and backward: completions continue their prompt, prompts a common prefix. Tiled as
+// in FlashAttention: scores exist for some queries at a time, in a core's cache (arXiv 2205.14135), and are recomputed in the
+// backward pass from their logsumexp (arXiv 2307.08691, algorithm 2).
 //
-// All products have keys in their rows and queries in their columns: softmax then goes down the columns, 16 at a time.
+// In all products keys are rows and queries are columns, so that softmax reduces over rows, 16 columns at a time.
 //
 // Shapes: N tokens, H heads, K key-value heads, M = H / K, D head width, S sequences.
 
@@ -19,7 +19,7 @@
 
 namespace {
 
-// Tokens `first` to `first + length`, which also see all of `parent`, another sequence, and what that one sees.
+// Tokens `first` to `first + length`. They attend to themselves, to all of `parent`, and to all of its ancestors.
 struct Sequence {
     int32_t first, length, parent;  // -1: none
 };
@@ -75,22 +75,22 @@ inline void narrow_row(const float* from, int count, Value* to) {
     for (; i < count; i++) from_float(from[i], &to[i]);
 }
 
-// Rows of one head lie far apart, which the processor does not foresee.
+// Rows of one head are far apart in memory, so the processor does not prefetch them.
 constexpr int SOON = 16;  // tokens
 template <typename Value>
 inline void fetch_row(const Value* from, int count) {
     for (int i = 0; i < count; i += 64 / int(sizeof(Value))) __builtin_prefetch(from + i);
 }
 
-// From the first of those before it to a sequence itself.
+// The ancestors of a sequence, root first, and the sequence itself.
 inline std::vector<int> ancestors_of(const Sequence* sequences, int sequence) {
     std::vector<int> line;
     for (; sequence >= 0; sequence = sequences[sequence].parent) line.insert(line.begin(), sequence);
     return line;
 }
 
-// All tokens, cut where parts cost about the same number of scores; no part has a sequence twice. It depends on the shapes
-// and the number of threads alone, and so do results.
+// All tokens, cut into tasks with about the same number of scores; no task has a sequence twice. The cut, and so the
+// result, depends on the shapes and the number of threads alone.
 inline std::vector<std::vector<TokenRange>> parts_of(const SharedAttention& shape) {
     constexpr int STEP = 16;
     std::vector<int64_t> before(shape.count);
@@ -121,7 +121,7 @@ inline std::vector<std::vector<TokenRange>> parts_of(const SharedAttention& shap
     return parts;
 }
 
-// A sequence's keys and values for one key-value head, as factors; their gradients, in squares.
+// Keys and values of a sequence for one key-value head, as factors of products; their gradients, in blocks.
 template <typename Value>
 struct PrefixLevel {
     int sequence, keys;  // and padding: a multiple of SIDE
@@ -130,13 +130,13 @@ struct PrefixLevel {
     float *dkey, *dvalue;
 };
 
-// What a part's tokens give a sequence that others give something to, for one head: [tokens, 2 D], keys' and values'.
+// Partial dK and dV, [tokens, 2 D], of a prefix that several tasks share; summed when all have finished.
 struct PartialGrad {
     int tokens = 0;
     std::vector<float> numbers;
 };
 
-// One thread's work, on one part and one key-value head after another.
+// The work of one thread: one task and one key-value head after another.
 template <typename Value>
 class PrefixAttention {
   public:
@@ -144,7 +144,7 @@ class PrefixAttention {
         : shape(shape), width(shape.width), wide(squares(width) * SIDE), deep(wide / ROW<Value>),
           queries(shape.heads / shape.kv_heads), learning(shape.dout) {}
 
-    // `partial_for` tells where gradients of a sequence go that is not this part's alone.
+    // `partial_for` returns the partial gradient of a sequence that several tasks share.
     template <typename PartialOf>
     void operator()(const std::vector<TokenRange>& part, int of_head, PartialOf partial_for) {
         head = of_head;
@@ -160,7 +160,7 @@ class PrefixAttention {
         pop(0, partial_for);
     }
 
-    // A sequence's gradients, of all that gave something to it.
+    // Sum of the partial gradients of a sequence.
     void add_up(int sequence, int head, const std::vector<PartialGrad>& gifts) {
         std::vector<float> sum(2 * wide);
         for (int t = 0; t < shape.sequences[sequence].length; t++) {
@@ -185,7 +185,7 @@ class PrefixAttention {
     std::vector<Floats> row_memory, query_memory, query_pairs, dout_memory, dout_pairs, score_memory, dweight_memory,
         weight_memory, dscore_memory, turned_memory, sum_memory, total_memory;
 
-    // Gradients of a key and a value, where nothing more is to come.
+    // Store the final gradients of a key and a value.
     void finish(int head, int token, float* dkey, const float* dvalue) {
         size_t place = (size_t(token) * shape.kv_heads + head) * width;
         rotate_back(dkey, angles(shape.cosine, token), angles(shape.sine, token), width);
@@ -247,7 +247,7 @@ class PrefixAttention {
         std::fill_n(level.dvalue, size, 0.0f);
     }
 
-    // Levels from `to` on are done.
+    // Pop the levels from `to` on.
     template <typename PartialOf>
     void pop(int to, PartialOf partial_for) {
         while (depth > to) {
@@ -270,11 +270,11 @@ class PrefixAttention {
         }
     }
 
-    // Of a level, the keys that one of the queries at work sees, and padding.
+    // Number of keys of a level that some current query attends to, with padding.
     int seen_of(int level) const { return level + 1 < depth ? levels[level].keys : squares(newest() + 1) * SIDE; }
     int newest() const { return (last - 1) / queries; }
 
-    // Makes factors of the queries, and of the gradients of what they found.
+    // Pack the queries, and the gradients of their outputs, as factors of products.
     void load_queries(int begin, int end) {
         first = begin, last = end, count = squares(end - begin) * SIDE, keys = 0;
         for (int level = 0; level < depth; level++) keys += seen_of(level);
@@ -290,7 +290,7 @@ class PrefixAttention {
         if (learning) dout = factors(shape.dout, false, dout_memory, dout_pairs);
     }
 
-    // Scores of 16 keys, from `key` on, with 16 queries, from `column` on: those that are not seen become -infinity.
+    // Scores of 16 keys, from `key` on, with 16 queries, from `column` on; masked ones become -infinity.
     void mask(int level, int key, int column, float* scores) const {
         int all_tokens = shape.sequences[levels[level].sequence].length;
         auto seen_by = [&](int query) {
@@ -305,14 +305,14 @@ class PrefixAttention {
         }
     }
 
-    // A square of scores.
+    // A block of scores.
     void score(int level, int key, int column, float* scores) const {
         multiply_factors(levels[level].key + tile_offset<Value>(key, 0, deep), deep, query + tile_offset<Value>(column, 0, deep),
             deep, deep, false, scores);
         for (int i = 0; i < 4; i++) mask(level, key + i / 2 * TILE, column + i % 2 * TILE, scores + i * TILE * TILE);
     }
 
-    // What the keys or values in `turned` give to each query by `factors`, a right factor: squares [D, queries].
+    // Product of the keys or values in `turned` with `factors`, a right factor: blocks [D, queries].
     float* blend(const Value* factors) {
         float* sums = scratch<float>(sum_memory, size_t(count) * wide);
         int steps = keys / ROW<Value>;
@@ -329,7 +329,7 @@ class PrefixAttention {
         return sums;
     }
 
-    // Calls each(number of a query, its sums) for squares [D, queries].
+    // Call each(query, its sums) for blocks [D, queries].
     template <typename Each>
     void by_query(const float* sums, Each each) {
         float* rows = scratch<float>(row_memory, size_t(TILE) * wide);
@@ -434,7 +434,7 @@ class PrefixAttention {
         });
     }
 
-    // Of every query, the logarithm of its scores' sum, and what its weights' gradients are on average.
+    // Load the logsumexp of every query, and delta = sum of dout * out.
     void load_logsumexp_and_delta(float* logsumexp, float* delta) const {
         std::fill_n(logsumexp, count, INFINITY);
         std::fill_n(delta, count, 0.0f);
@@ -454,7 +454,7 @@ class PrefixAttention {
     }
 };
 
-// The attention of all tokens, or its gradients. What several parts give a sequence is added up at the end, in order.
+// Attention of all tokens, or its gradients. Partial gradients of shared prefixes are summed at the end, in order.
 template <typename Value>
 void prefix_attention(const SharedAttention& shape) {
     std::vector<std::vector<TokenRange>> parts = parts_of(shape);

@@ -1,7 +1,7 @@
 // Gradients of linear layers' weights, sums over tokens of d x', on processors with AMX; elsewhere torch makes them.
 //
-// In both matrices the tokens come first, an order that oneDNN multiplies at less than half of AMX's rate. Here what
-// layers have in common, x, is packed once, and a task owns a part of the result that stays in a core's cache.
+// In both matrices the tokens come first, an order that oneDNN multiplies at less than half of AMX's rate. Here the input x
+// that layers share is packed once, and a task owns a block of the result that stays in a core's cache.
 //
 // Shapes: T tokens, M outputs, N inputs of the layer.
 
