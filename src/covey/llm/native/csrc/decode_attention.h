@@ -1,8 +1,8 @@
 // Attention of one new token per row to its prompt, which it shares with its group, and to its own earlier tokens.
 //
 // A task is some rows that share a prompt, with the query heads that share a key-value head. Queries of several rows
-// are multiplied by the prompt's keys and values together. Each byte of the rows' own tokens is read once, so reading takes
-// as long as the products; while one row is computed, the data of the next rows are prefetched.
+// are multiplied by the prompt's keys and values together. Each byte of the rows' own tokens is read once, so reading
+// takes as long as the products; while one row is computed, the data of the next rows are prefetched.
 //
 // Shapes: R rows, H heads, K key-value heads, M = H / K, D head width, P prompt tokens.
 

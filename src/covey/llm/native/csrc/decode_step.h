@@ -1,5 +1,5 @@
-// One decoding step of all layers in one call, on processors with AMX or AVX512-BF16. On others native_layers.py makes the
-// products with oneDNN and calls the kernels between them one by one.
+// One decoding step of all layers in one call, on processors with AMX or AVX512-BF16. On others native_layers.py makes
+// the products with oneDNN and calls the kernels between them one by one.
 //
 // Weights are prepacked as tiles in the order in which they are read, because with few rows reading them dominates.
 //

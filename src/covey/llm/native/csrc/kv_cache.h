@@ -1,7 +1,7 @@
 // Blocks of the KV cache, of a prompt or of a row's own tokens, for one key-value head; and the queries that read them.
 //
-// Stored in the order in which they are read. For vectors: keys in blocks of PAD tokens, [D][PAD] each, and values as [P][padded(D)],
-// both in pieces (simd.h). For tiles (bf16 on processors with AMX): both as [P][padded(D)].
+// Stored in the order in which they are read. For vectors: keys in blocks of PAD tokens, [D][PAD] each, and values as
+// [P][padded(D)], both in pieces (simd.h). For tiles (bf16 on processors with AMX): both as [P][padded(D)].
 //
 // Shapes: D head width, P tokens, Q queries.
 

@@ -35,9 +35,9 @@ inline float highest_logit(const Value* z, int vocabulary, float temperature) {
 // Sums over blocks, then over the sums: precise, and what token_sampling.py draws from.
 constexpr int BLOCK = 256;
 
-// The token that token_sampling.py draws: min {v : sum_{w <= v} p_w > u}, first among sums over blocks, then in the block.
-// Returns the number of rows without a distribution (a logit is NaN or +infinity, or all are -infinity); their token
-// is -1.
+// The token that token_sampling.py draws: min {v : sum_{w <= v} p_w > u}, first among sums over blocks, then in the
+// block. Returns the number of rows without a distribution (a logit is NaN or +infinity, or all are -infinity); their
+// token is -1.
 template <typename Value>
 int sample_tokens(const Value* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs, int rows,
     int vocabulary, int threads) {

@@ -1,6 +1,6 @@
-// Attention over a prefix tree, forward and backward: completions continue their prompt, prompts a common prefix. Tiled as
-// in FlashAttention: scores exist for some queries at a time, in a core's cache (arXiv 2205.14135), and are recomputed in the
-// backward pass from their logsumexp (arXiv 2307.08691, algorithm 2).
+// Attention over a prefix tree, forward and backward: completions continue their prompt, prompts a common prefix. Tiled
+// as in FlashAttention: scores exist for some queries at a time, in a core's cache (arXiv 2205.14135), and are
+// recomputed in the backward pass from their logsumexp (arXiv 2307.08691, algorithm 2).
 //
 // In all products keys are rows and queries are columns, so that softmax reduces over rows, 16 columns at a time.
 //

@@ -31,8 +31,8 @@ inline float normalise(const float* x, const Value* weight, Value* out, int widt
     return scale;
 }
 
-// total = hidden + added, where anything is added; out = weight * total / rms(total). Training keeps 1 / rms of every row
-// in `scales`. `Hidden` is fp32 for the sum that runs through all layers, whose small steps bf16 would round away.
+// total = hidden + added, where anything is added; out = weight * total / rms(total). Training keeps 1 / rms of every
+// row in `scales`. `Hidden` is fp32 for the sum that runs through all layers, whose small steps bf16 would round away.
 template <typename Hidden, typename Value>
 void add_and_normalise(const Hidden* hidden, const Value* added, Hidden* total, const Value* weight, Value* out,
     float* scales, int rows, int width, float epsilon, int threads) {
@@ -59,8 +59,8 @@ void add_and_normalise(const Hidden* hidden, const Value* added, Hidden* total, 
 }
 
 // With n = x * scale: dx = scale * (w dy - n mean(w dy n)), and what reached x past the norm; of dw = sum over rows of
-// dy n every thread leaves its part in `dweights` [threads, W]. Which rows a thread has depends on their number alone, so
-// the sum is always the same. `dadded`, where it is given, is dx once more, for what was added in another type.
+// dy n every thread leaves its part in `dweights` [threads, W]. Which rows a thread has depends on their number alone,
+// so the sum is always the same. `dadded`, where it is given, is dx once more, for what was added in another type.
 template <typename Hidden, typename Value>
 void normalise_backward(const Hidden* x, const Value* weight, const float* scales, const Value* dy, const Hidden* past,
     Hidden* dx, Value* dadded, float* dweights, int rows, int width, int threads) {

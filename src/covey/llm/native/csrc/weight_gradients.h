@@ -1,7 +1,7 @@
 // Gradients of linear layers' weights, sums over tokens of d x', on processors with AMX; elsewhere torch makes them.
 //
-// In both matrices the tokens come first, an order that oneDNN multiplies at less than half of AMX's rate. Here the input x
-// that layers share is packed once, and a task owns a block of the result that stays in a core's cache.
+// In both matrices the tokens come first, an order that oneDNN multiplies at less than half of AMX's rate. Here the
+// input x that layers share is packed once, and a task owns a block of the result that stays in a core's cache.
 //
 // Shapes: T tokens, M outputs, N inputs of the layer.
 
@@ -64,7 +64,8 @@ inline void pack(const bf16* from, int64_t row_stride, int tokens, int columns, 
     }
 }
 
-// Where `count` columns are cut: into equal parts of whole squares, as many as `most` and a multiple of `times` ask for.
+// Where `count` columns are cut: into equal parts of whole squares, as many as `most` and a multiple of `times` ask
+// for.
 inline int part_of(int count, int most, int times) {
     int parts = (count + most * times - 1) / (most * times) * times;
     return squares((count + parts - 1) / parts) * SIDE;
