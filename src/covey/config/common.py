@@ -50,13 +50,13 @@ class LossBase:
     clip_low: float | None = option(None, "the ratio is clipped below at 1 - clip_low", above=0, most=1)
     clip_high: float | None = option(None, "the ratio is clipped above at 1 + clip_high", above=0)
     dual_clip: float | None = option(
-        None, "bound on the loss of negative advantages (above 1); unset is off", above=1, advanced=True
+        None, "dual clip: bound of the ratio for negative advantages, above 1; unset: off", above=1, advanced=True
     )
-    kl_coefficient: float | None = option(None, "weight of the KL to the anchor; 0 only watches it", least=0)
+    kl_coefficient: float | None = option(None, "weight of the KL; 0 only logs it", least=0)
     kl_estimator: str | None = option(
         None,
-        "estimator of that KL; k1 goes into the reward, the others into the loss; exact sums over the vocabulary, in "
-        "control over all discrete actions",
+        "estimator of the KL; k1 enters the reward, the others the loss; exact sums over the vocabulary, in control "
+        "over all discrete actions",
         choices=("k1", "k2", "k3", "exact"),
     )
     kl_anchor: str = option(
@@ -103,7 +103,7 @@ class UpdateBase:
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay", least=0, advanced=True)
     beta1: float = option(0.9, "AdamW's decay of the mean gradient", least=0, below=1, advanced=True)
     beta2: float = option(0.999, "AdamW's decay of the mean squared gradient", least=0, below=1, advanced=True)
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
+    max_grad_norm: float = option(1.0, "clip gradients to this norm", above=0)
     epochs: int = option(1, "passes over the rollouts of a step", least=1)
     minibatches: int = option(1, "optimizer steps per pass; the prompts of a step are split evenly", least=1)
     target_kl: float | None = option(
@@ -113,10 +113,10 @@ class UpdateBase:
         advanced=True,
     )
     critic_learning_rate: float | None = option(
-        None, "ppo: the critic's own; unset is learning_rate", above=0, advanced=True
+        None, "ppo: the critic's learning rate; unset: learning_rate", above=0, advanced=True
     )
-    critic_epochs: int = option(0, "ppo: further passes that move the critic alone", least=0, advanced=True)
-    critic_warmup_steps: int = option(0, "ppo: first steps that move the critic alone", least=0, advanced=True)
+    critic_epochs: int = option(0, "ppo: further passes for the critic alone", least=0, advanced=True)
+    critic_warmup_steps: int = option(0, "ppo: first steps in which only the critic is trained", least=0, advanced=True)
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ class CheckpointConfig:
 class RunBase:
     """Top-level fields that both kinds of run share."""
 
-    algorithm: str = option("grpo", "how rollouts are compared and the policy moved", choices=ALGORITHM_NAMES)
+    algorithm: str = option("grpo", "advantage, loss and KL", choices=ALGORITHM_NAMES)
     steps: int = option(100, "training steps", least=1)
-    seed: int = option(0, "names the run's random choices", least=0, most=2**32 - 1)
-    run_dir: str = option("", "folder of the run; empty is runs/<recipe>-<number>")
-    threads: int = option(0, "CPU threads; 0 is every core", least=0)
-    show_rollouts_every: int = option(10, "steps between printed sample rollouts; 0 is never", least=0)
+    seed: int = option(0, "seed of all random choices", least=0, most=2**32 - 1)
+    run_dir: str = option("", "folder of the run; empty: runs/<recipe>-<number>")
+    threads: int = option(0, "CPU threads; 0: one per core", least=0)
+    show_rollouts_every: int = option(10, "steps between printed rollouts; 0: never", least=0)

@@ -20,21 +20,23 @@ class EnvironmentConfig:
         choices=("auto", "sync", "async"),
         advanced=True,
     )
-    action_repeat: int = option(1, "environment steps that every action is held for", least=1, advanced=True)
+    action_repeat: int = option(1, "environment steps for which an action is repeated", least=1, advanced=True)
     timeout_seconds: float = option(
         60.0, "longest time that one step or reset of all copies may take", above=0, advanced=True
     )
-    max_episode_steps: int = option(0, "an episode is truncated after so many; 0 is the environment's own", least=0)
+    max_episode_steps: int = option(
+        0, "steps after which an episode is truncated; 0 is the environment's own limit", least=0
+    )
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
     hidden: tuple[int, ...] = option((64, 64), "widths of the hidden layers", least=1, most=1_000_000)
-    activation: str = option("tanh", "between the layers", choices=("tanh", "relu"), advanced=True)
+    activation: str = option("tanh", "activation between the layers", choices=("tanh", "relu"), advanced=True)
     normalise_observations: bool = option(False, "scale observations by their running mean and standard deviation")
     initial_std: float = option(1.0, "standard deviation of continuous actions at the start", above=0, advanced=True)
     critic_hidden: tuple[int, ...] = option(
-        (), "widths of ppo's critic; empty is the same as the policy's", least=1, most=1_000_000, advanced=True
+        (), "widths of ppo's critic; empty: the policy's", least=1, most=1_000_000, advanced=True
     )
 
 
@@ -42,27 +44,27 @@ class PolicyConfig:
 class RolloutsConfig:
     groups: str = option(
         "episodes",
-        "returns of episodes from one start, their rewards to go, the steps of one episode, or branches from one "
-        "state are compared; ppo takes fragments",
+        "what is compared: returns of episodes from one start (episodes), their rewards to go (reward_to_go), the "
+        "steps of one episode (within_episode), or branches from one state (branches); fragments are for ppo",
         choices=GROUPS,
     )
-    starts_per_step: int = option(4, "starts (reset seeds) drawn for every training step", least=1)
-    group_size: int = option(8, "rollouts from each start; they are compared with each other", least=1)
+    starts_per_step: int = option(4, "starts (reset seeds) per training step", least=1)
+    group_size: int = option(8, "rollouts from each start, which are compared with each other", least=1)
     environments: int = option(
-        0, "copies of the environment that step together; 0 is one a rollout (8 for fragments)", least=0
+        0, "copies of the environment that step together; 0: one per rollout (8 for fragments)", least=0
     )
-    fragment_steps: int = option(128, "fragments: steps of every copy in one training step", least=2)
-    horizon: int = option(50, "branches: decisions of a branch", least=1, advanced=True)
-    gamma: float | None = option(None, "discount a decision; unset is 1 for episodes, else 0.99", least=0, most=1)
+    fragment_steps: int = option(128, "fragments: steps of each copy per training step", least=2)
+    horizon: int = option(50, "branches: decisions in a branch", least=1, advanced=True)
+    gamma: float | None = option(None, "discount per decision; unset: 1 for episodes, else 0.99", least=0, most=1)
     compare: str = option(
         "step",
-        "reward_to_go: with the siblings at the same step, or with every decision of the group",
+        "reward_to_go: compare with the siblings at the same step, or with all decisions of the group",
         choices=("step", "group"),
         advanced=True,
     )
     reward_scaling: str = option(
         "none",
-        "rewards as they are, divided by the running deviation of the return, or clipped to -1..1",
+        "scaling of rewards: none, divided by the running standard deviation of returns, or clipped to -1..1",
         choices=("none", "running_std", "clip"),
     )
 
@@ -84,13 +86,13 @@ class RolloutsConfig:
 
 @dataclass(frozen=True)
 class ControlLossConfig(LossBase):
-    kl_coefficient: float = option(0.0, "weight of the KL to the anchor; 0 is off", least=0)
+    kl_coefficient: float = option(0.0, "weight of the KL; 0: off", least=0)
 
 
 @dataclass(frozen=True)
 class ControlUpdateConfig(UpdateBase):
     learning_rate: float = option(3e-4, "peak learning rate of AdamW", above=0)
-    max_grad_norm: float = option(0.5, "gradients are scaled down to this norm", above=0)
+    max_grad_norm: float = option(0.5, "clip gradients to this norm", above=0)
     epochs: int = option(4, "passes over the rollouts of a step", least=1)
     minibatches: int = option(1, "optimizer steps per pass; the decisions of a step are split evenly", least=1)
 
@@ -98,8 +100,8 @@ class ControlUpdateConfig(UpdateBase):
 @dataclass(frozen=True)
 class ControlEvaluationConfig:
     episodes: int = option(100, "episodes played greedily before and after training", least=1, most=1_000_000)
-    every: int = option(0, "also evaluate every so many steps; 0 is only before and after", least=0)
-    expected_return: float | None = option(None, "mean return that this recipe should reach")
+    every: int = option(0, "steps between evaluations; 0: only before and after training", least=0)
+    expected_return: float | None = option(None, "mean return that the recipe is expected to reach")
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,11 @@ class ControlConfig(RunBase):
 
     algorithm: str = option(
         "grpo",
-        "how rollouts are compared and the policy moved; dr_grpo divides by the time limit of an episode",
+        "advantage, loss and KL; dr_grpo divides by the time limit of an episode",
         choices=ALGORITHM_NAMES,
     )
-    threads: int = option(1, "CPU threads; 0 is every core; small networks are fastest on one", least=0)
-    show_rollouts_every: int = option(0, "steps between printed sample rollouts; 0 is never", least=0)
+    threads: int = option(1, "CPU threads; 0: one per core; small networks are fastest with one", least=0)
+    show_rollouts_every: int = option(0, "steps between printed rollouts; 0: never", least=0)
     environment: EnvironmentConfig = option(EnvironmentConfig(), "[environment] table")
     policy: PolicyConfig = option(PolicyConfig(), "[policy] table")
     rollouts: RolloutsConfig = option(RolloutsConfig(), "[rollouts] table")

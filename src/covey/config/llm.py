@@ -18,50 +18,44 @@ DAPO_OVERLONG_SHARE = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    prompts_per_step: int = option(16, "prompts drawn for every training step", least=1)
+    prompts_per_step: int = option(16, "prompts per training step", least=1)
     group_size: int = option(
-        16, "rollouts from each prompt; they are compared with each other, so at least 2, but for ppo", least=1
+        16, "rollouts from each prompt, which are compared with each other; at least 2, except for ppo", least=1
     )
-    max_new_tokens: int = option(64, "longest completion, in tokens, the end token included", least=1, most=1_000_000)
-    temperature: float = option(
-        1.0, "divides the logits while sampling and in the log-probabilities", least=1e-4, most=1e4
-    )
+    max_new_tokens: int = option(64, "longest completion in tokens, with the end token", least=1, most=1_000_000)
+    temperature: float = option(1.0, "temperature of sampling and of the log-probabilities", least=1e-4, most=1e4)
     long_prompts: str = option(
         "refuse",
-        "what becomes of a prompt that leaves no room for max_new_tokens in the positions that the model knows: the "
-        "run is refused before it trains, or the prompt is dropped",
+        "a prompt that leaves no room for max_new_tokens in the model's positions: refuse the run before it trains, or "
+        "drop the prompt",
         choices=("refuse", "drop"),
         advanced=True,
     )
-    rows_at_once: int = option(0, "rollouts decoded together; 0 chooses by memory", least=0, advanced=True)
+    rows_at_once: int = option(0, "rollouts that are decoded together; 0: chosen by memory", least=0, advanced=True)
     final_group_size: int | None = option(
         None,
-        "group size of the last step, from group_size on it changes evenly; unset is fixed",
+        "group size of the last step; it changes evenly from group_size; unset: fixed",
         least=2,
         advanced=True,
     )
     adaptive: bool = option(
         False,
-        "spend a step's rollouts where rewards still vary: a first round of initial_group_size for every prompt, the "
-        "rest of prompts_per_step x group_size for those that are not decided",
+        "adaptive groups: initial_group_size rollouts for every prompt, the rest of prompts_per_step x group_size for "
+        "prompts whose rewards vary",
         advanced=True,
     )
-    initial_group_size: int = option(
-        4, "adaptive: rollouts of every prompt before any is judged", least=2, advanced=True
-    )
-    max_group_size: int | None = option(
-        None, "adaptive: largest group; unset is 4 x group_size", least=2, advanced=True
-    )
+    initial_group_size: int = option(4, "adaptive: rollouts of every prompt in the first round", least=2, advanced=True)
+    max_group_size: int | None = option(None, "adaptive: largest group; unset: 4 x group_size", least=2, advanced=True)
     max_resamples: int | None = option(
         None,
-        "how often a step may draw further prompts in place of groups whose rewards are all the same (DAPO's dynamic "
+        "rounds in which a step may replace groups whose rewards are all the same by further prompts (DAPO's dynamic "
         f"sampling); unset is {DAPO_RESAMPLES} for dapo, else 0",
         least=0,
         advanced=True,
     )
     overlong_tokens: int | None = option(
         None,
-        "the reward falls by up to 1 over so many tokens before the limit (DAPO's overlong shaping); unset is a fifth "
+        "tokens before the limit over which the reward falls by up to 1 (DAPO's overlong shaping); unset is a fifth "
         "of max_new_tokens for dapo, else 0",
         least=0,
         advanced=True,
@@ -70,7 +64,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class LossConfig(LossBase):
-    mask_truncated: bool = option(False, "leave completions cut by the token limit out of the loss", advanced=True)
+    mask_truncated: bool = option(False, "leave completions that the token limit cut out of the loss", advanced=True)
     credit: str = option(
         "outcome",
         "what is compared within a group: whole completions (outcome), or reasoning steps: each with all steps of the "
@@ -78,10 +72,10 @@ class LossConfig(LossBase):
         "(process_return_to_go); steps need a reward with per_step = true",
         choices=("outcome", "process", "process_by_step", "process_return_to_go"),
     )
-    gamma: float = option(1.0, "ppo: discount a token", least=0, most=1)
+    gamma: float = option(1.0, "ppo: discount per token", least=0, most=1)
     importance_cap: float | None = option(
         None,
-        "a token's loss is multiplied by trainer's over sampler's probability, at most this (2 is usual); unset is off",
+        "cap of the importance weight (trainer's over sampler's probability) on a token's loss, 2 is usual; unset: off",
         above=0,
         advanced=True,
     )
@@ -90,7 +84,7 @@ class LossConfig(LossBase):
 @dataclass(frozen=True)
 class UpdateConfig(UpdateBase):
     microbatch_tokens: int = option(
-        4096, "tokens in one backward pass; less memory when smaller, same gradient", least=1
+        4096, "tokens in one backward pass; a smaller number takes less memory, with the same gradient", least=1
     )
 
 
@@ -98,13 +92,13 @@ class UpdateConfig(UpdateBase):
 class EvaluationConfig:
     problems: int = option(
         256,
-        "held-out problems, answered greedily before and after training; all where there are fewer",
+        "held-out problems, answered greedily before and after training; all if there are fewer",
         least=1,
         most=1_000_000,
     )
-    every: int = option(0, "also evaluate every so many steps; 0 is only before and after", least=0)
+    every: int = option(0, "steps between evaluations; 0: only before and after training", least=0)
     token_limits: tuple[int, ...] = option(
-        (), "token limits to report; empty is the training's own limit", least=1, advanced=True
+        (), "token limits of evaluations; empty: max_new_tokens", least=1, advanced=True
     )
 
 
@@ -115,11 +109,11 @@ class ArithmeticConfig:
     terms: tuple[int, ...] = option(
         (2,), "numbers in an expression, drawn evenly from this list", least=2, most=100, advanced=True
     )
-    negative: bool = option(False, "whether answers may be below 0, as that of 17 - 45 is", advanced=True)
+    negative: bool = option(False, "allow answers below 0, such as that of 17 - 45", advanced=True)
     instruction: str = option("Reply with the number only.", "sentence added to the question", advanced=True)
     held_out_digits: tuple[int, ...] = option(
         (),
-        "digits of an operand in held-out problems; empty is the same as in training",
+        "digits of an operand in held-out problems; empty: as in training",
         least=1,
         most=12,
         advanced=True,
@@ -128,7 +122,7 @@ class ArithmeticConfig:
 
 @dataclass(frozen=True)
 class CountdownConfig:
-    numbers: int = option(3, "how many numbers are given", least=2, most=6)
+    numbers: int = option(3, "given numbers", least=2, most=6)
     largest: int = option(20, "largest given number", least=2, advanced=True)
     operators: tuple[str, ...] = option(
         ("+", "-", "*"), "operators that a solution may use, of + - * /", choices=("+", "-", "*", "/")
@@ -147,7 +141,7 @@ class WordProblemsConfig:
 class RunningTotalConfig:
     steps: tuple[int, ...] = option((3,), "additions and subtractions, drawn evenly from this list", least=1, most=12)
     largest: int = option(5, "largest number in a problem", least=2, advanced=True)
-    examples: int = option(3, "worked problems that stand before the one to solve", least=0, most=3, advanced=True)
+    examples: int = option(3, "solved examples before the problem", least=0, most=3, advanced=True)
 
 
 @dataclass(frozen=True)
@@ -156,14 +150,13 @@ class JsonlConfig:
     held_out_path: str = option("", "JSONL file of held-out prompts; empty takes held_out_fraction of `path`")
     held_out_fraction: float = option(
         0.1,
-        "share of the different prompts of `path` kept from training for evaluation, at least one",
+        "fraction of the different prompts of `path` that is held out for evaluation, at least one",
         above=0,
         below=1,
     )
     overlap: str = option(
         "refuse",
-        "what becomes of a line of `path` whose prompt is in `held_out_path` too: the run is refused, or the line is "
-        "dropped from training",
+        "a line of `path` whose prompt is also in `held_out_path`: refuse the run, or drop the line from training",
         choices=("refuse", "drop"),
         advanced=True,
     )
@@ -193,19 +186,19 @@ class RewardConfig:
     )
     timeout_seconds: float = option(
         10.0,
-        "a call of your own function that takes longer has failed; importing its file may take as long, at least 10 s",
+        "deadline of a call of your own function; importing its file has the same, at least 10 s",
         above=0,
         most=86_400,
         advanced=True,
     )
-    score: bool = option(False, "this reward is what evaluations average; default: the first")
+    score: bool = option(False, "evaluations average this reward; default: the first")
     binary: bool = option(
         False,
-        "your own function returns 1 (right) or 0 (wrong), so its mean is an accuracy; unset, its mean is a score",
+        "your own function returns 1 (right) or 0 (wrong), so its mean is an accuracy; else it is a score",
     )
     per_step: bool = option(
         False,
-        "your own function returns a list for each completion, one number for each of its reasoning steps",
+        "your own function returns a list for each completion, with a number for each reasoning step",
         advanced=True,
     )
 
@@ -224,7 +217,7 @@ class RewardConfig:
 class CriticConfig:
     trunk: str = option(
         "own",
-        "ppo: below the critic's value head lies a model of its own, which begins as the policy's, or the policy's",
+        "ppo: the critic's decoder: a copy of the policy's (own), or the policy's itself with a value head (policy)",
         choices=("own", "policy"),
         advanced=True,
     )
@@ -233,11 +226,11 @@ class CriticConfig:
 @dataclass(frozen=True)
 class ReferenceConfig:
     refresh_every: int = option(
-        0, "steps after which the reference follows the policy; 0 is never", least=0, advanced=True
+        0, "steps after which the reference is refreshed from the policy; 0: never", least=0, advanced=True
     )
     refresh_fraction: float = option(
         1.0,
-        "share of the policy in the refreshed reference: 1 copies it, less is a moving average",
+        "weight of the policy in the refreshed reference: 1 copies it, less is a moving average",
         above=0,
         most=1,
         advanced=True,
@@ -248,7 +241,7 @@ class ReferenceConfig:
 class ProcessConfig:
     boundary: str = option(
         "line",
-        "where a reasoning step ends: line, paragraph or sentence, or your own file.py:function from a text to the "
+        "end of a reasoning step: line, paragraph or sentence, or your own file.py:function from a text to the "
         "positions (in characters) after its steps",
         advanced=True,
     )
@@ -264,11 +257,13 @@ class RunConfig(RunBase):
         "smollm2-135m (embedded), a Hugging Face folder, a hub name, a .gguf file, or the folder of a run or of one of "
         "its checkpoints",
     )
-    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    precision: str = option("auto", "of products: bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32"))
+    device: str = option("auto", "device", choices=("auto", "cpu", "cuda"))
+    precision: str = option(
+        "auto", "precision of matrix products; bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32")
+    )
     rewards: tuple[RewardConfig, ...] = option((), "[[rewards]] tables; empty is the task's own reward")
     token_budget: int = option(
-        0, "the run also ends after so many sampled tokens; 0 is no limit", least=0, most=2**53, advanced=True
+        0, "sampled tokens after which the run ends; 0: no limit", least=0, most=2**53, advanced=True
     )
     sampling: SamplingConfig = option(SamplingConfig(), "[sampling] table")
     loss: LossConfig = option(LossConfig(), "[loss] table")
