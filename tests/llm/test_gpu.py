@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -50,6 +51,9 @@ def test_a_run_on_a_fake_gpu_has_the_numbers_of_a_cpu(tmp_path, kind, algorithm)
     on_cpu, on_gpu = (steps_of(tmp_path, recipe, program) for program in ("covey.cli.main", "helpers.fake_gpu"))
     for one, other in zip(on_cpu, on_gpu, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6, nan_ok=True)
+    # A decoder that mixes devices fails its trial, and a slower one would take its place without a word.
+    machine = json.loads((tmp_path / "helpers.fake_gpu" / "origin.json").read_text())["environment"]
+    assert kind == "bloom" or machine["sampling"] == "shared prefix"
 
 
 def test_a_run_in_bf16_on_a_fake_gpu(tmp_path):
