@@ -1,4 +1,4 @@
-"""Every small wrong of helpers/mutants.py makes a test fail."""
+"""Every mutant of `tests/**/mutants.toml` makes a test fail."""
 
 from __future__ import annotations
 
@@ -33,10 +33,15 @@ def statuses(tmp_path_factory) -> dict[str, int]:
     return result
 
 
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", mutants.read_mutants(), ids=lambda mutant: mutant.name)
 def test_mutant_changes_one_place(mutant):
     assert (mutants.PACKAGE / mutant.file).read_text().count(mutant.old) == 1
     assert mutant.old != mutant.new
+
+
+def test_no_name_is_used_twice():
+    names = [mutant.name for mutant in mutants.read_mutants()]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.mutants

@@ -206,10 +206,10 @@ def test_greedy_play_takes_the_best_action_and_no_random_number() -> None:
     environments = toy_envs.made("CartPole-v1", 3)
     policy = toy_envs.policy_for(environments)
     seeds = reset_seeds(0, 0, np.arange(7), 0)
-    segments, tape = collect_episodes(environments, policy, seeds, None)
+    segments, buffer = collect_episodes(environments, policy, seeds, None)
     others, other_tape = collect_episodes(toy_envs.made("CartPole-v1", 7), policy, seeds, None)
     for segment, other in zip(segments, others, strict=True):
-        rollout = tape.rollout(segment, 0)
+        rollout = buffer.rollout(segment, 0)
         assert rollout.context.tolist() == other_tape.rollout(other, 0).context.tolist()
         for observation_D, action in zip(rollout.context[:-1], rollout.actions, strict=True):
             assert policy.greedy_action(observation_D[None])[0] == action

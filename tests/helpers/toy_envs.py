@@ -141,9 +141,9 @@ def train_quietly(
     world = ControlBuilder(config)
     try:
         display = Display(config.steps, world=world.name, score_kind=world.score_kind, console=Console(quiet=True))
-        assembled = world.build(RunStore(run_dir), display)
-        parts = change(assembled.parts)
-        train(parts, assembled.settings, Progress(), should_stop=lambda: False)
+        experiment = world.build(RunStore(run_dir), display)
+        parts = change(experiment.parts)
+        train(parts, experiment.settings, Progress(), should_stop=lambda: False)
     finally:
         world.close()
     return parts

@@ -117,5 +117,8 @@ def test_a_whole_step(name, beta, folder, agree):
         alike = [len(set(case.rewards[i : i + GROUP_SIZE])) == 1 for i in range(0, ROWS, GROUP_SIZE)]
         gradient_BT[torch.tensor(alike).repeat_interleave(GROUP_SIZE)] = 0.0
         agree(
-            f"{name}, beta {beta:g}, annotate and update: gradient", policy.table_BT.grad, gradient_BT, tolerance=1e-6
+            f"{name}, beta {beta:g}, prepare_batch and update: gradient",
+            policy.table_BT.grad,
+            gradient_BT,
+            tolerance=1e-6,
         )

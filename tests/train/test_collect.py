@@ -236,15 +236,15 @@ def test_a_group_that_varies_ends_the_tries():
     assert found.metrics == {"groups/drawn": 6, "groups/resamples": 1}
 
 
-@pytest.mark.parametrize("redraws", [1, 2, 5])
-def test_where_no_group_ever_varies_the_tries_are_bounded_and_the_last_stay(redraws):
+@pytest.mark.parametrize("resamples", [1, 2, 5])
+def test_where_no_group_ever_varies_the_tries_are_bounded_and_the_last_stay(resamples):
     world = World([0.0, 1.0])
-    found = gathered(world, DynamicSampling(redraws))
-    assert len(world.calls) == 1 + redraws
-    assert [group.start.index for group in found.groups] == [4 * redraws + place for place in range(4)]
+    found = gathered(world, DynamicSampling(resamples))
+    assert len(world.calls) == 1 + resamples
+    assert [group.start.index for group in found.groups] == [4 * resamples + place for place in range(4)]
     assert not any(group.dropped for group in found.groups)
-    assert len(found.dropped) == 4 * redraws
-    assert found.metrics == {"groups/drawn": 4 * (1 + redraws), "groups/resamples": redraws}
+    assert len(found.dropped) == 4 * resamples
+    assert found.metrics == {"groups/drawn": 4 * (1 + resamples), "groups/resamples": resamples}
 
 
 def test_a_step_may_end_with_fewer_groups():
@@ -257,25 +257,25 @@ def test_a_step_may_end_with_fewer_groups():
 
 @given(
     chances=st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=1, max_size=9),
-    redraws=st.integers(1, 4),
+    resamples=st.integers(1, 4),
     starts=st.integers(1, 5),
     step=st.integers(1, 50),
 )
-def test_every_live_group_is_kept_and_every_drawn_group_is_somewhere(chances, redraws, starts, step):
+def test_every_live_group_is_kept_and_every_drawn_group_is_somewhere(chances, resamples, starts, step):
     world = World(chances)
-    found = gathered(world, DynamicSampling(redraws), starts=starts, step=step, size=4)
+    found = gathered(world, DynamicSampling(resamples), starts=starts, step=step, size=4)
     drawn = [group.start.index for group in found.all_groups]
     assert drawn == list(range(sum(count for count, _, _ in world.draws)))
     assert not any(varies(group) for group in found.dropped)
     assert all(group.dropped for group in found.dropped)
     assert len(found.groups) <= starts
-    assert len(world.draws) <= 1 + redraws
+    assert len(world.draws) <= 1 + resamples
     if any(varies(group) for group in found.all_groups):
         assert all(varies(group) for group in found.groups)
     else:
         assert len(found.groups) == starts
     if len(found.groups) < starts:
-        assert len(world.draws) == 1 + redraws
+        assert len(world.draws) == 1 + resamples
 
 
 class Nearly(World):

@@ -220,7 +220,7 @@ def test_grpo_leaves_out_an_answer_that_was_not_graded():
 
 
 def test_grpo_loss_is_that_of_a_run():
-    """The same answers through collate, annotate and Algorithm.loss, as the training loop takes them."""
+    """The same answers through collate, prepare_batch and Algorithm.loss, as the training loop takes them."""
     case = random_case()
     groups = [Group(Start(n, ""), [rollout(case, n, g) for g in range(4)]) for n in range(3)]
     trained = GRPOLoss(0.2, 0.1)

@@ -87,7 +87,7 @@ class Algorithm:
     importance_cap: float | None = None  # of the weights between sampler and trainer; None: there are none
 
     def loss(self, evaluation: PolicyOutput, batch: Batch, kl_coefficient: float) -> LossTerms:
-        """(weights_BT * (w_BT * surrogate_BT + kl_coefficient * kl_BT - entropy_coefficient * entropy_BT)).sum().
+        """(loss_weights_BT * (w_BT * surrogate_BT + kl_coefficient * kl_BT - entropy_coefficient * entropy_BT)).sum().
 
         The ratio's denominator is the old policy as the trainer evaluates it; where one optimizer step follows each
         sampling, that is the current policy itself, so that the ratio is 1 and only its gradient matters. w_BT is 1, or
@@ -112,7 +112,7 @@ class Algorithm:
         return LossTerms(loss, log_ratio_BT.detach(), low_BT & batch.mask_BT, high_BT & batch.mask_BT, capped_BT)
 
     def critic_loss(self, values_BT: Tensor, batch: Batch) -> Tensor:
-        """(weights_BT * coefficient * error_BT).sum() over the rows of `batch`; PPO (arXiv 1707.06347), eq. 9."""
+        """(loss_weights_BT * coefficient * error_BT).sum() over the rows of `batch`; PPO (arXiv 1707.06347), eq. 9."""
         assert self.value_loss is not None
         assert batch.returns_BT is not None
         assert batch.values_BT is not None

@@ -129,7 +129,7 @@ class CheckpointConfig:
 class RunBase:
     """Top-level fields that both kinds of run share."""
 
-    algorithm: str = option("grpo", "advantage, loss and KL", choices=ALGORITHM_NAMES)
+    algorithm: str = option("grpo", "training algorithm: advantage, loss and KL", choices=ALGORITHM_NAMES)
     steps: int = option(100, "training steps", least=1)
     seed: int = option(0, "seed of all random choices", least=0, most=2**32 - 1)
     run_dir: str = option("", "folder of the run; empty: runs/<recipe>-<number>")

@@ -110,7 +110,7 @@ class ControlConfig(RunBase):
 
     algorithm: str = option(
         "grpo",
-        "advantage, loss and KL; dr_grpo divides by the time limit of an episode",
+        "training algorithm: advantage, loss and KL; dr_grpo divides by the time limit of an episode",
         choices=ALGORITHM_NAMES,
     )
     threads: int = option(1, "CPU threads; 0: one per core; small networks are fastest with one", least=0)

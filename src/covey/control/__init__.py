@@ -2,9 +2,9 @@
 
 From an observation to a gradient:
 
-    tasks.EpisodeStarts.draw           reset seeds
+    tasks.ResetSeeds.draw              reset seeds
     sampler.EpisodeSampler.sample      (or FragmentSampler, branch_sampler.BranchSampler)
-        rollout_buffer.play            vector_env.step and policy.act, side by side in N copies
+        rollout_buffer.collect_episodes  vector_env.step and policy.act, side by side in N copies
         rollout_buffer.Trajectories    a piece of the buffer as a Rollout: T + 1 observations, T actions
         reward_scaling.scale           what the environment paid, in the size that is learnt from
     covey.data.collate                 rollouts as one Batch; from here on the code is that of language models

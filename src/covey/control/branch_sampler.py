@@ -73,10 +73,10 @@ class BranchSampler(ControlSampler):
         observation_ND = np.stack(
             [self.environments.restore(slot, states[slot // group_size]) for slot in range(len(starts) * group_size)]
         )
-        segments, tape = self._play_branches(observation_ND, group_size, step)
+        segments, buffer = self._play_branches(observation_ND, group_size, step)
         groups = [Group(start, []) for start in starts]
-        for index, (segment, whole) in enumerate(zip(segments, self._rewarded(tape, segments), strict=True)):
-            rollout = tape.rollout(TrajectorySlice(segment.slot, 0, 1, segment.end), self.version)
+        for index, (segment, whole) in enumerate(zip(segments, self._rewarded(buffer, segments), strict=True)):
+            rollout = buffer.rollout(TrajectorySlice(segment.slot, 0, 1, segment.end), self.version)
             rollout.reward = whole.reward
             rollout.text = f"{whole.text}, reward {whole.reward:g}"
             groups[index // group_size].rollouts.append(rollout)
@@ -123,16 +123,16 @@ class BranchSampler(ControlSampler):
         for slot in range(slots):
             draws.begin(slot, slot // group_size, slot % group_size)
         segments = [TrajectorySlice(slot, 0, self.horizon, EndReason.CUT) for slot in range(slots)]
-        tape = RolloutBuffer()
+        buffer = RolloutBuffer()
         going_N = np.ones(slots, dtype=np.bool_)
-        while going_N.any() and len(tape) < self.horizon:
+        while going_N.any() and len(buffer) < self.horizon:
             actions, logprobs_N = self.policy.act(observation_ND, draws.next())
             result = self.environments.step(actions)
-            tape.add(observation_ND, actions, logprobs_N, result)
+            buffer.add(observation_ND, actions, logprobs_N, result)
             observation_ND = result.observation_ND
             ended_N = (result.terminated_N | result.truncated_N) & going_N
             for slot in np.flatnonzero(ended_N).tolist():
-                segments[slot].stop = len(tape)
+                segments[slot].stop = len(buffer)
                 segments[slot].end = end_reason(result, slot)
             going_N &= ~ended_N
-        return segments, tape.finish()
+        return segments, buffer.finish()

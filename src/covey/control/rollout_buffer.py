@@ -189,17 +189,17 @@ def collect_episodes(
     observation_ND = environments.reset([seeds[min(slot, len(seeds) - 1)] for slot in range(slots)])
     waiting = min(slots, len(seeds))  # the next episode to begin
     missing = len(seeds)
-    tape = RolloutBuffer()
+    buffer = RolloutBuffer()
     silent_N = np.zeros(slots, dtype=np.float32)
     last_end = 0
     while missing:
-        check_episode_ends(len(tape) - last_end)
+        check_episode_ends(len(buffer) - last_end)
         if draws is None:
             actions, logprobs_N = policy.greedy_action(observation_ND), silent_N
         else:
             actions, logprobs_N = policy.act(observation_ND, draws.next())
         step = environments.step(actions)
-        tape.add(observation_ND, actions, logprobs_N, step)
+        buffer.add(observation_ND, actions, logprobs_N, step)
         observation_ND = step.observation_ND
         ended_N = step.terminated_N | step.truncated_N
         if not ended_N.any():
@@ -209,12 +209,12 @@ def collect_episodes(
             job = int(job_N[slot])
             if job >= len(seeds):
                 continue
-            segments[job] = TrajectorySlice(slot, int(began_N[slot]), len(tape), end_reason(step, slot))
+            segments[job] = TrajectorySlice(slot, int(began_N[slot]), len(buffer), end_reason(step, slot))
             missing -= 1
-            last_end = len(tape)
+            last_end = len(buffer)
             job_N[slot] = len(seeds)
             if waiting < len(seeds):
-                job_N[slot], began_N[slot] = waiting, len(tape)
+                job_N[slot], began_N[slot] = waiting, len(buffer)
                 if draws is not None:
                     draws.begin(slot, *names[waiting])
                 free.append(slot)
@@ -222,4 +222,4 @@ def collect_episodes(
         if free:
             observation_ND = observation_ND.copy()  # the tape keeps the episode's last one
             observation_ND[free] = environments.reset_slots(np.array(free), [seeds[int(job_N[slot])] for slot in free])
-    return [segment for segment in segments if segment is not None], tape.finish()
+    return [segment for segment in segments if segment is not None], buffer.finish()

@@ -85,21 +85,21 @@ class ControlSampler:
         return ActionRng(self.seed, step, slots, self.policy.actions.size, stream)
 
     def _rewarded(
-        self, tape: Trajectories, segments: Sequence[TrajectorySlice], *, go_on: bool = False
+        self, buffer: Trajectories, segments: Sequence[TrajectorySlice], *, go_on: bool = False
     ) -> list[Rollout]:
         """The segments as rollouts with their rewards; moves the scale of rewards and notes the observations.
 
         With `go_on` the episodes of segments that were cut go on in the next training step.
         """
-        ended_NT, counted_NT = np.zeros((2, *tape.rewards_NT.shape), dtype=np.bool_)
+        ended_NT, counted_NT = np.zeros((2, *buffer.rewards_NT.shape), dtype=np.bool_)
         for segment in segments:
             counted_NT[segment.slot, segment.start : segment.stop] = True
             ended_NT[segment.slot, segment.stop - 1] = segment.end is not EndReason.CUT or not go_on
-        scaled_NT = self.reward_scale.scale(tape.rewards_NT, ended_NT, counted_NT)
-        self.environment_steps += tape.raw_steps
+        scaled_NT = self.reward_scale.scale(buffer.rewards_NT, ended_NT, counted_NT)
+        self.environment_steps += buffer.raw_steps
         rollouts = []
         for segment in segments:
-            rollout = tape.rollout(segment, self.version)
+            rollout = buffer.rollout(segment, self.version)
             rewards_L = scaled_NT[segment.slot, segment.start : segment.stop]
             rollout.step_rewards = rewards_L
             rollout.reward = float(rewards_L @ self.gamma ** np.arange(len(rewards_L)))
@@ -117,10 +117,10 @@ class EpisodeSampler(ControlSampler):
         seeds = [start.prompt for start in starts for _ in range(group_size)]
         names = [(start.index, first_rollout + number) for start in starts for number in range(group_size)]
         draws = self._draws(step, self.environments.count)
-        segments, tape = collect_episodes(self.environments, self.policy, seeds, draws, names)
-        rollouts = self._rewarded(tape, segments)
+        segments, buffer = collect_episodes(self.environments, self.policy, seeds, draws, names)
+        rollouts = self._rewarded(buffer, segments)
         for rollout, segment in zip(rollouts, segments, strict=True):
-            rollout.score = float(tape.rewards(segment).sum())
+            rollout.score = float(buffer.rewards(segment).sum())
         self.episodes += len(rollouts)
         return [Group(start, rollouts[i * group_size : (i + 1) * group_size]) for i, start in enumerate(starts)]
 
@@ -163,13 +163,13 @@ class FragmentSampler(ControlSampler):
         draws = self._draws(step, slots)
         for slot in range(slots):
             draws.begin(slot, slot, 0)
-        tape, segments = RolloutBuffer(), []
+        buffer, segments = RolloutBuffer(), []
         began_N = np.zeros(slots, dtype=np.int64)
         for t in range(self.steps):
             observation_ND = self._observation_ND
             actions, logprobs_N = self.policy.act(observation_ND, draws.next())
             result = self.environments.step(actions)
-            tape.add(observation_ND, actions, logprobs_N, result)
+            buffer.add(observation_ND, actions, logprobs_N, result)
             self._observation_ND = result.observation_ND
             ended_N = result.terminated_N | result.truncated_N
             if not ended_N.any():
@@ -184,13 +184,13 @@ class FragmentSampler(ControlSampler):
             for slot in range(slots)
             if began_N[slot] < self.steps
         ]
-        return self._grouped(starts, tape.finish(), segments)
+        return self._grouped(starts, buffer.finish(), segments)
 
-    def _grouped(self, starts: Sequence[Start], tape: Trajectories, segments: list[TrajectorySlice]) -> list[Group]:
+    def _grouped(self, starts: Sequence[Start], buffer: Trajectories, segments: list[TrajectorySlice]) -> list[Group]:
         groups = [Group(start, []) for start in starts]
-        for segment, rollout in zip(segments, self._rewarded(tape, segments, go_on=True), strict=True):
+        for segment, rollout in zip(segments, self._rewarded(buffer, segments, go_on=True), strict=True):
             slot = segment.slot
-            self._return_N[slot] += tape.rewards(segment).sum()
+            self._return_N[slot] += buffer.rewards(segment).sum()
             self._actions[slot].append(rollout.actions)
             if segment.end is not EndReason.CUT:
                 rollout.score = float(self._return_N[slot])

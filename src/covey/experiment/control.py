@@ -221,8 +221,8 @@ class EpisodeEvaluation:
 
 def episode_returns(policy: ControlPolicy, environments: Environments, seeds: list[int]) -> list[float]:
     """The undiscounted return of one greedy episode from every reset seed."""
-    segments, tape = collect_episodes(environments, policy, seeds, None)
-    return [float(tape.rewards(segment).sum()) for segment in segments]
+    segments, buffer = collect_episodes(environments, policy, seeds, None)
+    return [float(buffer.rewards(segment).sum()) for segment in segments]
 
 
 def _machine() -> dict[str, Any]:

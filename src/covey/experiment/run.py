@@ -167,15 +167,15 @@ def _train(
     *,
     resuming: bool,
 ) -> Summary | None:
-    assembled = world.build(store, display)
-    parts, settings = assembled.parts, assembled.settings
+    experiment = world.build(store, display)
+    parts, settings = experiment.parts, experiment.settings
     with display:
         if origin is None:  # the weights are still those that training begins with
-            origin = new_origin(launch, world.config, inputs, assembled.machine, assembled.measure("before"))
+            origin = new_origin(launch, world.config, inputs, experiment.machine, experiment.measure("before"))
             write_atomically(store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
         progress = Progress()
         if resuming:
-            for line in differences(origin["environment"], assembled.machine):
+            for line in differences(origin["environment"], experiment.machine):
                 display.note(f"resuming on another footing, so the last bits may differ: {line}")
             progress = take_up(parts, store, display, settings.checkpoint_every)
         with stop_requests(display.note) as stopped:
@@ -183,9 +183,9 @@ def _train(
         if stopped() or not settings.is_done(progress):
             display.note(f"stopped after step {progress.step}. {_how_to_continue(world, store.run_dir, launch)}")
             return None
-        after = assembled.measure("after")
-    write_folders(store.run_dir, assembled.save)
-    summary = _summarise(world, store, progress, origin, after) | assembled.facts()
+        after = experiment.measure("after")
+    write_folders(store.run_dir, experiment.save)
+    summary = _summarise(world, store, progress, origin, after) | experiment.facts()
     store.write_summary(summary)
     with faults_of(store.run_dir / CURVE_FILE):
         draw_curve(store.run_dir)

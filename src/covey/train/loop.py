@@ -46,7 +46,7 @@ def train(parts: Components, settings: LoopConfig, progress: Progress, *, should
 
 
 def train_step(parts: Components, settings: LoopConfig, progress: Progress) -> tuple[dict[str, float], list[Group]]:
-    """One step: draw, sample, grade, annotate, update, refresh. Advances `progress`; returns metrics and rollouts."""
+    """One step: draw, sample, grade, prepare, update, refresh. Advances `progress`; returns metrics and rollouts."""
     step = progress.step + 1
     learner = Learner(parts.policy, parts.optimizer, parts.critic, parts.critic_optimizer)
     sizes = StepCoefficients(

@@ -66,7 +66,7 @@ class UpdateMetrics:
     """Sums over the decisions of an update, read as metrics at its end."""
 
     def __init__(self) -> None:
-        # Added up where the policy lives and read oncebecause reading waits.
+        # Added up where the policy lives and read once, because reading waits.
         # Loss, clipped low, clipped high, entropy, KL, decisions:
         self.sums: Tensor | None = None
         self.sums_before_epoch: list[float] = [0.0] * 6
@@ -121,7 +121,7 @@ class UpdateMetrics:
         self.sums_before_epoch = sums
         return float(kl / max(decisions, 1))
 
-    def metrics(self, minibatches: int) -> dict[str, float]:
+    def read(self, minibatches: int) -> dict[str, float]:
         loss, low, high, entropy, kl, count = [0.0] * 6 if self.sums is None else self.sums.tolist()
         decisions = max(count, 1)
         metrics = {

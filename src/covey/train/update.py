@@ -85,7 +85,7 @@ def update(
     The loss weights were fixed for the whole step (`prepare_batch`). A minibatch multiplies them by the number of
     minibatches, so that the mean of the minibatches' gradients is the gradient of the step, however it is cut.
     """
-    gathered = UpdateMetrics()
+    metrics = UpdateMetrics()
     policy_epochs = plan.policy_epochs(step)
     for epoch in range(policy_epochs):
         for minibatch in _minibatches(batch, plan, seed, step, epoch):
@@ -97,30 +97,30 @@ def update(
                 loss = terms.loss
                 if evaluation.values_BT is not None:  # one trunk, one backward
                     value_loss = algorithm.critic_loss(evaluation.values_BT, part)
-                    gathered.add_critic(value_loss)
+                    metrics.add_critic(value_loss)
                     loss = loss + value_loss
                 with measure("time/backward"):
                     loss.backward()  # type: ignore[no-untyped-call]
-                gathered.add(part, evaluation, terms)
+                metrics.add(part, evaluation, terms)
                 if evaluation.values_BT is None:
-                    _critic_backward(learner, algorithm, part, gathered, measure)
+                    _critic_backward(learner, algorithm, part, metrics, measure)
             with measure("time/optimizer"):
-                gathered.finish(learner.optimizer.step(sizes.learning_rate))
-            _step_critic(learner, sizes, gathered, measure)
-        gathered.epochs += 1
-        if plan.target_kl is not None and gathered.kl_of_epoch() > plan.target_kl:
+                metrics.finish(learner.optimizer.step(sizes.learning_rate))
+            _step_critic(learner, sizes, metrics, measure)
+        metrics.epochs += 1
+        if plan.target_kl is not None and metrics.kl_of_epoch() > plan.target_kl:
             break
     for epoch in range(policy_epochs, plan.epochs + plan.critic_epochs):
         for minibatch in _minibatches(batch, plan, seed, step, epoch):
             for part in _microbatches(learner.policy, minibatch):
-                _critic_backward(learner, algorithm, part, gathered, measure)
-            _step_critic(learner, sizes, gathered, measure)
-    gathered.critic_epochs = gathered.epochs + plan.epochs - policy_epochs + plan.critic_epochs
-    return gathered.metrics(plan.minibatches)
+                _critic_backward(learner, algorithm, part, metrics, measure)
+            _step_critic(learner, sizes, metrics, measure)
+    metrics.critic_epochs = metrics.epochs + plan.epochs - policy_epochs + plan.critic_epochs
+    return metrics.read(plan.minibatches)
 
 
 def _critic_backward(
-    learner: Learner, algorithm: Algorithm, part: Batch, gathered: UpdateMetrics, measure: Measure
+    learner: Learner, algorithm: Algorithm, part: Batch, metrics: UpdateMetrics, measure: Measure
 ) -> None:
     """Add the gradient of the value loss; nothing without a critic."""
     if learner.critic is None:
@@ -129,15 +129,15 @@ def _critic_backward(
         values_BT = learner.critic.values(part)
         loss = algorithm.critic_loss(values_BT, part.to(values_BT.device))
         loss.backward()  # type: ignore[no-untyped-call]
-    gathered.add_critic(loss)
+    metrics.add_critic(loss)
 
 
-def _step_critic(learner: Learner, sizes: StepCoefficients, gathered: UpdateMetrics, measure: Measure) -> None:
+def _step_critic(learner: Learner, sizes: StepCoefficients, metrics: UpdateMetrics, measure: Measure) -> None:
     if learner.critic_optimizer is not None:
         with measure("time/optimizer"):
             applied = learner.critic_optimizer.step(sizes.critic_learning_rate).applied
-        gathered.critic_applied += applied
-        gathered.skipped += not applied
+        metrics.critic_applied += applied
+        metrics.skipped += not applied
 
 
 def _minibatches(batch: Batch, plan: UpdatePlan, seed: int, step: int, epoch: int) -> Iterator[Batch]:

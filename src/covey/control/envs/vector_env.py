@@ -61,7 +61,7 @@ class Environments:
     ) -> None:
         self._vector = vector
         self._name = config.id
-        self._translation = SpaceAdapter(vector.single_observation_space, vector.single_action_space, config.id)
+        self._adapter = SpaceAdapter(vector.single_observation_space, vector.single_action_space, config.id)
         # Processes have deadlines of their own.
         self._watchdog: AbstractContextManager[None] = nullcontext()
         if not isinstance(vector, AsyncWithDeadline | BatchedCartPole):
@@ -70,9 +70,9 @@ class Environments:
         self._snapshots: bool | None = None
         self._ended_N = np.ones(vector.num_envs, dtype=np.bool_)  # no episode has begun
         self.count: int = vector.num_envs
-        self.observation_size: int = self._translation.observation_size
-        self.actions: ActionSpace = self._translation.actions
-        self.note: str = self._translation.note  # what a user should know of the observations; empty: nothing
+        self.observation_size: int = self._adapter.observation_size
+        self.actions: ActionSpace = self._adapter.actions
+        self.note: str = self._adapter.note  # what a user should know of the observations; empty: nothing
         self.metadata: dict[str, Any] = dict(vector.metadata)  # Gymnasium's: render_modes, render_fps
 
     @property
@@ -92,7 +92,7 @@ class Environments:
         with self._watchdog:
             observations, _ = self._vector.reset(seed=numbers)
         self._ended_N[:] = False
-        return self._finite(self._translation.flatten(observations))
+        return self._finite(self._adapter.flatten(observations))
 
     def reset_slots(self, slots: NDArray[np.int64], seeds: Sequence[int]) -> NDArray[np.float32]:
         """Begin an episode in some slots, also in the middle of one; returns their first observations [K, D]."""
@@ -104,7 +104,7 @@ class Environments:
         with self._watchdog:
             observations, _ = self._vector.reset(seed=seed_of, options={"reset_mask": mask_N})  # type: ignore[arg-type]
         self._ended_N[slots] = False
-        return self._finite(self._translation.flatten(observations))[slots]
+        return self._finite(self._adapter.flatten(observations))[slots]
 
     def step(self, actions: NDArray[Any]) -> Step:
         """Act in every slot: int64 [N], or float32 [N, A], which are clipped to the bounds of the action space.
@@ -114,9 +114,9 @@ class Environments:
         acted_N = ~self._ended_N
         with self._watchdog:
             observations, rewards, terminated_N, truncated_N, infos = self._vector.step(
-                self._translation.to_environment(actions)
+                self._adapter.to_environment(actions)
             )
-        observation_ND = self._finite(self._translation.flatten(observations))
+        observation_ND = self._finite(self._adapter.flatten(observations))
         self._ended_N |= terminated_N
         self._ended_N |= truncated_N
         return Step(
@@ -152,7 +152,7 @@ class Environments:
     def restore(self, slot: int, snapshot: Any) -> NDArray[np.float32]:
         """Continue in any slot from a snapshot of any slot; returns the observation there [D]."""
         self._ended_N[slot], state = snapshot
-        return self._translation.flatten_one(self._vector.restore(slot, state))  # type: ignore[attr-defined]
+        return self._adapter.flatten_one(self._vector.restore(slot, state))  # type: ignore[attr-defined]
 
     def render(self) -> NDArray[np.uint8]:
         """A picture [height, width, 3] of the first slot; only of copies made for it (`make_environments`)."""

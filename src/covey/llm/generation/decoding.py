@@ -23,7 +23,7 @@ from covey.llm.model.plain_forward import accepted
 from covey.llm.model.prefix_attention import Layout, PackedLayout, SharedPrefixAttention, forward
 from covey.llm.native.bindings import PAD
 
-GROWTH = PAD  # tokens for which rows are given room together, as in the kernels (memory.py counts on it)
+GROWTH = PAD  # tokens for which rows are given room together, as in the kernels (`memory/estimate.py` counts on it)
 
 
 class Decoder(Protocol):
@@ -48,8 +48,8 @@ class Decoder(Protocol):
 class SharedPrefixDecoder:
     """Keys and values of a prompt are computed and stored once for its group.
 
-    For any transformers decoder whose attention takes a layout (see `attention`). All rows stand at the same place of
-    their completions, so new ones come when the old ones are done.
+    For any transformers decoder whose attention takes a layout (see `prefix_attention`). All rows are at the same
+    position of their completions, so new rows are admitted when the old ones have ended.
     """
 
     compact_threshold = 0.125  # a departure copies the keys of the rows that stay

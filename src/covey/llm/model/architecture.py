@@ -15,7 +15,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def is_llama_like(module: PreTrainedModel) -> bool:
-    """Whether the model is built as `layers.py` and `NativeDecoder` take it to be."""
+    """Whether the model is built as `LlamaLayers` and `NativeDecoder` expect."""
     config = module.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (

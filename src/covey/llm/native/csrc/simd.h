@@ -67,7 +67,7 @@ inline Floats load(const bf16* from) {
 
 // Keys and values lie in pieces of two vectors. In a piece of bf16 the halves alternate: element 2 i is number i,
 // element 2 i + 1 number 16 + i. One load then gives both vectors by a shift and a mask; widening takes six
-// instructions. decoder.py arranges what it stores in the same way.
+// instructions. store_prompt_kv arranges keys and values in the same way.
 constexpr int PAD = 2 * LANES;
 inline int padded(int count) { return (count + PAD - 1) / PAD * PAD; }
 
