@@ -16,8 +16,10 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import choose_device, choose_precision, keep_freed_memory, set_threads
 from covey.runtime.optimizer import MasterAdamW
+from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
+from covey.train.update import update
 
 
 def main() -> None:
@@ -33,6 +35,9 @@ def main() -> None:
     starts = [Start(i, text) for i, text in enumerate(make_prompts(shape, loaded.chat.tokenizer))]
     rng = random.Random(1)
 
+    kl_coefficient = ScheduledCoefficient(algorithm.kl.coefficient)
+    learner = PolicyLearner(policy, optimizer, algorithm, UpdatePlan(), constant(1e-6), kl_coefficient)
+
     def step(number: int, new_tokens: int) -> tuple[float, float]:
         began = time.perf_counter()
         sampler = LanguageSampler(policy, loaded.chat, 0, new_tokens)
@@ -41,10 +46,8 @@ def main() -> None:
         for group in groups:
             for rollout in group.rollouts:
                 rollout.reward = rng.random()
-        batch, _ = prepare_batch(
-            collate(groups), policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False
-        )
-        update(Learner(policy, optimizer), algorithm, batch, UpdatePlan(), StepCoefficients(1e-6), seed=0, step=number)
+        batch, _ = prepare_batch(collate(groups), policy, algorithm)
+        update([learner], batch, seed=0, step=number)
         return sampled - began, time.perf_counter() - sampled
 
     step(1, 4)  # warm-up

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from covey.algorithms import KLPenalty, grpo
+from covey.core import schedules
 from covey.data import EndReason, Group, Rollout, collate
 from covey.llm.model.conversion import EMBEDDED
 from covey.llm.model.loading import load_model
@@ -36,8 +37,10 @@ from covey.llm.tasks import Arithmetic
 from covey.runtime.device import set_threads
 from covey.runtime.optimizer import StepResult
 from covey.tracking.statistics import accuracy
+from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
+from covey.train.update import update
 
 PROMPTS, GROUP_SIZE, NEW_TOKENS, SEED = 16, 8, 14, 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -85,11 +88,11 @@ def compute(way: str, folder: Path, problems: int) -> None:
     with torch.no_grad():
         logprobs_N = policy.evaluate(batch).logprobs_BT[batch.mask_BT].float()
     algorithm = grpo(kl=KLPenalty())
-    batch, _ = prepare_batch(
-        batch, policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False
-    )
+    batch, _ = prepare_batch(batch, policy, algorithm)
     recorder = Recorder(policy)
-    update(Learner(policy, recorder), algorithm, batch, UpdatePlan(), StepCoefficients(1.0), seed=SEED, step=1)
+    kl_coefficient = ScheduledCoefficient(algorithm.kl.coefficient)
+    learner = PolicyLearner(policy, recorder, algorithm, UpdatePlan(), schedules.constant(1.0), kl_coefficient)
+    update([learner], batch, seed=SEED, step=1)
     save_file({"logprobs": logprobs_N, "gradient": recorder.gradient}, folder / f"{way}.safetensors")
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.algorithms import Algorithm, KLPenalty, grpo, ppo, rloo
+from covey.algorithms import Algorithm, KLInLoss, KLInReward, KLPenalty, KLToBehavior, grpo, ppo, rloo
 from covey.algorithms.advantages import outcome, reward_to_go, within_rollout
 from covey.config import ConfigError
 from covey.core import kl, schedules
 from covey.core.baselines import group_centered, group_zscore
 from covey.data import Batch, Group, collate
+from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.credits import (
     REFERENCE_SEED,
     episode,
@@ -32,6 +32,7 @@ from helpers.credits import (
 )
 from helpers.gradients import same
 from helpers.tabular_policy import PlainDescent, Recorder, ToyCritic, ToyPolicy
+from helpers.updates import one_update
 
 NO_KL = KLPenalty()
 KL_COEFFICIENT = 0.3
@@ -41,14 +42,14 @@ CREDITS = {
     "whole_group": partial(reward_to_go, gamma=0.9, same_step=False),
     "within_rollout": partial(within_rollout, gamma=0.9),
 }
-TO_BEHAVIOR = KLPenalty(schedules.constant(KL_COEFFICIENT), kl.exact, to_behavior=True)
+TO_BEHAVIOR = KLPenalty(schedules.constant(KL_COEFFICIENT), KLToBehavior(kl.exact))
 ALGORITHMS = {
     **{name: grpo(kl=NO_KL, credit=credit) for name, credit in CREDITS.items()},
     "rloo": rloo(kl=NO_KL, credit=CREDITS["same_step"]),
     "entropy_and_kl": grpo(kl=TO_BEHAVIOR, entropy_coefficient=0.05, credit=CREDITS["within_rollout"]),
     "ppo": ppo(),
     "ppo_with_all": ppo(
-        value_clip=0.2, entropy_coefficient=0.05, kl=KLPenalty(schedules.constant(0.3), kl.k1, in_reward=True)
+        value_clip=0.2, entropy_coefficient=0.05, kl=KLPenalty(schedules.constant(0.3), KLInReward(kl.k1))
     ),
 }
 EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
@@ -111,7 +112,7 @@ def test_siblings_that_earn_the_same_from_here_on_teach_nothing_here():
 
 
 def test_the_kl_is_taken_off_the_decisions_that_it_was_measured_at():
-    algorithm = rloo(kl=KLPenalty(schedules.constant(0.5), kl.k1, in_reward=True), credit=CREDITS["whole_group"])
+    algorithm = rloo(kl=KLPenalty(schedules.constant(0.5), KLInReward(kl.k1)), credit=CREDITS["whole_group"])
     groups = [group(episode([1, 2]), episode([3]))]
     batch, _ = ready(groups, algorithm)
     known = ToyPolicy(seed=REFERENCE_SEED).evaluate(collate(groups)).logprobs_BT.detach()
@@ -177,9 +178,11 @@ def test_a_decision_is_in_one_minibatch_and_the_order_depends_on_step_and_epoch(
             return super().evaluate(part)
 
     for step in (1, 2, 1):
-        learner = Learner(policy := Watching(seed=1), Recorder(policy), it := ToyCritic(), Recorder(it))
         plan = UpdatePlan(epochs=2, minibatches=3, single_decisions=True)
-        update(learner, algorithm, batch, plan, StepCoefficients(0.1), seed=0, step=step)
+        policy, it = Watching(seed=1), ToyCritic()
+        one_update(
+            policy, Recorder(policy), algorithm, batch, plan, critic=it, critic_optimizer=Recorder(it), step=step
+        )
     epochs = [torch.stack(seen[i : i + 3]) for i in range(0, len(seen), 3)]
     assert len(epochs) == 6
     for parts in epochs:
@@ -230,7 +233,8 @@ def kl_of_loss(algorithm: Algorithm, batch: Batch) -> tuple[float, Tensor]:
 @pytest.mark.parametrize("to_behavior", [True, False], ids=["to_behavior", "to_reference"])
 @pytest.mark.parametrize("estimator", ["exact", "k3"])
 def test_kl_and_its_gradient_are_those_of_the_formula(estimator, to_behavior):
-    penalty = KLPenalty(schedules.constant(1.0), getattr(kl, estimator), to_behavior=to_behavior)
+    placement = (KLToBehavior if to_behavior else KLInLoss)(getattr(kl, estimator))
+    penalty = KLPenalty(schedules.constant(1.0), placement)
     algorithm = grpo(kl=penalty)
     batch, _ = ready(random_episodes(count=2), algorithm)
     table = moved().table.tolist()
@@ -252,16 +256,15 @@ def test_kl_and_its_gradient_are_those_of_the_formula(estimator, to_behavior):
     torch.testing.assert_close(gradient, slope, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("where", [{"estimator": kl.exact}, {"estimator": kl.k1, "to_behavior": True}])
-def test_a_kl_that_would_not_pull_from_the_reward_is_refused(where):
-    with pytest.raises(ConfigError, match="leave out in_reward") as caught:
-        KLPenalty(schedules.constant(1.0), in_reward=True, **where)
+def test_an_exact_kl_in_the_reward_is_refused():
+    with pytest.raises(ConfigError, match=r"use kl.k1, or KLInLoss\(kl.exact\)") as caught:
+        KLInReward(kl.exact)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("estimator", [kl.k3, kl.exact])
 def test_the_first_step_after_sampling_feels_no_kl_to_the_behavior(estimator):
-    algorithm = grpo(kl=KLPenalty(schedules.constant(1.0), estimator, to_behavior=True))
+    algorithm = grpo(kl=KLPenalty(schedules.constant(1.0), KLToBehavior(estimator)))
     batch, _ = ready(random_episodes(), algorithm, old=False)
     assert batch.proximal_logprobs_BT is None
     value, gradient = kl_of_loss(algorithm, batch)
@@ -277,10 +280,7 @@ def test_the_first_step_after_sampling_feels_no_kl_to_the_behavior(estimator):
 
 def test_kl_to_the_behavior_needs_no_reference():
     algorithm = ALGORITHMS["entropy_and_kl"]
-    prepare_batch(
-        collate(random_episodes()), ToyPolicy(seed=1), None, algorithm,
-        kl_coefficient=0.3, optimizer_steps=2, mask_truncated=False,
-    )  # fmt: skip
+    prepare_batch(collate(random_episodes()), ToyPolicy(seed=1), algorithm, kl_coefficient=0.3, optimizer_steps=2)
 
 
 def test_kl_to_the_behavior_is_reported_by_hand():

@@ -66,9 +66,10 @@ from covey.core.kl import exact
 from covey.core.loss_weights import Counts, count
 from covey.core.ratios import sequence_log_ratio
 from covey.data import EndReason, Group, Start, collate
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
+from covey.train.learners import UpdatePlan
 from helpers.gradients import AGGREGATIONS, ALGORITHMS, NO_KL, annotated, gradient_of, make, same, step_gradients
 from helpers.tabular_policy import PlainDescent, Recorder, ToyPolicy, random_groups, rollout
+from helpers.updates import one_update
 
 RELATIVES = {"dapo": dapo(), "gspo": gspo(), "cispo": cispo(), "reinforce_pp": reinforce_pp(kl=NO_KL)}
 EVERY_ADVANTAGE = pytest.mark.parametrize("advantage", [group_zscore, group_centered, leave_one_out])
@@ -89,10 +90,9 @@ def loss_with(advantages: list[float], lengths: list[int], averaging: str, rows:
         loss_weights_BT=algorithm.aggregation(batch.mask_BT, count(batch.mask_BT)),
     )
     policy = ToyPolicy(seed=1, rows=rows)
-    metrics = update(
-        Learner(policy, Recorder(policy)), algorithm, ready, UpdatePlan(),
-        StepCoefficients(0.1, kl_coefficient=0.0), seed=0, step=1,
-    )  # fmt: skip
+    metrics = one_update(
+        policy, Recorder(policy), algorithm, ready, learning_rate=0.1, kl_coefficient=0.0, seed=0, step=1
+    )
     return metrics["loss"]
 
 
@@ -321,7 +321,7 @@ def test_trl_3493_later_passes_used_as_if_on_policy(plan):
     # must find nothing left to gain. Measured from the policy of that moment it would find a whole gradient.
     groups = [group(rollout([1], 1.0), rollout([2], 0.0), index=i) for i in range(2)]
     algorithm = make("grpo")
-    ready, _ = annotated(collate(groups), algorithm, optimizer_steps=plan.optimizer_steps)
+    ready, _ = annotated(collate(groups), algorithm, optimizer_steps=plan.optimizer_steps(1))
     policy = ToyPolicy(seed=1)
     tables = []
 
@@ -331,7 +331,7 @@ def test_trl_3493_later_passes_used_as_if_on_policy(plan):
             tables.append(policy.table.detach().clone())
             return result
 
-    update(Learner(policy, Watched(policy)), algorithm, ready, plan, StepCoefficients(20.0), seed=0, step=1)
+    one_update(policy, Watched(policy), algorithm, ready, plan, learning_rate=20.0, seed=0, step=1)
     assert len(tables) == 2
     assert not torch.equal(tables[0], ToyPolicy(seed=1).table)
     assert torch.equal(tables[0], tables[1])

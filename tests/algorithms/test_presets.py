@@ -14,7 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.algorithms import ALGORITHMS, Algorithm, KLPenalty, cispo, dapo, grpo, gspo, reinforce, reinforce_pp
+from covey.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    KLInReward,
+    KLPenalty,
+    cispo,
+    dapo,
+    grpo,
+    gspo,
+    reinforce,
+    reinforce_pp,
+)
 from covey.algorithms.advantages import batch_normalized_returns
 from covey.core import loss_weights, schedules
 from covey.core.baselines import group_zscore
@@ -33,7 +44,7 @@ def ready(groups: list[Group], algorithm: Algorithm, old: ToyPolicy | None) -> B
     """Annotated, with the log-probabilities of the policy that sampled, or of the current one."""
     coefficient = algorithm.kl.coefficient(1)
     options = {"kl_coefficient": coefficient, "optimizer_steps": 1, "mask_truncated": False}
-    batch = prepare_batch(collate(groups), ToyPolicy(seed=1), ToyPolicy(seed=2), algorithm, **options)[0]
+    batch = prepare_batch(collate(groups), ToyPolicy(seed=1), algorithm, reference=ToyPolicy(seed=2), **options)[0]
     return batch if old is None else replace(batch, proximal_logprobs_BT=old.evaluate(batch).logprobs_BT.detach())
 
 
@@ -157,7 +168,7 @@ def test_returns_over_batch_are_discounted_and_start_where_the_decision_is():
 
 
 def test_advantages_of_reinforce_pp_have_mean_0_and_std_1_over_the_step():
-    algorithm = reinforce_pp(kl=KLPenalty(schedules.constant(0.1), k1, in_reward=True))
+    algorithm = reinforce_pp(kl=KLPenalty(schedules.constant(0.1), KLInReward(k1)))
     batch = ready(random_groups(), algorithm, None)
     advantages = batch.advantages_BT[batch.mask_BT].double()
     assert float(advantages.mean()) == pytest.approx(0.0, abs=1e-5)

@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 import pytest
 import torch
 
-from covey.algorithms import ALGORITHMS, KLPenalty, grpo, rloo
+from covey.algorithms import ALGORITHMS, KLInReward, KLPenalty, grpo, rloo
 from covey.algorithms.advantages import process, process_by_step, process_return_to_go
 from covey.config import CRITIC_FREE, ConfigError, EvaluationConfig, LossConfig, RunConfig, SamplingConfig, UpdateConfig
 from covey.core import kl, schedules
@@ -192,7 +192,7 @@ def test_failed_rollouts_change_nothing(credit):
 @pytest.mark.parametrize("name", CREDITS)
 def test_a_kl_in_the_reward_is_charged_to_the_step_of_its_tokens(name):
     groups = [group(stepped(4, {1: 1.0, 3: 0.0}), stepped(4, {2: 0.0, 3: 1.0}, context=1))]
-    algorithm = grpo(kl=KLPenalty(schedules.constant(0.5), kl.k1, in_reward=True), credit=CREDITS[name])
+    algorithm = grpo(kl=KLPenalty(schedules.constant(0.5), KLInReward(kl.k1)), credit=CREDITS[name])
     batch, _ = ready(groups, algorithm)
     known = ToyPolicy(seed=REFERENCE_SEED).evaluate(collate(groups)).logprobs_BT.detach()
     for item, row in zip(groups[0].rollouts, known.tolist(), strict=True):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from covey.core.schedules import KLController, adaptive_kl_coefficient, constant, cosine, linear
+from covey.core.schedules import adaptive_kl_coefficient, constant, cosine, linear
 
 
 def values(schedule, steps):
@@ -94,10 +94,3 @@ def test_the_controller_finds_the_coefficient_of_a_kl_that_answers_to_it():
     for _ in range(400):  # the KL is 0.02 / coefficient, so that a target of 0.1 asks for 0.2
         coefficient = adaptive_kl_coefficient(coefficient, 0.02 / coefficient, target=0.1, horizon=1000, rollouts=100)
     assert coefficient == pytest.approx(0.2, rel=1e-3)
-
-
-def test_the_controller_waits_for_the_end_of_the_warmup():
-    controller = KLController(target=0.1, horizon=1000, first_step=3)
-    assert [controller.after(step, 0.05, 0.11, 100) for step in (1, 2)] == [None, None]
-    assert controller.after(3, 0.05, 0.11, 100) == pytest.approx(0.0505)
-    assert KLController(target=0.1, horizon=1000).after(1, 0.05, 0.11, 100) == pytest.approx(0.0505)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from covey.algorithms import Algorithm
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
+from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tabular_policy import CONTEXTS, Recorder, ToyCritic, ToyPolicy, generator, random_groups
+from helpers.updates import one_update
 
 REFERENCE_SEED = 2
 ENDS = (EndReason.TERMINATED, EndReason.TRUNCATED, EndReason.STOP, EndReason.CUT)
@@ -70,12 +71,11 @@ def ready(
     return prepare_batch(
         groups if isinstance(groups, Batch) else collate(groups),
         ToyPolicy(seed=1, rows=rows, padding=padding),
-        ToyPolicy(seed=REFERENCE_SEED, rows=rows, padding=padding),
         algorithm,
-        critic=ToyCritic(padding=padding) if algorithm.value_loss else None,
+        reference=ToyPolicy(seed=REFERENCE_SEED, rows=rows, padding=padding),
+        critics=(ToyCritic(padding=padding),) if algorithm.needs_critic else (),
         kl_coefficient=algorithm.kl.coefficient(1),
         optimizer_steps=2 if old else 1,
-        mask_truncated=False,
     )
 
 
@@ -93,9 +93,11 @@ def gradients(
     batch, found = ready(groups, algorithm, rows=rows, padding=padding)
     policy, critic = moved(rows, padding), moved_critic(padding)
     recorder, critic_recorder = Recorder(policy), Recorder(critic)
-    learner = Learner(policy, recorder, critic, critic_recorder) if algorithm.value_loss else Learner(policy, recorder)
-    sizes = StepCoefficients(0.1, 0.2, algorithm.kl.coefficient(1))
-    learned = update(learner, algorithm, batch, plan, sizes, seed=0, step=step)
+    options = {"critic": critic, "critic_optimizer": critic_recorder} if algorithm.needs_critic else {}
+    learned = one_update(
+        policy, recorder, algorithm, batch, plan, kl_coefficient=algorithm.kl.coefficient(1),
+        critic_learning_rate=0.2, step=step, **options,
+    )  # fmt: skip
     assert set(recorder.learning_rates) <= {0.1}
     assert set(critic_recorder.learning_rates) <= {0.2}
     return recorder.gradients, critic_recorder.gradients, found | learned

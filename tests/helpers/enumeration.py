@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from covey.algorithms import (
     Algorithm,
+    KLInLoss,
+    KLInReward,
     KLPenalty,
     cispo,
     dapo,
@@ -352,16 +354,16 @@ def kl_gradients(policy: ListedPolicy, reference: ListedPolicy) -> dict[tuple[st
         with torch.no_grad():
             batch = replace(batch, behavior_logprobs_BT=policy.evaluate(batch).logprobs_BT)
         options = {"kl_coefficient": 1.0, "optimizer_steps": 1, "mask_truncated": False}
-        return prepare_batch(batch, policy, reference, algorithm, **options)[0]
+        return prepare_batch(batch, policy, algorithm, reference=reference, **options)[0]
 
     made = {}
     for name in ("k1", "k2", "k3", "exact"):
-        algorithm = summed(reinforce(kl=KLPenalty(schedules.constant(1.0), getattr(kl, name))))
+        algorithm = summed(reinforce(kl=KLPenalty(schedules.constant(1.0), KLInLoss(getattr(kl, name)))))
         made[name, "loss"] = expected_gradient(
             algorithm, policy, nothing_paid(), 1, kl_coefficient=1.0, ready=beside_reference
         )
     for name in ("k1", "k2", "k3"):
-        algorithm = summed(rloo(kl=KLPenalty(schedules.constant(1.0), getattr(kl, name), in_reward=True)))
+        algorithm = summed(rloo(kl=KLPenalty(schedules.constant(1.0), KLInReward(getattr(kl, name)))))
         # In groups of two the weights are 1/2, which float32 holds exactly.
         made[name, "reward"] = expected_gradient(
             algorithm, policy, nothing_paid(), 2, kl_coefficient=1.0, ready=charged

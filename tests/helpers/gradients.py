@@ -9,13 +9,14 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from covey.algorithms import Algorithm, KLPenalty, dr_grpo, grpo, reinforce, rloo
+from covey.algorithms import Algorithm, KLInLoss, KLInReward, KLPenalty, dr_grpo, grpo, reinforce, rloo
 from covey.core import loss_weights, schedules
 from covey.core.kl import k1, k2, k3
 from covey.data import Batch, EndReason, Group, collate
+from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tabular_policy import Recorder, ToyPolicy
+from helpers.updates import one_update
 
 MAX_LENGTH = 10
 KL_COEFFICIENT = 0.3
@@ -23,10 +24,10 @@ NO_KL = KLPenalty()
 ALGORITHMS = ("grpo", "dr_grpo", "rloo", "reinforce")
 KLS = {
     "no_kl": NO_KL,
-    "k1_in_loss": KLPenalty(schedules.constant(KL_COEFFICIENT), k1),
-    "k2_in_loss": KLPenalty(schedules.constant(KL_COEFFICIENT), k2),
-    "k3_in_loss": KLPenalty(schedules.constant(KL_COEFFICIENT), k3),
-    "k1_in_reward": KLPenalty(schedules.constant(KL_COEFFICIENT), k1, in_reward=True),
+    "k1_in_loss": KLPenalty(schedules.constant(KL_COEFFICIENT), KLInLoss(k1)),
+    "k2_in_loss": KLPenalty(schedules.constant(KL_COEFFICIENT), KLInLoss(k2)),
+    "k3_in_loss": KLPenalty(schedules.constant(KL_COEFFICIENT), KLInLoss(k3)),
+    "k1_in_reward": KLPenalty(schedules.constant(KL_COEFFICIENT), KLInReward(k1)),
 }
 AGGREGATIONS = {
     "sequence": loss_weights.sequence_mean,
@@ -55,8 +56,8 @@ def annotated(
     return prepare_batch(
         batch,
         ToyPolicy(seed=1, rows=rows, padding=padding),
-        ToyPolicy(seed=2, rows=rows, padding=padding),
         algorithm,
+        reference=ToyPolicy(seed=2, rows=rows, padding=padding),
         kl_coefficient=algorithm.kl.coefficient(1),
         optimizer_steps=optimizer_steps,
         mask_truncated=mask_truncated,
@@ -77,17 +78,16 @@ def step_gradients(
     ready, found = annotated(
         batch,
         algorithm,
-        optimizer_steps=plan.optimizer_steps,
+        optimizer_steps=plan.optimizer_steps(step),
         rows=rows,
         padding=padding,
         mask_truncated=mask_truncated,
     )
     policy = ToyPolicy(seed=1, rows=rows, padding=padding)
     recorder = Recorder(policy)
-    learned = update(
-        Learner(policy, recorder), algorithm, ready, plan,
-        StepCoefficients(0.1, kl_coefficient=algorithm.kl.coefficient(1)), seed=0, step=step,
-    )  # fmt: skip
+    learned = one_update(
+        policy, recorder, algorithm, ready, plan, kl_coefficient=algorithm.kl.coefficient(1), step=step
+    )
     return recorder.gradients, found | learned
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from covey.data import Group, Start, collate
+from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.gradients import ALGORITHMS, make
 from helpers.tabular_policy import ACTIONS, CONTEXTS, PlainDescent, ToyPolicy, generator, rollout
+from helpers.updates import one_update
 
 STEPS = 25
 LENGTH = 2
@@ -55,13 +56,24 @@ def train(name: str, kl: str, sign: float, plan: UpdatePlan, steps: int = STEPS)
     for step in range(1, steps + 1):
         coefficient = algorithm.kl.coefficient(step)
         batch, _ = prepare_batch(
-            collate(sample(policy, step, sign)), policy, reference, algorithm,
-            kl_coefficient=coefficient, optimizer_steps=plan.optimizer_steps, mask_truncated=False,
-        )  # fmt: skip
-        update(
-            Learner(policy, PlainDescent(policy)), algorithm, batch, plan,
-            StepCoefficients(RATE[name], kl_coefficient=coefficient), seed=0, step=step,
-        )  # fmt: skip
+            collate(sample(policy, step, sign)),
+            policy,
+            algorithm,
+            reference=reference,
+            kl_coefficient=coefficient,
+            optimizer_steps=plan.optimizer_steps(1),
+        )
+        one_update(
+            policy,
+            PlainDescent(policy),
+            algorithm,
+            batch,
+            plan,
+            learning_rate=RATE[name],
+            kl_coefficient=coefficient,
+            seed=0,
+            step=step,
+        )
     return share_of_preferred(policy)
 
 

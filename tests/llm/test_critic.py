@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from covey.algorithms import KLPenalty, ppo
+from covey.algorithms import KLInReward, KLPenalty, ppo
 from covey.config import ConfigError
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.llm.critic import LanguageCritic
+from covey.llm.critic import LanguageCritic, SharedTrunkValues
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.optimizer import MasterAdamW
+from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tiny_models import PLAIN, SHARED, tiny_model
+from helpers.updates import one_update
 
 KINDS = SHARED + PLAIN
 ENDS = (EndReason.STOP, EndReason.LENGTH)
@@ -54,7 +55,7 @@ def make(
         torch.manual_seed(3)
         nn.init.normal_(critic.head.linear.weight, std=0.3)
         nn.init.normal_(critic.head.linear.bias)
-    return policy, critic
+    return policy if own_trunk else policy.with_outputs(SharedTrunkValues(critic)), critic
 
 
 def plain_values(model: nn.Module, critic: LanguageCritic, batch: Batch) -> Tensor:
@@ -144,11 +145,10 @@ def test_returns_and_advantages_over_tokens_with_the_kl_in_the_reward():
     reference = LanguagePolicy(tiny_model(seed=1, dtype=torch.float64))
     groups = some_groups()
     gamma, lam, beta = 0.9, 0.8, 0.3
-    algorithm = ppo(gamma=gamma, lam=lam, whiten=False, kl=KLPenalty(schedules.constant(beta), kl.k1, in_reward=True))
+    algorithm = ppo(gamma=gamma, lam=lam, whiten=False, kl=KLPenalty(schedules.constant(beta), KLInReward(kl.k1)))
     batch, metrics = prepare_batch(
-        collate(groups), policy, reference, algorithm, critic=critic,
-        kl_coefficient=beta, optimizer_steps=1, mask_truncated=False,
-    )  # fmt: skip
+        collate(groups), policy, algorithm, reference=reference, critics=(critic,), kl_coefficient=beta
+    )
     assert batch.returns_BT is not None
     assert batch.advantages_BT is not None
     values = plain_values(policy.module, critic, batch).tolist()
@@ -176,10 +176,7 @@ def test_a_reward_is_not_paid_twice_where_the_token_limit_cut():
     policy, critic = make()
     nn.init.constant_(critic.head.linear.bias, 100.0)
     groups = some_groups()
-    batch, _ = prepare_batch(
-        collate(groups), policy, None, ppo(gamma=1.0, lam=1.0, whiten=False), critic=critic,
-        kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False,
-    )  # fmt: skip
+    batch, _ = prepare_batch(collate(groups), policy, ppo(gamma=1.0, lam=1.0, whiten=False), critics=(critic,))
     assert batch.returns_BT is not None
     expected_BT = torch.where(batch.mask_BT, batch.reward_B[:, None], 0.0)
     torch.testing.assert_close(batch.returns_BT, expected_BT, atol=1e-4, rtol=0)
@@ -202,10 +199,7 @@ class Kept:
 
 
 def annotated(policy: LanguagePolicy, critic: LanguageCritic, algorithm) -> Batch:
-    batch, _ = prepare_batch(
-        collate(some_groups()), policy, None, algorithm, critic=critic,
-        kl_coefficient=0.0, optimizer_steps=2, mask_truncated=False,
-    )  # fmt: skip
+    batch, _ = prepare_batch(collate(some_groups()), policy, algorithm, critics=(critic,), optimizer_steps=2)
     return batch
 
 
@@ -215,8 +209,18 @@ def gradients_of_update(kind: str, *, own_trunk: bool, plan: UpdatePlan = Update
     algorithm = ppo(value_coefficient=coefficient)
     batch = annotated(policy, critic, algorithm)
     kept, of_critic = Kept(policy.module), Kept(critic.module)
-    metrics = update(
-        Learner(policy, kept, critic, of_critic), algorithm, batch, plan, StepCoefficients(0.1, 0.1), seed=0, step=1
+    metrics = one_update(
+        policy,
+        kept,
+        algorithm,
+        batch,
+        plan,
+        critic=critic,
+        critic_optimizer=of_critic,
+        learning_rate=0.1,
+        critic_learning_rate=0.1,
+        seed=0,
+        step=1,
     )
     return policy, critic, algorithm, batch, kept.found, of_critic.found, metrics
 
@@ -283,7 +287,7 @@ def test_warm_up_leaves_the_policy_as_it_is(own_trunk, monkeypatch):
     critic.module.float()
     algorithm = ppo()
     optimizer, of_critic = MasterAdamW(policy.module, lr=0.1), MasterAdamW(critic.module, lr=0.1)
-    learner = Learner(policy, optimizer, critic, of_critic)
+    options = {"critic": critic, "critic_optimizer": of_critic, "critic_learning_rate": 0.1}
     batch = annotated(policy, critic, algorithm)
     plan = UpdatePlan(epochs=2, minibatches=2, critic_epochs=1, critic_warmup_steps=2)
     before = copy.deepcopy(optimizer.state_dict())
@@ -294,7 +298,7 @@ def test_warm_up_leaves_the_policy_as_it_is(own_trunk, monkeypatch):
 
     monkeypatch.setattr(policy, "evaluate", forbidden)
     for step in (1, 2):
-        metrics = update(learner, algorithm, batch, plan, StepCoefficients(0.1, 0.1), seed=0, step=step)
+        metrics = one_update(policy, optimizer, algorithm, batch, plan, step=step, **options)
         assert metrics["update/optimizer_steps"] == metrics["update/epochs"] == 0
         assert metrics["update/critic_steps"] == 6
     after = optimizer.state_dict()
@@ -303,7 +307,7 @@ def test_warm_up_leaves_the_policy_as_it_is(own_trunk, monkeypatch):
         torch.testing.assert_close(after["masters"][name], master, rtol=0, atol=0)
     assert not torch.equal(critic.head.linear.weight, head)
     monkeypatch.undo()
-    metrics = update(learner, algorithm, batch, plan, StepCoefficients(0.1, 0.1), seed=0, step=3)
+    metrics = one_update(policy, optimizer, algorithm, batch, plan, step=3, **options)
     assert metrics["update/optimizer_steps"] == 4
     assert metrics["update/critic_steps"] == 6
 
@@ -315,8 +319,9 @@ def test_value_loss_of_a_warm_up_is_the_mean_over_its_passes():
     assert batch.returns_BT is not None
     expected = 0.5 * float(((critic.values(batch) - batch.returns_BT)[batch.mask_BT] ** 2).detach().mean())
     plan = UpdatePlan(epochs=2, minibatches=3, critic_epochs=1, critic_warmup_steps=1)
-    learner = Learner(policy, Kept(policy.module), critic, Kept(critic.module))
-    metrics = update(learner, algorithm, batch, plan, StepCoefficients(0.1, 0.1), seed=0, step=1)
+    metrics = one_update(
+        policy, Kept(policy.module), algorithm, batch, plan, critic=critic, critic_optimizer=Kept(critic.module)
+    )
     assert metrics["loss/value"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -329,21 +334,23 @@ def test_the_critic_learns_to_foresee(own_trunk):
     torch.manual_seed(0)
     policy = LanguagePolicy(tiny_model())
     critic = LanguageCritic(policy, own_trunk=own_trunk)
+    if not own_trunk:
+        policy = policy.with_outputs(SharedTrunkValues(critic))
     groups = some_groups(counts=(4, 4, 4, 4))
     for group in groups:
         for rollout in group.rollouts:
             rollout.reward = (1.0, 0.0, 3.0, 2.0)[group.start.index]
     algorithm = ppo(gamma=1.0, lam=1.0)
-    learner = Learner(policy, MasterAdamW(policy.module, lr=0.0), critic, MasterAdamW(critic.module, lr=0.0))
+    optimizer, of_critic = MasterAdamW(policy.module, lr=0.0), MasterAdamW(critic.module, lr=0.0)
     explained, plan = [], UpdatePlan(critic_warmup_steps=1000)
     for step in range(1, 80):
-        batch, metrics = prepare_batch(
-            collate(groups), policy, None, algorithm, critic=critic,
-            kl_coefficient=0.0, optimizer_steps=1, mask_truncated=False,
-        )  # fmt: skip
+        batch, metrics = prepare_batch(collate(groups), policy, algorithm, critics=(critic,))
         explained.append(metrics["value/explained_variance"])
         rate = 3e-3 if own_trunk else 5e-2
-        update(learner, algorithm, batch, plan, StepCoefficients(0.0, rate), seed=0, step=step)
+        one_update(
+            policy, optimizer, algorithm, batch, plan, learning_rate=0.0, critic=critic, critic_optimizer=of_critic,
+            critic_learning_rate=rate, step=step,
+        )  # fmt: skip
     assert explained[0] == 0
     assert explained[-1] > 0.9
 

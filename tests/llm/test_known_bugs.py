@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.algorithms import KLPenalty, grpo, gspo
+from covey.algorithms import KLInLoss, KLPenalty, grpo, gspo
 from covey.config import ConfigError
 from covey.config.recipe import config_from_dict
 from covey.core.kl import k3
@@ -103,11 +103,9 @@ def test_liger_1082_fast_path_ignores_the_ratio_and_the_mask(algorithm):
     sampler = make_sampler(temperature=0.8)
     batch = collate(sampled(sampler))
     batch.mask_BT[::2, 1] &= batch.mask_BT[::2].sum(dim=1) < 3
-    made = replace(algorithm(kl=KLPenalty(constant(0.2), k3)), aggregation=token_mean)
+    made = replace(algorithm(kl=KLPenalty(constant(0.2), KLInLoss(k3))), aggregation=token_mean)
     other = make_sampler(temperature=0.8, seed=1).policy
-    ready = prepare_batch(
-        batch, sampler.policy, other, made, kl_coefficient=0.2, optimizer_steps=1, mask_truncated=True
-    )[0]  # fmt: skip
+    ready = prepare_batch(batch, sampler.policy, made, reference=other, kl_coefficient=0.2, mask_truncated=True)[0]
     with torch.no_grad():
         ready.proximal_logprobs_BT = other.evaluate(ready).logprobs_BT
     part = ready.select(torch.arange(1, len(ready)))

@@ -17,9 +17,10 @@ from covey.algorithms import Algorithm
 from covey.algorithms.advantages import outcome
 from covey.core import baselines
 from covey.data import Batch, PolicyOutput
+from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tiny_models import tiny_folder
+from helpers.updates import one_update
 from oracle.cases import GROUP_SIZE, ROWS, collated, random_case
 from oracle.trl_trainer import MAX_LENGTH, TableTrainer
 
@@ -106,12 +107,16 @@ def test_a_whole_step(name, beta, folder, agree):
         policy = TablePolicy(case.old_BT)
         plan = UpdatePlan(minibatches=2)
         batch, _ = prepare_batch(
-            collated(case), policy, TablePolicy(case.reference_BT), algorithm, kl_coefficient=beta,
-            optimizer_steps=plan.minibatches, mask_truncated=trainer.mask_truncated_completions,
-        )  # fmt: skip
+            collated(case),
+            policy,
+            algorithm,
+            reference=TablePolicy(case.reference_BT),
+            kl_coefficient=beta,
+            optimizer_steps=plan.minibatches,
+            mask_truncated=trainer.mask_truncated_completions,
+        )
         policy.table_BT = case.logprobs_BT.clone().requires_grad_()
-        sizes = StepCoefficients(learning_rate=0.0, kl_coefficient=beta)
-        update(Learner(policy, NoStep()), algorithm, batch, plan, sizes, seed=seed, step=1)
+        one_update(policy, NoStep(), algorithm, batch, plan, learning_rate=0.0, kl_coefficient=beta, seed=seed)
         gradient_BT = trainer.take(case).gradient_BT
         # A difference by decision: where all did equally well, nothing pulls on a group in covey, the KL neither.
         alike = [len(set(case.rewards[i : i + GROUP_SIZE])) == 1 for i in range(0, ROWS, GROUP_SIZE)]

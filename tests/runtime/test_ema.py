@@ -27,8 +27,8 @@ def value_of(module: nn.Linear) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_share_of_one_copies(dtype):
     module, leader = linear(1.0, dtype), linear(0.3, dtype)
-    reference_updater = EMAWeights(module, leader, 1.0)
-    reference_updater.follow()
+    average = EMAWeights(module, leader, 1.0)
+    average.update()
     assert value_of(module) == value_of(leader)
     with torch.no_grad():
         leader.weight.add_(1)
@@ -37,21 +37,21 @@ def test_a_share_of_one_copies(dtype):
 
 def test_a_share_goes_that_part_of_the_way():
     module, leader = linear(1.0), linear(2.0)
-    reference_updater = EMAWeights(module, leader, 0.25)
-    reference_updater.follow()
+    average = EMAWeights(module, leader, 0.25)
+    average.update()
     assert value_of(module) == 1.25  # 1 + 0.25 * (2 - 1)
-    reference_updater.follow()
+    average.update()
     assert value_of(module) == 1.4375  # 1.25 + 0.25 * 0.75
 
 
 def test_small_moves_add_up_in_bf16():
     # bf16 has steps of 1/128 between 1 and 2: one move of 0.001 would round away, and so would every other.
     module, leader = linear(1.0, torch.bfloat16), linear(2.0, torch.bfloat16)
-    reference_updater = EMAWeights(module, leader, 0.001)
-    reference_updater.follow()
+    average = EMAWeights(module, leader, 0.001)
+    average.update()
     assert value_of(module) == 1.0
     for _ in range(99):
-        reference_updater.follow()
+        average.update()
     assert value_of(module) == pytest.approx(2 - 0.999**100, abs=1 / 128)  # 1.095
 
 
@@ -59,20 +59,20 @@ def test_shared_parameters_count_once():
     module, leader = nn.Sequential(linear(1.0), linear(1.0)), nn.Sequential(linear(2.0), linear(2.0))
     for tied in (module, leader):
         tied[1].weight = tied[0].weight
-    reference_updater = EMAWeights(module, leader, 0.5)
-    assert sorted(reference_updater.state_dict()) == ["0.bias", "0.weight", "1.bias"]
-    reference_updater.follow()
+    average = EMAWeights(module, leader, 0.5)
+    assert sorted(average.state_dict()) == ["0.bias", "0.weight", "1.bias"]
+    average.update()
     assert value_of(module[1]) == 1.5
 
 
 @pytest.mark.parametrize("share", [1.0, 0.01])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_state_goes_on_with_the_same_bits(share, dtype):
-    def run(steps: int, reference_updater: EMAWeights, leader: nn.Linear, begin: int = 0) -> None:
+    def run(steps: int, average: EMAWeights, leader: nn.Linear, begin: int = 0) -> None:
         for step in range(begin, begin + steps):
             with torch.no_grad():
                 leader.weight.copy_(torch.full((2, 2), 1.0 + 0.37 * step))
-            reference_updater.follow()
+            average.update()
 
     whole, leader = linear(1.0, dtype), linear(1.0, dtype)
     run(20, EMAWeights(whole, leader, share), leader)
@@ -88,6 +88,6 @@ def test_a_saved_state_goes_on_with_the_same_bits(share, dtype):
 
 
 def test_a_state_of_another_module_is_refused():
-    reference_updater = EMAWeights(linear(1.0), linear(2.0), 1.0)
+    average = EMAWeights(linear(1.0), linear(2.0), 1.0)
     with pytest.raises(ConfigError, match="belongs to another model"):
-        reference_updater.load_state_dict({"weight": torch.zeros(2, 2)})
+        average.load_state_dict({"weight": torch.zeros(2, 2)})

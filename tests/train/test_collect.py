@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -16,12 +15,23 @@ from covey.core import schedules
 from covey.data import Group, Start
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.rng import uniforms
-from covey.train.collect import AdaptiveGroups, Collector, DynamicSampling, FixedGroups, StepGroups
+from covey.runtime.timer import Clock
+from covey.train.collect import (
+    AdaptiveGroups,
+    Collector,
+    DynamicSampling,
+    FixedGroups,
+    FixedSize,
+    LinearSize,
+    LogGroupSizes,
+    StepGroups,
+)
+from covey.train.kl_coefficient import ScheduledCoefficient
 from covey.train.loop import collect, train, train_step
 from covey.train.state import Components, LoopConfig, Progress
-from covey.train.update import UpdatePlan
 from helpers.gradients import make
 from helpers.tabular_policy import CONTEXTS, ToyPolicy, rollout
+from helpers.updates import learners_of
 
 SEED = 7
 
@@ -80,22 +90,31 @@ class World:
     def save(self, step: int, state: dict[str, Any]) -> None: ...
 
 
-def build(world: World, way: Collector, *, starts: int = 4, size: int = 8, steps: int = 10, **changes: Any):
+def build(
+    world: World,
+    way: Collector,
+    *,
+    starts: int = 4,
+    size: int = 8,
+    last: int | None = None,
+    steps: int = 10,
+    **changes: Any,
+):
     policy = ToyPolicy(seed=None)
     parts = Components(
-        task=world, sampler=world, grader=world, policy=policy, reference=None, algorithm=make("grpo"),
-        optimizer=MasterAdamW(policy.module, lr=0.1), observers=[world], checkpoints=world, evaluate=lambda step: {},
+        task=world, sampler=world, grader=world, policy=policy, algorithm=make("grpo"),
+        learners=learners_of(policy, MasterAdamW(policy.module, lr=0.1), make("grpo")),
+        kl_coefficient=ScheduledCoefficient(schedules.constant(0.0)), observers=[world], checkpoints=world,
+        collector=way if last is None else LogGroupSizes(way),
     )  # fmt: skip
-    settings = LoopConfig(
-        steps=steps, seed=SEED, starts_per_step=starts, group_size=size, plan=UpdatePlan(),
-        learning_rate=schedules.constant(0.1), collector=way, **changes,
-    )  # fmt: skip
+    group_size = FixedSize(size) if last is None else LinearSize(size, last, steps)
+    settings = LoopConfig(steps=steps, seed=SEED, starts_per_step=starts, group_size=group_size, **changes)
     return parts, settings
 
 
 def gathered(world: World, way: Collector, *, step: int = 1, drawn: int = 0, **sizes: int) -> StepGroups:
     parts, settings = build(world, way, **sizes)
-    return collect(parts, settings, step, drawn, lambda name: nullcontext())
+    return collect(parts, settings, Progress(step=step - 1, starts=drawn), Clock())
 
 
 def texts(group: Group) -> list[str]:
@@ -122,8 +141,8 @@ def test_a_fixed_size_samples_every_group_once():
 
 @pytest.mark.parametrize(("first", "last", "steps"), [(16, 128, 100), (4, 5, 2), (32, 8, 7), (6, 6, 3), (2, 90, 1000)])
 def test_the_schedule_begins_and_ends_exactly_and_moves_one_way(first, last, steps):
-    _, settings = build(World([0.5]), FixedGroups(), size=first, steps=steps, final_group_size=last)
-    sizes = [settings.group_size_at(step) for step in range(1, steps + 1)]
+    _, settings = build(World([0.5]), FixedGroups(), size=first, steps=steps, last=last)
+    sizes = [settings.group_size.at(step) for step in range(1, steps + 1)]
     assert (sizes[0], sizes[-1]) == (first, last)
     assert sizes == sorted(sizes, reverse=last < first)
     straight = [first + (last - first) * (step - 1) / (steps - 1) for step in range(1, steps + 1)]
@@ -132,7 +151,7 @@ def test_the_schedule_begins_and_ends_exactly_and_moves_one_way(first, last, ste
 
 def test_a_scheduled_size_is_sampled_and_reported():
     world = World([0.5])
-    parts, settings = build(world, FixedGroups(), size=4, steps=3, final_group_size=12)
+    parts, settings = build(world, FixedGroups(), size=4, steps=3, last=12)
     train(parts, settings, Progress(), should_stop=lambda: False)
     assert [call[1] for call in world.calls] == [4, 8, 12]
     assert [metrics["groups/size_mean"] for metrics, _ in world.recorded] == [4, 8, 12]
@@ -142,7 +161,7 @@ def test_a_scheduled_size_is_sampled_and_reported():
 # ---- adaptive ----
 
 
-def adaptive(first: int, most: int | None = None) -> AdaptiveGroups:
+def adaptive(first: int, most: int = 0) -> AdaptiveGroups:
     return AdaptiveGroups(first, most)
 
 
@@ -202,9 +221,9 @@ def test_where_no_group_varies_the_rest_is_not_spent():
 
 def test_the_budget_of_an_adaptive_step_follows_the_schedule():
     world = World([0.5])
-    parts, settings = build(world, adaptive(4), starts=4, size=4, steps=5, final_group_size=20)
+    parts, settings = build(world, adaptive(4), starts=4, size=4, steps=5, last=20)
     for step in range(1, 6):
-        found = collect(parts, settings, step, 0, lambda name: nullcontext())
+        found = collect(parts, settings, Progress(step=step - 1), Clock())
         rollouts = sum(len(group.rollouts) for group in found.groups)
         assert rollouts + found.metrics["groups/unused_budget"] == 4 * (4, 8, 12, 16, 20)[step - 1]
 
@@ -351,9 +370,9 @@ def test_dropped_groups_change_no_gradient():
 )
 def test_the_same_step_is_collected_again_the_same(way, last):
     chances = [0.0, 0.4, 0.9, 1.0, 0.2]
-    one, other = (gathered(World(chances), way, step=5, drawn=30, final_group_size=last) for _ in range(2))
+    one, other = (gathered(World(chances), way, step=5, drawn=30, last=last) for _ in range(2))
     assert one == other
-    assert one != gathered(World(chances), way, step=6, drawn=30, final_group_size=last)
+    assert one != gathered(World(chances), way, step=6, drawn=30, last=last)
 
 
 # ---- what the selection does to the gradient ----

@@ -16,18 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.algorithms import Algorithm, KLPenalty, cispo, grpo, reinforce
+from covey.algorithms import Algorithm, KLInLoss, KLPenalty, cispo, grpo, reinforce
 from covey.config import LossBase
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.experiment.build import build_algorithm
+from covey.experiment.build import build_algorithm, build_kl_coefficient
 from covey.runtime.ema import EMAWeights
 from covey.runtime.optimizer import MasterAdamW
+from covey.train.collect import FixedSize
+from covey.train.kl_coefficient import KLCoefficient, ScheduledCoefficient
+from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.loop import train
 from covey.train.prepare import prepare_batch
-from covey.train.state import Components, LoopConfig, Progress, load_checkpoint
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
+from covey.train.state import Components, LoopConfig, NeverUpdate, Progress, load_checkpoint
 from helpers.tabular_policy import ACTIONS, Recorder, ToyPolicy, rollout
+from helpers.updates import one_update
 
 ROLLOUTS = 2 * ACTIONS
 TARGET, HORIZON = 0.02, 100
@@ -78,19 +81,29 @@ class World:
         return [metrics[name] for metrics in self.recorded]
 
 
-def build(penalty: KLPenalty, *, epochs: int = 1, share: float | None = None, every: int = 0, **settings: Any):
+def build(
+    penalty: KLPenalty,
+    kl_coefficient: KLCoefficient | None = None,
+    *,
+    epochs: int = 1,
+    share: float | None = None,
+    every: int = 1,
+    **settings: Any,
+):
     policy = ToyPolicy(seed=None)
     world, reference = World(policy), ToyPolicy(seed=None)
-    reference_updater = None if share is None else EMAWeights(reference.module, policy.module, share)
+    updater = NeverUpdate() if share is None else EMAWeights(reference.module, policy.module, share, every=every)
+    algorithm, optimizer = grpo(kl=penalty), MasterAdamW(policy.module, lr=0.05)
+    kl_coefficient = kl_coefficient or ScheduledCoefficient(penalty.coefficient)
+    learner = PolicyLearner(
+        policy, optimizer, algorithm, UpdatePlan(epochs=epochs), schedules.constant(0.05), kl_coefficient
+    )
     parts = Components(
-        task=world, sampler=world, grader=world, policy=policy, reference=reference, algorithm=grpo(kl=penalty),
-        optimizer=MasterAdamW(policy.module, lr=0.05), observers=[world], checkpoints=world, evaluate=lambda step: {},
-        reference_updater=reference_updater,
+        task=world, sampler=world, grader=world, policy=policy, reference=reference, algorithm=algorithm,
+        learners=[learner], kl_coefficient=kl_coefficient, observers=[world], checkpoints=world,
+        reference_updater=updater,
     )  # fmt: skip
-    return world, parts, LoopConfig(
-        steps=12, seed=7, starts_per_step=2, group_size=ACTIONS, plan=UpdatePlan(epochs=epochs),
-        learning_rate=schedules.constant(0.05), follow_every=every, **settings,
-    )  # fmt: skip
+    return world, parts, LoopConfig(steps=12, seed=7, starts_per_step=2, group_size=FixedSize(ACTIONS), **settings)
 
 
 def go(parts: Components, settings: LoopConfig, progress: Progress | None = None) -> Progress:
@@ -99,11 +112,13 @@ def go(parts: Components, settings: LoopConfig, progress: Progress | None = None
     return progress
 
 
-def penalty(coefficient: float = 0.05, warmup: int = 0, **options: Any) -> KLPenalty:
+def controlled(coefficient: float = 0.05, warmup: int = 0, to: str = "reference") -> tuple[KLPenalty, KLCoefficient]:
     loss = LossBase(
-        kl_coefficient=coefficient, kl_warmup_steps=warmup, adaptive_kl_target=TARGET, adaptive_kl_horizon=HORIZON
-    )
-    return replace(build_algorithm("grpo", loss).kl, **options)
+        kl_coefficient=coefficient, kl_warmup_steps=warmup, adaptive_kl_target=TARGET, adaptive_kl_horizon=HORIZON,
+        kl_anchor=to,
+    )  # fmt: skip
+    penalty = build_algorithm("grpo", loss).kl
+    return penalty, build_kl_coefficient(penalty, loss)
 
 
 def follow_by_hand(first: float, measured: list[float]) -> list[float]:
@@ -113,19 +128,19 @@ def follow_by_hand(first: float, measured: list[float]) -> list[float]:
     return made
 
 
-@pytest.mark.parametrize("to_behavior", [False, True])
-def test_the_coefficient_follows_the_measured_kl(to_behavior):
-    world, parts, settings = build(penalty(to_behavior=to_behavior), epochs=3)
-    progress = go(parts, settings)
-    measured = world.series("kl/behavior" if to_behavior else "kl")
+@pytest.mark.parametrize("to", ["reference", "behavior"])
+def test_the_coefficient_follows_the_measured_kl(to):
+    world, parts, settings = build(*controlled(to=to), epochs=3)
+    go(parts, settings)
+    measured = world.series("kl/behavior" if to == "behavior" else "kl")
     assert world.series("kl_coefficient") == pytest.approx(follow_by_hand(0.05, measured), rel=1e-12)
-    assert min(measured) < TARGET < max(measured) or to_behavior, "the test needs both directions"
-    assert progress.kl_coefficient is not None
-    assert progress.kl_coefficient != world.series("kl_coefficient")[-1], "the last step counts too"
+    assert min(measured) < TARGET < max(measured) or to == "behavior", "the test needs both directions"
+    following = parts.kl_coefficient.at(settings.steps + 1)
+    assert following != world.series("kl_coefficient")[-1], "the last step counts too"
 
 
 def test_the_coefficient_is_the_one_in_the_loss():
-    world, parts, settings = build(penalty(0.05))
+    world, parts, settings = build(*controlled(0.05))
     go(parts, settings)
     _, fixed, _ = build(KLPenalty(schedules.constant(0.05)))
     go(fixed, settings)
@@ -136,7 +151,7 @@ def test_the_coefficient_is_the_one_in_the_loss():
 
 
 def test_during_the_warmup_the_schedule_counts_and_from_its_end_the_controller():
-    world, parts, settings = build(penalty(0.05, warmup=4))
+    world, parts, settings = build(*controlled(0.05, warmup=4))
     go(parts, settings)
     found, measured = world.series("kl_coefficient"), world.series("kl")
     assert found[:4] == pytest.approx([0.0125, 0.025, 0.0375, 0.05])
@@ -144,7 +159,7 @@ def test_during_the_warmup_the_schedule_counts_and_from_its_end_the_controller()
 
 
 def test_a_step_without_a_measured_kl_leaves_the_coefficient():
-    world, parts, settings = build(penalty())
+    world, parts, settings = build(*controlled())
 
     def nothing(groups: list[Group]) -> list[Group]:
         for group in groups:
@@ -153,15 +168,14 @@ def test_a_step_without_a_measured_kl_leaves_the_coefficient():
         return groups
 
     world.grade = nothing  # type: ignore[method-assign]
-    progress = go(parts, settings)
+    go(parts, settings)
     assert "kl" not in world.recorded[0]
-    assert progress.kl_coefficient is None
     assert set(world.series("kl_coefficient")) == {0.05}
 
 
 def test_a_schedule_without_a_target_is_left_alone():
     world, parts, settings = build(build_algorithm("grpo", LossBase(kl_coefficient=0.05)).kl)
-    assert go(parts, settings).kl_coefficient is None
+    go(parts, settings)
     assert set(world.series("kl_coefficient")) == {0.05}
 
 
@@ -189,13 +203,14 @@ def test_a_moving_average_is_that_of_the_policies_at_those_steps():
 
 @pytest.mark.parametrize("share", [1.0, 0.25, None])
 def test_a_resumed_run_has_the_same_coefficient_reference_and_weights(share):
-    options = {"share": share, "every": 0 if share is None else 2}
-    world, whole, settings = build(penalty(warmup=2), **options, checkpoint_every=5)
+    options = {"share": share, "every": 2}
+    world, whole, settings = build(*controlled(warmup=2), **options, checkpoint_every=5)
     go(whole, settings)
     state = world.saved[0]
     assert state["progress"]["step"] == 5
-    assert ("reference" in state) == (share is not None)
-    again, parts, _ = build(penalty(warmup=2), **options)
+    assert bool(state["reference"]) == (share is not None)
+    assert state["kl_coefficient"]
+    again, parts, _ = build(*controlled(warmup=2), **options)
     progress = load_checkpoint(parts, state)
     with torch.no_grad():
         parts.policy.table.copy_(state["optimizer"]["masters"]["table"])  # float64: the optimizer's is a copy
@@ -262,7 +277,7 @@ def test_weights_multiply_the_surrogate_and_neither_the_kl_nor_the_entropy():
     stale = ToyPolicy(seed=4)
     for algorithm in (
         replace(reinforce(), entropy_coefficient=0.3),
-        reinforce(kl=KLPenalty(schedules.constant(0.3), kl.k3)),
+        reinforce(kl=KLPenalty(schedules.constant(0.3), KLInLoss(kl.k3))),
     ):
         plain, weighted = (expected_gradient(replace(algorithm, importance_cap=cap), stale) for cap in (None, 2.0))
         bare = [expected_gradient(replace(reinforce(), importance_cap=cap), stale) for cap in (None, 2.0)]
@@ -271,10 +286,8 @@ def test_weights_multiply_the_surrogate_and_neither_the_kl_nor_the_entropy():
 
 def stepped(algorithm: Algorithm, batch: Batch, plan: UpdatePlan = UpdatePlan()) -> dict[str, float]:  # noqa: B008
     policy = ToyPolicy(seed=1)
-    ready, _ = prepare_batch(
-        batch, policy, None, algorithm, kl_coefficient=0.0, optimizer_steps=plan.optimizer_steps, mask_truncated=False
-    )
-    return update(Learner(policy, Recorder(policy)), algorithm, ready, plan, StepCoefficients(0.1), seed=0, step=1)
+    ready, _ = prepare_batch(batch, policy, algorithm, optimizer_steps=plan.optimizer_steps(1))
+    return one_update(policy, Recorder(policy), algorithm, ready, plan, learning_rate=0.1, seed=0, step=1)
 
 
 def test_mismatch_metrics_by_hand():

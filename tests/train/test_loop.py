@@ -13,12 +13,14 @@ from covey.config import RunError
 from covey.core import schedules
 from covey.data import EndReason, Group, Rollout, Start
 from covey.runtime.optimizer import MasterAdamW
+from covey.train.collect import FixedSize
+from covey.train.kl_coefficient import ScheduledCoefficient
 from covey.train.loop import train
 from covey.train.metrics import describe
 from covey.train.state import Components, LoopConfig, Progress, load_checkpoint
-from covey.train.update import UpdatePlan
 from helpers.gradients import make
 from helpers.tabular_policy import ToyPolicy, rollout
+from helpers.updates import learners_of
 
 
 @dataclass
@@ -71,12 +73,11 @@ class World:
 def build(world: World, steps: int, **changes: Any) -> tuple[Components, LoopConfig]:
     policy = ToyPolicy(seed=None)
     parts = Components(
-        task=world, sampler=world, grader=world, policy=policy, reference=None, algorithm=make("grpo"),
-        optimizer=MasterAdamW(policy.module, lr=0.1), observers=[world], checkpoints=world, evaluate=lambda step: {},
+        task=world, sampler=world, grader=world, policy=policy, algorithm=make("grpo"),
+        learners=learners_of(policy, MasterAdamW(policy.module, lr=0.1), make("grpo")),
+        kl_coefficient=ScheduledCoefficient(schedules.constant(0.0)), observers=[world], checkpoints=world,
     )  # fmt: skip
-    settings = LoopConfig(
-        steps=steps, seed=7, starts_per_step=2, group_size=4, plan=UpdatePlan(), learning_rate=schedules.constant(0.1)
-    )
+    settings = LoopConfig(steps=steps, seed=7, starts_per_step=2, group_size=FixedSize(4))
     return replace(parts, **{k: v for k, v in changes.items() if hasattr(parts, k)}), replace(
         settings, **{k: v for k, v in changes.items() if hasattr(settings, k)}
     )

@@ -14,8 +14,8 @@ from covey.algorithms import Algorithm
 from covey.config import ConfigError
 from covey.core.loss_weights import count
 from covey.data import Batch, Group, Start, collate
+from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.gradients import (
     AGGREGATIONS,
     ALGORITHMS,
@@ -28,6 +28,7 @@ from helpers.gradients import (
     step_gradients,
 )
 from helpers.tabular_policy import Recorder, ToyPolicy, random_groups, rollout
+from helpers.updates import one_update
 
 EVERY = pytest.mark.parametrize(
     "algorithm",
@@ -139,10 +140,17 @@ def test_a_group_stays_in_one_minibatch_and_the_order_depends_on_the_step():
 
     for step in (1, 2, 3, 1):
         policy = Watching(seed=1)
-        update(
-            Learner(policy, Recorder(policy)), make("grpo"), batch, UpdatePlan(minibatches=3),
-            StepCoefficients(0.1, kl_coefficient=0.0), seed=0, step=step,
-        )  # fmt: skip
+        one_update(
+            policy,
+            Recorder(policy),
+            make("grpo"),
+            batch,
+            UpdatePlan(minibatches=3),
+            learning_rate=0.1,
+            kl_coefficient=0.0,
+            seed=0,
+            step=step,
+        )
     per_step = [[set(part) for part in seen[i : i + 3]] for i in range(0, 12, 3)]
     assert all(len(part) == 2 for step in per_step for part in step)
     assert all(set.union(*step) == set(range(6)) for step in per_step)
@@ -226,10 +234,7 @@ def test_a_step_that_teaches_nothing_makes_no_optimizer_step(kl, minibatches):
 @pytest.mark.parametrize("kl", ["k3_in_loss", "k1_in_reward"])
 def test_a_kl_without_a_reference_is_refused(kl):
     with pytest.raises(ConfigError, match="no reference policy"):
-        prepare_batch(
-            collate(random_groups()), ToyPolicy(), None, make("grpo", kl),
-            kl_coefficient=0.1, optimizer_steps=1, mask_truncated=False,
-        )  # fmt: skip
+        prepare_batch(collate(random_groups()), ToyPolicy(), make("grpo", kl), kl_coefficient=0.1)
 
 
 def test_a_coefficient_of_zero_only_watches_the_kl():
@@ -267,10 +272,9 @@ def test_metrics_of_an_update_by_hand():
         loss_weights_BT=torch.full((2, 2), 0.25),
         behavior_logprobs_BT=logprobs - torch.tensor([[0.1, -0.2], [0.3, 0.0]]),
     )
-    metrics = update(
-        Learner(policy, Recorder(policy)), make("grpo"), ready, UpdatePlan(),
-        StepCoefficients(0.1, kl_coefficient=0.0), seed=0, step=1,
-    )  # fmt: skip
+    metrics = one_update(
+        policy, Recorder(policy), make("grpo"), ready, learning_rate=0.1, kl_coefficient=0.0, seed=0, step=1
+    )
     assert metrics["loss"] == pytest.approx(-5 / 4)
     assert metrics["clip/low"] == metrics["clip/high"] == 0.25
     assert metrics["ratio/max"] == pytest.approx(1.5)

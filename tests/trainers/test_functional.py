@@ -226,9 +226,13 @@ def test_grpo_loss_is_that_of_a_run():
     trained = GRPOLoss(0.2, 0.1)
     told = Told(case)
     batch, _ = prepare_batch(
-        collate(groups), told.of("old_policy_logprobs"), told.of("reference_logprobs"), trained.algorithm,
-        kl_coefficient=0.1, optimizer_steps=2, mask_truncated=False,
-    )  # fmt: skip
+        collate(groups),
+        told.of("old_policy_logprobs"),
+        trained.algorithm,
+        reference=told.of("reference_logprobs"),
+        kl_coefficient=0.1,
+        optimizer_steps=2,
+    )
     policy = case["policy_logprobs"].flatten(0, 1)
     terms = trained.algorithm.loss(PolicyOutput(policy, torch.zeros_like(policy)), batch, 0.1)
     torch.testing.assert_close(trained(**case), terms.loss, rtol=1e-6, atol=1e-6)  # a batch is in float32

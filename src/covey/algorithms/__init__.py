@@ -1,6 +1,7 @@
 """Algorithms: what the gradient is.
 
 advantages    which numbers are compared with which: a batch -> advantages_BT
+kl_penalty    where a KL acts: in the reward or in the loss, to the reference or to the policy that sampled
 algorithm     the composition: advantage x ratio x surrogate x KL x aggregation x value loss
 presets       grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, ppo
 """
@@ -8,12 +9,20 @@ presets       grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, p
 from covey.algorithms.algorithm import (
     Algorithm,
     CriticError,
-    KLEstimator,
-    KLPenalty,
     LogRatio,
     LossTerms,
     SurrogateLoss,
     ValueLoss,
+)
+from covey.algorithms.kl_penalty import (
+    NO_KL,
+    KLEstimator,
+    KLFromOutput,
+    KLInLoss,
+    KLInReward,
+    KLPenalty,
+    KLPlacement,
+    KLToBehavior,
 )
 from covey.algorithms.presets import (
     ALGORITHMS,
@@ -29,6 +38,7 @@ from covey.algorithms.presets import (
 )
 
 __all__ = [
-    "ALGORITHMS", "Algorithm", "CriticError", "KLEstimator", "KLPenalty", "LogRatio", "LossTerms", "SurrogateLoss",
-    "ValueLoss", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce", "reinforce_pp", "rloo",
+    "ALGORITHMS", "NO_KL", "Algorithm", "CriticError", "KLEstimator", "KLFromOutput", "KLInLoss", "KLInReward",
+    "KLPenalty", "KLPlacement", "KLToBehavior", "LogRatio", "LossTerms", "SurrogateLoss", "ValueLoss", "cispo", "dapo",
+    "dr_grpo", "grpo", "gspo", "ppo", "reinforce", "reinforce_pp", "rloo",
 ]  # fmt: skip

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 from covey.algorithms.advantages import CreditAssignment, batch_normalized_returns, gae_advantage, outcome
-from covey.algorithms.algorithm import Algorithm, KLPenalty, ValueLoss
-from covey.core import baselines, kl, loss_weights, policy_losses, ratios, returns, schedules
+from covey.algorithms.algorithm import Algorithm, ValueLoss
+from covey.algorithms.kl_penalty import KLInReward, KLPenalty
+from covey.core import baselines, loss_weights, policy_losses, ratios, returns, schedules
 
 
 def grpo(
@@ -129,7 +130,7 @@ def reinforce_pp(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    kl: KLPenalty = KLPenalty(schedules.constant(0.01), kl.k1, in_reward=True),
+    kl: KLPenalty = KLPenalty(schedules.constant(0.01), KLInReward()),
     entropy_coefficient: float = 0.0,
 ) -> Algorithm:
     """REINFORCE++ (arXiv 2501.03262), section 3: no groups; returns with the KL in them, whitened over the step."""
@@ -146,7 +147,7 @@ def reinforce_pp(
 
 def rloo(
     *,
-    kl: KLPenalty = KLPenalty(schedules.constant(0.05), kl.k1, in_reward=True),
+    kl: KLPenalty = KLPenalty(schedules.constant(0.05), KLInReward()),
     entropy_coefficient: float = 0.0,
     credit: CreditAssignment = outcome,
 ) -> Algorithm:
@@ -190,7 +191,7 @@ def ppo(
     whiten: bool = True,
     value_coefficient: float = 0.5,
     value_clip: float | None = None,
-    kl: KLPenalty = KLPenalty(estimator=kl.k1, in_reward=True),
+    kl: KLPenalty = KLPenalty(placement=KLInReward()),
     entropy_coefficient: float = 0.0,
 ) -> Algorithm:
     """PPO (arXiv 1707.06347), eq. 9, with GAE and a critic of its own; a KL, if there is one, is k1 in the reward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 Schedule = Callable[[int], float]
 
@@ -62,22 +61,3 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
     """
     error = max(-0.2, min(0.2, kl / target - 1))
     return coefficient * (1 + error * min(1.0, rollouts / horizon))
-
-
-@dataclass(frozen=True)
-class KLController:
-    """Keeps the KL near a target by moving its coefficient: Ziegler et al. (arXiv 1909.08593), section 2.2.
-
-    It waits for the end of the warm-up. Until then the KL is held less than it will be, and a coefficient that rose to
-    make up for it would be too high afterwards.
-    """
-
-    target: float  # nats per decision
-    horizon: int = 10_000  # rollouts over which a KL that is off by a fifth moves the coefficient by a fifth
-    first_step: int = 1  # the step after which it begins
-
-    def after(self, step: int, coefficient: float, kl: float, rollouts: int) -> float | None:
-        """The coefficient of the next step, after one that measured `kl`; None: not yet, the schedule counts."""
-        if step < self.first_step:
-            return None
-        return adaptive_kl_coefficient(coefficient, kl, target=self.target, horizon=self.horizon, rollouts=rollouts)

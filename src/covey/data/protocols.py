@@ -71,14 +71,14 @@ class Critic(Protocol):
         """values_BT: of the state before every decision, with gradients if they are enabled."""
 
     def bootstrap_values(self, batch: Batch) -> Tensor:
-        """next_value_B: of the state after the last decision of every row, whether or not the episode was over."""
+        """bootstrap_value_B: of the state after the last decision of every row, whether or not the episode was over."""
 
 
 class ReferenceUpdater(Protocol):
-    """Moves the weights of the reference after those of the policy."""
+    """Moves the weights of the reference towards those of the policy."""
 
-    def follow(self) -> None:
-        """Update the reference: copy the policy's weights, or move them by a fixed fraction (EMA)."""
+    def after(self, step: int) -> None:
+        """Update the reference if this step is one after which it is due: a copy, or a moving average (EMA)."""
 
     def state_dict(self) -> dict[str, Any]:
         """The reference's weights, for a checkpoint."""

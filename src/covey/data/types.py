@@ -143,6 +143,18 @@ class Batch:
                 picked[item.name] = value[:, :width] if value.dim() > 1 else value
         return replace(self, **picked)
 
+    def restrict(self, decisions: Tensor) -> Batch:
+        """The same rows with only these decisions (indices into the flattened mask) in the loss."""
+        mask_BT = torch.zeros_like(self.mask_BT)
+        mask_BT.view(-1)[decisions] = True
+        assert self.loss_weights_BT is not None
+        return replace(self, mask_BT=mask_BT, loss_weights_BT=torch.where(mask_BT, self.loss_weights_BT, 0.0))
+
+    def scale_loss(self, factor: float) -> Batch:
+        """The same rows with the loss weights times a factor."""
+        assert self.loss_weights_BT is not None
+        return replace(self, loss_weights_BT=self.loss_weights_BT * factor)
+
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device`."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -157,5 +169,10 @@ class PolicyOutput:
     logprobs_BT: Tensor
     entropy_BT: Tensor
     all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action; only if they are few
-    values_BT: Tensor | None = None  # by a critic whose head is on the policy's trunk
-    kl_BT: Tensor | None = None  # exact KL to the policy's anchor, where it has one and gradients are enabled
+    values_BT: Tensor | None = None  # by a critic whose value head is on the policy's trunk
+    kl_BT: Tensor | None = None  # exact KL to the reference, by policies that compute it, if gradients are enabled
+
+    def scores(self) -> dict[str, Tensor]:
+        """The log-probabilities, by the name of the field."""
+        given = {"logprobs_BT": self.logprobs_BT, "all_logprobs_BTV": self.all_logprobs_BTV}
+        return {name: value for name, value in given.items() if value is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,15 +11,26 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from covey.algorithms import ALGORITHMS, Algorithm, KLPenalty
+from covey.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    KLEstimator,
+    KLInLoss,
+    KLInReward,
+    KLPenalty,
+    KLPlacement,
+    KLToBehavior,
+)
 from covey.config import ConfigError, ControlConfig, LossBase, RewardConfig, RunConfig, UpdateBase
 from covey.core import kl, schedules
+from covey.data import Critic, Policy
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.runtime.optimizer import MasterAdamW
 from covey.tracking.console import Display
 from covey.tracking.run_store import CHECKPOINTS_FOLDER, RunStore
+from covey.train.kl_coefficient import AdaptiveCoefficient, KLCoefficient, ScheduledCoefficient
+from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.state import Components, LoopConfig
-from covey.train.update import UpdatePlan
 
 Evaluation = dict[str, Any]
 # A function with TRL's signature, a built-in reward's name, file.py:function, or a RewardConfig.
@@ -85,18 +97,9 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
     parameters = inspect.signature(build).parameters
     default: KLPenalty = parameters["kl"].default
     coefficient = default.coefficient(1) if loss.kl_coefficient is None else loss.kl_coefficient
-    to_behavior = loss.kl_anchor == "behavior"
-    estimator = KL_ESTIMATORS[loss.kl_estimator] if loss.kl_estimator else default.estimator
-    penalty = replace(
-        default,
-        coefficient=schedules.constant(coefficient, warmup_steps=loss.kl_warmup_steps),
-        estimator=estimator,
-        to_behavior=to_behavior,
-        # To the reference, k1 pulls only from within the reward: as a part of the loss its expected gradient is zero.
-        # The others pull only from within the loss: in the reward the two halves of k3 cancel.
-        in_reward=estimator is kl.k1 and not to_behavior,
-        controller=_kl_controller(loss),
-    )
+    estimator = KL_ESTIMATORS[loss.kl_estimator] if loss.kl_estimator else default.placement.estimator
+    schedule = schedules.constant(coefficient, warmup_steps=loss.kl_warmup_steps)
+    penalty = KLPenalty(schedule, _kl_placement(loss.kl_anchor, estimator))
     chosen = {name: value for name, value in options.items() if name in parameters}
     for field in ("clip_low", "clip_high", "dual_clip"):
         value = getattr(loss, field)
@@ -107,13 +110,56 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
     return replace(build(kl=penalty, **chosen), importance_cap=getattr(loss, "importance_cap", None))
 
 
-def _kl_controller(loss: LossBase) -> schedules.KLController | None:
-    """Controller of the KL coefficient after the warm-up, if there is a target."""
+def _kl_placement(to: str, estimator: KLEstimator) -> KLPlacement:
+    if to == "behavior":
+        return KLToBehavior(estimator)
+    # To the reference, k1 acts only in the reward: in the loss the expectation of its gradient is zero. The others act
+    # only in the loss: in the reward the two halves of k3 cancel.
+    return KLInReward() if estimator is kl.k1 else KLInLoss(estimator)
+
+
+def build_kl_coefficient(penalty: KLPenalty, loss: LossBase) -> KLCoefficient:
+    """The KL coefficient of every step: a controller's after the warm-up, if there is a target."""
     if loss.adaptive_kl_target is None:
-        return None
-    return schedules.KLController(
-        loss.adaptive_kl_target, loss.adaptive_kl_horizon, first_step=max(1, loss.kl_warmup_steps)
+        return ScheduledCoefficient(penalty.coefficient)
+    return AdaptiveCoefficient(
+        penalty.coefficient,
+        penalty.placement.metric,
+        target=loss.adaptive_kl_target,
+        horizon=loss.adaptive_kl_horizon,
+        first_step=max(1, loss.kl_warmup_steps),
     )
+
+
+def build_learners(
+    config: RunConfig | ControlConfig,
+    algorithm: Algorithm,
+    policy: Policy,
+    kl_coefficient: KLCoefficient,
+    modules: Sequence[nn.Module],
+    critics: Sequence[Critic] = (),
+    *,
+    single_decisions: bool = False,
+    shared_trunk: bool = False,
+) -> tuple[Learner, ...]:
+    """The learners of a run, with their optimizers and learning rates.
+
+    Args:
+        modules: the trainable modules of the policy and of the critic, if there is one.
+        critics: the critic, if there is one.
+        single_decisions: whether a minibatch may hold a part of a rollout.
+        shared_trunk: whether the critic's value head is on the policy's trunk.
+    """
+    update = config.update
+    plan = update_plan(update, single_decisions=single_decisions)
+    optimizers = [build_optimizer(module, update) for module in modules]
+    rate = learning_rate(update.learning_rate, update, config.steps)
+    actor = PolicyLearner(policy, optimizers[0], algorithm, plan, rate, kl_coefficient)
+    if not critics:
+        return (actor,)
+    critic_rate = learning_rate(update.critic_learning_rate or update.learning_rate, update, config.steps)
+    critic = CriticLearner(critics[0], optimizers[1], algorithm, plan, critic_rate, policy.microbatches)
+    return actor_critic(actor, critic) if shared_trunk else (actor, critic)
 
 
 def build_optimizer(module: nn.Module, update: UpdateBase) -> MasterAdamW:
@@ -140,7 +186,7 @@ def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> Update
         update.epochs,
         update.minibatches,
         single_decisions=single_decisions,
-        target_kl=update.target_kl,
+        target_kl=math.inf if update.target_kl is None else update.target_kl,
         critic_epochs=update.critic_epochs,
         critic_warmup_steps=update.critic_warmup_steps,
     )

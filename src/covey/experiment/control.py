@@ -34,9 +34,8 @@ from covey.experiment.build import (
     Experiment,
     build_algorithm,
     build_checkpoints,
-    build_optimizer,
-    learning_rate,
-    update_plan,
+    build_kl_coefficient,
+    build_learners,
 )
 from covey.runtime.device import environment, set_threads
 from covey.runtime.rng import EVALUATING
@@ -44,6 +43,8 @@ from covey.tracking.console import Display
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
 from covey.tracking.score_kinds import RETURN
+from covey.train.collect import FixedSize
+from covey.train.prepare import NO_REFERENCE
 from covey.train.state import Components, LoopConfig
 
 EVALUATED_AT_ONCE = 100  # copies of the environment
@@ -106,10 +107,10 @@ class ControlBuilder:
         return f"{config.algorithm} on {config.environment.id}, {plural(config.steps, 'step')} of {what}"
 
     def build(self, store: RunStore, display: Display) -> Experiment:
-        config, update = self.config, self.config.update
+        config = self.config
         gamma = config.rollouts.discount
         policy = build_policy(config, self.environments)
-        critic = build_critic(config, policy) if config.algorithm == "ppo" else None
+        critics = (build_critic(config, policy),) if config.algorithm == "ppo" else ()
         sampler = self._build_sampler(policy, gamma)
         algorithm = build_algorithm(
             config.algorithm,
@@ -123,32 +124,36 @@ class ControlBuilder:
             value_clip=config.loss.value_clip,
             **({} if self.fragments else {"credit": CREDITS[config.rollouts.groups](config, gamma)}),
         )
-        needs_reference = bool(config.loss.kl_coefficient) and not algorithm.kl.to_behavior
+        needs_reference = bool(config.loss.kl_coefficient) and algorithm.kl.placement.needs_reference
+        kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         evaluation = EpisodeEvaluation(config, policy, self._evaluation_environments(), display)
         parts = Components(
             task=ResetSeeds(),
             sampler=sampler,
             grader=EnvironmentReward(),
             policy=policy,
-            reference=copy.deepcopy(policy) if needs_reference else None,
+            reference=copy.deepcopy(policy) if needs_reference else NO_REFERENCE,
             algorithm=algorithm,
-            optimizer=build_optimizer(policy.module, update),
+            learners=build_learners(
+                config,
+                algorithm,
+                policy,
+                kl_coefficient,
+                [trained.module for trained in (policy, *critics)],
+                critics,
+                single_decisions=True,
+            ),
+            kl_coefficient=kl_coefficient,
             observers=(store, display),
             checkpoints=build_checkpoints(store, config.checkpoint.keep),
             evaluate=lambda step: sampler.metrics() | evaluation.due(step),
-            critic=critic,
-            critic_optimizer=build_optimizer(critic.module, update) if critic else None,
+            critics=critics,
         )
         settings = LoopConfig(
             steps=config.steps,
             seed=config.seed,
             starts_per_step=self.environments.count if self.fragments else config.rollouts.starts_per_step,
-            group_size=1 if self.fragments else config.rollouts.group_size,
-            plan=update_plan(update, single_decisions=True),
-            learning_rate=learning_rate(update.learning_rate, update, config.steps),
-            critic_learning_rate=learning_rate(
-                update.critic_learning_rate or update.learning_rate, update, config.steps
-            ),
+            group_size=FixedSize(1 if self.fragments else config.rollouts.group_size),
             checkpoint_every=config.checkpoint.every,
         )
         return Experiment(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from covey.algorithms import Algorithm
+from covey.algorithms import Algorithm, KLFromOutput
 from covey.algorithms.advantages import CreditAssignment, outcome, process, process_by_step, process_return_to_go
 from covey.config import ConfigError, RunConfig
 from covey.config.fields import plural
@@ -19,19 +19,19 @@ from covey.config.model_sources import ARCHITECTURE_FOLDER, find_origin
 from covey.config.validate_collection import NOT_BY_GROUP
 from covey.config.validate_process import no_step_reward
 from covey.core import kl
-from covey.data import Start, Task
+from covey.data import ReferenceUpdater, Start, Task
 from covey.experiment.build import (
     Experiment,
     Reward,
     build_algorithm,
     build_checkpoints,
-    build_optimizer,
-    learning_rate,
-    update_plan,
+    build_kl_coefficient,
+    build_learners,
 )
 from covey.experiment.evaluate_llm import HeldOut
-from covey.llm.critic import LanguageCritic
+from covey.llm.critic import LanguageCritic, SharedTrunkValues
 from covey.llm.grader import RewardGrader, WeightedReward, build_grader
+from covey.llm.kl_output import KLToReference
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import (
     find_chat,
@@ -41,7 +41,7 @@ from covey.llm.model.loading import (
     save_architecture,
 )
 from covey.llm.native.bindings import kernels_for
-from covey.llm.policy import LanguagePolicy
+from covey.llm.policy import ExtraOutput, LanguagePolicy
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import Jsonl, build_task, task_of
@@ -58,8 +58,17 @@ from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
-from covey.train.collect import AdaptiveGroups, Collector, DynamicSampling, FixedGroups
-from covey.train.state import Components, LoopConfig
+from covey.train.collect import (
+    AdaptiveGroups,
+    Collector,
+    DynamicSampling,
+    FixedGroups,
+    FixedSize,
+    GroupSize,
+    LinearSize,
+    LogGroupSizes,
+)
+from covey.train.state import Components, LoopConfig, NeverUpdate
 
 CREDITS: dict[str, CreditAssignment] = {
     "outcome": outcome,
@@ -275,7 +284,7 @@ class LLMBuilder:
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
         self._tell_of_steps(display)
-        critic = build_critic(config, loaded.policy, display) if config.algorithm == "ppo" else None
+        critics = (build_critic(config, loaded.policy, display),) if config.algorithm == "ppo" else ()
         reference = LanguagePolicy(
             copy.deepcopy(loaded.policy.module).requires_grad_(False),
             temperature=config.sampling.temperature,
@@ -283,45 +292,46 @@ class LLMBuilder:
             backend=loaded.policy.backend,
         )
         algorithm = _algorithm(config)
-        if algorithm.kl.by_policy and config.kl_coefficient != 0:
-            loaded.policy.anchor = reference
+        policy = _with_outputs(loaded.policy, config, algorithm, critics, reference)
+        kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         held_out = HeldOut(config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store)
         parts = Components(
             task=problem.task,
             sampler=loaded.sampler,
             grader=_noted(problem.grader, store, display),
-            policy=loaded.policy,
+            policy=policy,
             reference=reference,
-            reference_updater=_follower(config, reference, loaded.policy),
+            reference_updater=_reference_updater(config, reference, loaded.policy),
             algorithm=algorithm,
-            optimizer=build_optimizer(loaded.policy.module, update),
+            learners=build_learners(
+                config,
+                algorithm,
+                policy,
+                kl_coefficient,
+                [trained.module for trained in (loaded.policy, *critics)],
+                critics,
+                shared_trunk=config.critic.trunk == "policy",
+            ),
+            kl_coefficient=kl_coefficient,
+            collector=_collector(config),
             observers=(store, display),
             checkpoints=build_checkpoints(store, config.checkpoint.keep),
             evaluate=lambda step: held_out.due(step) | problem.metrics(),
-            critic=critic,
-            critic_optimizer=build_optimizer(critic.module, update) if critic else None,
+            critics=critics,
         )
         settings = LoopConfig(
             steps=config.steps,
             seed=config.seed,
             starts_per_step=config.sampling.prompts_per_step,
-            group_size=config.sampling.group_size,
-            collector=_collector(config),
-            final_group_size=config.sampling.final_group_size,
-            plan=update_plan(update),
-            learning_rate=learning_rate(update.learning_rate, update, config.steps),
-            critic_learning_rate=learning_rate(
-                update.critic_learning_rate or update.learning_rate, update, config.steps
-            ),
+            group_size=_group_size(config),
             mask_truncated=config.loss.mask_truncated,
             checkpoint_every=config.checkpoint.every,
-            follow_every=config.reference.refresh_every,
             decision_budget=config.token_budget,
         )
         machine = environment(self.chosen.device, self.chosen.dtype)
         machine |= loaded.policy.backend.recorded(loaded.policy.module)
         return Experiment(
-            parts, settings, held_out.measure, lambda run_dir: _save(run_dir, loaded, critic),
+            parts, settings, held_out.measure, lambda run_dir: _save(run_dir, loaded, critics),
             machine, lambda: {"model": config.model},
         )  # fmt: skip
 
@@ -374,9 +384,9 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) ->
     return critic
 
 
-def _save(run_dir: Path, loaded: LoadedPolicy, critic: LanguageCritic | None) -> None:
+def _save(run_dir: Path, loaded: LoadedPolicy, critics: Sequence[LanguageCritic]) -> None:
     loaded.save(run_dir / MODEL_FOLDER)
-    if critic is not None:
+    for critic in critics:
         critic.save(run_dir / CRITIC_FOLDER)
 
 
@@ -394,19 +404,42 @@ def _algorithm(config: RunConfig) -> Algorithm:
         value_coefficient=loss.value_coefficient,
         value_clip=loss.value_clip,
     )
-    # Of a vocabulary only the policy itself can sum up the KL: there is no list of all probabilities.
-    return replace(algorithm, kl=replace(algorithm.kl, by_policy=algorithm.kl.estimator is kl.exact))
+    if algorithm.kl.placement.estimator is not kl.exact:
+        return algorithm
+    # The exact KL over a vocabulary is computed in the forward pass: the probabilities of all tokens are never stored.
+    return replace(algorithm, kl=replace(algorithm.kl, placement=KLFromOutput()))
 
 
-def _follower(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> EMAWeights | None:
-    """Updater of the reference if [reference] asks for one."""
+def _with_outputs(
+    policy: LanguagePolicy,
+    config: RunConfig,
+    algorithm: Algorithm,
+    critics: Sequence[LanguageCritic],
+    reference: LanguagePolicy,
+) -> LanguagePolicy:
+    """The policy with the outputs that its loss needs beside log-probabilities and entropies."""
+    extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in critics if not critic.own_trunk]
+    if isinstance(algorithm.kl.placement, KLFromOutput) and config.kl_coefficient != 0:
+        extra.append(KLToReference(reference))
+    return policy.with_outputs(*extra)
+
+
+def _reference_updater(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> ReferenceUpdater:
     if not config.reference.refresh_every:
-        return None
-    return EMAWeights(reference.module, policy.module, config.reference.refresh_fraction)
+        return NeverUpdate()
+    return EMAWeights(
+        reference.module, policy.module, config.reference.refresh_fraction, every=config.reference.refresh_every
+    )
+
+
+def _group_size(config: RunConfig) -> GroupSize:
+    first, last = config.sampling.group_size, config.sampling.final_group_size
+    return FixedSize(first) if last is None else LinearSize(first, last, config.steps)
 
 
 def _collector(config: RunConfig) -> Collector:
     sampling = config.sampling
+    collector: Collector = DynamicSampling(config.max_resamples) if config.max_resamples else FixedGroups()
     if sampling.adaptive:
-        return AdaptiveGroups(sampling.initial_group_size, sampling.max_group_size)
-    return DynamicSampling(config.max_resamples) if config.max_resamples else FixedGroups()
+        collector = AdaptiveGroups(sampling.initial_group_size, sampling.max_group_size or 0)
+    return collector if sampling.final_group_size is None else LogGroupSizes(collector)

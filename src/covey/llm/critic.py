@@ -17,7 +17,7 @@ from covey.config import ConfigError
 from covey.config.faults import told
 from covey.data import Batch
 from covey.llm.model.folder import read_weight_files
-from covey.llm.model.hidden_states import hidden_states_for_actions
+from covey.llm.model.hidden_states import ActionHiddenStates, hidden_states_for_actions
 from covey.llm.model.pretrained import build, read_config, trunk_class
 from covey.llm.policy import LanguagePolicy
 
@@ -43,9 +43,9 @@ class LanguageCritic:
     """Meets `covey.data.Critic`.
 
     `module` is what its optimizer moves. With a trunk of its own (a copy of the policy's decoder as it is now, without
-    the output layer) that is the trunk and the head. On the policy's trunk it is the head alone: the policy then
-    returns the values with its evaluation (`PolicyOutput.values_BT`), so that one backward moves its trunk by both
-    losses, and where only the critic is to learn, only the head does.
+    the output layer) that is the trunk and the head. On the policy's trunk it is the head alone: the policy that is
+    trained then has the values in its output (`SharedTrunkValues`), so that one backward pass gives its trunk the
+    gradient of both losses. In passes that train only the critic, only the head is trained.
     """
 
     def __init__(self, policy: LanguagePolicy, *, own_trunk: bool = True) -> None:
@@ -58,8 +58,6 @@ class LanguageCritic:
         self.packed = policy.shares_prompts
         self.head = ValueHead(width, decoder.dtype).to(policy.device)
         self.module: nn.Module = nn.ModuleDict({"trunk": self.trunk, "head": self.head}) if own_trunk else self.head
-        if not own_trunk:
-            policy.value_head = self.head
 
     def values(self, batch: Batch) -> Tensor:
         """values_BT: of the state before every decision (the prompt and what was sampled so far); 0 where undecided."""
@@ -69,7 +67,7 @@ class LanguageCritic:
         return decided.spread(self.head(decided.hidden_NW))
 
     def bootstrap_values(self, batch: Batch) -> Tensor:
-        """next_value_B = 0, also after a completion that the token limit cut.
+        """bootstrap_value_B = 0, also after a completion that the token limit cut.
 
         The limit is part of a language task: a cut completion is over, and its reward was paid for what stands there.
         A value of the words that might have followed would count that reward a second time, the next critic would
@@ -113,3 +111,21 @@ class LanguageCritic:
         if misfits:
             raise ConfigError("; ".join(misfits))
         self.trunk.load_state_dict(trunk.state_dict())
+
+
+class SharedTrunkValues:
+    """The values of a critic whose head is on the policy's trunk; implements `covey.llm.policy.ExtraOutput`."""
+
+    def __init__(self, critic: LanguageCritic) -> None:
+        self.head = critic.head
+
+    def packed(self, policy: LanguagePolicy, batch: Batch, decided: ActionHiddenStates) -> dict[str, Tensor]:
+        return {"values_BT": decided.spread(self.head(decided.hidden_NW))}
+
+    def by_row(self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def after_rows(self, policy: LanguagePolicy, batch: Batch) -> dict[str, Tensor]:
+        """From a forward pass of its own, because not every model returns hidden states and logits of one."""
+        decided = hidden_states_for_actions(policy.module.base_model, batch, packed=False)
+        return self.packed(policy, batch, decided)

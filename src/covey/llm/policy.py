@@ -5,25 +5,37 @@ Shapes: B rollouts, T decisions, S prompts, N tokens of a packed forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from covey.core import kl
 from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, choose_backend
 from covey.llm.generation.decoding import Decoder
 from covey.llm.model.architecture import is_llama_like
-from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
-from covey.llm.model.hidden_states import hidden_states_for_actions, row_lengths, row_tokens, spread
+from covey.llm.model.hidden_states import ActionHiddenStates, hidden_states_for_actions, row_lengths, row_tokens, spread
 from covey.llm.model.logprobs import token_logprobs
 from covey.llm.model.microbatches import cut, in_order
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
+
+
+class ExtraOutput(Protocol):
+    """A further output of a policy's forward pass, for every decision."""
+
+    def packed(self, policy: LanguagePolicy, batch: Batch, decided: ActionHiddenStates) -> dict[str, Tensor]:
+        """[B, T] by the name of the field of `PolicyOutput`, from the hidden states of a packed forward pass."""
+
+    def by_row(self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor) -> dict[str, Tensor]:
+        """[T] by the name of the field, from the log-probabilities of every token in one rollout."""
+
+    def after_rows(self, policy: LanguagePolicy, batch: Batch) -> dict[str, Tensor]:
+        """[B, T] by the name of the field, from a forward pass of its own beside those of the rollouts."""
 
 
 class LanguagePolicy:
@@ -40,8 +52,15 @@ class LanguagePolicy:
         temperature: float = 1.0,
         microbatch_tokens: int = 4096,
         backend: Backend | None = None,
+        extra: Sequence[ExtraOutput] = (),
     ) -> None:
-        """`backend`: that of another policy of the same model; None chooses one by trying (see `choose_backend`).
+        """
+        Args:
+            module: the model.
+            temperature: divides the logits.
+            microbatch_tokens: tokens in one forward and backward pass.
+            backend: that of another policy of the same model; None chooses one by trying (see `choose_backend`).
+            extra: further outputs of every evaluation, such as a critic's values.
 
         Raises:
             ConfigError: if the model cannot be trained, in one line that names its architecture.
@@ -49,13 +68,20 @@ class LanguagePolicy:
         self.module: PreTrainedModel = module.eval()  # no dropout: the ratio compares policies, not noise
         self.temperature = temperature
         self.microbatch_tokens = microbatch_tokens
-        self.value_head: Callable[[Tensor], Tensor] | None = None  # of a critic on this trunk
-        # Weights of another time. With an anchor, an evaluation that has a gradient also tells the exact KL to it, at
-        # the price of the anchor's forward pass.
-        self.anchor: LanguagePolicy | None = None
+        self.extra = tuple(extra)
         self.backend = choose_backend(module) if backend is None else backend
         if self.shares_prompts and is_llama_like(module):
             fuse(module)
+
+    def with_outputs(self, *extra: ExtraOutput) -> LanguagePolicy:
+        """The same policy, on the same weights, with further outputs."""
+        return LanguagePolicy(
+            self.module,
+            temperature=self.temperature,
+            microbatch_tokens=self.microbatch_tokens,
+            backend=self.backend,
+            extra=(*self.extra, *extra),
+        )
 
     @property
     def shares_prompts(self) -> bool:
@@ -67,9 +93,7 @@ class LanguagePolicy:
         return next(self.module.parameters()).device
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Log-probability and entropy of every decision of `batch`, at the sampling temperature, in nats; with an
-        anchor and gradients enabled, the exact KL to it too.
-        """
+        """Log-probability and entropy of every decision of `batch`, at the sampling temperature, in nats."""
         batch = batch.to(self.device)
         return self._evaluate_packed(batch) if self.shares_prompts else self._evaluate_rows(batch)
 
@@ -89,6 +113,10 @@ class LanguagePolicy:
         """Write the weights and the config so that transformers loads them unchanged."""
         self.module.save_pretrained(folder)
 
+    def log_distribution(self, tokens_L: Tensor, decisions: int) -> Tensor:
+        """logp_TV over every token at the last `decisions` places, by the model's own forward pass."""
+        return exact_logprobs(next_token_logits(self.module, tokens_L, decisions), self.temperature)
+
     def _evaluate_packed(self, batch: Batch) -> PolicyOutput:
         """All rows in one row of tokens."""
         decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
@@ -96,48 +124,31 @@ class LanguagePolicy:
         logprobs_N, entropy_N = token_logprobs(
             decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.temperature
         )
-        kl_BT = None
-        if self.anchor is not None and torch.is_grad_enabled():
-            with torch.no_grad():
-                other_NW = hidden_states_for_actions(self.anchor.module.base_model, batch, packed=True).hidden_NW
-            other_head = self.anchor.module.get_output_embeddings()
-            kl_BT = decided.spread(exact_kl(decided.hidden_NW, head, other_NW, other_head, self.temperature))
-        return PolicyOutput(
-            decided.spread(logprobs_N),
-            decided.spread(entropy_N),
-            values_BT=None if self.value_head is None else decided.spread(self.value_head(decided.hidden_NW)),
-            kl_BT=kl_BT,
-        )
+        extra: dict[str, Tensor] = {}
+        for output in self.extra:
+            extra |= output.packed(self, batch, decided)
+        return PolicyOutput(decided.spread(logprobs_N), decided.spread(entropy_N), **extra)
 
     def _evaluate_rows(self, batch: Batch) -> PolicyOutput:
-        """One rollout at a time through the model's own forward, recomputed for the gradient to bound memory."""
+        """One rollout at a time through the model's own forward pass, recomputed for the gradient to bound memory."""
         chosen_N = batch.mask_BT.flatten().nonzero()[:, 0]
-        anchor = self.anchor if torch.is_grad_enabled() else None
-        told: list[list[Tensor]] = []
+        rows: list[dict[str, Tensor]] = []
         for row, length in enumerate(row_lengths(batch)):
             tokens_L = row_tokens(batch, row, length)
-            row_told = checkpoint(self._evaluate_row, tokens_L, length, anchor, use_reentrant=False)
-            told.append([value_T[batch.mask_BT[row, :length]] for value_T in row_told])
-        logprobs_BT, entropy_BT, *kl_BT = (
-            spread(torch.cat(parts), chosen_N, batch) for parts in zip(*told, strict=True)
-        )
-        values_BT = None
-        if self.value_head is not None:  # from a pass of its own, for not every model gives both from one
-            decided = hidden_states_for_actions(self.module.base_model, batch, packed=False)
-            values_BT = decided.spread(self.value_head(decided.hidden_NW))
-        return PolicyOutput(logprobs_BT, entropy_BT, values_BT=values_BT, kl_BT=kl_BT[0] if kl_BT else None)
+            output_T = checkpoint(self._evaluate_row, tokens_L, length, use_reentrant=False)
+            rows.append({name: value_T[batch.mask_BT[row, :length]] for name, value_T in output_T.items()})
+        output_BT = {name: spread(torch.cat([row[name] for row in rows]), chosen_N, batch) for name in rows[0]}
+        for output in self.extra:
+            output_BT |= output.after_rows(self, batch)
+        return PolicyOutput(**output_BT)
 
-    def _evaluate_row(self, tokens_L: Tensor, decisions: int, anchor: LanguagePolicy | None) -> tuple[Tensor, ...]:
-        """logprobs_T and entropy_T of one rollout, and kl_T where there is an anchor."""
-        logp_TV = self._distribution(tokens_L, decisions)
-        entropy_T = -(logp_TV.exp() * logp_TV).sum(dim=1)
-        told = logp_TV.gather(1, tokens_L[-decisions:, None])[:, 0], entropy_T
-        if anchor is None:
-            return told
-        with torch.no_grad():
-            other_TV = anchor._distribution(tokens_L, decisions)
-        return *told, kl.exact(logp_TV, other_TV)
-
-    def _distribution(self, tokens_L: Tensor, decisions: int) -> Tensor:
-        """logp_TV over every token at the last `decisions` places, by the model's own forward."""
-        return exact_logprobs(next_token_logits(self.module, tokens_L, decisions), self.temperature)
+    def _evaluate_row(self, tokens_L: Tensor, decisions: int) -> dict[str, Tensor]:
+        """The fields of `PolicyOutput` for one rollout, [T] each."""
+        logp_TV = self.log_distribution(tokens_L, decisions)
+        output_T = {
+            "logprobs_BT": logp_TV.gather(1, tokens_L[-decisions:, None])[:, 0],
+            "entropy_BT": -(logp_TV.exp() * logp_TV).sum(dim=1),
+        }
+        for output in self.extra:
+            output_T |= output.by_row(self, logp_TV, tokens_L)
+        return output_T

@@ -1,4 +1,4 @@
-"""A module whose weights follow those of another: the reference of a run, where it is refreshed."""
+"""A module whose weights follow those of another: the reference of a run, if it is updated."""
 
 from __future__ import annotations
 
@@ -13,35 +13,41 @@ from covey.config import ConfigError
 class EMAWeights:
     """A copy of a module's weights, or their exponential moving average; implements `covey.data.ReferenceUpdater`.
 
-        weight += share * (leader's weight - weight)
+        weight += fraction * (leader's weight - weight)
 
     A moving average is kept in fp32, 4 bytes a weight beside a module of lower precision: bf16 has eight bits, so a
-    small share of a small difference would round away at every step and the reference would stay where it is. A copy
-    needs nothing beside the module.
+    small fraction of a small difference would be rounded away at every step and the reference would stay where it is. A
+    copy needs no memory beside the module.
     """
 
-    def __init__(self, module: nn.Module, leader: nn.Module, share: float) -> None:
+    def __init__(self, module: nn.Module, leader: nn.Module, fraction: float, *, every: int = 1) -> None:
         """
         Args:
-            module: what follows; its parameters take no gradient.
-            leader: a module of the same shape.
-            share: of the way, above 0 and at most 1.
+            module: the reference; its parameters take no gradient.
+            leader: the policy, a module of the same shape.
+            fraction: above 0; 1 copies.
+            every: steps from one update to the next.
         """
-        self.share = share
+        self.fraction, self.every = fraction, every
         self.parameters = dict(module.named_parameters())
         self.leader = dict(leader.named_parameters())
         assert self.parameters.keys() == self.leader.keys()
         self.weights: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            exact = parameter.dtype if share == 1 else torch.promote_types(parameter.dtype, torch.float32)
-            self.weights[name] = parameter.detach().to(exact)  # the parameter itself, where it is precise enough
+            exact = parameter.dtype if fraction == 1 else torch.promote_types(parameter.dtype, torch.float32)
+            self.weights[name] = parameter.detach().to(exact)  # the parameter itself, if it is precise enough
+
+    def after(self, step: int) -> None:
+        """Update the weights if `step` is a multiple of `every`."""
+        if step % self.every == 0:
+            self.update()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Go the share of the way to where the leader is now."""
+    def update(self) -> None:
+        """Move the weights by the fraction towards the leader's."""
         for name, weight in self.weights.items():
             leader = self.leader[name].detach().to(weight.dtype)
-            weight.copy_(leader) if self.share == 1 else weight.lerp_(leader, self.share)
+            weight.copy_(leader) if self.fraction == 1 else weight.lerp_(leader, self.fraction)
         self._copy_to_module()
 
     def state_dict(self) -> dict[str, Any]:

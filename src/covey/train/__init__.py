@@ -1,1 +1,13 @@
-"""The training step, in this order: loop -> collect -> prepare -> update."""
+"""The training step, in this order: loop -> collect -> prepare -> update.
+
+    loop.train_step
+        collect.GroupSource      Task.draw, Sampler.sample, Grader.grade: the graded groups of the step
+        data.collate             groups -> Batch [B, T]
+        prepare.prepare_batch    values, KL in the reward, advantages, loss weights, old and reference log-probabilities
+        update.update            for each learner: epochs -> minibatches -> microbatches -> optimizer step
+
+learners          what an update trains: the policy; with a value loss the critic
+kl_coefficient    a schedule, or a controller that keeps the KL near a target
+state             components, settings and progress of a run; checkpoints
+metrics           what a step measured
+"""

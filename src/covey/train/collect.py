@@ -81,6 +81,35 @@ class GroupSource:
         return alive
 
 
+class GroupSize(Protocol):
+    """Rollouts in each group of a step."""
+
+    def at(self, step: int) -> int:
+        """The group size of a step; steps count from 1."""
+
+
+@dataclass(frozen=True)
+class FixedSize:
+    """The same group size in every step."""
+
+    size: int
+
+    def at(self, step: int) -> int:
+        return self.size
+
+
+@dataclass(frozen=True)
+class LinearSize:
+    """first + (last - first) (step - 1) / (steps - 1), rounded: `first` in step 1, `last` in the last step."""
+
+    first: int
+    last: int
+    steps: int
+
+    def at(self, step: int) -> int:
+        return self.first + round((self.last - self.first) * (step - 1) / max(self.steps - 1, 1))
+
+
 class Collector(Protocol):
     """A way to collect the groups of one step."""
 
@@ -98,6 +127,17 @@ class FixedGroups:
 
 
 @dataclass(frozen=True)
+class LogGroupSizes:
+    """Adds metrics of the group sizes to the groups of another collector."""
+
+    collector: Collector
+
+    def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
+        found = self.collector.collect(source, count, size)
+        return replace(found, metrics=group_sizes(found.groups) | found.metrics)
+
+
+@dataclass(frozen=True)
 class AdaptiveGroups:
     """A first round for every start; the rest of `count * size` goes in equal parts to the groups that vary.
 
@@ -106,8 +146,8 @@ class AdaptiveGroups:
     baseline over the whole step, a group whose rewards are all the same teaches too.
     """
 
-    initial_size: int  # rollouts of every start before any is judged
-    max_size: int | None = None  # of a group; None: DEFAULT_MAX_FACTOR times the step's group size
+    initial_size: int  # rollouts of every start in the first round
+    max_size: int = 0  # of a group; 0: DEFAULT_MAX_FACTOR times the step's group size
 
     def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
         first, largest = self.initial_size, self.max_size or DEFAULT_MAX_FACTOR * size
@@ -117,7 +157,7 @@ class AdaptiveGroups:
         more = min(left // len(live), largest - first) if live else 0
         added = source.rollouts([group.start for group in live], more, first_rollout=first) if more else []
         further = {group.start.index: group for group in added}
-        groups = [_joined(group, further.get(group.start.index)) for group in judged]
+        groups = [_joined(group, further.get(group.start.index, Group(group.start, []))) for group in judged]
         unused = {"groups/unused_budget": float(left - more * len(live))}
         return StepGroups(groups, unselected=judged, metrics=group_sizes(groups) | unused)
 
@@ -152,10 +192,8 @@ class DynamicSampling:
         return replace(found, unselected=found.all_groups)
 
 
-def _joined(group: Group, further: Group | None) -> Group:
+def _joined(group: Group, further: Group) -> Group:
     """A group with the rollouts of a second round."""
-    if further is None:
-        return replace(group)
     names = group.logged | further.logged
     logged = {name: group.logged.get(name, []) + further.logged.get(name, []) for name in names}
     return replace(group, rollouts=group.rollouts + further.rollouts, logged=logged)

@@ -7,11 +7,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from covey.algorithms import Algorithm
-from covey.core.schedules import Schedule
-from covey.data import Checkpoints, Critic, Grader, Observer, Policy, ReferenceUpdater, Sampler, Task
-from covey.runtime.optimizer import MasterAdamW
-from covey.train.collect import Collector, FixedGroups
-from covey.train.update import UpdatePlan
+from covey.data import Checkpoints, Critic, Grader, Group, Observer, Policy, ReferenceUpdater, Sampler, Task
+from covey.train.collect import Collector, FixedGroups, GroupSize
+from covey.train.kl_coefficient import KLCoefficient
+from covey.train.learners import Learner
+from covey.train.prepare import NO_REFERENCE
+
+
+class NeverUpdate:
+    """The reference stays as it is; implements `covey.data.ReferenceUpdater`."""
+
+    def after(self, step: int) -> None:
+        """Nothing to do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+class NoCheckpoints:
+    """Saves nothing; implements `covey.data.Checkpoints`."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+    def latest(self) -> int | None:
+        """None."""
+        return None
+
+    def load(self, step: int) -> dict[str, Any]:
+        """Not possible."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -22,15 +51,16 @@ class Components:
     sampler: Sampler
     grader: Grader
     policy: Policy
-    reference: Policy | None
     algorithm: Algorithm
-    optimizer: MasterAdamW
-    observers: Sequence[Observer]
-    checkpoints: Checkpoints
-    evaluate: Callable[[int], dict[str, float]]  # held-out metrics after a step; empty if none is due
-    critic: Critic | None = None  # if the algorithm has a value loss
-    critic_optimizer: MasterAdamW | None = None
-    reference_updater: ReferenceUpdater | None = None  # of the reference, if it follows the policy
+    learners: Sequence[Learner]  # the policy's first; with a value loss the critic's too
+    kl_coefficient: KLCoefficient
+    critics: Sequence[Critic] = ()  # the critic, if the algorithm has a value loss
+    reference: Policy = NO_REFERENCE
+    reference_updater: ReferenceUpdater = field(default_factory=NeverUpdate)
+    collector: Collector = field(default_factory=FixedGroups)
+    evaluate: Callable[[int], dict[str, float]] = lambda step: {}  # held-out metrics after a step, if they are due
+    observers: Sequence[Observer] = ()
+    checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
 
 
 @dataclass(frozen=True)
@@ -40,62 +70,57 @@ class LoopConfig:
     steps: int
     seed: int
     starts_per_step: int
-    group_size: int
-    plan: UpdatePlan
-    learning_rate: Schedule
-    critic_learning_rate: Schedule | None = None  # None: the policy's
+    group_size: GroupSize
     mask_truncated: bool = False
     checkpoint_every: int = 20
-    follow_every: int = 0  # steps after which the reference follows the policy; 0 is never
-    collector: Collector = field(default_factory=FixedGroups)
-    final_group_size: int | None = None  # of the last step; None: the group size stays
-    decision_budget: int = 0  # training also ends once so many were sampled; 0 is no limit
-
-    def group_size_at(self, step: int) -> int:
-        """first + (last - first) (step - 1) / (steps - 1), rounded: first at step 1, last at the last step."""
-        first, last = self.group_size, self.group_size if self.final_group_size is None else self.final_group_size
-        return first + round((last - first) * (step - 1) / max(self.steps - 1, 1))
+    decision_budget: int = 0  # training also ends once this many decisions were sampled; 0: no limit
 
     def is_done(self, progress: Progress) -> bool:
-        """Whether a run has come to its end."""
+        """Whether training has ended."""
         spent = bool(self.decision_budget) and progress.decisions >= self.decision_budget
         return spent or progress.step >= self.steps
 
 
 @dataclass
 class Progress:
-    """Progress of a run; with the weights and the optimizer's state, all that a resumed run needs."""
+    """Progress of a run."""
 
     step: int = 0
     version: int = 0  # of the weights: one more with every update
     decisions: int = 0  # sampled so far
     starts: int = 0  # drawn so far
     skipped_in_a_row: int = 0
-    kl_coefficient: float | None = None  # set by a controller; None: the schedule does
+
+    def advance(self, groups: Sequence[Group], metrics: dict[str, float]) -> None:
+        """Count a finished step."""
+        self.step += 1
+        self.version += 1
+        self.starts += len(groups)
+        self.decisions += int(metrics["decisions/sampled"])
+        skipped = bool(metrics["update/skipped_steps"]) and not metrics["update/optimizer_steps"]
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
 
-def save_checkpoint(parts: Components, progress: Progress) -> None:
-    """Everything that a run needs to go on from here, bit for bit."""
-    state = {
-        "progress": vars(progress),
-        "optimizer": parts.optimizer.state_dict(),
-        "sampler": parts.sampler.state_dict(),
+def _stateful(run: Components) -> dict[str, Any]:
+    """The components with a state, by its name in a checkpoint."""
+    optimizers = {name: item for learner in run.learners for name, item in learner.optimizers.items()}
+    return optimizers | {
+        "reference": run.reference_updater,
+        "kl_coefficient": run.kl_coefficient,
+        "sampler": run.sampler,
     }
-    if parts.critic_optimizer is not None:
-        state["critic_optimizer"] = parts.critic_optimizer.state_dict()
-    if parts.reference_updater is not None:
-        state["reference"] = parts.reference_updater.state_dict()
-    parts.checkpoints.save(progress.step, state)
 
 
-def load_checkpoint(parts: Components, state: dict[str, Any]) -> Progress:
-    """Put a saved state back into the parts; returns how far it had come."""
+def save_checkpoint(run: Components, progress: Progress) -> None:
+    """Save everything that the run needs to continue from here, bit for bit."""
+    state = {name: component.state_dict() for name, component in _stateful(run).items()}
+    run.checkpoints.save(progress.step, {"progress": vars(progress)} | state)
+
+
+def load_checkpoint(run: Components, state: dict[str, Any]) -> Progress:
+    """Restore a saved state; returns the progress that the run had made."""
     progress = Progress(**state["progress"])
-    parts.optimizer.load_state_dict(state["optimizer"])
-    if parts.critic_optimizer is not None:
-        parts.critic_optimizer.load_state_dict(state["critic_optimizer"])
-    if parts.reference_updater is not None:
-        parts.reference_updater.load_state_dict(state["reference"])
-    parts.sampler.load_state_dict(state["sampler"])
-    parts.sampler.refresh(progress.version)
+    for name, component in _stateful(run).items():
+        component.load_state_dict(state[name])
+    run.sampler.refresh(progress.version)
     return progress

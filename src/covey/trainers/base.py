@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from covey.config import ConfigError, option
 from covey.config.fields import check_fields
-from covey.data import EndReason, Group, Rollout, Start
+from covey.data import EndReason, Group, Policy, Rollout, Start
 from covey.llm.grader import build_grader
 from covey.llm.model.chat import Chat, TokenPrompt
 from covey.llm.model.checks import check_tokenizer
@@ -27,6 +27,8 @@ from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import choose_device, choose_precision
 from covey.runtime.optimizer import MasterAdamW
 from covey.tracking.run_folder import give_usual_permissions
+from covey.train.prepare import NO_REFERENCE
+from covey.train.state import Progress
 from covey.trainers.prompts import PromptDeck, Prompts, read_prompts
 
 Model = nn.Module | str | Path
@@ -62,7 +64,7 @@ def option_names() -> list[str]:
 class LanguageTrainer:
     """The shared part of `GRPOTrainer` and `PPOTrainer`.
 
-    The model is trained where it is: what was handed over is what has learned. `step` counts the updates made.
+    The model that is handed over is trained in place.
     """
 
     def __init__(self, model: Model, ref_model: Model | None, kl_beta: float, options: TrainerOptions) -> None:
@@ -89,13 +91,18 @@ class LanguageTrainer:
         self.sampler = LanguageSampler(
             self.policy, self.chat, options.seed, options.max_new_tokens, options.temperature
         )
-        self.step = 0
+        self.progress = Progress()
         self._samplings = 0  # each takes random numbers of its own
 
     @property
     def model(self) -> nn.Module:
         """The model that is trained."""
         return self.policy.module
+
+    @property
+    def step(self) -> int:
+        """Number of updates made."""
+        return self.progress.step
 
     @property
     def tokenizer(self) -> Any:
@@ -180,15 +187,11 @@ class LanguageTrainer:
             raise ConfigError("there is nothing to train on: give prompts=[...]")
         return self.deck.draw(self.options.seed, self.step + 1, self.options.prompts_per_step)
 
-    def _advanced(self) -> None:
-        self.step += 1
-        self.sampler.refresh(self.step)
-
-    def _frozen(self, ref_model: Model | None) -> LanguagePolicy | None:
-        """The reference: what was given, or else, where a KL needs one, a copy of the model as it is now."""
+    def _frozen(self, ref_model: Model | None) -> Policy:
+        """The reference: the given model; else a copy of the model as it is now, if there is a KL."""
         if ref_model is None:
             if not self.kl_beta:
-                return None
+                return NO_REFERENCE
             return policy_of(copy.deepcopy(self.policy.module).requires_grad_(False), self.options)
         loaded = open_model(ref_model, replace(self.options, tokenizer=self.tokenizer))
         self.check_vocabulary("ref_model", loaded.module)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from covey.config import ConfigError
-from covey.data import collate
+from covey.core import schedules
+from covey.data import Group, Start
 from covey.functional import GRPOLoss
-from covey.train.metrics import describe
-from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
+from covey.train.collect import FixedSize
+from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.learners import PolicyLearner, UpdatePlan
+from covey.train.loop import train_step
+from covey.train.state import Components, LoopConfig
 from covey.trainers.base import LanguageTrainer, Model, OnStep, TrainerOptions, option_names, with_rewards
 from covey.trainers.prompts import Prompts
 from covey.trainers.trl_names import check_names
@@ -107,29 +111,27 @@ class GRPOTrainer(LanguageTrainer):
 
         Groups whose rewards are all alike are left out of the update, as in every run of covey.
         """
-        outputs, logprobs = self.generate_group_outputs(batch)
-        rewards = self.compute_rewards(batch, outputs)
-        groups = with_rewards(self._groups(self._starts(batch), outputs, logprobs), rewards)
-        annotated, found = prepare_batch(
-            collate(groups),
-            self.policy,
-            self.reference,
-            self.algorithm,
-            kl_coefficient=self.kl_beta,
-            optimizer_steps=self.plan.optimizer_steps,
-            mask_truncated=False,
+        answers = _Answers(self, batch)
+        kl_coefficient = ScheduledCoefficient(self.algorithm.kl.coefficient)
+        rate = schedules.constant(self.options.learning_rate)
+        run = Components(
+            task=answers,
+            sampler=answers,
+            grader=answers,
+            policy=self.policy,
+            algorithm=self.algorithm,
+            learners=[PolicyLearner(self.policy, self.optimizer, self.algorithm, self.plan, rate, kl_coefficient)],
+            kl_coefficient=kl_coefficient,
+            reference=self.reference,
         )
-        learned = update(
-            Learner(self.policy, self.optimizer),
-            self.algorithm,
-            annotated,
-            self.plan,
-            StepCoefficients(self.options.learning_rate, kl_coefficient=self.kl_beta),
+        config = LoopConfig(
+            steps=self.options.steps,
             seed=self.options.seed,
-            step=self.step + 1,
+            starts_per_step=len(answers.starts),
+            group_size=FixedSize(self.group_size),
         )
-        self._advanced()
-        return describe(groups) | found | learned
+        metrics, _ = train_step(run, config, self.progress)
+        return metrics
 
     def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
         """`steps` steps on the prompts that the trainer was given; returns the metrics of each.
@@ -143,3 +145,32 @@ class GRPOTrainer(LanguageTrainer):
             if on_step is not None:
                 on_step(self.step, history[-1])
         return history
+
+
+class _Answers:
+    """Task, sampler and grader of one step: the trainer's own methods, which a subclass may override."""
+
+    def __init__(self, trainer: GRPOTrainer, prompts: Prompts) -> None:
+        self.trainer, self.prompts, self.starts = trainer, prompts, trainer._starts(prompts)
+
+    def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
+        return self.starts
+
+    def held_out(self, count: int) -> list[Start]:
+        return []
+
+    def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
+        self.outputs, logprobs = self.trainer.generate_group_outputs(self.prompts)
+        return self.trainer._groups(starts, self.outputs, logprobs)
+
+    def grade(self, groups: list[Group]) -> list[Group]:
+        return with_rewards(groups, self.trainer.compute_rewards(self.prompts, self.outputs))
+
+    def refresh(self, version: int) -> None:
+        self.trainer.sampler.refresh(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass

@@ -6,6 +6,7 @@ Shapes: B prompts, each with one answer; T tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.algorithms import KLPenalty
+from covey.algorithms import KLInReward, KLPenalty
 from covey.algorithms.advantages import gae_advantage
 from covey.config import ConfigError
 from covey.config.model_sources import CRITIC_FOLDER
-from covey.core import kl, schedules
+from covey.core import schedules
 from covey.core.baselines import group_zscore
 from covey.data import Batch, collate
 from covey.functional import PPOLoss, check_limits, compute_gae, weighed
-from covey.llm.critic import LanguageCritic
+from covey.llm.critic import LanguageCritic, SharedTrunkValues
+from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.metrics import describe
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
+from covey.train.update import update
 from covey.trainers.base import (
     LanguageTrainer,
     Model,
@@ -100,11 +103,13 @@ class PPOTrainer(LanguageTrainer):
         if critic_learning_rate is not None and not critic_learning_rate > 0:
             raise ConfigError(f"critic_learning_rate must be above 0 (is {critic_learning_rate})")
         self.gamma, self.lam = gamma, lam
-        penalty = KLPenalty(schedules.constant(kl_beta), kl.k1, in_reward=True)
+        penalty = KLPenalty(schedules.constant(kl_beta), KLInReward())
         loss = PPOLoss(clip_epsilon, value_loss_coef, entropy_coef)
         self.algorithm = replace(loss.algorithm, advantage=gae_advantage(gamma=gamma, lam=lam), kl=penalty)
         super().__init__(actor_model, ref_model, kl_beta, TrainerOptions(**options))
         self.critic = self._critic_of(critic_model)
+        if not self.critic.own_trunk:
+            self.policy = self.policy.with_outputs(SharedTrunkValues(self.critic))
         self.critic_learning_rate = critic_learning_rate or self.options.learning_rate
         self.critic_optimizer = self._optimizer_of(self.critic.module, self.critic_learning_rate)
         self.metrics: dict[str, float] = {}  # of the last update_policy
@@ -132,12 +137,11 @@ class PPOTrainer(LanguageTrainer):
         batch, found = prepare_batch(
             collate(groups),
             self.policy,
-            self.reference,
             self.algorithm,
-            critic=self.critic,
+            reference=self.reference,
+            critics=(self.critic,),
             kl_coefficient=self.kl_beta,
             optimizer_steps=SEVERAL_STEPS,
-            mask_truncated=False,
         )
         assert batch.proximal_logprobs_BT is not None
         old_logprobs = torch.where(batch.mask_BT, batch.proximal_logprobs_BT, 0.0)
@@ -206,16 +210,11 @@ class PPOTrainer(LanguageTrainer):
             values_BT=experiences["values"],
             proximal_logprobs_BT=experiences["old_logprobs"],
         )
-        self.metrics = update(
-            Learner(self.policy, self.optimizer, self.critic, self.critic_optimizer),
-            self.algorithm,
-            weighed(self.algorithm, batch),
-            UpdatePlan(num_epochs, self.options.minibatches),
-            StepCoefficients(self.options.learning_rate, self.critic_learning_rate, self.kl_beta),
-            seed=self.options.seed,
-            step=self.step + 1,
-        )
-        self._advanced()
+        learners = self._learners(UpdatePlan(num_epochs, self.options.minibatches))
+        batch = weighed(self.algorithm, batch)
+        self.metrics = update(learners, batch, seed=self.options.seed, step=self.step + 1)
+        self.progress.step += 1
+        self.sampler.refresh(self.step)
         return self.metrics["loss"] + self.metrics["loss/value"]
 
     def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
@@ -237,6 +236,18 @@ class PPOTrainer(LanguageTrainer):
         """Write actor and tokenizer so that transformers loads them unchanged, and the critic into critic/ there."""
         super().save(folder)
         self.critic.save(Path(folder) / CRITIC_FOLDER)
+
+    def _learners(self, plan: UpdatePlan) -> Sequence[Learner]:
+        """Actor and critic, with the passes of one `update_policy`."""
+        rate, critic_rate = (
+            schedules.constant(self.options.learning_rate),
+            schedules.constant(self.critic_learning_rate),
+        )
+        kl_coefficient = ScheduledCoefficient(self.algorithm.kl.coefficient)
+        actor = PolicyLearner(self.policy, self.optimizer, self.algorithm, plan, rate, kl_coefficient)
+        pieces = self.policy.microbatches
+        critic = CriticLearner(self.critic, self.critic_optimizer, self.algorithm, plan, critic_rate, pieces)
+        return (actor, critic) if self.critic.own_trunk else actor_critic(actor, critic)
 
     def _critic_of(self, critic_model: Model | None) -> LanguageCritic:
         if critic_model is None or critic_model is self.model:

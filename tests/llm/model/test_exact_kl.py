@@ -10,18 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.algorithms import KLPenalty, grpo
+from covey.algorithms import KLFromOutput, KLPenalty, grpo
 from covey.core import kl, schedules
 from covey.data import Batch, Start, collate
+from covey.llm.kl_output import KLToReference
 from covey.llm.model import logprobs as heads
 from covey.llm.model.chat import Chat
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.train.prepare import prepare_batch
-from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
 from helpers.tabular_policy import Result
 from helpers.tiny_models import PLAIN, SHARED, tiny_model, tiny_tokenizer
+from helpers.updates import one_update
 
 DECISIONS, WIDTH, VOCABULARY = 13, 7, 11
 DOUBLE = {"dtype": torch.float64}
@@ -128,16 +129,19 @@ def sampled_batch(policy: LanguagePolicy) -> Batch:
     return collate(groups)
 
 
-def anchored(kind: str = "llama", **options) -> LanguagePolicy:
+def with_kl(kind: str = "llama", **options) -> LanguagePolicy:
     torch.set_num_threads(1)
     policy = LanguagePolicy(tiny_model(kind), **options)
-    policy.anchor = LanguagePolicy(tiny_model(kind, seed=1).requires_grad_(False), **options)
-    return policy
+    return policy.with_outputs(KLToReference(reference_of(kind, **options)))
+
+
+def reference_of(kind: str = "llama", **options) -> LanguagePolicy:
+    return LanguagePolicy(tiny_model(kind, seed=1).requires_grad_(False), **options)
 
 
 @pytest.mark.parametrize("kind", [SHARED[0], "gpt2", *PLAIN])
-def test_a_policy_tells_the_kl_to_its_anchor(kind):
-    policy = anchored(kind, temperature=0.8)
+def test_the_output_has_the_kl_to_the_reference(kind):
+    policy = with_kl(kind, temperature=0.8)
     batch = sampled_batch(policy)
     found = policy.evaluate(batch).kl_BT
     assert found is not None
@@ -146,22 +150,21 @@ def test_a_policy_tells_the_kl_to_its_anchor(kind):
         tokens = torch.tensor([*batch.context[row], *batch.actions_BT[row, :length].tolist()])
         logprobs = [
             (model.module(input_ids=tokens[None]).logits[0, -length - 1 : -1] / 0.8).log_softmax(-1)
-            for model in (policy, policy.anchor)
+            for model in (policy, reference_of(kind, temperature=0.8))
         ]
         torch.testing.assert_close(found[row, :length], kl.exact(*logprobs), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 def test_only_what_has_a_gradient_is_asked_for_the_kl(kind):
-    policy = anchored(kind)
+    policy = with_kl(kind)
     with torch.no_grad():
         assert policy.evaluate(sampled_batch(policy)).kl_BT is None
-    policy.anchor = None
-    assert policy.evaluate(sampled_batch(policy)).kl_BT is None
+    assert LanguagePolicy(policy.module).evaluate(sampled_batch(policy)).kl_BT is None
 
 
 def test_shared_prompts_and_the_plain_way_agree_on_the_gradient():
-    policy = anchored(temperature=0.8)
+    policy = with_kl(temperature=0.8)
     batch = sampled_batch(policy)
     gradients = []
     for evaluate in (policy._evaluate_packed, policy._evaluate_rows):
@@ -186,23 +189,14 @@ class Uncalled(LanguagePolicy):
 
 
 def test_the_exact_kl_is_in_the_loss_and_in_the_metrics_and_the_reference_is_read_once():
-    policy = anchored(microbatch_tokens=60)
+    policy = with_kl(microbatch_tokens=60)
     batch = sampled_batch(policy)
     batch = replace(batch, valid_B=batch.valid_B & (torch.arange(len(batch)) != 2))  # its grading failed
-    algorithm = grpo(kl=KLPenalty(schedules.constant(0.5), kl.exact, by_policy=True))
-    ready, found = prepare_batch(
-        batch, policy, Uncalled(tiny_model(seed=1)), algorithm,
-        kl_coefficient=0.5, optimizer_steps=1, mask_truncated=False,
-    )  # fmt: skip
+    algorithm = grpo(kl=KLPenalty(schedules.constant(0.5), KLFromOutput()))
+    ready, found = prepare_batch(batch, policy, algorithm, reference=Uncalled(tiny_model(seed=1)), kl_coefficient=0.5)
     assert "kl" not in found
-    learned = update(
-        Learner(policy, KeepsGradient(policy)),
-        algorithm,
-        ready,
-        UpdatePlan(),
-        StepCoefficients(0.1, kl_coefficient=0.5),
-        seed=0,
-        step=1,
+    learned = one_update(
+        policy, KeepsGradient(policy), algorithm, ready, learning_rate=0.1, kl_coefficient=0.5, seed=0, step=1
     )
     gradient = policy.module.get_input_embeddings().weight.grad.clone()
     policy.module.zero_grad()
@@ -216,7 +210,7 @@ def test_the_exact_kl_is_in_the_loss_and_in_the_metrics_and_the_reference_is_rea
     torch.testing.assert_close(gradient, policy.module.get_input_embeddings().weight.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_an_anchor_that_is_a_copy_gives_zero():
+def test_a_reference_that_is_a_copy_gives_zero():
     policy = LanguagePolicy(tiny_model())
-    policy.anchor = LanguagePolicy(copy.deepcopy(policy.module).requires_grad_(False))
+    policy = policy.with_outputs(KLToReference(LanguagePolicy(copy.deepcopy(policy.module).requires_grad_(False))))
     assert float(policy.evaluate(sampled_batch(policy)).kl_BT.abs().max().detach()) < 1e-6

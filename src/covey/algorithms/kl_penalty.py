@@ -1,0 +1,212 @@
+"""The KL penalty of an algorithm: its coefficient, and the place where it acts.
+
+| placement      | the KL                                                         | acts on                     |
+|----------------|----------------------------------------------------------------|-----------------------------|
+| `KLInReward`   | KL(pi || pi_ref), estimated at the sampled decisions           | the reward of each decision |
+| `KLInLoss`     | KL(pi || pi_ref), estimated or exact                           | the loss                    |
+| `KLToBehavior` | KL(pi_old || pi), to the policy that sampled                   | the loss                    |
+| `KLFromOutput` | KL(pi || pi_ref), exact, computed by the policy's forward pass | the loss                    |
+| `NO_KL`        | KL(pi || pi_ref) of a few groups                               | nothing: it is only logged  |
+
+Shapes: B rollouts, T decisions, V actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from covey.config import ConfigError
+from covey.core import kl, schedules
+from covey.data import Batch, PolicyOutput
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]  # logprobs_BT, reference_logprobs_BT -> kl_BT; or both BTV
+
+# If the KL is only logged, the reference evaluates every eighth group: enough for a curve, at an eighth of the cost.
+LOG_KL_EVERY = 8
+
+
+class KLPlacement(Protocol):
+    """The place where a KL acts, and the rows that the reference has to evaluate for it."""
+
+    @property
+    def estimator(self) -> KLEstimator:
+        """The estimator of the KL."""
+
+    @property
+    def metric(self) -> str:
+        """The measured KL that a controller of the coefficient follows."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there has to be a reference policy."""
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether it has a gradient of its own."""
+
+    def rows_for_reward(self, batch: Batch) -> Tensor:
+        """Bool [B]: the rows that the reference evaluates before the advantages are computed."""
+
+    def rows_for_loss(self, batch: Batch, kept_B: Tensor) -> Tensor:
+        """Bool [B]: the rows that the reference evaluates after that; `kept_B` are the rows of the update."""
+
+    def penalise(self, batch: Batch, reference_logprobs_BT: Tensor, coefficient: float) -> Batch:
+        """The batch with its KL subtracted from the rewards."""
+
+    def add(self, loss_BT: Tensor, output: PolicyOutput, batch: Batch, coefficient: float) -> Tensor:
+        """The loss of each decision with the KL's added."""
+
+    def measured(self, output: PolicyOutput) -> dict[str, Tensor]:
+        """The KL that the policy's output contains: kl_BT in nats, by the name of its metric."""
+
+
+@dataclass(frozen=True)
+class _NoKL:
+    """No penalty; the base of the placements, which says what each of them leaves out."""
+
+    estimator: KLEstimator = kl.k3
+    metric = "kl"
+    needs_reference = False
+    in_loss = False
+
+    def rows_for_reward(self, batch: Batch) -> Tensor:
+        return torch.zeros_like(batch.valid_B)
+
+    def rows_for_loss(self, batch: Batch, kept_B: Tensor) -> Tensor:
+        return batch.valid_B & (batch.group_B % LOG_KL_EVERY == 0)
+
+    def penalise(self, batch: Batch, reference_logprobs_BT: Tensor, coefficient: float) -> Batch:
+        return batch
+
+    def add(self, loss_BT: Tensor, output: PolicyOutput, batch: Batch, coefficient: float) -> Tensor:
+        return loss_BT
+
+    def measured(self, output: PolicyOutput) -> dict[str, Tensor]:
+        return {}
+
+
+NO_KL: KLPlacement = _NoKL()
+
+
+@dataclass(frozen=True)
+class KLInReward(_NoKL):
+    """The KL is subtracted from each decision's reward, without a gradient: DeepSeekMath (arXiv 2402.03300), eq. 2.
+
+    Raises:
+        ConfigError: for the exact KL, which would have no effect here.
+    """
+
+    estimator: KLEstimator = kl.k1
+    needs_reference = True
+
+    def __post_init__(self) -> None:
+        if self.estimator is kl.exact:
+            raise ConfigError(
+                "KLInReward(kl.exact): the exact KL does not depend on the decision that was sampled, so it has no "
+                "effect in the reward; use kl.k1, or KLInLoss(kl.exact)"
+            )
+
+    def rows_for_reward(self, batch: Batch) -> Tensor:
+        return batch.valid_B
+
+    def rows_for_loss(self, batch: Batch, kept_B: Tensor) -> Tensor:
+        return torch.zeros_like(batch.valid_B)
+
+    def penalise(self, batch: Batch, reference_logprobs_BT: Tensor, coefficient: float) -> Batch:
+        penalty_BT = coefficient * self.estimator(batch.behavior_logprobs_BT, reference_logprobs_BT)
+        penalty_BT = torch.where(batch.mask_BT & batch.valid_B[:, None], penalty_BT, 0.0)
+        return replace(batch, reward_B=batch.reward_B - penalty_BT.sum(dim=1), rewards_BT=batch.rewards_BT - penalty_BT)
+
+
+@dataclass(frozen=True)
+class KLInLoss(_NoKL):
+    """The KL to the reference is part of the loss: DeepSeekMath (arXiv 2402.03300), eq. 3 and 4.
+
+    `kl.exact` is for policies whose output has the log-probability of every action.
+    """
+
+    estimator: KLEstimator = kl.k3
+    needs_reference = True
+    in_loss = True
+
+    def rows_for_loss(self, batch: Batch, kept_B: Tensor) -> Tensor:
+        return kept_B
+
+    def add(self, loss_BT: Tensor, output: PolicyOutput, batch: Batch, coefficient: float) -> Tensor:
+        mask, current, other = _arguments(
+            self.estimator, output, batch, batch.reference_logprobs_BT, batch.reference_all_logprobs_BTV
+        )
+        assert other is not None
+        return loss_BT + coefficient * self.estimator(current, torch.where(mask, other, 0.0))
+
+
+@dataclass(frozen=True)
+class KLToBehavior(_NoKL):
+    """The KL to the policy that sampled is part of the loss: PPO (arXiv 1707.06347), eq. 8.
+
+    It is KL(pi_old || pi): the decisions are sampled from pi_old, so the estimators are unbiased for this direction.
+    """
+
+    estimator: KLEstimator = kl.k3
+    metric = "kl/behavior"
+    in_loss = True
+
+    def add(self, loss_BT: Tensor, output: PolicyOutput, batch: Batch, coefficient: float) -> Tensor:
+        mask, current, other = _arguments(
+            self.estimator, output, batch, batch.proximal_logprobs_BT, batch.proximal_all_logprobs_BTV
+        )
+        if other is None:  # one optimizer step for each sampling: the two policies are the same
+            return loss_BT + coefficient * torch.zeros_like(output.logprobs_BT)
+        return loss_BT + coefficient * self.estimator(torch.where(mask, other, 0.0), current)
+
+
+@dataclass(frozen=True)
+class KLFromOutput(_NoKL):
+    """The exact KL to the reference, computed by the policy's own forward pass (`PolicyOutput.kl_BT`), in the loss.
+
+    For vocabularies, where the log-probabilities of every action would be too large to store.
+    """
+
+    estimator: KLEstimator = kl.exact
+    in_loss = True
+
+    def rows_for_loss(self, batch: Batch, kept_B: Tensor) -> Tensor:
+        return torch.zeros_like(batch.valid_B)
+
+    def add(self, loss_BT: Tensor, output: PolicyOutput, batch: Batch, coefficient: float) -> Tensor:
+        assert output.kl_BT is not None
+        return loss_BT + coefficient * torch.where(batch.mask_BT, output.kl_BT, 0.0)
+
+    def measured(self, output: PolicyOutput) -> dict[str, Tensor]:
+        assert output.kl_BT is not None
+        return {self.metric: output.kl_BT.detach()}
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """A KL penalty: a placement and its coefficient at every step. With the coefficient 0 the KL is only logged."""
+
+    coefficient: schedules.Schedule = schedules.constant(0.0)
+    placement: KLPlacement = KLInLoss()
+
+    def acting(self, coefficient: float) -> KLPlacement:
+        """The placement of a step with this coefficient."""
+        return self.placement if coefficient else NO_KL
+
+
+def _arguments(
+    estimator: KLEstimator, output: PolicyOutput, batch: Batch, other_BT: Tensor | None, other_BTV: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(mask, current, other) of an estimator: log-probabilities of the sampled actions, or of all actions if it is
+    exact. `current` is 0 where nothing was decided.
+    """
+    if estimator is kl.exact:
+        assert output.all_logprobs_BTV is not None
+        mask_BT1 = batch.mask_BT[..., None]
+        return mask_BT1, torch.where(mask_BT1, output.all_logprobs_BTV, 0.0), other_BTV
+    return batch.mask_BT, torch.where(batch.mask_BT, output.logprobs_BT, 0.0), other_BT

@@ -1,0 +1,82 @@
+"""The KL coefficient of a run: a schedule, or a controller that keeps the measured KL near a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from covey.core.schedules import Schedule, adaptive_kl_coefficient
+
+
+class KLCoefficient(Protocol):
+    """The coefficient of every step."""
+
+    def at(self, step: int) -> float:
+        """The coefficient of a step; steps count from 1."""
+
+    def after(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
+        """Adapt the coefficient to the metrics of a finished step, which had this number of rollouts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state."""
+
+
+class ScheduledCoefficient:
+    """A function of the step alone."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.at = schedule
+
+    def after(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
+        """Nothing to do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+class AdaptiveCoefficient:
+    """Keeps the KL near a target by moving its coefficient: Ziegler et al. (arXiv 1909.08593), section 2.2.
+
+    It follows the schedule until the end of the warm-up. Until then the KL is penalised less than it will be, and a
+    coefficient that rose because of that would be too high afterwards.
+    """
+
+    def __init__(self, schedule: Schedule, metric: str, *, target: float, horizon: int, first_step: int = 1) -> None:
+        """
+        Args:
+            schedule: the coefficient of the first steps.
+            metric: name of the measured KL, in nats per decision.
+            target: the KL to keep, in nats per decision.
+            horizon: rollouts over which a KL that is off by a fifth moves the coefficient by a fifth.
+            first_step: the step after which the coefficient is adapted.
+        """
+        self.schedule, self.metric = schedule, metric
+        self.target, self.horizon, self.first_step = target, horizon, first_step
+        self._next = math.nan  # the coefficient of the next step; NaN: that of the schedule
+
+    def at(self, step: int) -> float:
+        return self.schedule(step) if math.isnan(self._next) else self._next
+
+    def after(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
+        """Set the coefficient of the next step, if this step measured a KL."""
+        measured = metrics.get(self.metric, math.nan)
+        if step >= self.first_step and not math.isnan(measured):
+            self._next = adaptive_kl_coefficient(
+                self.at(step), measured, target=self.target, horizon=self.horizon, rollouts=rollouts
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient of the next step."""
+        return {} if math.isnan(self._next) else {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the coefficient of the next step."""
+        self._next = state.get("next", math.nan)

@@ -1,0 +1,206 @@
+"""Learners: a model with its optimizer, its loss and its passes over the rollouts of a step.
+
+| critic                 | learners                            |
+|------------------------|-------------------------------------|
+| none                   | `PolicyLearner`                     |
+| with its own weights   | `PolicyLearner`, `CriticLearner`    |
+| on the policy's trunk  | `SharedTrunkLearner`, `HeadLearner` |
+
+Shapes: B rollouts, T decisions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from covey.algorithms import Algorithm, LossTerms
+from covey.core.schedules import Schedule
+from covey.data import Batch, Critic, Policy, PolicyOutput
+from covey.runtime.optimizer import StepResult
+from covey.runtime.timer import Measure
+from covey.train.kl_coefficient import KLCoefficient
+from covey.train.metrics import UpdateMetrics
+
+
+class Optimizer(Protocol):
+    """Holds the fp32 master weights of a module and the gradients that backward passes added up."""
+
+    def step(self, learning_rate: float) -> StepResult:
+        """Clip, apply and reset the gradients; a non-finite norm changes no weight."""
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """Epochs and minibatches of an update."""
+
+    epochs: int = 1
+    minibatches: int = 1
+    single_decisions: bool = False  # minibatches are drawn from all decisions; else groups stay whole
+    target_kl: float = math.inf  # KL(old || current), in nats per decision, that ends the policy's epochs of a step
+    critic_epochs: int = 0  # further passes in which only the critic is trained
+    critic_warmup_steps: int = 0  # first steps in which only the critic is trained
+
+    def policy_epochs(self, step: int) -> int:
+        """Passes in which the policy is trained; `step` counts from 1."""
+        return 0 if step <= self.critic_warmup_steps else self.epochs
+
+    def optimizer_steps(self, step: int) -> int:
+        """Optimizer steps of the policy."""
+        return self.policy_epochs(step) * self.minibatches
+
+
+class Learner(Protocol):
+    """A model that an update trains."""
+
+    @property
+    def plan(self) -> UpdatePlan:
+        """Epochs and minibatches."""
+
+    @property
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """Its optimizers, by the names that they have in a checkpoint."""
+
+    def epochs(self, step: int) -> range:
+        """The numbers of its passes; the order of the minibatches is a function of (seed, step, epoch)."""
+
+    def microbatches(self, minibatch: Batch) -> Iterator[Tensor]:
+        """Row indices, in pieces small enough for one backward pass."""
+
+    def backward(self, part: Batch, step: int, metrics: UpdateMetrics, measure: Measure) -> None:
+        """Add the gradient of the loss of a microbatch."""
+
+    def optimizer_step(self, step: int, metrics: UpdateMetrics) -> None:
+        """Apply the gradients of a minibatch."""
+
+    def end_epoch(self, metrics: UpdateMetrics) -> bool:
+        """Count a pass; returns whether the passes of this step end early."""
+
+    def coefficients(self, step: int) -> dict[str, float]:
+        """Learning rate and coefficients of a step, as metrics."""
+
+
+@dataclass(frozen=True)
+class PolicyLearner:
+    """A policy, trained by the surrogate, the KL and the entropy of its algorithm."""
+
+    policy: Policy
+    optimizer: Optimizer
+    algorithm: Algorithm
+    plan: UpdatePlan
+    learning_rate: Schedule
+    kl_coefficient: KLCoefficient
+
+    @property
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        return {"optimizer": self.optimizer}
+
+    def epochs(self, step: int) -> range:
+        return range(self.plan.policy_epochs(step))
+
+    def microbatches(self, minibatch: Batch) -> Iterator[Tensor]:
+        return self.policy.microbatches(minibatch)
+
+    def backward(self, part: Batch, step: int, metrics: UpdateMetrics, measure: Measure) -> None:
+        with measure("time/forward"):
+            output = self.policy.evaluate(part)
+            part = part.to(output.logprobs_BT.device)
+            terms = self.algorithm.loss(output, part, self.kl_coefficient.at(step))
+        loss = self._loss(terms, output, part, metrics)
+        with measure("time/backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        metrics.add_policy(part, output, terms)
+
+    def optimizer_step(self, step: int, metrics: UpdateMetrics) -> None:
+        metrics.add_policy_step(self.optimizer.step(self.learning_rate(step)))
+
+    def end_epoch(self, metrics: UpdateMetrics) -> bool:
+        metrics.epochs += 1
+        return metrics.kl_of_epoch() > self.plan.target_kl
+
+    def coefficients(self, step: int) -> dict[str, float]:
+        return {"learning_rate": self.learning_rate(step), "kl_coefficient": self.kl_coefficient.at(step)}
+
+    def _loss(self, terms: LossTerms, output: PolicyOutput, part: Batch, metrics: UpdateMetrics) -> Tensor:
+        return terms.loss
+
+
+@dataclass(frozen=True)
+class CriticLearner:
+    """A critic, trained by the value loss of its algorithm. The policy's KL does not end its passes."""
+
+    critic: Critic
+    optimizer: Optimizer
+    algorithm: Algorithm
+    plan: UpdatePlan
+    learning_rate: Schedule
+    pieces: Callable[[Batch], Iterator[Tensor]]  # row indices small enough for one backward pass, as the policy's
+
+    @property
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        return {"critic_optimizer": self.optimizer}
+
+    def epochs(self, step: int) -> range:
+        return range(self.plan.epochs + self.plan.critic_epochs)
+
+    def microbatches(self, minibatch: Batch) -> Iterator[Tensor]:
+        return self.pieces(minibatch)
+
+    def backward(self, part: Batch, step: int, metrics: UpdateMetrics, measure: Measure) -> None:
+        with measure("time/critic"):
+            values_BT = self.critic.values(part)
+            loss = self.algorithm.critic_loss(values_BT, part.to(values_BT.device))
+            loss.backward()  # type: ignore[no-untyped-call]
+        metrics.add_critic(loss)
+
+    def optimizer_step(self, step: int, metrics: UpdateMetrics) -> None:
+        metrics.add_critic_step(self.optimizer.step(self.learning_rate(step)))
+
+    def end_epoch(self, metrics: UpdateMetrics) -> bool:
+        metrics.critic_epochs += 1
+        return False
+
+    def coefficients(self, step: int) -> dict[str, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class SharedTrunkLearner(PolicyLearner):
+    """A policy with the critic's value head on its trunk: one backward pass for both losses."""
+
+    head_optimizer: Optimizer
+    head_learning_rate: Schedule
+
+    def optimizer_step(self, step: int, metrics: UpdateMetrics) -> None:
+        super().optimizer_step(step, metrics)
+        metrics.add_critic_step(self.head_optimizer.step(self.head_learning_rate(step)))
+
+    def end_epoch(self, metrics: UpdateMetrics) -> bool:
+        metrics.critic_epochs += 1
+        return super().end_epoch(metrics)
+
+    def _loss(self, terms: LossTerms, output: PolicyOutput, part: Batch, metrics: UpdateMetrics) -> Tensor:
+        assert output.values_BT is not None
+        value_loss = self.algorithm.critic_loss(output.values_BT, part)
+        metrics.add_critic(value_loss)
+        return terms.loss + value_loss
+
+
+@dataclass(frozen=True)
+class HeadLearner(CriticLearner):
+    """The value head of a critic on the policy's trunk, in the passes in which the policy is not trained."""
+
+    def epochs(self, step: int) -> range:
+        return range(self.plan.policy_epochs(step), self.plan.epochs + self.plan.critic_epochs)
+
+
+def actor_critic(policy: PolicyLearner, critic: CriticLearner) -> tuple[Learner, Learner]:
+    """The learners of a critic whose value head is on the policy's trunk."""
+    shared = SharedTrunkLearner(
+        **vars(policy), head_optimizer=critic.optimizer, head_learning_rate=critic.learning_rate
+    )
+    return shared, HeadLearner(**vars(critic))
