@@ -14,6 +14,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 LONGEST_FILE = 420
 LONGEST_FUNCTION = 60
+LONGEST_LOOP_AND_UPDATE, LONGEST_TRAIN_STEP = 200, 25
+MOST_TESTS_FOR_NONE = 6  # in all of train/: an optional component is an object, with a null object if there is none
 LIGHT_MODULES = ["covey.config", "covey.cli.main"]
 HEAVY_PACKAGES = {"torch", "transformers", "gymnasium", "matplotlib"}
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -131,6 +133,45 @@ def test_the_training_path_has_no_string_flags():
     files = sorted((SOURCE / "train").rglob("*.py"))
     assert files
     assert [f"{name_of(path)}:{line}" for path in files for line in compares_with_a_string(parse(path))] == []
+
+
+def tests_for_none(tree):
+    """Lines that branch on None; an assertion is none, because it narrows a type."""
+    asserted = {id(node) for check in ast.walk(tree) if isinstance(check, ast.Assert) for node in ast.walk(check)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and id(node) not in asserted:
+            parts = (node.left, *node.comparators)
+            if any(isinstance(part, ast.Constant) and part.value is None for part in parts):
+                yield node.lineno
+
+
+def test_the_training_path_has_few_optional_parts():
+    found = [
+        f"{name_of(path)}:{line}"
+        for path in sorted((SOURCE / "train").rglob("*.py"))
+        for line in tests_for_none(parse(path))
+    ]
+    assert len(found) <= MOST_TESTS_FOR_NONE, found
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("if a is None: pass", 1),
+        ("b = 1 if a is not None else 2", 1),
+        ("x = a == None", 1),
+        ("assert a is not None", 0),
+    ],
+)
+def test_the_count_of_optional_parts_can_fail(line, count):
+    assert len(list(tests_for_none(ast.parse(line)))) == count
+
+
+def test_the_training_step_fits_on_a_screen():
+    texts = [(SOURCE / "train" / name).read_text(encoding="utf-8") for name in ("loop.py", "update.py")]
+    assert sum(len(text.splitlines()) for text in texts) <= LONGEST_LOOP_AND_UPDATE
+    (step,) = [function for function in functions(ast.parse(texts[0])) if function.name == "train_step"]
+    assert code_lines(step) <= LONGEST_TRAIN_STEP
 
 
 def test_files_are_short():

@@ -243,7 +243,7 @@ def test_a_time_limit_is_no_death(mistaken: bool, tmp_path: Path) -> None:
     def change(parts: Components) -> Components:
         return replace(parts, grader=TruncationIsDeath()) if mistaken else parts
 
-    critic = toy_envs.train_quietly(config, tmp_path / "run", change).critic
+    (critic,) = toy_envs.train_quietly(config, tmp_path / "run", change).critics
     value = float(critic.values_of(np.ones((1, 1), dtype=np.float32))[0])
     assert (abs(value - right) < 0.25) != mistaken
     if mistaken:  # between the mean of what is to come and what the first of ten moments has

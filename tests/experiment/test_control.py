@@ -15,10 +15,12 @@ import torch
 from PIL import Image
 
 import covey
+from covey.algorithms import KLInLoss, KLInReward, KLToBehavior
 from covey.cli.main import main
 from covey.config.recipe import write_config
 from covey.control import rollout_buffer
 from covey.control.policy import load_policy
+from covey.core import kl
 from covey.experiment.build import build_algorithm
 from covey.experiment.control import ControlBuilder, evaluate_run
 from covey.tracking.run_store import read_metrics
@@ -137,16 +139,16 @@ def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
     assert all(step["update/critic_steps"] > 0 for step in steps)
 
 
-def test_a_kl_stands_where_it_pulls() -> None:
+def test_the_placement_of_the_kl_follows_from_its_estimator() -> None:
     """docs/mathematics.md: k1 in the loss and k3 in the reward have no gradient to speak of."""
     for name in ("grpo", "dr_grpo", "rloo", "reinforce", "ppo"):
         options = {"max_length": 10} if name == "dr_grpo" else {}
-        for estimator, in_reward in {"k1": True, "k2": False, "k3": False, "exact": False}.items():
+        for estimator, placement in {"k1": KLInReward, "k2": KLInLoss, "k3": KLInLoss, "exact": KLInLoss}.items():
             loss = covey.ControlLossConfig(kl_coefficient=0.1, kl_estimator=estimator)
-            penalty = build_algorithm(name, loss, **options).kl
-            assert (penalty.in_reward, penalty.to_behavior) == (in_reward, False)
-            to_who_acted = build_algorithm(name, replace(loss, kl_anchor="behavior"), **options).kl
-            assert (to_who_acted.in_reward, to_who_acted.to_behavior) == (False, True)
+            to_reference = build_algorithm(name, loss, **options).kl.placement
+            assert (type(to_reference), to_reference.estimator) == (placement, getattr(kl, estimator))
+            to_behavior = build_algorithm(name, replace(loss, kl_anchor="behavior"), **options).kl.placement
+            assert (type(to_behavior), to_behavior.estimator) == (KLToBehavior, getattr(kl, estimator))
 
 
 @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3", "exact"])

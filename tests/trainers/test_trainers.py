@@ -17,6 +17,7 @@ from covey import ConfigError, GRPOLoss, GRPOTrainer, PPOLoss, PPOTrainer, compu
 from covey.data import Start
 from covey.llm.model.conversion import EMBEDDED
 from covey.llm.tasks import Arithmetic
+from covey.train.prepare import NO_REFERENCE
 from covey.trainers.prompts import PromptDeck, read_prompts
 from helpers.tiny_models import END, tiny_folder, tiny_model, tiny_tokenizer
 
@@ -257,9 +258,9 @@ def test_what_was_handed_over_has_learned_and_the_reference_has_not():
 
 def test_without_a_reference_there_is_a_frozen_copy_or_none():
     held = grpo_trainer().reference
-    assert held is not None
+    assert held is not NO_REFERENCE
     assert not any(p.requires_grad for p in held.module.parameters())
-    assert grpo_trainer(kl_beta=0.0).reference is None
+    assert grpo_trainer(kl_beta=0.0).reference is NO_REFERENCE
 
 
 def test_a_model_by_name_saves_what_it_learned(tmp_path):

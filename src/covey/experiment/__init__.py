@@ -2,7 +2,7 @@
 
 run                  train, resume, check
 build                what both worlds are built from: algorithm, optimizer, update plan
-llm, control         the parts of a run on a language model, and on an environment
+llm, control         the components of a run on a language model (llm_components), and on an environment
 evaluate_llm         greedy answers to held-out problems
 inference            `covey eval` of a model
 plan                 `covey plan`

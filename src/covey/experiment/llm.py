@@ -11,37 +11,39 @@ from typing import Any
 
 import torch
 
-from covey.algorithms import Algorithm, KLFromOutput
-from covey.algorithms.advantages import CreditAssignment, outcome, process, process_by_step, process_return_to_go
 from covey.config import ConfigError, RunConfig
 from covey.config.fields import plural
-from covey.config.model_sources import ARCHITECTURE_FOLDER, find_origin
+from covey.config.model_sources import ARCHITECTURE_FOLDER
 from covey.config.validate_collection import NOT_BY_GROUP
 from covey.config.validate_process import no_step_reward
-from covey.core import kl
-from covey.data import ReferenceUpdater, Start, Task
+from covey.data import Start, Task
 from covey.experiment.build import (
     Experiment,
     Reward,
-    build_algorithm,
     build_checkpoints,
     build_kl_coefficient,
     build_learners,
 )
 from covey.experiment.evaluate_llm import HeldOut
-from covey.llm.critic import LanguageCritic, SharedTrunkValues
+from covey.experiment.llm_components import (
+    build_collector,
+    build_critic,
+    build_group_size,
+    build_llm_algorithm,
+    build_reference_updater,
+    with_outputs,
+)
+from covey.llm.critic import LanguageCritic
 from covey.llm.grader import RewardGrader, WeightedReward, build_grader
-from covey.llm.kl_output import KLToReference
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import (
     find_chat,
-    load_checkpoint_weights,
     load_model,
     resolve_checkpoint,
     save_architecture,
 )
 from covey.llm.native.bindings import kernels_for
-from covey.llm.policy import ExtraOutput, LanguagePolicy
+from covey.llm.policy import LanguagePolicy
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import Jsonl, build_task, task_of
@@ -54,28 +56,10 @@ from covey.runtime.device import (
     limit_kernel_caches,
     set_threads,
 )
-from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
-from covey.train.collect import (
-    AdaptiveGroups,
-    Collector,
-    DynamicSampling,
-    FixedGroups,
-    FixedSize,
-    GroupSize,
-    LinearSize,
-    LogGroupSizes,
-)
-from covey.train.state import Components, LoopConfig, NeverUpdate
-
-CREDITS: dict[str, CreditAssignment] = {
-    "outcome": outcome,
-    "process": process,
-    "process_by_step": process_by_step,
-    "process_return_to_go": process_return_to_go,
-}
+from covey.train.state import Components, LoopConfig
 
 
 @dataclass(frozen=True)
@@ -291,8 +275,8 @@ class LLMBuilder:
             microbatch_tokens=update.microbatch_tokens,
             backend=loaded.policy.backend,
         )
-        algorithm = _algorithm(config)
-        policy = _with_outputs(loaded.policy, config, algorithm, critics, reference)
+        algorithm = build_llm_algorithm(config)
+        policy = with_outputs(loaded.policy, config, algorithm, critics, reference)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         held_out = HeldOut(config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store)
         parts = Components(
@@ -301,7 +285,7 @@ class LLMBuilder:
             grader=_noted(problem.grader, store, display),
             policy=policy,
             reference=reference,
-            reference_updater=_reference_updater(config, reference, loaded.policy),
+            reference_updater=build_reference_updater(config, reference, loaded.policy),
             algorithm=algorithm,
             learners=build_learners(
                 config,
@@ -313,7 +297,7 @@ class LLMBuilder:
                 shared_trunk=config.critic.trunk == "policy",
             ),
             kl_coefficient=kl_coefficient,
-            collector=_collector(config),
+            collector=build_collector(config),
             observers=(store, display),
             checkpoints=build_checkpoints(store, config.checkpoint.keep),
             evaluate=lambda step: held_out.due(step) | problem.metrics(),
@@ -323,7 +307,7 @@ class LLMBuilder:
             steps=config.steps,
             seed=config.seed,
             starts_per_step=config.sampling.prompts_per_step,
-            group_size=_group_size(config),
+            group_size=build_group_size(config),
             mask_truncated=config.loss.mask_truncated,
             checkpoint_every=config.checkpoint.every,
             decision_budget=config.token_budget,
@@ -364,82 +348,7 @@ def _noted(grader: RewardGrader, store: RunStore, display: Display) -> NotedGrad
     return noted
 
 
-def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) -> LanguageCritic:
-    """The critic that goes with a policy: a new one, or that of the run which the policy comes from.
-
-    Raises:
-        ConfigError: where that run's critic does not fit.
-    """
-    critic = LanguageCritic(policy, own_trunk=config.critic.trunk == "own")
-    origin = find_origin(config.model)
-    if origin is None:
-        return critic
-    folder = origin.run_dir / CRITIC_FOLDER
-    if origin.from_checkpoint and origin.told["algorithm"] == config.algorithm:
-        load_checkpoint_weights(critic.module, origin, "critic_optimizer", "set critic.trunk as that run has it")
-        display.note(f"the critic goes on from {config.model}")
-    elif not origin.from_checkpoint and folder.is_dir():
-        critic.load(folder)
-        display.note(f"the critic goes on from {folder}")
-    return critic
-
-
 def _save(run_dir: Path, loaded: LoadedPolicy, critics: Sequence[LanguageCritic]) -> None:
     loaded.save(run_dir / MODEL_FOLDER)
     for critic in critics:
         critic.save(run_dir / CRITIC_FOLDER)
-
-
-def _algorithm(config: RunConfig) -> Algorithm:
-    loss = config.loss
-    algorithm = build_algorithm(
-        config.algorithm,
-        replace(loss, kl_coefficient=config.kl_coefficient),
-        max_length=config.sampling.max_new_tokens,
-        entropy_coefficient=loss.entropy_coefficient,
-        credit=CREDITS[loss.credit],
-        gamma=loss.gamma,
-        lam=loss.gae_lambda,
-        whiten=loss.whiten,
-        value_coefficient=loss.value_coefficient,
-        value_clip=loss.value_clip,
-    )
-    if algorithm.kl.placement.estimator is not kl.exact:
-        return algorithm
-    # The exact KL over a vocabulary is computed in the forward pass: the probabilities of all tokens are never stored.
-    return replace(algorithm, kl=replace(algorithm.kl, placement=KLFromOutput()))
-
-
-def _with_outputs(
-    policy: LanguagePolicy,
-    config: RunConfig,
-    algorithm: Algorithm,
-    critics: Sequence[LanguageCritic],
-    reference: LanguagePolicy,
-) -> LanguagePolicy:
-    """The policy with the outputs that its loss needs beside log-probabilities and entropies."""
-    extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in critics if not critic.own_trunk]
-    if isinstance(algorithm.kl.placement, KLFromOutput) and config.kl_coefficient != 0:
-        extra.append(KLToReference(reference))
-    return policy.with_outputs(*extra)
-
-
-def _reference_updater(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> ReferenceUpdater:
-    if not config.reference.refresh_every:
-        return NeverUpdate()
-    return EMAWeights(
-        reference.module, policy.module, config.reference.refresh_fraction, every=config.reference.refresh_every
-    )
-
-
-def _group_size(config: RunConfig) -> GroupSize:
-    first, last = config.sampling.group_size, config.sampling.final_group_size
-    return FixedSize(first) if last is None else LinearSize(first, last, config.steps)
-
-
-def _collector(config: RunConfig) -> Collector:
-    sampling = config.sampling
-    collector: Collector = DynamicSampling(config.max_resamples) if config.max_resamples else FixedGroups()
-    if sampling.adaptive:
-        collector = AdaptiveGroups(sampling.initial_group_size, sampling.max_group_size or 0)
-    return collector if sampling.final_group_size is None else LogGroupSizes(collector)

@@ -1,0 +1,114 @@
+"""Components of a run on a language model, from its config: algorithm, critic, reference, collector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from covey.algorithms import Algorithm, KLFromOutput
+from covey.algorithms.advantages import CreditAssignment, outcome, process, process_by_step, process_return_to_go
+from covey.config import RunConfig
+from covey.config.model_sources import find_origin
+from covey.core import kl
+from covey.data import ReferenceUpdater
+from covey.experiment.build import build_algorithm
+from covey.llm.critic import LanguageCritic, SharedTrunkValues
+from covey.llm.kl_output import KLToReference
+from covey.llm.model.loading import load_checkpoint_weights
+from covey.llm.policy import ExtraOutput, LanguagePolicy
+from covey.runtime.ema import EMAWeights
+from covey.tracking.console import Display
+from covey.tracking.run_store import CRITIC_FOLDER
+from covey.train.collect import (
+    AdaptiveGroups,
+    Collector,
+    DynamicSampling,
+    FixedGroups,
+    FixedSize,
+    GroupSize,
+    LinearSize,
+    LogGroupSizes,
+)
+from covey.train.state import NeverUpdate
+
+CREDITS: dict[str, CreditAssignment] = {
+    "outcome": outcome,
+    "process": process,
+    "process_by_step": process_by_step,
+    "process_return_to_go": process_return_to_go,
+}
+
+
+def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) -> LanguageCritic:
+    """The critic that goes with a policy: a new one, or that of the run which the policy comes from.
+
+    Raises:
+        ConfigError: where that run's critic does not fit.
+    """
+    critic = LanguageCritic(policy, own_trunk=config.critic.trunk == "own")
+    origin = find_origin(config.model)
+    if origin is None:
+        return critic
+    folder = origin.run_dir / CRITIC_FOLDER
+    if origin.from_checkpoint and origin.told["algorithm"] == config.algorithm:
+        load_checkpoint_weights(critic.module, origin, "critic_optimizer", "set critic.trunk as that run has it")
+        display.note(f"the critic goes on from {config.model}")
+    elif not origin.from_checkpoint and folder.is_dir():
+        critic.load(folder)
+        display.note(f"the critic goes on from {folder}")
+    return critic
+
+
+def build_llm_algorithm(config: RunConfig) -> Algorithm:
+    loss = config.loss
+    algorithm = build_algorithm(
+        config.algorithm,
+        replace(loss, kl_coefficient=config.kl_coefficient),
+        max_length=config.sampling.max_new_tokens,
+        entropy_coefficient=loss.entropy_coefficient,
+        credit=CREDITS[loss.credit],
+        gamma=loss.gamma,
+        lam=loss.gae_lambda,
+        whiten=loss.whiten,
+        value_coefficient=loss.value_coefficient,
+        value_clip=loss.value_clip,
+    )
+    if algorithm.kl.placement.estimator is not kl.exact:
+        return algorithm
+    # The exact KL over a vocabulary is computed in the forward pass: the probabilities of all tokens are never stored.
+    return replace(algorithm, kl=replace(algorithm.kl, placement=KLFromOutput()))
+
+
+def with_outputs(
+    policy: LanguagePolicy,
+    config: RunConfig,
+    algorithm: Algorithm,
+    critics: Sequence[LanguageCritic],
+    reference: LanguagePolicy,
+) -> LanguagePolicy:
+    """The policy with the outputs that its loss needs beside log-probabilities and entropies."""
+    extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in critics if not critic.own_trunk]
+    if isinstance(algorithm.kl.placement, KLFromOutput) and config.kl_coefficient != 0:
+        extra.append(KLToReference(reference))
+    return policy.with_outputs(*extra)
+
+
+def build_reference_updater(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> ReferenceUpdater:
+    if not config.reference.refresh_every:
+        return NeverUpdate()
+    return EMAWeights(
+        reference.module, policy.module, config.reference.refresh_fraction, every=config.reference.refresh_every
+    )
+
+
+def build_group_size(config: RunConfig) -> GroupSize:
+    first, last = config.sampling.group_size, config.sampling.final_group_size
+    return FixedSize(first) if last is None else LinearSize(first, last, config.steps)
+
+
+def build_collector(config: RunConfig) -> Collector:
+    sampling = config.sampling
+    collector: Collector = DynamicSampling(config.max_resamples) if config.max_resamples else FixedGroups()
+    if sampling.adaptive:
+        collector = AdaptiveGroups(sampling.initial_group_size, sampling.max_group_size or 0)
+    return collector if sampling.final_group_size is None else LogGroupSizes(collector)
