@@ -135,7 +135,7 @@ def test_the_training_path_has_no_string_flags():
     assert [f"{name_of(path)}:{line}" for path in files for line in compares_with_a_string(parse(path))] == []
 
 
-def tests_for_none(tree):
+def branches_on_none(tree):
     """Lines that branch on None; an assertion is none, because it narrows a type."""
     asserted = {id(node) for check in ast.walk(tree) if isinstance(check, ast.Assert) for node in ast.walk(check)}
     for node in ast.walk(tree):
@@ -149,7 +149,7 @@ def test_the_training_path_has_few_optional_parts():
     found = [
         f"{name_of(path)}:{line}"
         for path in sorted((SOURCE / "train").rglob("*.py"))
-        for line in tests_for_none(parse(path))
+        for line in branches_on_none(parse(path))
     ]
     assert len(found) <= MOST_TESTS_FOR_NONE, found
 
@@ -164,7 +164,7 @@ def test_the_training_path_has_few_optional_parts():
     ],
 )
 def test_the_count_of_optional_parts_can_fail(line, count):
-    assert len(list(tests_for_none(ast.parse(line)))) == count
+    assert len(list(branches_on_none(ast.parse(line)))) == count
 
 
 def test_the_training_step_fits_on_a_screen():
