@@ -1,4 +1,5 @@
-"""A causal language model as a policy: a prompt is where it starts, every sampled token is a decision.
+"""A causal language model as a policy: a prompt is where it starts, every sampled token is a decision. Tokens that were
+not sampled, such as a tool's output, are fed as context of the decisions after them.
 
 Shapes: B rollouts, T decisions, S prompts, N tokens of a packed forward.
 """
@@ -67,8 +68,8 @@ class LanguagePolicy:
         return next(self.module.parameters()).device
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Log-probability and entropy of every decision of `batch`, at the sampling temperature, in nats; with an
-        anchor and gradients enabled, the exact KL to it too.
+        """Log-probability and entropy of every decision of `batch`, at the sampling temperature, in nats, 0 where
+        undecided; with an anchor and gradients enabled, the exact KL to it too.
         """
         batch = batch.to(self.device)
         return self._evaluate_packed(batch) if self.shares_prompts else self._evaluate_rows(batch)

@@ -18,7 +18,7 @@ from covey.runtime.optimizer import StepResult
 def describe(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics of freshly graded rollouts: rewards, lengths, ends."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.actions) for rollout in rollouts]
+    lengths = [rollout.decisions for rollout in rollouts]
     steps = [len(rollout.step_ends) for rollout in rollouts if rollout.step_ends is not None]
     logged: dict[str, list[float]] = {}
     for group in groups:
