@@ -19,6 +19,7 @@ from covey.algorithms import KLPenalty, grpo, ppo
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.critic import LanguageCritic
+from covey.llm.model import fused_layers, logprobs, prefix_attention
 from covey.llm.policy import LanguagePolicy
 from covey.train.prepare import prepare_batch
 from covey.train.update import Learner, StepCoefficients, UpdatePlan, update
@@ -135,13 +136,13 @@ def compare_with_plain(kind: str, batch: Batch, **options) -> LanguagePolicy:
     return policy
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("kernels", ["1", "0"])
+@pytest.mark.parametrize("way", ["kernels", "products", "fused"])
 @pytest.mark.parametrize("kind", SHARED)
-def test_packed_evaluation_is_that_of_a_plain_forward(kind, kernels, fused, monkeypatch):
-    monkeypatch.setenv("COVEY_NATIVE", kernels)
-    if fused:
-        monkeypatch.setattr("covey.llm.model.prefix_attention.SCORES_LIMIT", 0)
+def test_packed_evaluation_is_that_of_a_plain_forward(kind, way, monkeypatch):
+    if way != "kernels":
+        for module in (fused_layers, logprobs):
+            monkeypatch.setattr(module, "kernels_for", lambda *_: None)
+        monkeypatch.setattr(prefix_attention, "SCORES_LIMIT", {"products": 1 << 40, "fused": 0}[way])
     assert compare_with_plain(kind, some_batch()).shares_prompts
 
 
