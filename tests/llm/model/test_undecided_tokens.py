@@ -30,12 +30,13 @@ TEMPERATURE = 0.8
 PROMPTS = ((20, 31, 42), (9, 8, 7, 6, 5), (20, 31, 42, 12, 60, 61, 62, 63, 64, 70))
 
 # Of every rollout its tokens, and below them "d" at decisions. The first group: siblings that share decisions and a
-# tool's output, the same tokens with other masks, a prefix of a sibling, an output before the first decision and one
+# tool's output, an output of its own, the same tokens with other masks, a prefix of a sibling, an output before the first decision and one
 # after the last. The second: the same tool answers everyone. The third has one rollout.
 SIBLINGS = [
     [
         ([11, 12, 50, 51, 13, 14], "dd..dd"),
         ([11, 12, 50, 51, 13, 15], "dd..dd"),
+        ([11, 12, 54, 51, 13, 14], "dd..dd"),
         ([11, 12, 50, 51, 13, 14], "d.dd.d"),
         ([11, 12, 50, 51, 13, 14], "dd...."),
         ([11, 12, 50], "ddd"),
@@ -218,7 +219,7 @@ def test_shared_tokens_are_fed_once_decided_or_not_and_none_after_the_last_decis
     assert tokens_fed(rows, batch) == alone
 
 
-@pytest.mark.parametrize("limit", [1, 12, 25, 4096])
+@pytest.mark.parametrize("limit", [1, 12, 16, 20, 25, 4096])
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 def test_microbatches_hold_undecided_tokens_too(kind, limit):
     batch = some_batch()
@@ -235,6 +236,14 @@ def test_microbatches_hold_undecided_tokens_too(kind, limit):
         width = part.mask_BT.shape[1]
         torch.testing.assert_close(found.logprobs_BT, whole.logprobs_BT[rows, :width], atol=2e-5, rtol=0)
         assert not whole.logprobs_BT[rows, width:].any()
+
+
+@pytest.mark.parametrize(("second", "tokens"), [(50, 6), (51, 8)])
+def test_siblings_share_undecided_tokens_only_if_they_are_the_same(second, tokens):
+    batch = collate(groups_of([[([11, 50, 12], "d.d"), ([11, second, 12], "d.d")]]))
+    for limit, pieces in ((tokens, 1), (tokens - 1, 2)):
+        policy = LanguagePolicy(tiny_model(), microbatch_tokens=limit)
+        assert len(list(policy.microbatches(batch))) == pieces
 
 
 # --- exact KL ---
