@@ -29,9 +29,9 @@ from helpers.tiny_models import PLAIN, SHARED, tiny_model
 TEMPERATURE = 0.8
 PROMPTS = ((20, 31, 42), (9, 8, 7, 6, 5), (20, 31, 42, 12, 60, 61, 62, 63, 64, 70))
 
-# Of every rollout its tokens, and below them "d" at decisions. The first group: siblings that share decisions and a
-# tool's output, an output of its own, the same tokens with other masks, a prefix of a sibling, an output before the first decision and one
-# after the last. The second: the same tool answers everyone. The third has one rollout.
+# Of every rollout its tokens, and beside them "d" at decisions. The first group: siblings that share decisions and a
+# tool's output, an output of its own, the same tokens with other masks, a prefix of a sibling, an output before the
+# first decision and one after the last. The second: the same tool answers everyone. The third has one rollout.
 SIBLINGS = [
     [
         ([11, 12, 50, 51, 13, 14], "dd..dd"),
