@@ -39,8 +39,9 @@ def compute_gae(
             state after the last step: for episodes that a time limit cut (bootstrapping).
         gamma: discount per step.
         lam: 0 trusts the values (A = delta), 1 the rewards (A = discounted sum of rewards - V).
-        mask: steps that were really made, bool, in the shape of `rewards`; None is all. Rows that are padded with
-            zeros in both rewards and values need none, unless there is an extra entry.
+        mask: steps that the policy decided, bool, in the shape of `rewards`; None is all. Other columns (padding, a
+            tool's output) are skipped: what follows a decision is the next one. Rows that are padded with zeros in both
+            rewards and values need none, unless there is an extra entry.
 
     Returns:
         advantages and returns in the shape of `rewards`, not whitened, without gradient.
@@ -124,7 +125,8 @@ class GRPOLoss(nn.Module):
             old_policy_logprobs: of the policy that sampled, in the same shape.
             rewards: [batch, group_size]; NaN marks an answer that could not be graded, which leaves its group.
             reference_logprobs: of the frozen reference, in the same shape; only kl_beta = 0 goes without.
-            mask: True at tokens that were sampled, False at padding, in the same shape; None is all.
+            mask: True at tokens that the policy sampled, False at padding and at others, such as a tool's output, in
+                the same shape; None is all.
 
         Returns:
             a scalar; its gradient reaches `policy_logprobs` only. A group whose rewards are all alike adds nothing but
@@ -232,7 +234,8 @@ class PPOLoss(nn.Module):
             returns: what the critic should have said, in the same shape (`compute_gae`).
             advantages: in the same shape (`compute_gae`), taken as they are: whiten them before, if you want that.
             entropy: of the policy at each decision, in the same shape, or the mean of all as one number; in nats.
-            mask: True at decisions, False at padding, in the same shape; None is all.
+            mask: True at decisions, False at padding and at tokens that the policy did not decide, in the same shape;
+                None is all.
 
         Returns:
             a scalar; its gradient reaches `policy_logprobs`, `values` and `entropy` only.

@@ -232,7 +232,7 @@ def test_without_steps_the_whole_rollout_is_one():
 def test_a_step_that_ends_outside_its_rollout_is_refused(end):
     groups = [group(stepped(3, {2: 1.0}))]
     groups[0].rollouts[0].step_ends = [end]
-    with pytest.raises(ValueError, match="a rollout of 3 decisions has steps that end at"):
+    with pytest.raises(ValueError, match="a rollout of 3 actions has steps that end at"):
         collate(groups)
 
 

@@ -189,3 +189,33 @@ def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:
     store.write_summary({"score": 0.6, "kl": math.nan})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"score": 0.6, "kl": None}
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("marks", "undecided"),
+    [
+        ("ddddd", None),
+        ("d..dd", [[1, 3]]),
+        ("..dd.", [[0, 2], [4, 5]]),
+        (".d.d.", [[0, 1], [2, 3], [4, 5]]),
+        ("....d", [[0, 4]]),
+    ],
+)
+def test_undecided_tokens_are_recorded_as_stretches(marks: str, undecided: list[list[int]] | None, tmp_path: Path):
+    decided = np.array([mark == "d" for mark in marks])
+    plain = Rollout((1,), [5] * 5, [-0.1] * 5, EndReason.STOP, text="4", reward=1.0)
+    masked = Rollout((1,), [5] * 5, [-0.1] * 5, EndReason.STOP, text="4", reward=1.0, decided=decided)
+    start = Start(0, "2+2=")
+    store = RunStore(tmp_path / "run")
+    store.record(1, {"loss": 0.5}, [Group(start, [plain, masked])])
+    store.record_evaluation(1, [run_store.answer_record(1, 8, start, rollout) for rollout in (plain, masked)])
+    store.close()
+    for path, count in ((store.rollouts_path(1), "decisions"), (store.held_out_path(1), "tokens")):
+        without, with_mask = map(json.loads, path.read_text().splitlines())
+        assert with_mask[count] == int(decided.sum())
+        spans = with_mask.pop("undecided", None)
+        assert spans == undecided
+        assert "undecided" not in without
+        assert without[count] == 5
+        assert with_mask | {count: 5} == without
+        assert [not any(a <= t < b for a, b in spans or []) for t in range(5)] == decided.tolist()

@@ -56,6 +56,17 @@ def test_gae_of_a_batch_is_that_of_its_rows():
     torch.testing.assert_close(padded, torch.tensor([ADVANTAGES, [0.7, 0, 0]]))
 
 
+def test_gae_steps_over_what_was_not_decided():
+    rewards = torch.tensor([0.0, 5.0, 0.0, 5.0, 5.0, 1.0, 5.0])
+    values = torch.tensor([0.5, 9.0, 0.6, 9.0, 9.0, 0.8, 9.0])
+    mask = torch.tensor([True, False, True, False, False, True, False])
+    for advantages, more in ((ADVANTAGES, []), (CUT_ADVANTAGES, [2.0])):
+        found, returns = compute_gae(rewards, torch.cat([values, torch.tensor(more)]), 0.9, 0.5, mask=mask)
+        torch.testing.assert_close(found[mask], torch.tensor(advantages))
+        torch.testing.assert_close(returns[mask], torch.tensor(advantages) + torch.tensor(VALUES))
+        assert not found[~mask].any()
+
+
 @pytest.mark.parametrize(
     ("rewards", "values", "complaint"),
     [

@@ -51,7 +51,8 @@ def reward_to_go(compare: Baseline, *, gamma: float = 1.0, same_step: bool = Tru
         width = batch.mask_BT.shape[1]
         group_BT = batch.group_B[:, None].expand_as(batch.mask_BT)
         if same_step:
-            group_BT = group_BT * width + torch.arange(width, device=group_BT.device)
+            # Steps are counted in decisions: the columns of siblings differ if undecided actions lie between them.
+            group_BT = group_BT * width + batch.mask_BT.cumsum(dim=1) - batch.mask_BT.long()
         return Advantages(_compare_decisions(compare, returns_BT, group_BT, batch))
 
     return estimate

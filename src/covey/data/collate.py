@@ -12,12 +12,14 @@ from covey.data.types import Batch, Group, Rollout
 
 
 def collate(groups: list[Group]) -> Batch:
-    """Stack every rollout of `groups` into a Batch of [B, T] decisions, padded on the right.
+    """Stack every rollout of `groups` into a Batch of [B, T] columns, padded on the right.
 
-    Padding is marked by `mask_BT` alone: no token id has a special meaning here.
+    Padding and undecided actions are marked by `mask_BT` alone: no token id has a special meaning here. If a rollout
+    has no step rewards, its last decision earns its reward.
 
     Raises:
-        ValueError: if there is no rollout, a rollout without a decision, or a step that ends outside its rollout.
+        ValueError: if there is no rollout, a rollout without a decision, a decision mask of another length than its
+            actions, a step that ends outside its rollout or at an undecided action, or a step reward at one.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -25,40 +27,76 @@ def collate(groups: list[Group]) -> Batch:
     lengths = [len(rollout.actions) for rollout in rollouts]
     if min(lengths) == 0:
         raise ValueError("every rollout needs at least one decision")
+    inside_BT = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    mask_BT, last_decisions = _decisions(rollouts, inside_BT)
     rewards = [0.0 if rollout.reward is None else rollout.reward for rollout in rollouts]
     earned = [
-        [0.0] * (length - 1) + [reward] if rollout.step_rewards is None else rollout.step_rewards
-        for rollout, length, reward in zip(rollouts, lengths, rewards, strict=True)
+        [0.0] * last + [reward] + [0.0] * (length - 1 - last) if rollout.step_rewards is None else rollout.step_rewards
+        for rollout, length, last, reward in zip(rollouts, lengths, last_decisions, rewards, strict=True)
     ]
+    rewards_BT = _pad(earned, inside_BT).float()
+    step_end_BT = _step_ends(rollouts, lengths, last_decisions)
+    if mask_BT is not inside_BT:
+        _check_undecided(rewards_BT != 0, mask_BT, "a step reward at")
+        _check_undecided(step_end_BT, mask_BT, "a reasoning step that ends at")
     group_sizes = torch.tensor([len(group.rollouts) for group in groups])
+    behavior_logprobs_BT = _pad([rollout.behavior_logprobs for rollout in rollouts], inside_BT).float()
     return Batch(
         context=tuple(rollout.context for rollout in rollouts),
-        actions_BT=_pad([rollout.actions for rollout in rollouts], lengths),
-        mask_BT=torch.arange(max(lengths)) < torch.tensor(lengths)[:, None],
-        behavior_logprobs_BT=_pad([rollout.behavior_logprobs for rollout in rollouts], lengths).float(),
+        actions_BT=_pad([rollout.actions for rollout in rollouts], inside_BT),
+        mask_BT=mask_BT,
+        behavior_logprobs_BT=torch.where(mask_BT, behavior_logprobs_BT, 0.0),
         reward_B=torch.tensor(rewards),
-        rewards_BT=_pad(earned, lengths).float(),
+        rewards_BT=rewards_BT,
         valid_B=torch.tensor([rollout.reward is not None for rollout in rollouts]),
         truncated_B=torch.tensor([not rollout.end.is_final for rollout in rollouts]),
         group_B=torch.arange(len(groups)).repeat_interleave(group_sizes),
-        step_end_BT=_step_ends(rollouts, lengths),
+        step_end_BT=step_end_BT,
     )
 
 
-def _step_ends(rollouts: list[Rollout], lengths: list[int]) -> Tensor:
+def _decisions(rollouts: list[Rollout], inside_BT: Tensor) -> tuple[Tensor, list[int]]:
+    """mask_BT, True at decisions, and the column of each rollout's last one; `inside_BT` is True at all actions.
+
+    The mask is `inside_BT` itself if no rollout has a decision mask.
+    """
+    mask_BT = inside_BT
+    last_decisions = [len(rollout.actions) - 1 for rollout in rollouts]
+    for row, rollout in enumerate(rollouts):
+        if rollout.decided is None:
+            continue
+        decided_T = np.asarray(rollout.decided, dtype=bool)
+        if len(decided_T) != len(rollout.actions):
+            raise ValueError(f"a rollout of {len(rollout.actions)} actions has a decision mask of {len(decided_T)}")
+        if not decided_T.any():
+            raise ValueError("every rollout needs at least one decision")
+        if mask_BT is inside_BT:
+            mask_BT = inside_BT.clone()
+        mask_BT[row, : len(decided_T)] = torch.from_numpy(decided_T)
+        last_decisions[row] = int(decided_T.nonzero()[0][-1])
+    return mask_BT, last_decisions
+
+
+def _step_ends(rollouts: list[Rollout], lengths: list[int], last_decisions: list[int]) -> Tensor:
     """step_end_BT: the decisions that end a reasoning step; of a rollout without steps the last one."""
     end_BT = torch.zeros(len(rollouts), max(lengths), dtype=torch.bool)
-    for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
-        ends = [length - 1] if rollout.step_ends is None else list(rollout.step_ends)
+    for row, (rollout, length, last) in enumerate(zip(rollouts, lengths, last_decisions, strict=True)):
+        ends = [last] if rollout.step_ends is None else list(rollout.step_ends)
         if any(not 0 <= end < length for end in ends):
-            raise ValueError(f"a rollout of {length} decisions has steps that end at {ends}")
+            raise ValueError(f"a rollout of {length} actions has steps that end at {ends}")
         end_BT[row, ends] = True
     return end_BT
 
 
-def _pad(rows: list[Any], lengths: list[int]) -> Tensor:
+def _check_undecided(present_BT: Tensor, mask_BT: Tensor, what: str) -> None:
+    """Refuse something that only a decision can have, present at an action that the policy did not decide."""
+    for row, column in (present_BT & ~mask_BT).nonzero().tolist():
+        raise ValueError(f"rollout {row} has {what} action {column}, which the policy did not decide")
+
+
+def _pad(rows: list[Any], inside_BT: Tensor) -> Tensor:
     """Rows of unequal length as one tensor [B, T, ...], with zeros after their ends."""
     joined = torch.from_numpy(np.concatenate([np.asarray(row) for row in rows]))
-    padded = joined.new_zeros(len(rows), max(lengths), *joined.shape[1:])
-    padded[torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]] = joined
+    padded = joined.new_zeros(*inside_BT.shape, *joined.shape[1:])
+    padded[inside_BT] = joined
     return padded

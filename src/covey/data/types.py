@@ -48,14 +48,22 @@ class Start:
 
 @dataclass(slots=True)
 class Rollout:
-    """One attempt: the decisions taken from a start, how likely each was, and what they earned."""
+    """One attempt: the decisions taken from a start, how likely each was, and what they earned.
+
+    The policy need not have decided every action. `decided` marks those that it did; the others, such as the tokens of
+    a tool's output, are context of the later decisions and have no loss.
+
+    >>> Rollout(context=(5, 9), actions=[7, 3, 4, 8], behavior_logprobs=[-0.2, 0.0, 0.0, -1.1], end=EndReason.STOP,
+    ...         decided=[True, False, False, True])
+    """
 
     context: Any  # what the decisions rest on: the prompt's token ids; the T + 1 observations of an episode
     actions: Any  # a sequence: token ids, the end token included; action numbers; action vectors
-    behavior_logprobs: Any  # a sequence: the log-probability of each action when it was sampled
+    behavior_logprobs: Any  # a sequence: the log-probability of each action when it was sampled; unread if undecided
     end: EndReason
     text: str = ""  # the completion as the rewards read it
-    step_rewards: Any = None  # a sequence: what each decision earned; None: one reward for the whole
+    decided: Sequence[bool] | None = None  # of each action, whether the policy decided it; None: it decided all
+    step_rewards: Any = None  # a sequence: what each action earned, 0 if undecided; None: one reward for the whole
     step_texts: Sequence[str] | None = None  # the text, cut into reasoning steps
     step_ends: Sequence[int] | None = None  # decisions that end a reasoning step, ascending; None: the whole is one
     reward: float | None = None  # None: the grader failed, the rollout leaves its group
@@ -65,6 +73,11 @@ class Rollout:
         None  # what evaluations average: a score, 1 or 0 where it is an accuracy; in control the return
     )
     version: int = 0  # of the weights that made it
+
+    @property
+    def decisions(self) -> int:
+        """The number of actions that the policy decided."""
+        return len(self.actions) if self.decided is None else sum(map(bool, self.decided))
 
 
 @dataclass(slots=True)
@@ -82,14 +95,15 @@ class Group:
 class Batch:
     """Padded decisions of one training step; the only thing the mathematics ever sees.
 
-    A row is one rollout and never crosses the end of an episode, a column is one decision.
-    Columns where `mask_BT` is False (padding, tool output) take part in nothing.
+    A row is one rollout and never crosses the end of an episode, a column is one action: a decision where `mask_BT` is
+    True. Undecided columns (padding, a tool's output) take part in no loss, ratio, KL, return or denominator; those
+    before a decision are still part of the context that a language model is fed.
     """
 
     context: tuple[Any, ...]  # one per row, opaque to the mathematics
-    actions_BT: Tensor  # int64; where an action is a vector, float32 [B, T, A]
+    actions_BT: Tensor  # int64, undecided actions included; where an action is a vector, float32 [B, T, A]
     mask_BT: Tensor  # bool, True where the policy decided
-    behavior_logprobs_BT: Tensor  # float32, by the sampler
+    behavior_logprobs_BT: Tensor  # float32, by the sampler; 0 where undecided
     reward_B: Tensor  # float32; 0 where `valid_B` is False
     rewards_BT: Tensor  # float32, what each decision earned; without step rewards `reward_B` at the last one
     valid_B: Tensor  # bool, False where grading failed: the row leaves its group
@@ -131,7 +145,10 @@ class Batch:
         return int(self.mask_BT.shape[0])
 
     def select(self, rows: Tensor) -> Batch:
-        """The rows named by an int64 index, with trailing columns without a decision cut off."""
+        """The rows named by an int64 index, with trailing columns without a decision cut off.
+
+        Nothing depends on an action after the last decision of its row, so the cut changes no result.
+        """
         mask_BT = self.mask_BT[rows]
         decided_T = mask_BT.any(dim=0).nonzero()
         width = int(decided_T[-1]) + 1 if len(decided_T) else 1

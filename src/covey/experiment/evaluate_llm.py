@@ -85,7 +85,7 @@ class HeldOut:
             "max_new_tokens": limit,
             **SCORE_KINDS[self.grader.score_kind].estimate(scores),
             "unscored": len(rollouts) - len(scores),
-            "mean_tokens": sum(len(rollout.actions) for rollout in rollouts) / len(rollouts),
+            "mean_tokens": sum(rollout.decisions for rollout in rollouts) / len(rollouts),
         }
 
 

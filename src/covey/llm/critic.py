@@ -60,7 +60,7 @@ class LanguageCritic:
         self.module: nn.Module = nn.ModuleDict({"trunk": self.trunk, "head": self.head}) if own_trunk else self.head
 
     def values(self, batch: Batch) -> Tensor:
-        """values_BT: of the state before every decision (the prompt and what was sampled so far); 0 where undecided."""
+        """values_BT: of the state before every decision (the prompt and all tokens so far); 0 where undecided."""
         batch = batch.to(self.head.linear.weight.device)
         with torch.set_grad_enabled(self.own_trunk and torch.is_grad_enabled()):
             decided = hidden_states_for_actions(self.trunk, batch, packed=self.packed)

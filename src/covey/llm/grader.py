@@ -260,7 +260,7 @@ class RewardGrader:
                 for end, number in zip(rollout.step_ends, verdict.steps, strict=True):
                     earned[end] += reward.weight * number
             elif verdict.value is not None:
-                earned[-1] += reward.weight * verdict.value
+                earned[rollout.step_ends[-1]] += reward.weight * verdict.value
         rollout.step_rewards = earned
 
     def check(self, starts: Sequence[Start]) -> None:

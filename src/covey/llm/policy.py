@@ -1,4 +1,5 @@
-"""A causal language model as a policy: a prompt is where it starts, every sampled token is a decision.
+"""A causal language model as a policy: a prompt is where it starts, every sampled token is a decision. Tokens that were
+not sampled, such as a tool's output, are fed as context of the decisions after them.
 
 Shapes: B rollouts, T decisions, S prompts, N tokens of a packed forward.
 """
@@ -93,7 +94,9 @@ class LanguagePolicy:
         return next(self.module.parameters()).device
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Log-probability and entropy of every decision of `batch`, at the sampling temperature, in nats."""
+        """Log-probability and entropy of every decision of `batch`, at the sampling temperature, in nats; 0 where
+        nothing was decided.
+        """
         batch = batch.to(self.device)
         return self._evaluate_packed(batch) if self.shares_prompts else self._evaluate_rows(batch)
 

@@ -292,7 +292,12 @@ METRICS: dict[str, Metric] = _glossary(
         "episodes that have ended so far, evaluation aside",
         "rises ever more slowly where a long episode is a good one",
     ),
-    Metric("decisions/sampled", "decisions", "tokens or actions of all rollouts of the step", "rollouts x length/mean"),
+    Metric(
+        "decisions/sampled",
+        "decisions",
+        "tokens or actions of all rollouts of the step that the policy decided",
+        "rollouts x length/mean",
+    ),
     Metric(
         "decisions/trained", "decisions", "those that took part in the loss", "those sampled, without the dead groups"
     ),

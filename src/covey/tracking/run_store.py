@@ -23,6 +23,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -273,6 +274,11 @@ def _steps_in_words(steps: Sequence[int]) -> str:
 def rollout_record(step: int, start: Start, rollout: Rollout, *, dropped: bool = False) -> dict[str, Any]:
     """One rollout as a line of the rollouts file; `group` is the start's index within the step. No observations.
 
+    "decisions" counts the actions that the policy decided. "undecided" stands only in the lines of rollouts that have
+    others, such as the tokens of a tool's output: their positions after the prompt as [first, after the last] pairs.
+
+    >>> {"step": 3, "group": 0, ..., "decisions": 12, "undecided": [[5, 9], [14, 20]], "version": 2}
+
     "dropped" stands only in the lines of groups that nothing learned from because others were drawn in their place.
     """
     record = {
@@ -280,7 +286,8 @@ def rollout_record(step: int, start: Start, rollout: Rollout, *, dropped: bool =
         "group": start.index,
         **_attempt(start, rollout),
         "end": str(rollout.end),
-        "decisions": len(rollout.actions),
+        "decisions": rollout.decisions,
+        **_undecided(rollout),
         "version": rollout.version,
     }
     record |= {"dropped": True} if dropped else {}
@@ -294,14 +301,16 @@ def answer_record(step: int, max_new_tokens: int, start: Start, rollout: Rollout
     ...  "reward": 0.0, "reward_parts": {"numeric": 0.0}, "score": 0.0, "tokens": 2, "truncated": False}
 
     "score" is what the evaluation averages, "reward" the weighted sum of "reward_parts"; null: not graded. "truncated"
-    says that the token limit cut the answer.
+    says that the token limit cut the answer. "tokens" counts those that the model sampled; "undecided" is as in
+    `rollout_record`.
     """
     return {
         "step": step,
         "max_new_tokens": max_new_tokens,
         "problem": start.index,
         **_attempt(start, rollout),
-        "tokens": len(rollout.actions),
+        "tokens": rollout.decisions,
+        **_undecided(rollout),
         "truncated": rollout.end.is_limit,
     } | _steps(rollout)
 
@@ -317,6 +326,16 @@ def _attempt(start: Start, rollout: Rollout) -> dict[str, Any]:
         "score": rollout.score,
         **({"extra": rollout.extras} if rollout.extras else {}),
     }
+
+
+def _undecided(rollout: Rollout) -> dict[str, Any]:
+    """Stretches of actions that the policy did not decide, as [first, after the last]; nothing if it decided all."""
+    if rollout.decided is None:
+        return {}
+    known = [True, *map(bool, rollout.decided), True]
+    edges = [place for place, (before, now) in enumerate(pairwise(known)) if before != now]
+    spans = [list(span) for span in zip(edges[::2], edges[1::2], strict=True)]
+    return {"undecided": spans} if spans else {}
 
 
 def _steps(rollout: Rollout) -> dict[str, Any]:

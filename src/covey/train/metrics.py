@@ -21,7 +21,7 @@ T = TypeVar("T")
 def describe(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics of freshly graded rollouts: rewards, lengths, ends."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.actions) for rollout in rollouts]
+    lengths = [rollout.decisions for rollout in rollouts]
     steps = [len(ends) for ends in _present(rollout.step_ends for rollout in rollouts)]
     logged: dict[str, list[float]] = {}
     for group in groups:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from covey.config import ConfigError, LossConfig, ProcessConfig, RewardConfig, RunConfig, RunningTotalConfig
 from covey.config.validate import validate
-from covey.data import EndReason, Group, Rollout, Start
+from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.llm.grader import GradingError, WeightedReward, build_grader
 from covey.llm.model.chat import Chat
 from covey.llm.rewards.builtin import numeric, read_number, step_numbers
@@ -143,6 +143,39 @@ def test_the_steps_of_a_rollout(tokens, ended, rule):
         assert CHAT.decode(rollout.actions[: end + 1]).startswith(covered)
 
 
+# a b \n, a tool's "9\n9\n", c d and the end token
+@pytest.mark.parametrize(
+    ("marks", "steps", "ends"),
+    [
+        ("dddddddddd", ["ab\n", "9\n", "9\n", "cd"], [2, 4, 6, 9]),
+        ("ddd....ddd", ["ab\n9\n9\n", "cd"], [2, 9]),
+        ("dd.....ddd", ["ab\n9\n9\n", "cd"], [1, 9]),
+        (".......ddd", ["ab\n9\n9\ncd"], [9]),
+        ("ddd.......", ["ab\n9\n9\ncd"], [2]),
+        ("ddd..d....", ["ab\n9\n", "9\ncd"], [2, 5]),
+        ("..dd...d..", ["ab\n", "9\n9\n", "cd"], [2, 3, 7]),
+    ],
+)
+def test_a_step_ends_at_its_last_decision(marks, steps, ends):
+    rollout = made(spelled("ab\n9\n9\ncd"))
+    rollout.decided = [mark == "d" for mark in marks]
+    assert splitter().split(rollout) == steps
+    assert rollout.step_ends == ends
+
+
+@example(tokens=[0, 1, 2], marks=[False, True, False])
+@given(tokens=TOKENS, marks=st.lists(st.booleans(), min_size=31, max_size=31))
+def test_steps_end_at_decisions_alone(tokens, marks):
+    rollout = made(tokens)
+    rollout.decided = [*marks[: len(tokens)], not any(marks[: len(tokens)])]
+    steps = splitter().split(rollout)
+    assert "".join(steps) == rollout.text
+    assert len(steps) == len(rollout.step_ends)
+    assert rollout.step_ends == sorted(set(rollout.step_ends))
+    assert all(rollout.decided[end] for end in rollout.step_ends)
+    assert not any(rollout.decided[rollout.step_ends[-1] + 1 :])
+
+
 @example(text="5\n\u20034")  # the first step ends with a space of three bytes
 @given(text=TEXTS)
 def test_single_bytes_end_a_step_exactly(text):
@@ -234,6 +267,20 @@ def test_outcomes_are_paid_at_the_end_and_steps_where_they_end(grader):
     assert right.reward_parts == {"step_numbers": 3.0, "numeric": 1.0, "shares": 5.0}
     assert right.score == 1.0, "evaluation counts the outcome, although it is not the first"
     assert (wrong.step_ends, wrong.step_rewards, wrong.score) == ([1, 3], [0, 2.5, 0, 1.0], 0.0)
+
+
+def test_tokens_after_the_last_decision_earn_nothing(grader):
+    groups = groups_of("5\n4\n8", totals=[5, 4], answer="8")
+    groups[0].rollouts[0].decided = [True, True, False, True, False, False]
+    one = grader(RewardConfig(name="step_numbers", answer_column="totals", weight=0.5), RewardConfig(name="numeric"))
+    ((rollout,),) = (group.rollouts for group in one.grade(groups))
+    assert rollout.step_texts == ["5\n", "4\n8"]
+    assert rollout.step_ends == [1, 3]
+    assert rollout.step_rewards == [0, 0.5, 0, rollout.reward - 0.5, 0, 0]
+    assert rollout.reward_parts["numeric"] == 1.0
+    batch = collate(groups)
+    assert batch.rewards_BT.sum() == rollout.reward
+    assert batch.step_end_BT.nonzero().tolist() == [[0, 1], [0, 3]]
 
 
 def test_without_an_outcome_the_score_is_the_mean_of_the_steps(grader):

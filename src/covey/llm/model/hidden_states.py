@@ -38,6 +38,9 @@ class ActionHiddenStates:
 def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -> ActionHiddenStates:
     """Run a decoder without its output layer over `batch`, which lies on the decoder's device.
 
+    Undecided tokens before a row's last decision are fed too: the decisions after them attend to them. Their own
+    predictions are not read.
+
     Args:
         model: a `base_model`.
         packed: all rows in one row of tokens, a group's prompt fed once. Only for models whose attention takes a
@@ -66,7 +69,7 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def row_tokens(batch: Batch, row: int, length: int) -> Tensor:
-    """tokens_L of one rollout: its prompt, then its first `length` actions."""
+    """tokens_L of one rollout: its prompt, then its first `length` actions, decided or not."""
     prompt = torch.tensor(batch.context[row], device=batch.actions_BT.device)
     return torch.cat([prompt, batch.actions_BT[row, :length]])
 
@@ -79,7 +82,7 @@ def spread(value_N: Tensor, chosen_N: Tensor, batch: Batch) -> Tensor:
 
 def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """hidden_LW of all tokens that are fed (a rollout's last is predicted but never fed), and source_BT: whose hidden
-    state predicts which decision; the prompt's last token for the first of a row, else the decision before.
+    state predicts which column; the prompt's last token for the first of a row, else the token before, decided or not.
     """
     device, lengths, actions_BT = batch.actions_BT.device, row_lengths(batch), batch.actions_BT.cpu()
     prompts: list[Any] = []

@@ -16,7 +16,7 @@ class Row:
 
     number: int
     group: int
-    tokens: int  # of its prompt and its actions
+    tokens: int  # of its prompt and its actions up to the last decision
     known: int  # of these, how many it begins with like the row before, of the same group: they are fed once
 
 

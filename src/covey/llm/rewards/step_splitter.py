@@ -7,7 +7,7 @@ come from is open: a rule now, a process reward model with the same signature la
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 from covey.data import Rollout
@@ -55,7 +55,8 @@ class StepSplitter:
     """Cuts completions into reasoning steps: after the positions that a rule or a function gives, and at their end.
 
     Every completion has at least one step. A step ends at the token that completes its text; steps that end within the
-    same token are one, and the end token belongs to the last step.
+    same token are one, and the end token belongs to the last step. If the policy did not decide that token (a tool's
+    output), the step ends at the last decision before it, and a step without any decision is part of its neighbour.
     """
 
     def __init__(self, boundary: str) -> None:
@@ -75,7 +76,10 @@ class StepSplitter:
             ended = rollout.actions[-1] in self.chat.end_ids
             tokens = rollout.actions[:-1] if ended else rollout.actions
             positions, ends = token_ends(self.chat.decode, tokens, positions)
-            rollout.step_ends = [*ends, len(rollout.actions) - 1]
+            last = len(rollout.actions) - 1
+            if rollout.decided is not None:
+                positions, ends, last = _at_decisions(positions, ends, rollout.decided)
+            rollout.step_ends = [*ends, last]
         return [rollout.text[i:j] for i, j in zip([0, *positions], [*positions, len(rollout.text)], strict=True)]
 
     def close(self) -> None:
@@ -118,3 +122,17 @@ def token_ends(
         ] = position
     ends.pop(len(tokens) - 1, None)
     return list(ends.values()), list(ends)
+
+
+def _at_decisions(
+    positions: Sequence[int], ends: Sequence[int], decided: Sequence[bool]
+) -> tuple[list[int], list[int], int]:
+    """(positions, ends) of `token_ends` with every end moved to the last decision up to it, and the last decision."""
+    decisions = [place for place, chosen in enumerate(decided) if chosen]
+    moved: dict[int, int] = {}
+    for position, end in zip(positions, ends, strict=True):
+        before = bisect_right(decisions, end)
+        if before:
+            moved[decisions[before - 1]] = position
+    moved.pop(decisions[-1], None)
+    return list(moved.values()), list(moved), decisions[-1]
