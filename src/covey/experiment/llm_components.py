@@ -13,9 +13,8 @@ from covey.core import kl
 from covey.data import ReferenceUpdater
 from covey.experiment.build import build_algorithm
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
-from covey.llm.kl_output import KLToReference
 from covey.llm.model.loading import load_checkpoint_weights
-from covey.llm.policy import ExtraOutput, LanguagePolicy
+from covey.llm.policy import ExtraOutput, KLToReference, LanguagePolicy
 from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_store import CRITIC_FOLDER

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from covey.core import kl
 from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, choose_backend
 from covey.llm.generation.decoding import Decoder
 from covey.llm.model.architecture import is_llama_like
+from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
 from covey.llm.model.hidden_states import ActionHiddenStates, hidden_states_for_actions, row_lengths, row_tokens, spread
 from covey.llm.model.logprobs import token_logprobs
@@ -155,3 +157,32 @@ class LanguagePolicy:
         for output in self.extra:
             output_T |= output.by_row(self, logp_TV, tokens_L)
         return output_T
+
+
+class KLToReference:
+    """KL(pi || pi_ref) over the vocabulary at every decision, if gradients are enabled: it is part of the loss only.
+
+    Each evaluation then costs a forward pass of the reference too. Implements `ExtraOutput`.
+    """
+
+    def __init__(self, reference: LanguagePolicy) -> None:
+        self.reference = reference
+
+    def packed(self, policy: LanguagePolicy, batch: Batch, decided: ActionHiddenStates) -> dict[str, Tensor]:
+        if not torch.is_grad_enabled():
+            return {}
+        reference = self.reference.module
+        with torch.no_grad():
+            other_NW = hidden_states_for_actions(reference.base_model, batch, packed=True).hidden_NW
+        head, other_head = policy.module.get_output_embeddings(), reference.get_output_embeddings()
+        return {"kl_BT": decided.spread(exact_kl(decided.hidden_NW, head, other_NW, other_head, policy.temperature))}
+
+    def by_row(self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor) -> dict[str, Tensor]:
+        if not torch.is_grad_enabled():
+            return {}
+        with torch.no_grad():
+            other_TV = self.reference.log_distribution(tokens_L, len(logp_TV))
+        return {"kl_BT": kl.exact(logp_TV, other_TV)}
+
+    def after_rows(self, policy: LanguagePolicy, batch: Batch) -> dict[str, Tensor]:
+        return {}

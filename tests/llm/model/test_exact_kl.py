@@ -13,11 +13,10 @@ from torch import Tensor
 from covey.algorithms import KLFromOutput, KLPenalty, grpo
 from covey.core import kl, schedules
 from covey.data import Batch, Start, collate
-from covey.llm.kl_output import KLToReference
 from covey.llm.model import logprobs as heads
 from covey.llm.model.chat import Chat
 from covey.llm.model.exact_kl import exact_kl
-from covey.llm.policy import LanguagePolicy
+from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.train.prepare import prepare_batch
 from helpers.tabular_policy import Result

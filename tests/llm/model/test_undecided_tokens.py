@@ -19,9 +19,8 @@ from covey.algorithms import KLInLoss, KLInReward, KLPenalty, grpo, ppo
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
-from covey.llm.kl_output import KLToReference
 from covey.llm.model import fused_layers, logprobs, prefix_attention
-from covey.llm.policy import LanguagePolicy
+from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
 from helpers.tabular_policy import Result
