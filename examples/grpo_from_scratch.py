@@ -101,7 +101,7 @@ def main() -> None:
     policy = load_model("smollm2-135m", dtype=torch.float32, device=cpu)
     model, chat = policy.module.eval(), policy.chat
     reference = load_model("smollm2-135m", dtype=torch.bfloat16, device=cpu).module.eval()
-    writer = load_model("smollm2-135m", dtype=torch.bfloat16, device=cpu).module.eval()  # the policy in bf16, samples
+    writer = load_model("smollm2-135m", dtype=torch.bfloat16, device=cpu).module.eval()  # a bf16 copy that samples
     (end,) = chat.end_ids
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     task = Arithmetic(digits=(2,), operators=("+",))
