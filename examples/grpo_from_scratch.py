@@ -1,10 +1,10 @@
-"""GRPO in one file: a real language model learns to add, with nothing between you and the algorithm.
+"""GRPO in one file: train a language model to add, without covey's training loop.
 
     .venv/bin/python examples/grpo_from_scratch.py
 
-The five steps of the loop at the bottom are all there is: draw prompts, let the model answer each several times, score
-the answers, compare each answer with its siblings, and make the better ones more likely. covey's own trainer does the
-same with more care and several times faster; here only its model loader and its generator of problems are used.
+The loop at the bottom has five steps: draw prompts, sample several answers to each, score the answers, compare each
+answer with the others to its prompt, and make the better ones more likely. covey's trainer does the same several times
+faster; this file uses only its model loader and its generator of problems.
 
 Shapes: N prompts, G answers to each, B = N * G rows, P prompt tokens, T answer tokens, V vocabulary.
 """
@@ -26,7 +26,7 @@ ANSWER_TOKENS = 12  # T
 STEPS = 30
 LEARNING_RATE = 2e-5
 CLIP = 0.2
-KL_WEIGHT = 0.01  # how strongly the policy is held to the model it started as
+KL_WEIGHT = 0.01  # coefficient of the KL to the initial model
 
 
 def sample(model: torch.nn.Module, prompts: list[list[int]], end: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,13 +69,13 @@ def logprobs_of(model: torch.nn.Module, tokens_BL: Tensor, attention_BL: Tensor,
 
 
 def score(text: str, answer: str) -> float:
-    """1 for the right number. A group whose answers are all wrong teaches nothing, so a near miss earns a little."""
+    """1 for the right number, less for a near miss, so that a group of wrong answers still has different rewards."""
     numbers = re.findall(r"-?\d+", text)
     return 1 / (1 + abs(int(numbers[-1]) - int(answer))) if numbers else 0.0
 
 
 def advantages_of(rewards_NG: Tensor) -> Tensor:
-    """How much better an answer did than its siblings, in standard deviations of its group (DeepSeekMath, 4.1.2)."""
+    """Z-score of each reward within its group (DeepSeekMath, section 4.1.2)."""
     mean_N1 = rewards_NG.mean(dim=1, keepdim=True)
     std_N1 = rewards_NG.std(dim=1, keepdim=True, correction=0)
     return (rewards_NG - mean_N1) / (std_N1 + 1e-6)
@@ -84,7 +84,7 @@ def advantages_of(rewards_NG: Tensor) -> Tensor:
 def grpo_loss(
     logprobs_BT: Tensor, old_logprobs_BT: Tensor, reference_BT: Tensor, advantage_B: Tensor, decided_BT: Tensor
 ) -> Tensor:
-    """The clipped objective with its pull toward the reference (DeepSeekMath, eq. 3 and 4), to be minimised."""
+    """The negated clipped objective with the KL to the reference (DeepSeekMath, eq. 3 and 4), to be minimised."""
     ratio_BT = (logprobs_BT - old_logprobs_BT).exp()
     advantage_B1 = advantage_B[:, None]
     gain_BT = torch.minimum(ratio_BT * advantage_B1, ratio_BT.clamp(1 - CLIP, 1 + CLIP) * advantage_B1)
@@ -97,11 +97,11 @@ def grpo_loss(
 def main() -> None:
     torch.manual_seed(0)
     cpu = torch.device("cpu")
-    # The policy's weights are fp32, for small steps would round away in bf16; its products run in bf16 under autocast.
+    # fp32 weights, because bf16 would round small updates away; the matrix products run in bf16 under autocast.
     policy = load_model("smollm2-135m", dtype=torch.float32, device=cpu)
     model, chat = policy.module.eval(), policy.chat
     reference = load_model("smollm2-135m", dtype=torch.bfloat16, device=cpu).module.eval()
-    writer = load_model("smollm2-135m", dtype=torch.bfloat16, device=cpu).module.eval()  # the policy, for sampling
+    writer = load_model("smollm2-135m", dtype=torch.bfloat16, device=cpu).module.eval()  # a bf16 copy that samples
     (end,) = chat.end_ids
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     task = Arithmetic(digits=(2,), operators=("+",))
@@ -111,7 +111,7 @@ def main() -> None:
         # 1. Draw prompts.
         starts = task.draw(seed=0, step=step, count=PROMPTS)
         prompts = [list(chat.encode(start.prompt)) for start in starts]
-        # 2. Let the model answer each of them several times.
+        # 2. Sample several answers to each prompt.
         for copied, parameter in zip(writer.parameters(), model.parameters(), strict=True):
             copied.data.copy_(parameter.data)
         tokens_BL, attention_BL, decided_BT = sample(writer, prompts, end)
@@ -121,9 +121,9 @@ def main() -> None:
         texts = [chat.decode(row[mask].tolist()) for row, mask in zip(answers_BT, decided_BT, strict=True)]
         gold = [str(start.columns["answer"]) for start in starts for _ in range(GROUP)]
         rewards_B = torch.tensor([score(text, answer) for text, answer in zip(texts, gold, strict=True)])
-        # 4. Compare each answer with its siblings.
+        # 4. Compare each answer with the others to its prompt.
         advantage_B = advantages_of(rewards_B.view(PROMPTS, GROUP)).flatten()
-        # 5. Make the better ones more likely. One step for each sampling: the old policy is the current one.
+        # 5. Make the better ones more likely. With one step for each sampling the old policy is the current one.
         with torch.no_grad():
             reference_BT = logprobs_of(reference, tokens_BL, attention_BL, length)
         with torch.autocast("cpu", torch.bfloat16):

@@ -2,7 +2,8 @@
 
     .venv/bin/python examples/own_reward.py
 
-A reward function has TRL's signature: it is handed lists and returns one number (or None) per completion.
+A reward function has TRL's signature: its arguments are lists with one entry for each completion, and it returns one
+number (or None) for each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from covey.llm.tasks import WordProblems
 
 
 def short(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
-    """The fewer words, the better; an empty answer earns nothing."""
+    """A higher reward for fewer words; 0 for an empty answer."""
     counts = [len(completion[0]["content"].split()) for completion in completions]
     return [1 / count if count else 0.0 for count in counts]
 

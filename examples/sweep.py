@@ -1,10 +1,10 @@
-"""What do the group's size and the clip range change? An articles' exercise, with several seeds for each setting.
+"""The effect of group size and clip range: an exercise of articles, with several seeds for each setting.
 
     .venv/bin/python examples/sweep.py                      a tiny random model, about a minute
     .venv/bin/python examples/sweep.py --model smollm2-135m  the embedded model on one-digit sums, much longer
 
-Every step samples the same number of answers, whatever the group's size: a larger group means fewer prompts. Each step
-makes several passes over its answers, or the clip range would have nothing to clip.
+Every step samples the same number of answers: a larger group means fewer prompts. Each step makes several passes over
+its answers, because with one pass the ratio is 1 and nothing is clipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from covey.tracking.statistics import bootstrap_interval
 TINY = "tiny"
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
 ANSWERS_PER_STEP = 32
-LAST = 5  # steps whose mean counts
+LAST = 5  # steps at the end whose mean reward is reported
 
 
 def tiny_model(seed: int) -> tuple[Any, Any]:
@@ -45,12 +45,12 @@ def tiny_model(seed: int) -> tuple[Any, Any]:
 
 
 def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
-    """The rule of the tiny setting: the more of an answer is digits, the better."""
+    """Reward of the tiny setting: the fraction of the characters of an answer that are digits."""
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 def trainer_for(model: str, group_size: int, clip_epsilon: float, steps: int, seed: int) -> GRPOTrainer:
-    """A trainer of one setting; a model of its own, for it is trained in place."""
+    """A trainer of one setting, with a new model, because the trainer changes it in place."""
     shared: dict[str, Any] = {
         "kl_beta": 0.0, "epochs": 4, "steps": steps, "seed": seed, "prompts_per_step": ANSWERS_PER_STEP // group_size
     }  # fmt: skip

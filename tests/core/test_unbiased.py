@@ -28,7 +28,7 @@ from helpers.enumeration import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "mathematics.md"
-LINES = PAGE.read_text().partition("## Which of them are unbiased?")[2].splitlines()
+LINES = PAGE.read_text().partition("## Which estimators are unbiased?")[2].splitlines()
 EVERY_SIZE = pytest.mark.parametrize("size", [2, 3])
 
 

@@ -75,6 +75,12 @@ def test_commands_are_found_on_the_pages() -> None:
     assert {"my_recipe.toml", "my_agent.toml", "thermostat.toml", "things.toml"} <= {block.file for block in BLOCKS}
 
 
+def test_every_block_is_run_or_marked_as_an_excerpt() -> None:
+    """A block that is neither a command nor a file nor a program has the language `text`."""
+    runnable = {"commands", "python", "toml", "jsonl"}
+    assert not [block.where for block in BLOCKS if block.kind not in runnable | {"text"}]
+
+
 def test_a_block_that_is_no_command_prints_none() -> None:
     unseen = [block.where for block in BLOCKS if block.kind == "text" and re.search(r"^\s*covey ", block.text, re.M)]
     assert not unseen

@@ -306,7 +306,7 @@ def family_table() -> str:
     policy, rewards_PO = ListedPolicy(), graded()
     truth = true_gradient(policy, rewards_PO)
     lines = [
-        "| on policy | length, groups of 3 | cosine | error, groups of 2 | groups of 3 | endless step |",
+        "| on policy | length, groups of 3 | cosine | error, groups of 2 | groups of 3 | infinite step |",
         "|---|---|---|---|---|---|",
     ]
     for name, algorithm in (named() | composed()).items():

@@ -34,7 +34,7 @@ class Block:
 
     page: str  # relative to the repository
     line: int  # of the page, from 1
-    kind: str  # "commands", "python", "toml", "jsonl" or "text"
+    kind: str  # "commands", "python", "toml", "jsonl", "text" (output or an excerpt: not run) or "unmarked"
     text: str
     file: str = ""  # the file that it is, where the page says so
 
@@ -60,7 +60,7 @@ def blocks_of(path: Path) -> list[Block]:
     found += [(match.start(), "", re.sub(r"^ {4}", "", match[0], flags=re.M)) for match in _INDENTED.finditer(outside)]
     blocks = []
     for start, language, content in sorted(found):
-        kind = language or ("commands" if _COMMAND.match(content) else "text")
+        kind = language or ("commands" if _COMMAND.match(content) else "unmarked")
         named = _FILE_INSIDE.match(content) or _FILE_ABOVE.search(text[:start])
         file = named[1] if named and Path(named[1]).suffix == SUFFIXES.get(kind) else ""
         blocks.append(Block(page, text[:start].count("\n") + 1, kind, content, file))
