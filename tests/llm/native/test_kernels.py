@@ -288,7 +288,7 @@ def test_weight_gradients_are_the_sums_over_tokens(tokens, inputs, outputs, thre
 
 @pytest.mark.skipif("amx_bf16" not in cpu_info("flags").split(), reason="this processor has no AMX")
 def test_amx_is_used_where_it_is_there():
-    assert bindings.kernels_for(torch.bfloat16, CPU).has_tiles
+    assert bindings.kernels_for(torch.bfloat16, CPU).has_amx
 
 
 def test_a_weight_that_is_not_trained_gets_no_gradient():
@@ -358,7 +358,7 @@ def test_what_is_not_a_number_stays_none():
     assert [values.isnan().tolist() for values in told] == [[False, True, False]] * 3
     x = torch.randn(3, 20)
     x[1, 2] = torch.nan
-    assert kernels.normalise(x, torch.ones(20), 1e-6)[0].isnan().all(dim=1).tolist() == [False, True, False]
+    assert kernels.rmsnorm(x, torch.ones(20), 1e-6)[0].isnan().all(dim=1).tolist() == [False, True, False]
     policy = LanguagePolicy(tiny_model("llama"))
     with torch.no_grad():
         policy.module.model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan
