@@ -11,8 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "covey"
 FILES = sorted(SOURCE.rglob("*.py"))
+CPP_FILES = sorted([*SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.h")])
 
 LONGEST_FILE = 420
+LONGEST_CPP_FILE = 400
+LONGEST_CPP_CLASS = 150
 LONGEST_FUNCTION = 60
 LONGEST_LOOP_AND_UPDATE, LONGEST_TRAIN_STEP = 200, 25
 MOST_TESTS_FOR_NONE = 6  # in all of train/: an optional component is an object, with a null object if there is none
@@ -80,6 +83,55 @@ def code_lines(function):
     if ast.get_docstring(function) is not None:
         lines -= first.end_lineno - first.lineno + 1
     return lines
+
+
+CPP_TEXT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'", re.DOTALL)
+CPP_DIRECTIVE = re.compile(r"^[ \t]*#(?:\\\n|[^\n])*", re.MULTILINE)
+CPP_ACCESS = re.compile(r"\b(?:public|protected|private)\s*:")
+CPP_TYPE = re.compile(r"\b(?:class|struct|union|enum)\b[^()=]*$")
+
+
+def cpp_definitions(text):
+    """Kind ("class" or "function"), first line and number of lines of the definitions in a C++ source.
+
+    A brace outside of functions opens a namespace, a class, a function or an initialiser, by the text before it;
+    comments, strings and directives (macros with them) do not count. Both branches of an `#if` must have their braces
+    in pairs.
+    """
+
+    def blank(match):
+        """Line breaks alone, so that the numbers of the lines stay; an empty string where there was one."""
+        return "''" if match.group()[0] in "'\"" else "\n" * match.group().count("\n")
+
+    text = CPP_ACCESS.sub(";", CPP_DIRECTIVE.sub(blank, CPP_TEXT.sub(blank, text)))
+    opened, found, begin = [], [], 0
+    for at, character in enumerate(text):
+        if character == "{":
+            head = text[begin:at]
+            outside = all(kind in ("namespace", "class") for kind, _ in opened)
+            if not outside:
+                kind = "block"
+            elif re.search(r"\bnamespace\b|\bextern\s*''\s*$", head):
+                kind = "namespace"
+            elif CPP_TYPE.search(head):
+                kind = "class"
+            else:
+                kind = "function" if ")" in head else "block"
+            first = text.count("\n", 0, begin + len(head) - len(head.lstrip())) + 1
+            opened.append((kind, first))
+        elif character == "}":
+            kind, first = opened.pop()
+            if kind in ("class", "function"):
+                found.append((kind, first, text.count("\n", 0, at) + 2 - first))
+        if character in ";{}":
+            begin = at + 1
+    assert not opened, "braces that do not close"
+    return found
+
+
+def long_cpp_definitions(text):
+    limits = {"class": LONGEST_CPP_CLASS, "function": LONGEST_FUNCTION}
+    return [(kind, first, lines) for kind, first, lines in cpp_definitions(text) if lines > limits[kind]]
 
 
 def functions(tree):
@@ -184,6 +236,20 @@ def test_functions_are_short():
     assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
 
 
+def test_cpp_files_classes_and_functions_are_short():
+    assert CPP_FILES
+    texts = {name_of(path): path.read_text(encoding="utf-8") for path in CPP_FILES}
+    lengths = {name: len(text.splitlines()) for name, text in texts.items()}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_CPP_FILE} == {}
+    assert {name: found for name, text in texts.items() if (found := long_cpp_definitions(text))} == {}
+
+
+def test_cpp_files_begin_with_their_purpose():
+    """The first line is a comment: a sentence, whose end may be further down."""
+    firsts = {name_of(path): path.read_text(encoding="utf-8").splitlines()[0] for path in CPP_FILES}
+    assert {name: line for name, line in firsts.items() if not re.match(r"// [A-Z].{20,}", line)} == {}
+
+
 def test_core_imports_torch_only():
     files = sorted((SOURCE / "core").rglob("*.py"))
     assert files
@@ -245,6 +311,35 @@ def test_the_checks_of_length_and_citation_can_fail():
     assert CITATION.search("A_i = r_i - mean(r)      Dr.GRPO (arXiv 2503.20783), section 3.2")
     assert CITATION.search("(log x)^2 / 2. Biased, of low variance.")
     assert CITATION.search("Adds the rewards of a group.") is None
+
+
+def test_the_checks_of_cpp_length_can_fail():
+    lines = ["    x = 1;"] * (LONGEST_FUNCTION - 1)
+    too_long = "\n".join(["template <typename T>", "void f(T x) {", *lines, "}"])
+    assert long_cpp_definitions(too_long) == [("function", 1, LONGEST_FUNCTION + 2)]
+    inside = f"namespace {{\n\nclass C final : public B {{\n  public:\n{too_long}\n}};\n}}"
+    assert long_cpp_definitions(inside) == [("function", 5, LONGEST_FUNCTION + 2)]
+    members = "\n".join(["    int x[2] = {};"] * LONGEST_CPP_CLASS)
+    assert long_cpp_definitions(f"struct S {{\n{members}\n}};") == [("class", 1, LONGEST_CPP_CLASS + 2)]
+
+
+def test_the_checks_of_cpp_length_know_what_a_definition_is():
+    source = """
+#define MACRO(T)      \\
+    void f(T x) {     \\
+        g('{', x);
+// } of a comment {
+extern "C" bool f(struct S s) { if (s.x == '}') return g([&](int i) { return i; }); }
+struct S {
+    S() : x{1} { f("{"); }
+    enum E { A, B };
+    int x;
+};
+constexpr int TABLE[] = {1, 2};
+"""
+    assert [(kind, first) for kind, first, _ in cpp_definitions(source)] == [
+        ("function", 6), ("function", 8), ("class", 9), ("class", 7)
+    ]  # fmt: skip
 
 
 def test_paths_of_the_user_are_read_in_one_place():

@@ -27,7 +27,7 @@ FAST = ("llama", "qwen2", "qwen3")
 
 
 def layout_of(prompts: Sequence[int], completions: Sequence[Sequence[int]], common: int = 0) -> PackedLayout:
-    """Prompts of so many tokens, all behind the same first ones, and the completions of each."""
+    """A layout of prompts with these numbers of tokens, after `common` shared ones, and of their completions."""
     numbers = iter(range(3, 1 << 20))
 
     def tokens(count: int) -> list[int]:
@@ -53,16 +53,17 @@ def test_a_sequence_and_all_that_it_continues_are_a_prompt_and_its_completion(gr
     for row, prompt in enumerate(layout.prompt_of_row):
         if lengths[row]:
             expected.append(wholes[prompt] + rests[len(groups) + row].tolist())
-    told: list[list[int]] = []
+    tokens_of: list[list[int]] = []
     for number, (first, length, parent) in enumerate(layout.sequences.tolist()):
         assert parent < number
         assert number == 0 or parent == number - 1 or layout.sequences[number - 1, 2] >= parent, "not one by one"
-        told.append((told[parent] if parent >= 0 else []) + layout.tokens[first : first + length].tolist())
-    assert sorted(told) == sorted(expected)
+        before = tokens_of[parent] if parent >= 0 else []
+        tokens_of.append(before + layout.tokens[first : first + length].tolist())
+    assert sorted(tokens_of) == sorted(expected)
 
 
 def rollouts(lengths: dict[int, list[int]], beginning: int = 0):
-    """Groups by the length of their prompt, behind what all begin with, with completions of these lengths."""
+    """A batch of groups, by the length of their prompt after a common prefix, with completions of these lengths."""
     random = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -79,10 +80,10 @@ def rollouts(lengths: dict[int, list[int]], beginning: int = 0):
 
 
 def gradients_of(policy: LanguagePolicy, batch, *, packed: bool) -> dict[str, torch.Tensor]:
-    told = policy._evaluate_packed(batch) if packed else policy._evaluate_rows(batch)
+    output = policy._evaluate_packed(batch) if packed else policy._evaluate_rows(batch)
     loss_weights_BT = torch.sin(torch.arange(batch.mask_BT.numel())).view_as(batch.mask_BT) * batch.mask_BT
     policy.module.zero_grad()
-    (told.logprobs_BT.float() * loss_weights_BT).sum().backward()
+    (output.logprobs_BT.float() * loss_weights_BT).sum().backward()
     return {name: p.grad.clone().float() for name, p in policy.module.named_parameters()}
 
 
@@ -129,7 +130,7 @@ def test_in_bf16_they_are_as_near_to_fp32_as_those_of_transformers_and_always_th
 def plain(
     query_NX: Tensor, key_NY: Tensor, value_NY: Tensor, angles_ND, layout: PackedLayout, scaling: float
 ) -> Tensor:
-    """Attention of all tokens to all, but for a mask."""
+    """Attention of all tokens to all, with a mask."""
     cosine_N1D, sine_N1D = (part[:, None] for part in angles_ND)
     width = cosine_N1D.shape[2]
     query, key, value = (part.unflatten(1, (-1, width)) for part in (query_NX, key_NY, value_NY))
@@ -152,15 +153,15 @@ def plain(
 
 
 def gradients_through(attend, d: Tensor, given: Sequence[Tensor], *how) -> list[Tensor]:
-    """The result, and the gradients of queries, keys and values."""
+    """The output, and the gradients of queries, keys and values."""
     leaves = [part.detach().requires_grad_() for part in given]
     out = attend(*leaves, *how)
     out.backward(d)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-# What this processor multiplies with, and what lesser ones do: what a compiler is told, and what must be there.
-WAYS = {
+# Compiler flags that select the matrix products of each kind of processor, and the processor flag that they need.
+INSTRUCTION_SETS = {
     "native": (("-march=native",), ""),
     "no AMX": (("-march=native", "-mno-amx-tile", "-mno-amx-bf16"), "amx_tile"),
     "AVX-512": (("-march=skylake-avx512",), "avx512vl"),
@@ -169,8 +170,8 @@ WAYS = {
 
 
 @cache
-def kernels_of(way: str, dtype: torch.dtype) -> Kernels:
-    machine, needed = WAYS[way]
+def kernels_of(instruction_set: str, dtype: torch.dtype) -> Kernels:
+    machine, needed = INSTRUCTION_SETS[instruction_set]
     if needed and needed not in cpu_info("flags").split():
         pytest.skip(f"this processor has no {needed}")
     flags = [*(flag for flag in FLAGS if flag != "-march=native"), *machine]
@@ -181,9 +182,9 @@ PROMPTS, COMPLETIONS = [5, 23, 2, 7, 8], [[1, 9, 40, 3], [12, 1, 70, 30], [2], [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_multiply_gives_the_numbers_and_gradients_of_plain_attention(way, dtype):
-    kernels, most = kernels_of(way, dtype), {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_every_instruction_set_gives_the_numbers_and_gradients_of_plain_attention(instruction_set, dtype):
+    kernels, tolerance = kernels_of(instruction_set, dtype), {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
     for (heads, kv_heads, width), common, threads in (
         ((4, 2, 8), 0, 1),
         ((9, 3, 64), 11, 2),
@@ -202,7 +203,7 @@ def test_every_way_to_multiply_gives_the_numbers_and_gradients_of_plain_attentio
         doubled = ([part.double() for part in parts] for parts in (given, angles))
         exact = gradients_through(plain, d.double(), *doubled, layout, 0.3)
         for name, got, right in zip(("out", "query", "key", "value"), ours, exact, strict=True):
-            assert (got - right).norm() < most * right.norm(), f"{name} of {heads}, {kv_heads}, {width}"
+            assert (got - right).norm() < tolerance * right.norm(), f"{name} of {heads}, {kv_heads}, {width}"
 
 
 def test_of_a_layer_only_queries_keys_values_and_the_result_are_kept():

@@ -35,7 +35,7 @@ def one_thread():
 
 @pytest.fixture
 def torch_alone(monkeypatch):
-    """Switches the kernels off for what follows."""
+    """A function that disables the kernels for the rest of the test."""
 
     def switch() -> None:
         for module in (backend, token_sampling, logprobs_module, fused_layers):
@@ -113,20 +113,20 @@ def test_in_bf16_a_decoder_is_no_further_from_fp32_than_transformers(kind, kerne
     for group in groups:
         for rollout in group.rollouts:
             tokens = torch.tensor([*rollout.context, *rollout.actions])
-            told = []
+            logprobs = []
             for model in (exact, low.policy.module):
                 with torch.no_grad():
                     logits = model(input_ids=tokens[None]).logits[0, len(rollout.context) - 1 : -1].float()
-                told.append(logits.log_softmax(1).gather(1, tokens[len(rollout.context) :, None])[:, 0])
-            ours.append((torch.tensor(rollout.behavior_logprobs) - told[0]).abs())
-            theirs.append((told[1] - told[0]).abs())
+                logprobs.append(logits.log_softmax(1).gather(1, tokens[len(rollout.context) :, None])[:, 0])
+            ours.append((torch.tensor(rollout.behavior_logprobs) - logprobs[0]).abs())
+            theirs.append((logprobs[1] - logprobs[0]).abs())
     assert torch.cat(ours).mean() < 1.1 * torch.cat(theirs).mean()
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 1), (34, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_row_has_the_logits_of_its_own_tokens(heads, dtype):
-    """Widths and rows that fill no square, prompts that fill several, more queries to a key than a tile has rows."""
+    """Widths and rows that fill no block, prompts that fill several, more queries to a key than a tile has rows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -144,18 +144,18 @@ def test_every_row_has_the_logits_of_its_own_tokens(heads, dtype):
     tested.set_attn_implementation("covey")
     decoder = NativeDecoder(tested, bindings.kernels_for(dtype, CPU), 39, 36)
     prompts = [torch.randint(83, (length,)).tolist() for length in (3, 71, 32)]
-    told = [decoder.prefill(prompts, 13).repeat_interleave(13, dim=0)]
+    outputs = [decoder.prefill(prompts, 13).repeat_interleave(13, dim=0)]
     rows = [list(prompt) for prompt in prompts for _ in range(13)]
     for place in range(36):
         if place == 20:  # of the second prompt one row stays, of the others some
             stay = torch.tensor([0, 5, 6, 7, 12, 20, *range(27, 39)])
             decoder.select(stay)
-            rows, told = [rows[row] for row in stay], [logits[stay] for logits in told]
+            rows, outputs = [rows[row] for row in stay], [logits[stay] for logits in outputs]
         tokens = torch.randint(83, (len(rows),))
         for row, token in zip(rows, tokens.tolist(), strict=True):
             row.append(token)
-        told.append(decoder.step(tokens))
-    for row, ours in zip(rows, torch.stack(told, dim=1).float(), strict=True):
+        outputs.append(decoder.step(tokens))
+    for row, ours in zip(rows, torch.stack(outputs, dim=1).float(), strict=True):
         with torch.no_grad():
             right, theirs = (each(input_ids=torch.tensor([row])).logits[0, -37:].float() for each in (exact, rounded))
         error, allowed = (ours - right).norm(), (theirs - right).norm()
@@ -288,7 +288,7 @@ def test_weight_gradients_are_the_sums_over_tokens(tokens, inputs, outputs, thre
 
 @pytest.mark.skipif("amx_bf16" not in cpu_info("flags").split(), reason="this processor has no AMX")
 def test_amx_is_used_where_it_is_there():
-    assert bindings.kernels_for(torch.bfloat16, CPU).has_tiles
+    assert bindings.kernels_for(torch.bfloat16, CPU).has_amx
 
 
 def test_a_weight_that_is_not_trained_gets_no_gradient():
@@ -353,12 +353,12 @@ def test_what_is_not_a_number_stays_none():
     logits[1, 17] = torch.nan
     tokens = torch.tensor([3, 4, 5])
     kernels = bindings.kernels_for(torch.float32, CPU)
-    told = [torch.empty(3) for _ in range(3)]
-    kernels.logprob_entropy(logits, tokens, 1.0, told)
-    assert [values.isnan().tolist() for values in told] == [[False, True, False]] * 3
+    results = [torch.empty(3) for _ in range(3)]
+    kernels.logprob_entropy(logits, tokens, 1.0, results)
+    assert [values.isnan().tolist() for values in results] == [[False, True, False]] * 3
     x = torch.randn(3, 20)
     x[1, 2] = torch.nan
-    assert kernels.normalise(x, torch.ones(20), 1e-6)[0].isnan().all(dim=1).tolist() == [False, True, False]
+    assert kernels.rmsnorm(x, torch.ones(20), 1e-6)[0].isnan().all(dim=1).tolist() == [False, True, False]
     policy = LanguagePolicy(tiny_model("llama"))
     with torch.no_grad():
         policy.module.model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan

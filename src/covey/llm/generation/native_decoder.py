@@ -97,7 +97,7 @@ class NativeDecoder:
             cosine=cosine.data_ptr(), sine=sine.data_ptr(), prompt_keys=self.keys_R.data_ptr(),
             prompt_values=self.values_R.data_ptr(), prompt_lengths=self.lengths_R.data_ptr(),
             slots=self.slots_R.data_ptr(), decoded=self.decoded_R.data_ptr(),
-            rows=len(tokens_R), heads=self.heads.queries, kv_heads=self.heads.keys, width=self.heads.width,
+            rows=len(tokens_R), heads=self.heads.queries, kv_heads=self.heads.keys, head_dim=self.heads.width,
             capacity=self.capacity, threads=torch.get_num_threads(), scaling=self.heads.width**-0.5,
             epsilon=self.epsilon,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from covey.llm.generation.llama_layers import PackedLayer
 from covey.llm.generation.prepacked_linear import PackedLinear, joined
 from covey.llm.model.architecture import LayerModules
-from covey.llm.native.bindings import PAD, AttentionArgs, Kernels, Layer, Linear, Step, address_of, padded
+from covey.llm.native.bindings import PAD, AttentionArgs, DecodeStepArgs, Kernels, Layer, Linear, address_of, padded
 
 
 class Stack(Protocol):
@@ -34,7 +34,7 @@ class Stack(Protocol):
 
 def make_stack(module: PreTrainedModel, kernels: Kernels, rows: int) -> Stack:
     """For at most so many rows."""
-    return TiledStack(module, kernels, rows) if kernels.has_pairs else PackedStack(module, kernels)
+    return TiledStack(module, kernels, rows) if kernels.has_avx512_bf16 else PackedStack(module, kernels)
 
 
 class PackedStack:
@@ -50,24 +50,24 @@ class PackedStack:
     def step(self, hidden_RW: Tensor, place: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
         kernels, epsilon = self.kernels, place.epsilon
         normed_RW = torch.empty_like(hidden_RW, dtype=kernels.dtype)
-        attended = normed_RW.new_empty(len(hidden_RW), place.heads * place.width)
+        attended = normed_RW.new_empty(len(hidden_RW), place.heads * place.head_dim)
         place.out, place.out_row_stride = attended.data_ptr(), attended.shape[1]
         added_RW: Tensor | None = None
         for number, layer in enumerate(self.layers):
             parts = layer.parts
-            kernels.add_and_normalise(hidden_RW, added_RW, parts.input_norm, epsilon, hidden_RW, normed_RW)
+            kernels.add_rmsnorm(hidden_RW, added_RW, parts.input_norm, epsilon, hidden_RW, normed_RW)
             qkv = layer.qkv(normed_RW)
             place.layer, place.qkv, place.qkv_row_stride = number, qkv.data_ptr(), qkv.shape[1]
             place.query_norm, place.key_norm = address_of(parts.query_norm), address_of(parts.key_norm)
             place.own_keys, place.own_values = own_keys[number].data_ptr(), own_values[number].data_ptr()
-            kernels.attend(place)
+            kernels.decode_attention(place)
             attended_RW = layer.output(attended)
-            kernels.add_and_normalise(hidden_RW, attended_RW, parts.inner_norm, epsilon, hidden_RW, normed_RW)
+            kernels.add_rmsnorm(hidden_RW, attended_RW, parts.inner_norm, epsilon, hidden_RW, normed_RW)
             gate, up = layer.gate_up(normed_RW).chunk(2, dim=1)
             gated = gate.new_empty(gate.shape)
             kernels.swiglu(gate, up, gated)
             added_RW = layer.down(gated)
-        kernels.add_and_normalise(hidden_RW, added_RW, self.norm, epsilon, hidden_RW, normed_RW)
+        kernels.add_rmsnorm(hidden_RW, added_RW, self.norm, epsilon, hidden_RW, normed_RW)
         return self.head(normed_RW)
 
 
@@ -91,10 +91,10 @@ class TiledStack:
         place.qkv, place.qkv_row_stride = qkv.data_ptr(), qkv.shape[1]
         place.out, place.out_row_stride = attended.data_ptr(), attended.shape[1]
         place.own_keys, place.own_values = own_keys.data_ptr(), own_values.data_ptr()
-        self.kernels.decode(
-            Step(
+        self.kernels.decode_step(
+            DecodeStepArgs(
                 layers=self.layers, layer_count=len(self.layers), norm=self.norm.data_ptr(), head=self.linear_head,
-                attention=place, own_per_layer=own_keys.stride(0), hidden=hidden_RW.data_ptr(),
+                attention=place, own_layer_stride=own_keys.stride(0), hidden=hidden_RW.data_ptr(),
                 normed=normed.data_ptr(), qkv=qkv.data_ptr(), attended=attended.data_ptr(), gated=gated.data_ptr(),
                 logits=logits_RV.data_ptr(),
             )
@@ -104,7 +104,7 @@ class TiledStack:
     def head(self, hidden_RW: Tensor) -> Tensor:
         rows, width = hidden_RW.shape
         padding = (0, padded(width) - width, 0, padded(rows) - rows)
-        return self.kernels.multiply(nn.functional.pad(hidden_RW, padding), self.linear_head)[:rows]
+        return self.kernels.linear(nn.functional.pad(hidden_RW, padding), self.linear_head)[:rows]
 
     def _layer(self, parts: LayerModules) -> Layer:
         norms = {name: getattr(parts, name) for name in ("input_norm", "query_norm", "key_norm", "inner_norm")}

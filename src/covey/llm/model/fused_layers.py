@@ -199,7 +199,7 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total = hidden.view_as(hidden) if added is None else torch.empty_like(hidden)
         out, scales = torch.empty_like(hidden, dtype=weight.dtype), torch.empty(hidden.shape[:-1])
-        kernels.add_and_normalise(hidden, added, weight, epsilon, total, out, scales)
+        kernels.add_rmsnorm(hidden, added, weight, epsilon, total, out, scales)
         ctx.save_for_backward(total, weight, scales)
         ctx.kernels, ctx.adds = kernels, added is not None
         ctx.set_materialize_grads(False)
@@ -211,7 +211,7 @@ class _AddNorm(torch.autograd.Function):
         if d is None:
             d = torch.zeros_like(total, dtype=weight.dtype)
         past = None if past is None else past.contiguous()
-        dtotal, dadded, dweight = ctx.kernels.add_and_normalise_backward(
+        dtotal, dadded, dweight = ctx.kernels.add_rmsnorm_backward(
             total, weight, scales, d.contiguous(), past, ctx.adds
         )
         return dtotal, dadded, dweight.to(weight.dtype), None, None
@@ -222,7 +222,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, kernels: Kernels) -> Tensor:
-        out, scales = kernels.normalise(x, weight, epsilon)
+        out, scales = kernels.rmsnorm(x, weight, epsilon)
         ctx.save_for_backward(x, weight, scales)
         ctx.kernels = kernels
         return out
@@ -230,7 +230,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         x, weight, scales = ctx.saved_tensors
-        dx, dweight = ctx.kernels.normalise_backward(x, weight, scales, d.contiguous())
+        dx, dweight = ctx.kernels.rmsnorm_backward(x, weight, scales, d.contiguous())
         return dx, dweight.to(weight.dtype), None, None
 
 

@@ -1,7 +1,10 @@
-"""The kernels, kernels.cpp and its headers, called through ctypes; build.py compiles them.
+"""Python bindings (ctypes) of the C++ kernels in `csrc/`; `build` compiles them.
 
-Shapes: R rows, W hidden width, I width inside the MLP, H heads, K key-value heads, D head width, V vocabulary; of a
-linear layer: T tokens, M outputs, N inputs.
+Each kernel exists for both storage types, bf16 and fp32, and `Kernels` has the entry points of one of them. Fields of
+the structures are in the order of the C++ structs of the same name.
+
+Shapes: R rows, W hidden width, H heads, K key-value heads, D head width, V vocabulary; of a linear layer: T tokens,
+M outputs, N inputs; of a prompt: P tokens.
 """
 
 from __future__ import annotations
@@ -19,43 +22,43 @@ from torch import Tensor
 from covey.config import ConfigError
 from covey.llm.native.build import BuildError, find_compiler, load_library
 
-PAD = 32  # `PAD` in simd.h: keys and values lie in rows of a multiple of it
-SWITCH = "COVEY_NATIVE"  # 0 in the environment: torch alone
+PAD = 32  # `PAD` in simd.h: the KV cache and prepacked weights are padded to multiples of it
+SWITCH = "COVEY_NATIVE"  # environment variable; 0 disables the kernels
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _log = logging.getLogger("covey")
 
 
 class AttentionArgs(ctypes.Structure):
-    """`Attention` in decode_attention.h: where everything lies, as addresses."""
+    """`AttentionArgs` in decode_attention.h: one layer's attention of one new token per row."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "cosine", "sine", "query_norm", "key_norm")),
         *((name, ctypes.c_void_p) for name in ("prompt_keys", "prompt_values", "prompt_lengths")),
         *((name, ctypes.c_void_p) for name in ("own_keys", "own_values", "slots", "decoded", "out")),
         *((name, ctypes.c_int32) for name in ("qkv_row_stride", "out_row_stride")),
-        *((name, ctypes.c_int32) for name in ("rows", "heads", "kv_heads", "width", "capacity", "layer", "threads")),
+        *((name, ctypes.c_int32) for name in ("rows", "heads", "kv_heads", "head_dim", "capacity", "layer", "threads")),
         *((name, ctypes.c_float) for name in ("scaling", "epsilon")),
     )
 
 
-class SharedAttention(ctypes.Structure):
-    """`SharedAttention` in prefix_attention.h: the tokens of sequences that share prefixes, and where they lie."""
+class PrefixAttentionArgs(ctypes.Structure):
+    """`PrefixAttentionArgs` in prefix_tree.h: attention over a prefix tree of sequences, or its gradients."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "cosine", "sine", "out", "logsumexp")),
         *((name, ctypes.c_void_p) for name in ("dout", "dquery", "dkey", "dvalue", "sequences")),
-        *((name, ctypes.c_int32) for name in ("count", "heads", "kv_heads", "width", "threads")),
+        *((name, ctypes.c_int32) for name in ("sequence_count", "heads", "kv_heads", "head_dim", "threads")),
         ("scaling", ctypes.c_float),
     )
 
 
-class WeightGradients(ctypes.Structure):
-    """`WeightGradients` in weight_gradients.h: linear layers with one input, and where everything lies."""
+class WeightGradientArgs(ctypes.Structure):
+    """`WeightGradientArgs` in weight_gradients.h: linear layers that share their input."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
-        ("d", ctypes.POINTER(ctypes.c_void_p)),
+        ("dout", ctypes.POINTER(ctypes.c_void_p)),
         ("out", ctypes.POINTER(ctypes.c_void_p)),
         ("outputs", ctypes.POINTER(ctypes.c_int32)),
         *((name, ctypes.c_int32) for name in ("layers", "tokens", "inputs", "threads")),
@@ -63,7 +66,7 @@ class WeightGradients(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    """`Linear` in decode_step.h: a linear layer whose weight lies as tiles."""
+    """`Linear` in decode_step.h: a linear layer with a prepacked weight."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
@@ -72,7 +75,7 @@ class Linear(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """`Layer` in decode_step.h."""
+    """`Layer` in decode_step.h: the weights of a decoder layer."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("input_norm", "query_norm", "key_norm", "inner_norm")),
@@ -80,22 +83,27 @@ class Layer(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
-    """`Step` in decode_step.h: one new token of every row, from its embedding to the logits of the next."""
+class DecodeStepArgs(ctypes.Structure):
+    """`DecodeStepArgs` in decode_step.h: one new token per row, from its embedding to the logits of the next."""
 
     _fields_ = (
         ("layers", ctypes.POINTER(Layer)),
         ("norm", ctypes.c_void_p),
         ("head", Linear),
         ("attention", AttentionArgs),
-        ("own_per_layer", ctypes.c_int64),
+        ("own_layer_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("hidden", "normed", "qkv", "attended", "gated", "logits")),
         ("layer_count", ctypes.c_int32),
     )
 
 
 class Kernels:
-    """The entry points for one storage type. Every tensor given is on the CPU, contiguous, and of that type."""
+    """Entry points for one storage type, `dtype`. Tensors are on the CPU, contiguous, and of that type if nothing else
+    is said. Kernels use `torch.get_num_threads()` threads.
+
+    `has_avx512_bf16` and `has_amx` say whether the processor multiplies pairs, and whole tiles, of bf16; both are False
+    for fp32.
+    """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -106,34 +114,33 @@ class Kernels:
             return function  # type: ignore[no-any-return]
 
         address, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-        shape = number, number, real, number
-        self._add_and_normalise = entry("add_and_normalise", *[address] * 6, *shape)
-        self._add_and_normalise_backward = entry("add_and_normalise_backward", *[address] * 8, number, number, number)
-        self._normalise = entry("normalise", *[address] * 4, *shape)
+        rows_of = number, number, real, number  # rows, width, epsilon, threads
+        self._add_rmsnorm = entry("add_rmsnorm", *[address] * 6, *rows_of)
+        self._add_rmsnorm_backward = entry("add_rmsnorm_backward", *[address] * 8, number, number, number)
+        self._rmsnorm = entry("rmsnorm", *[address] * 4, *rows_of)
+        self._rmsnorm_backward = entry("rmsnorm_backward", *[address] * 6, number, number, number)
         self._swiglu = entry("swiglu", address, address, number, address, number, number, number)
         self._swiglu_backward = entry("swiglu_backward", *[address] * 5, ctypes.c_int64, number)
-        self._normalise_backward = entry("normalise_backward", *[address] * 6, number, number, number)
-        self._prefix_attention = entry("prefix_attention", ctypes.POINTER(SharedAttention))
+        self._prefix_attention = entry("prefix_attention", ctypes.POINTER(PrefixAttentionArgs))
         self._store_prompt_kv = entry("store_prompt_kv", *[address] * 4, number, number, number)
-        self._attend = entry("attend", ctypes.POINTER(AttentionArgs))
+        self._decode_attention = entry("decode_attention", ctypes.POINTER(AttentionArgs))
         self._sample_tokens = entry(
             "sample_tokens", address, address, real, address, address, number, number, number, returns=ctypes.c_int
         )
         self._logprob_entropy = entry("logprob_entropy", address, address, real, *[address] * 3, number, number, number)
-        library.has_pairs.restype = library.has_tiles.restype = ctypes.c_bool
-        # Whether the processor multiplies pairs of bf16 (AVX512-BF16), and whether whole tiles of them (AMX).
-        self.has_pairs, self.has_tiles = (
-            dtype == torch.bfloat16 and has() for has in (library.has_pairs, library.has_tiles)
+        self._logit_gradients = entry("logit_gradients", *[address] * 6, real, ctypes.c_int64, number, number, number)
+        library.has_avx512_bf16.restype = library.has_amx.restype = ctypes.c_bool
+        self.has_avx512_bf16, self.has_amx = (
+            dtype == torch.bfloat16 and has() for has in (library.has_avx512_bf16, library.has_amx)
         )
-        if self.has_tiles:
-            self._weight_gradients = entry("weight_gradients", ctypes.POINTER(WeightGradients))
-        if self.has_pairs:
+        if self.has_amx:
+            self._weight_gradients = entry("weight_gradients", ctypes.POINTER(WeightGradientArgs))
+        if self.has_avx512_bf16:
             self._prepack_weight = entry("prepack_weight", address, number, number, address, number)
-            self._multiply = entry("multiply", address, ctypes.POINTER(Linear), address, number, number)
-            self._decode = entry("decode", ctypes.POINTER(Step))
-        self._slope = entry("logit_gradients", *[address] * 6, real, ctypes.c_int64, number, number, number)
+            self._linear = entry("linear", address, ctypes.POINTER(Linear), address, number, number)
+            self._decode_step = entry("decode_step", ctypes.POINTER(DecodeStepArgs))
 
-    def add_and_normalise(
+    def add_rmsnorm(
         self,
         hidden: Tensor,
         added: Tensor | None,
@@ -143,112 +150,134 @@ class Kernels:
         out: Tensor,
         scales: Tensor | None = None,
     ) -> None:
-        """total = hidden + added; out = weight * total / rms(total), and 1 / rms of every row into `scales`.
-
-        `hidden` and `total` (which may be the same) are fp32. Where nothing is added, `total` is left alone.
-        """
-        rows, width = hidden.numel() // len(weight_W), len(weight_W)
-        where = (address_of(tensor) for tensor in (hidden, added, total, weight_W, out, scales))
-        self._add_and_normalise(*where, rows, width, epsilon, torch.get_num_threads())
-
-    def add_and_normalise_backward(
-        self, total: Tensor, weight_W: Tensor, scales: Tensor, d: Tensor, past: Tensor | None, adds: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Gradients of hidden, of added where anything was (the same, in its type) and of the weight (fp32), from those
-        of `out` and of `total`."""
-        threads = torch.get_num_threads()
-        dtotal, parts = torch.empty_like(total), torch.empty(threads, len(weight_W))
-        narrows = adds and d.dtype != dtotal.dtype
-        dadded = torch.empty_like(total, dtype=d.dtype) if narrows else None
-        where = (address_of(tensor) for tensor in (total, weight_W, scales, d, past, dtotal, dadded, parts))
-        self._add_and_normalise_backward(*where, scales.numel(), len(weight_W), threads)
-        return dtotal, dtotal if adds and not narrows else dadded, parts.sum(dim=0)
-
-    def normalise(self, x: Tensor, weight_W: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """weight * x / rms(x) over the last dimension, and 1 / rms of every row."""
-        out, scales = torch.empty_like(x), torch.empty(x.numel() // len(weight_W))
-        where = (tensor.data_ptr() for tensor in (x, weight_W, out, scales))
-        self._normalise(*where, len(scales), len(weight_W), epsilon, torch.get_num_threads())
-        return out, scales
-
-    def normalise_backward(self, x: Tensor, weight_W: Tensor, scales: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of `normalise` for x and for the weight (fp32)."""
-        threads = torch.get_num_threads()
-        dx, parts = torch.empty_like(x), torch.empty(threads, len(weight_W))
-        given = (tensor.data_ptr() for tensor in (x, weight_W, scales, d, dx, parts))
-        self._normalise_backward(*given, len(scales), len(weight_W), threads)
-        return dx, parts.sum(dim=0)
-
-    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
-        """out = silu(gate) * up. `gate` and `up` may be the two halves of one tensor."""
-        rows, width = out.shape
-        where = gate.data_ptr(), up.data_ptr(), gate.stride(0), out.data_ptr()
-        self._swiglu(*where, rows, width, torch.get_num_threads())
-
-    def swiglu_backward(self, gate: Tensor, up: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of `gate` for both."""
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        given = (tensor.data_ptr() for tensor in (gate, up, d, dgate, dup))
-        self._swiglu_backward(*given, d.numel(), torch.get_num_threads())
-        return dgate, dup
-
-    def weight_gradients(self, x_TN: Tensor, d_TM: Sequence[Tensor], out_MN: Sequence[Tensor]) -> None:
-        """out = d' x for each of some linear layers with the same input."""
-        if not self.has_tiles:
-            for d, out in zip(d_TM, out_MN, strict=True):
-                torch.mm(d.T, x_TN, out=out)
-            return
-        addresses, numbers = ctypes.c_void_p * len(d_TM), ctypes.c_int32 * len(d_TM)
-        shape = WeightGradients(
-            x=x_TN.data_ptr(),
-            d=addresses(*(d.data_ptr() for d in d_TM)),
-            out=addresses(*(out.data_ptr() for out in out_MN)),
-            outputs=numbers(*(d.shape[1] for d in d_TM)),
-            layers=len(d_TM), tokens=len(x_TN), inputs=x_TN.shape[1], threads=torch.get_num_threads(),
-        )  # fmt: skip
-        self._weight_gradients(ctypes.byref(shape))
-
-    def prefix_attention(self, sequences_S3: Tensor, width: int, scaling: float, **places: Tensor) -> None:
-        """Causal attention of heads `width` wide, of which sequences share keys and values; or its gradients.
+        """total = hidden + added; out = weight * total / rms(total); scales = 1 / rms of every row.
 
         Args:
-            sequences_S3: `PackedLayout.sequences`.
-            places: what `SharedAttention` has addresses of: query, key, value, cosine, sine, out and logsumexp; for the
-                gradients, from those of `out` in dout: dquery, dkey and dvalue too.
+            hidden: fp32, any shape whose last dimension is W.
+            added: the addend of the same shape; None if there is none.
+            weight_W: the norm's weight.
+            epsilon: added to the mean square.
+            total: fp32, like `hidden`, which it may be. It is not written if `added` is None.
+            out: like `hidden`.
+            scales: fp32, one for each row; None if they are not needed.
         """
-        heads, kv_heads = (places[name].shape[1] // width for name in ("query", "key"))
-        shape = SharedAttention(
-            **{name: place.data_ptr() for name, place in places.items()}, sequences=sequences_S3.data_ptr(),
-            count=len(sequences_S3), heads=heads, kv_heads=kv_heads, width=width,
+        rows, width = hidden.numel() // len(weight_W), len(weight_W)
+        addresses = (address_of(tensor) for tensor in (hidden, added, total, weight_W, out, scales))
+        self._add_rmsnorm(*addresses, rows, width, epsilon, torch.get_num_threads())
+
+    def add_rmsnorm_backward(
+        self, total: Tensor, weight_W: Tensor, scales: Tensor, dout: Tensor, dtotal: Tensor | None, has_addend: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Gradients of `add_rmsnorm`.
+
+        Args:
+            total: the sum that was normalised.
+            weight_W: the norm's weight.
+            scales: those of the forward pass.
+            dout: gradient of `out`.
+            dtotal: gradient of `total`; None if it is 0.
+            has_addend: True if there was an addend.
+
+        Returns:
+            Gradients of `hidden` (fp32), of `added` (the same in its type; None without an addend) and of the weight
+            (fp32).
+        """
+        threads = torch.get_num_threads()
+        dhidden, partial_sums = torch.empty_like(total), torch.empty(threads, len(weight_W))
+        narrows = has_addend and dout.dtype != dhidden.dtype
+        dadded = torch.empty_like(total, dtype=dout.dtype) if narrows else None
+        tensors = (total, weight_W, scales, dout, dtotal, dhidden, dadded, partial_sums)
+        addresses = (address_of(tensor) for tensor in tensors)
+        self._add_rmsnorm_backward(*addresses, scales.numel(), len(weight_W), threads)
+        return dhidden, dhidden if has_addend and not narrows else dadded, partial_sums.sum(dim=0)
+
+    def rmsnorm(self, x: Tensor, weight_W: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """weight * x / rms(x) over the last dimension, and 1 / rms of every row (fp32)."""
+        out, scales = torch.empty_like(x), torch.empty(x.numel() // len(weight_W))
+        addresses = (tensor.data_ptr() for tensor in (x, weight_W, out, scales))
+        self._rmsnorm(*addresses, len(scales), len(weight_W), epsilon, torch.get_num_threads())
+        return out, scales
+
+    def rmsnorm_backward(self, x: Tensor, weight_W: Tensor, scales: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of `rmsnorm` with respect to x and to the weight (fp32)."""
+        threads = torch.get_num_threads()
+        dx, partial_sums = torch.empty_like(x), torch.empty(threads, len(weight_W))
+        addresses = (tensor.data_ptr() for tensor in (x, weight_W, scales, dout, dx, partial_sums))
+        self._rmsnorm_backward(*addresses, len(scales), len(weight_W), threads)
+        return dx, partial_sums.sum(dim=0)
+
+    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        """out = silu(gate) * up, all [rows, width]. `gate` and `up` may be the two halves of one tensor."""
+        rows, width = out.shape
+        addresses = gate.data_ptr(), up.data_ptr(), gate.stride(0), out.data_ptr()
+        self._swiglu(*addresses, rows, width, torch.get_num_threads())
+
+    def swiglu_backward(self, gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of `swiglu` with respect to `gate` and `up`."""
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        addresses = (tensor.data_ptr() for tensor in (gate, up, dout, dgate, dup))
+        self._swiglu_backward(*addresses, dout.numel(), torch.get_num_threads())
+        return dgate, dup
+
+    def weight_gradients(self, x_TN: Tensor, dout_TM: Sequence[Tensor], out_MN: Sequence[Tensor]) -> None:
+        """out = dout' x for linear layers that share their input; by torch if there is no AMX."""
+        if not self.has_amx:
+            for dout, out in zip(dout_TM, out_MN, strict=True):
+                torch.mm(dout.T, x_TN, out=out)
+            return
+        addresses, numbers = ctypes.c_void_p * len(dout_TM), ctypes.c_int32 * len(dout_TM)
+        args = WeightGradientArgs(
+            x=x_TN.data_ptr(),
+            dout=addresses(*(dout.data_ptr() for dout in dout_TM)),
+            out=addresses(*(out.data_ptr() for out in out_MN)),
+            outputs=numbers(*(dout.shape[1] for dout in dout_TM)),
+            layers=len(dout_TM), tokens=len(x_TN), inputs=x_TN.shape[1], threads=torch.get_num_threads(),
+        )  # fmt: skip
+        self._weight_gradients(ctypes.byref(args))
+
+    def prefix_attention(self, sequences_S3: Tensor, head_dim: int, scaling: float, **tensors: Tensor) -> None:
+        """Causal attention over a prefix tree, or its gradients if `dout` is given.
+
+        Args:
+            sequences_S3: first token, length and parent (-1: none) of each sequence, int32, in depth-first order.
+            head_dim: width of a head.
+            scaling: of the scores.
+            tensors: by their names in `PrefixAttentionArgs`: query, key, value, cosine, sine, out and logsumexp (fp32),
+                for the gradients also dout, dquery, dkey and dvalue. Shapes are in prefix_tree.h.
+        """
+        heads, kv_heads = (tensors[name].shape[1] // head_dim for name in ("query", "key"))
+        args = PrefixAttentionArgs(
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()}, sequences=sequences_S3.data_ptr(),
+            sequence_count=len(sequences_S3), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             threads=torch.get_num_threads(), scaling=scaling,
         )  # fmt: skip
-        self._prefix_attention(ctypes.byref(shape))
+        self._prefix_attention(ctypes.byref(args))
 
-    def store_prompt_kv(self, keys_KPD: Tensor, values_KPD: Tensor, kept_keys: Tensor, kept_values: Tensor) -> None:
-        """Keys and values of a prompt in one layer, as `attend` reads them: a head takes padded(P) x padded(D)."""
-        where = (tensor.data_ptr() for tensor in (keys_KPD, values_KPD, kept_keys, kept_values))
-        self._store_prompt_kv(*where, *keys_KPD.shape)
+    def store_prompt_kv(self, keys_KPD: Tensor, values_KPD: Tensor, cached_keys: Tensor, cached_values: Tensor) -> None:
+        """Store a prompt's keys and values of one layer in the KV cache: padded(P) * padded(D) numbers for a head."""
+        addresses = (tensor.data_ptr() for tensor in (keys_KPD, values_KPD, cached_keys, cached_values))
+        self._store_prompt_kv(*addresses, *keys_KPD.shape)
 
-    def attend(self, args: AttentionArgs) -> None:
-        """Rotate queries and keys, store keys and values of the new tokens, and attend."""
-        self._attend(ctypes.byref(args))
+    def decode_attention(self, args: AttentionArgs) -> None:
+        """Rotate queries and keys, append the new keys and values to the cache, and attend."""
+        self._decode_attention(ctypes.byref(args))
 
     def prepack_weight(self, weight_MN: Tensor) -> Tensor:
-        """A linear layer's weight as `multiply` and `decode` read it. Like these only where it `has_pairs`."""
+        """A copy of a linear layer's weight for `linear` and `decode_step`, which all need `has_avx512_bf16`."""
         outputs, inputs = weight_MN.shape
         tiles = weight_MN.new_empty(padded(outputs) * padded(inputs))
         self._prepack_weight(weight_MN.data_ptr(), outputs, inputs, tiles.data_ptr(), torch.get_num_threads())
         return tiles
 
-    def multiply(self, x_RN: Tensor, linear: Linear) -> Tensor:
-        """x W' + b. `x` has a multiple of 16 rows, each of padded(N) numbers, those past N 0."""
+    def linear(self, x_RN: Tensor, linear: Linear) -> Tensor:
+        """x W' + b. R must be a multiple of 16, and `x` be padded with 0 to padded(N) columns."""
         out_RM = x_RN.new_empty(len(x_RN), linear.outputs)
-        self._multiply(x_RN.data_ptr(), ctypes.byref(linear), out_RM.data_ptr(), len(x_RN), torch.get_num_threads())
+        self._linear(x_RN.data_ptr(), ctypes.byref(linear), out_RM.data_ptr(), len(x_RN), torch.get_num_threads())
         return out_RM
 
-    def decode(self, step: Step) -> None:
-        """All layers, the last norm and the head."""
-        self._decode(ctypes.byref(step))
+    def decode_step(self, args: DecodeStepArgs) -> None:
+        """Compute all layers, the last norm and the head for one new token per row."""
+        self._decode_step(ctypes.byref(args))
 
     def sample_tokens(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """As `token_sampling.sample_tokens`, for a temperature above 0.
@@ -258,16 +287,21 @@ class Kernels:
         """
         tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
         logprobs_R = torch.empty(len(logits_RV), dtype=torch.float32)
-        where = tokens_R.data_ptr(), logprobs_R.data_ptr()
+        results = tokens_R.data_ptr(), logprobs_R.data_ptr()
         failed = self._sample_tokens(
-            logits_RV.data_ptr(), uniforms_R.data_ptr(), temperature, *where, *logits_RV.shape, torch.get_num_threads()
+            logits_RV.data_ptr(),
+            uniforms_R.data_ptr(),
+            temperature,
+            *results,
+            *logits_RV.shape,
+            torch.get_num_threads(),
         )
         if failed:
             raise FloatingPointError(f"{failed} rows of logits define no distribution")
         return tokens_R, logprobs_R
 
     def logprob_entropy(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, out: Sequence[Tensor]) -> None:
-        """Log-probability of each token, entropy and log sum exp of softmax(logits / temperature), into `out`."""
+        """Log-probability of each token, entropy and logsumexp of softmax(logits / temperature), into `out` (fp32)."""
         given = logits_NV.data_ptr(), tokens_N.data_ptr(), temperature, *(tensor.data_ptr() for tensor in out)
         self._logprob_entropy(*given, *logits_NV.shape, torch.get_num_threads())
 
@@ -275,17 +309,17 @@ class Kernels:
         self,
         logits_NV: Tensor,
         tokens_N: Tensor,
-        log_total_N: Tensor,
+        logsumexp_N: Tensor,
         entropy_N: Tensor,
         dlogprob_N: Tensor | None,
         dentropy_N: Tensor | None,
         temperature: float,
         first: int,
     ) -> None:
-        """Turns the logits of some tokens of the vocabulary, from `first` on, into their gradients, in place."""
-        of_row = (logits_NV, tokens_N, log_total_N, entropy_N, dlogprob_N, dentropy_N)
-        given = (None if tensor is None else tensor.data_ptr() for tensor in of_row)
-        self._slope(*given, temperature, first, *logits_NV.shape, torch.get_num_threads())
+        """Replace the logits of a slice of the vocabulary that begins with token `first` by their gradients."""
+        tensors = (logits_NV, tokens_N, logsumexp_N, entropy_N, dlogprob_N, dentropy_N)
+        addresses = (address_of(tensor) for tensor in tensors)
+        self._logit_gradients(*addresses, temperature, first, *logits_NV.shape, torch.get_num_threads())
 
 
 def address_of(tensor: Tensor | None) -> int | None:
@@ -293,12 +327,12 @@ def address_of(tensor: Tensor | None) -> int | None:
 
 
 def padded(count: int) -> int:
-    """`count` rounded up to the kernels' block size."""
+    """`count` rounded up to a multiple of `PAD`."""
     return -(-count // PAD) * PAD
 
 
 def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The kernels for tensors of this kind, where there are any: bf16 and fp32 on a CPU whose compiler was found."""
+    """The kernels for bf16 or fp32 tensors on the CPU; None for others, and if the kernels cannot be compiled."""
     if device.type != "cpu" or dtype not in _SUFFIXES:
         return None
     return _kernels(dtype)

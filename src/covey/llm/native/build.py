@@ -1,7 +1,7 @@
 """Compiles kernels.cpp once, keeps the library in the user's cache, and loads it if no other user can have changed it.
 
-A library is named by a hash of everything that it depends on. Its checksum lies beside it, so that a file that is
-damaged or half written is found before it is loaded, and compiled anew.
+A library's name contains a hash of everything that it depends on. Its checksum is stored beside it, so a damaged or
+incomplete file is detected before it is loaded, and compiled again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger("covey")
 
 
 class BuildError(Exception):
-    """There is no library; one line says why."""
+    """The library cannot be built or loaded; the message is one line."""
 
 
 def find_compiler() -> list[str]:
@@ -64,8 +64,8 @@ def load_library(compiler: Sequence[str], flags: Sequence[str] = FLAGS) -> ctype
     """The compiled kernels, from the cache or compiled now.
 
     Args:
-        compiler: the command that `find_compiler` names.
-        flags: of the compiler; the library is another one for others.
+        compiler: the command that `find_compiler` returns.
+        flags: of the compiler. Each set of flags has its own library.
 
     Raises:
         BuildError: if the kernels cannot be compiled, or the cache cannot be trusted or written.
@@ -90,19 +90,19 @@ def load_library(compiler: Sequence[str], flags: Sequence[str] = FLAGS) -> ctype
 
 def _fingerprint(compiler: Sequence[str], flags: Sequence[str]) -> str:
     """A hash of sources, compiler, flags, processor and OpenMP library."""
-    told = _output_of([*compiler, "--version"], timeout_seconds=60)
-    # What -march=native makes of the source depends on the processor, and a home folder may be shared by several.
+    version = _output_of([*compiler, "--version"], timeout_seconds=60)
+    # The code that -march=native generates depends on the processor, and several machines may share a home folder.
     processor = [platform.machine(), *(cpu_info(field) for field in ("model name", "flags", "CPU part", "Features"))]
-    sources = sorted([SOURCE, *SOURCE.parent.glob("*.h")])
-    named = [*(source.read_text() for source in sources), *compiler, told, *flags, str(_openmp_of_torch()), *processor]
-    return hashlib.sha256("\0".join(named).encode()).hexdigest()[:16]
+    sources = [source.read_text() for source in sorted([SOURCE, *SOURCE.parent.glob("*.h")])]
+    parts = [*sources, *compiler, version, *flags, str(_openmp_of_torch()), *processor]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _is_whole(library: Path) -> bool:
     """True if the library and its checksum are there and agree.
 
     Raises:
-        PermissionError: if somebody else may have written one of them.
+        PermissionError: if another user may have written one of them.
     """
     checksum = library.with_suffix(CHECKSUM)
     if not (os.path.lexists(library) and os.path.lexists(checksum)):
@@ -163,13 +163,13 @@ def _output_of(command: Sequence[str], timeout_seconds: float) -> str:
     if done.returncode == 0:
         return done.stdout
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    told = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
-    reason = "".join(c for c in told if c.isprintable())[:200] or f"exit status {done.returncode}"
+    message = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
+    reason = "".join(c for c in message if c.isprintable())[:200] or f"exit status {done.returncode}"
     raise BuildError(f"{Path(command[0]).name}: {reason}")
 
 
 def _openmp_of_torch() -> Path | None:
-    """The OpenMP library that torch brought along. Another one would bring a second set of threads."""
+    """The OpenMP library of the installed torch. Linking another one would create a second pool of threads."""
     folder = Path(torch.__file__).parent
     found = sorted([*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*")])
     return found[0] if found else None

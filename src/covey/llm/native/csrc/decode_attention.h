@@ -1,8 +1,10 @@
-// Attention of one new token per row to its prompt, which it shares with its group, and to its own earlier tokens.
+// Decode attention: one new token per row attends to its prompt, which its group shares, and to its own earlier tokens.
 //
-// A task is some rows that share a prompt, with the query heads that share a key-value head. Queries of several rows
-// are multiplied by the prompt's keys and values together. Each byte of the rows' own tokens is read once, so reading
-// takes as long as the products; while one row is computed, the data of the next rows are prefetched.
+// A task is a range of rows with the same prompt and one key-value head with its query heads. The prompt's keys and
+// values meet the queries of several rows in one product; each byte of a row's own cache is read once, so that part is
+// bound by memory, and the caches of the next rows are prefetched meanwhile. Softmax is in fp32 over both parts.
+//
+// Products are on AMX or vectors (kv_cache.h). Entry point: `decode_attention`.
 //
 // Shapes: R rows, H heads, K key-value heads, M = H / K, D head width, P prompt tokens.
 
@@ -20,12 +22,12 @@
 
 namespace {
 
-// x cos + rotate_half(x) sin.
-template <typename Value>
-inline void rotate(float* x, const Value* cosine, const Value* sine, int width) {
-    int half = width / 2, i = 0;
+// Rotary embedding in place: x cos + rotate_half(x) sin.
+template <typename Scalar>
+inline void apply_rope(float* x, const Scalar* cosine, const Scalar* sine, int head_dim) {
+    int half = head_dim / 2, i = 0;
     for (; i + LANES <= half; i += LANES) {
-        Floats a = load(x + i), b = load(x + half + i);
+        f32x16 a = load(x + i), b = load(x + half + i);
         store(a * load(cosine + i) - b * load(sine + i), x + i);
         store(b * load(cosine + half + i) + a * load(sine + half + i), x + half + i);
     }
@@ -36,169 +38,173 @@ inline void rotate(float* x, const Value* cosine, const Value* sine, int width) 
     }
 }
 
-// Where everything lies for one layer's attention of one new token per row. bindings.py declares the same fields.
-struct Attention {
-    const void *qkv, *cosine, *sine;       // [R, (H + 2 K) D], [R, D], [R, D]
-    const void *query_norm, *key_norm;     // [D], or null
-    const int64_t *prompt_keys;            // [R] addresses of [layers, K] prompts of kv_cache.h
-    const int64_t *prompt_values;          // [R] likewise
-    const int32_t *prompt_lengths;         // [R]
-    void *own_keys, *own_values;           // of this layer: [slots, K], each with room for `capacity` tokens
-    const int32_t *slots, *decoded;        // [R]: where a row's own tokens lie, and how many there are
-    void *out;                             // [R, H D]
-    int32_t qkv_row_stride, out_row_stride;          // from one row to the next
-    int32_t rows, heads, kv_heads, width, capacity, layer, threads;
+// Arguments for one layer. bindings.py declares the same fields.
+struct AttentionArgs {
+    const void *qkv, *cosine, *sine;         // [R, (H + 2 K) D], [R, D], [R, D]
+    const void *query_norm, *key_norm;       // [D], or null: RMSNorm of each head, as Qwen3 has
+    const int64_t *prompt_keys;              // [R] addresses of the prompts' cached keys, [layers, K, ...]
+    const int64_t *prompt_values;            // [R] likewise
+    const int32_t *prompt_lengths;           // [R]
+    void *own_keys, *own_values;             // cache of this layer: [slots, K, ...], for `capacity` tokens each
+    const int32_t *slots, *decoded;          // [R]: the slot of a row, and the tokens already in it
+    void *out;                               // [R, H D]
+    int32_t qkv_row_stride, out_row_stride;  // in numbers
+    int32_t rows, heads, kv_heads, head_dim, capacity, layer, threads;
     float scaling, epsilon;
 };
 
-struct Rows {
+struct RowRange {
     int first, count;
 };
 
-// Cut into equal parts of at most `most` rows.
+// Call visit(part) for equal parts of at most `max_rows` rows.
 template <typename Visit>
-inline void cut(Rows rows, int most, Visit visit) {
-    int parts = (rows.count + most - 1) / most;
+inline void split_evenly(RowRange rows, int max_rows, Visit visit) {
+    int parts = (rows.count + max_rows - 1) / max_rows;
     for (int part = 0; part < parts; part++) {
         int begin = rows.count * part / parts, end = rows.count * (part + 1) / parts;
-        visit(Rows{rows.first + begin, end - begin});
+        visit(RowRange{rows.first + begin, end - begin});
     }
 }
 
-// Rows of which 16 queries, what a product takes at a time, are of one key-value head.
-inline int rows_together(const Attention& shape) { return std::max(1, 16 / (shape.heads / shape.kv_heads)); }
+// Rows whose queries of one key-value head fill the 16 columns of a tile.
+inline int rows_per_tile(const AttentionArgs& args) { return std::max(1, 16 / (args.heads / args.kv_heads)); }
 
-// Rows that share a prompt, in parts that are small enough for all threads to end at the same time.
-inline std::vector<Rows> rows_of_tasks(const Attention& shape) {
-    int most = std::max(rows_together(shape), shape.rows * shape.kv_heads / (8 * shape.threads));
-    std::vector<Rows> found;
-    for (int first = 0, end; first < shape.rows; first = end) {
-        for (end = first + 1; end < shape.rows && shape.prompt_keys[end] == shape.prompt_keys[first];) end++;
-        cut({first, end - first}, most, [&](Rows part) { found.push_back(part); });
+// Ranges of rows that share a prompt, small enough to balance the threads.
+inline std::vector<RowRange> split_into_tasks(const AttentionArgs& args) {
+    int max_rows = std::max(rows_per_tile(args), args.rows * args.kv_heads / (8 * args.threads));
+    std::vector<RowRange> tasks;
+    for (int first = 0, end; first < args.rows; first = end) {
+        for (end = first + 1; end < args.rows && args.prompt_keys[end] == args.prompt_keys[first];) end++;
+        split_evenly({first, end - first}, max_rows, [&](RowRange part) { tasks.push_back(part); });
     }
-    return found;
+    return tasks;
 }
 
-// One thread's work on one task after another.
-template <typename Value>
+// The worker of one thread, which computes one task after another.
+template <typename Scalar>
 class DecodeAttention {
   public:
-    explicit DecodeAttention(const Attention& shape)
-        : shape(shape), width(shape.width), stride(padded(width)), queries(shape.heads / shape.kv_heads),
-          query(width), prepared(width), key(width) {}
+    explicit DecodeAttention(const AttentionArgs& args)
+        : args(args), head_dim(args.head_dim), stride(padded(head_dim)), group(args.heads / args.kv_heads),
+          queries(head_dim), rotated_key(head_dim), key(head_dim) {}
 
-    // The task after this one, where there is one, has `next_rows` and `next_head`.
-    void operator()(Rows rows, int head, Rows next_rows, int next_head) {
-        ahead.clear();
-        for (int r = 1; r < rows.count; r++) own_of(rows.first + r, head).fetch_by(ahead);
+    // Compute a task. `next_rows`, empty if there are none, and `next_head` are those of this thread's next task.
+    void operator()(RowRange rows, int head, RowRange next_rows, int next_head) {
+        prefetcher.clear();
+        for (int r = 1; r < rows.count; r++) own_block(rows.first + r, head).add_to(prefetcher);
         if (next_rows.count) {
-            prompt_of(next_rows.first, next_head).fetch_by(ahead);
-            own_of(next_rows.first, next_head).fetch_by(ahead);
+            prompt_block(next_rows.first, next_head).add_to(prefetcher);
+            own_block(next_rows.first, next_head).add_to(prefetcher);
         }
-        KVBlock<Value> prompt = prompt_of(rows.first, head);
-        cut(rows, rows_together(shape), [&](Rows some) { attend_some(some, some.first - rows.first, head, prompt); });
+        KVBlock<Scalar> prompt = prompt_block(rows.first, head);
+        split_evenly(rows, rows_per_tile(args),
+            [&](RowRange part) { attend(part, part.first - rows.first, head, prompt); });
     }
 
   private:
-    const Attention& shape;
-    const int width, stride, queries;
-    Ahead ahead;
-    Queries<Value> query;
-    std::vector<float> prepared, total;
-    std::vector<Value> key;
-    std::vector<Floats> score_memory, own_memory, blended_memory;
+    const AttentionArgs& args;
+    const int head_dim, stride, group;  // group: query heads of a key-value head
+    Prefetcher prefetcher;
+    Queries<Scalar> queries;
+    std::vector<float> rotated_key, softmax_sums;
+    std::vector<Scalar> key;
+    std::vector<f32x16> prompt_score_memory, own_score_memory, out_memory;
 
-    // `begun` rows of the task have been worked on.
-    void attend_some(Rows rows, int begun, int head, const KVBlock<Value>& shared) {
-        int prompt = shape.prompt_lengths[rows.first], gap = padded(prompt), count = rows.count * queries;
-        float* scores = scratch<float>(score_memory, size_t(count) * gap);
-        float* blended = scratch<float>(blended_memory, size_t(count) * stride);
-        total.resize(count);
-        query.resize(count);
+    // Compute some rows of a task, of which `done` rows are finished.
+    void attend(RowRange rows, int done, int head, const KVBlock<Scalar>& prompt) {
+        int prompt_tokens = args.prompt_lengths[rows.first], prompt_stride = padded(prompt_tokens);
+        int count = rows.count * group;
+        float* prompt_scores = scratch<float>(prompt_score_memory, size_t(count) * prompt_stride);
+        float* out = scratch<float>(out_memory, size_t(count) * stride);
+        softmax_sums.resize(count);
+        queries.resize(count);
         for (int q = 0; q < count; q++)
-            prepare(rows.first + q / queries, head * queries + q % queries, shape.query_norm, query.row(q));
-        query.turn(count);
-        ahead.allow(2 * (begun + 4));  // keys and values of four rows
-        shared.score(query, 0, count, scores, gap, ahead);
+            load_rotated(rows.first + q / group, head * group + q % group, args.query_norm, queries.row(q));
+        queries.pack(count);
+        prefetcher.allow(2 * (done + 4));  // keys and values of four rows
+        prompt.score(queries, 0, count, prompt_scores, prompt_stride, prefetcher);
         for (int r = 0; r < rows.count; r++) {
-            int row = rows.first + r, q = r * queries;
-            ahead.allow(2 * (begun + r + 4));
-            KVBlock<Value> own = own_of(row, head);
-            append(row, head, own);
-            int tokens = shape.decoded[row] + 1, row_stride = padded(tokens);
-            float* own_scores = scratch<float>(own_memory, size_t(queries) * row_stride);
-            own.score(query, q, queries, own_scores, row_stride, ahead);
-            for (int m = 0; m < queries; m++) {
-                total[q + m] = softmax_inplace({scores + size_t(q + m) * gap, prompt, gap},
-                    {own_scores + size_t(m) * row_stride, tokens, row_stride}, shape.scaling);
-                ahead.some();
+            int row = rows.first + r, q = r * group;
+            prefetcher.allow(2 * (done + r + 4));
+            KVBlock<Scalar> own = own_block(row, head);
+            append_new_token(row, head, own);
+            int tokens = args.decoded[row] + 1, row_stride = padded(tokens);
+            float* own_scores = scratch<float>(own_score_memory, size_t(group) * row_stride);
+            own.score(queries, q, group, own_scores, row_stride, prefetcher);
+            for (int m = 0; m < group; m++) {
+                softmax_sums[q + m] = softmax_inplace({prompt_scores + size_t(q + m) * prompt_stride, prompt_tokens,
+                    prompt_stride}, {own_scores + size_t(m) * row_stride, tokens, row_stride}, args.scaling);
+                prefetcher.some();
             }
-            own.blend(own_scores, row_stride, queries, blended + size_t(q) * stride, false, ahead);
+            own.weighted_sum(own_scores, row_stride, group, out + size_t(q) * stride, false, prefetcher);
         }
-        shared.blend(scores, gap, count, blended, true, ahead);
+        prompt.weighted_sum(prompt_scores, prompt_stride, count, out, true, prefetcher);
         for (int q = 0; q < count; q++) {
-            const float* from = blended + size_t(q) * stride;
-            size_t row = rows.first + q / queries;
-            Value* to = static_cast<Value*>(shape.out) + row * shape.out_row_stride;
-            to += (head * queries + q % queries) * width;
+            const float* from = out + size_t(q) * stride;
+            size_t row = rows.first + q / group;
+            Scalar* to = static_cast<Scalar*>(args.out) + row * args.out_row_stride;
+            to += (head * group + q % group) * head_dim;
             int d = 0;
-            for (; d + LANES <= width; d += LANES) store(load(from + d) / total[q], to + d);
-            for (; d < width; d++) from_float(from[d] / total[q], &to[d]);
+            for (; d + LANES <= head_dim; d += LANES) store(load(from + d) / softmax_sums[q], to + d);
+            for (; d < head_dim; d++) from_float(from[d] / softmax_sums[q], &to[d]);
         }
     }
 
-    KVBlock<Value> prompt_of(int row, int head) const {
-        int tokens = shape.prompt_lengths[row];
-        size_t place = (size_t(shape.layer) * shape.kv_heads + head) * KVBlock<Value>::size(tokens, width);
-        return {reinterpret_cast<Value*>(shape.prompt_keys[row]) + place,
-            reinterpret_cast<Value*>(shape.prompt_values[row]) + place, tokens, width};
+    KVBlock<Scalar> prompt_block(int row, int head) const {
+        int tokens = args.prompt_lengths[row];
+        size_t offset = (size_t(args.layer) * args.kv_heads + head) * KVBlock<Scalar>::size(tokens, head_dim);
+        return {reinterpret_cast<Scalar*>(args.prompt_keys[row]) + offset,
+            reinterpret_cast<Scalar*>(args.prompt_values[row]) + offset, tokens, head_dim};
     }
 
-    // What a row has decoded.
-    KVBlock<Value> own_of(int row, int head) const {
-        size_t place = (size_t(shape.slots[row]) * shape.kv_heads + head) * KVBlock<Value>::size(shape.capacity, width);
-        auto keys = static_cast<Value*>(shape.own_keys), values = static_cast<Value*>(shape.own_values);
-        return {keys + place, values + place, shape.decoded[row], width};
+    // Cache of the tokens that a row has decoded.
+    KVBlock<Scalar> own_block(int row, int head) const {
+        size_t block = size_t(args.slots[row]) * args.kv_heads + head;
+        size_t offset = block * KVBlock<Scalar>::size(args.capacity, head_dim);
+        auto keys = static_cast<Scalar*>(args.own_keys), values = static_cast<Scalar*>(args.own_values);
+        return {keys + offset, values + offset, args.decoded[row], head_dim};
     }
 
-    const Value* projected(int row, int place) const {
-        return static_cast<const Value*>(shape.qkv) + size_t(row) * shape.qkv_row_stride + size_t(place) * width;
+    // Head `index` of a row of the fused projection: the queries, then keys, then values.
+    const Scalar* projected(int row, int index) const {
+        return static_cast<const Scalar*>(args.qkv) + size_t(row) * args.qkv_row_stride + size_t(index) * head_dim;
     }
 
-    // A query or key, normalised where the model does that, and rotated; a number of `Value`'s.
-    void prepare(int row, int place, const void* norm_weight, float* to) const {
-        const Value* from = projected(row, place);
-        auto norm = static_cast<const Value*>(norm_weight);
-        for (int d = 0; d < width; d++) to[d] = to_float(from[d]);
+    // A query or key in fp32, normalised if the model has a norm there, and rotated.
+    void load_rotated(int row, int index, const void* norm_weight, float* to) const {
+        const Scalar* from = projected(row, index);
+        auto norm = static_cast<const Scalar*>(norm_weight);
+        for (int d = 0; d < head_dim; d++) to[d] = to_float(from[d]);
         if (norm) {
-            float scale = inverse_root_mean_square(to, width, shape.epsilon);
-            for (int d = 0; d < width; d++) to[d] *= scale * to_float(norm[d]);
+            float scale = inverse_rms(to, head_dim, args.epsilon);
+            for (int d = 0; d < head_dim; d++) to[d] *= scale * to_float(norm[d]);
         }
-        auto cosine = static_cast<const Value*>(shape.cosine), sine = static_cast<const Value*>(shape.sine);
-        rotate(to, cosine + size_t(row) * width, sine + size_t(row) * width, width);
+        auto cosine = static_cast<const Scalar*>(args.cosine), sine = static_cast<const Scalar*>(args.sine);
+        apply_rope(to, cosine + size_t(row) * head_dim, sine + size_t(row) * head_dim, head_dim);
     }
 
-    // Key and value of the new token.
-    void append(int row, int head, KVBlock<Value>& own) {
-        prepare(row, shape.heads + head, shape.key_norm, prepared.data());
-        for (int d = 0; d < width; d++) from_float(prepared[d], &key[d]);
-        own.append(key.data(), projected(row, shape.heads + shape.kv_heads + head));
+    void append_new_token(int row, int head, KVBlock<Scalar>& own) {
+        load_rotated(row, args.heads + head, args.key_norm, rotated_key.data());
+        for (int d = 0; d < head_dim; d++) from_float(rotated_key[d], &key[d]);
+        own.append(key.data(), projected(row, args.heads + args.kv_heads + head));
     }
 };
 
-template <typename Value>
-void attend(const Attention& shape) {
-    std::vector<Rows> rows = rows_of_tasks(shape);
-    int tasks = int(rows.size()) * shape.kv_heads;
-    std::atomic<int> unclaimed{0};
-#pragma omp parallel num_threads(shape.threads)
+// Rotate queries and keys, append the new keys and values to the cache, attend. Threads take tasks from a counter.
+template <typename Scalar>
+void decode_attention(const AttentionArgs& args) {
+    std::vector<RowRange> ranges = split_into_tasks(args);
+    int tasks = int(ranges.size()) * args.kv_heads;
+    std::atomic<int> next_task{0};
+#pragma omp parallel num_threads(args.threads)
     {
-        DecodeAttention<Value> attending(shape);
-        Tiles tiles;
-        auto rows_of = [&](int task) { return task < tasks ? rows[task / shape.kv_heads] : Rows{}; };
-        for (int task = unclaimed++; task < tasks;) {
-            int next = unclaimed++;
-            attending(rows_of(task), task % shape.kv_heads, rows_of(next), next % shape.kv_heads);
+        DecodeAttention<Scalar> attention(args);
+        TileConfig tile_config;
+        auto rows_of = [&](int task) { return task < tasks ? ranges[task / args.kv_heads] : RowRange{}; };
+        for (int task = next_task++; task < tasks;) {
+            int next = next_task++;
+            attention(rows_of(task), task % args.kv_heads, rows_of(next), next % args.kv_heads);
             task = next;
         }
     }

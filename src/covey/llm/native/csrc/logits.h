@@ -1,4 +1,8 @@
-// From logits to a drawn token, to log-probability and entropy, and back to the gradients of the logits.
+// Operations on rows of logits [rows, V]: token sampling, log-probability with entropy, and their gradients.
+//
+// Vectors only. Softmax sums run over blocks of 256 logits in fp32, then over the block sums in fp64: accurate, and the
+// same two-level order in which token_sampling.py inverts the cumulative distribution.
+// Entry points: `sample_tokens`, `logprob_entropy`, `logit_gradients`.
 
 #pragma once
 
@@ -10,133 +14,135 @@
 
 namespace {
 
-// Logits divided by the temperature, `count` of them in vectors from `z` on; what follows the last one never has mass.
-template <typename Value, typename Visit>
-inline void each_logit(const Value* z, int count, float temperature, Visit visit) {
+constexpr int SUM_BLOCK = 256;
+constexpr float MIN_LOGIT = -3e38f;  // probability 0, but finite: -infinity times a probability of 0 would be NaN
+
+// Call visit(index, 16 logits / temperature) for `count` logits from `z` on. Lanes past the end hold MIN_LOGIT. NaN
+// stays NaN.
+template <typename Scalar, typename Visit>
+inline void for_each_logit(const Scalar* z, int count, float temperature, Visit visit) {
     for (int i = 0; i < count; i += LANES) {
-        Floats x = broadcast(IMPOSSIBLE);
+        f32x16 x = broadcast(MIN_LOGIT);
         if (i + LANES <= count) x = load(z + i);
         else
             for (int lane = 0; i + lane < count; lane++) x[lane] = to_float(z[i + lane]);
         if (temperature != 1.0f) x /= temperature;
-        visit(i, x < broadcast(IMPOSSIBLE) ? broadcast(IMPOSSIBLE) : x);  // -infinity times a mass of 0 would be NaN; NaN stays
+        visit(i, x < broadcast(MIN_LOGIT) ? broadcast(MIN_LOGIT) : x);
     }
 }
 
-template <typename Value>
-inline float highest_logit(const Value* z, int vocabulary, float temperature) {
-    Floats top = broadcast(IMPOSSIBLE);
-    each_logit(z, vocabulary, temperature, [&](int, Floats x) { top = greater(x, top); });
+template <typename Scalar>
+inline float max_logit(const Scalar* z, int vocabulary, float temperature) {
+    f32x16 top = broadcast(MIN_LOGIT);
+    for_each_logit(z, vocabulary, temperature, [&](int, f32x16 x) { top = max(x, top); });
     float highest = top[0];
     for (int i = 1; i < LANES; i++) highest = std::max(highest, top[i]);
     return highest;
 }
 
-// Sums over blocks, then over the sums: precise, and what token_sampling.py draws from.
-constexpr int BLOCK = 256;
-
-// The token that token_sampling.py draws: min {v : sum_{w <= v} p_w > u}, first among sums over blocks, then in the
-// block. Returns the number of rows without a distribution (a logit is NaN or +infinity, or all are -infinity); their
-// token is -1.
-template <typename Value>
-int sample_tokens(const Value* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs, int rows,
-    int vocabulary, int threads) {
-    int blocks = (vocabulary + BLOCK - 1) / BLOCK, failed = 0;
+// Inverse-CDF sampling, min {v : sum_{w <= v} p_w > u}: first over the block sums, then within the block. Returns the
+// number of rows without a distribution (a logit is NaN or +infinity, or all are -infinity); their token is -1.
+template <typename Scalar>
+int sample_tokens(const Scalar* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs,
+    int rows, int vocabulary, int threads) {
+    int blocks = (vocabulary + SUM_BLOCK - 1) / SUM_BLOCK, failed = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
     {
-        std::vector<double> upto(blocks);
-        std::vector<float> inside(BLOCK);
+        std::vector<double> block_cdf(blocks);
+        std::vector<float> block_weights(SUM_BLOCK);
 #pragma omp for schedule(static)
         for (int row = 0; row < rows; row++) {
-            const Value* z = logits + size_t(row) * vocabulary;
-            float highest = highest_logit(z, vocabulary, temperature);
-            auto masses = [&](int block, auto visit) {
-                int from = block * BLOCK;
-                each_logit(z + from, std::min(BLOCK, vocabulary - from), temperature,
-                    [&](int i, Floats x) { visit(i, exponential(x - highest)); });
+            const Scalar* z = logits + size_t(row) * vocabulary;
+            float highest = max_logit(z, vocabulary, temperature);
+            auto for_each_weight = [&](int block, auto visit) {
+                int from = block * SUM_BLOCK;
+                for_each_logit(z + from, std::min(SUM_BLOCK, vocabulary - from), temperature,
+                    [&](int i, f32x16 x) { visit(i, exponential(x - highest)); });
             };
             double total = 0;
             for (int block = 0; block < blocks; block++) {
-                Floats mass = {};
-                masses(block, [&](int, Floats part) { mass += part; });
-                upto[block] = total += sum(mass);
+                f32x16 sum = {};
+                for_each_weight(block, [&](int, f32x16 weight) { sum += weight; });
+                block_cdf[block] = total += reduce_add(sum);
             }
-            if (!(highest > IMPOSSIBLE) || !std::isfinite(total)) {
+            if (!(highest > MIN_LOGIT) || !std::isfinite(total)) {
                 failed++;
                 tokens[row] = -1;
                 logprobs[row] = NAN;
                 continue;
             }
-            double wanted = uniforms[row] * total;
-            int block = std::min<int>(std::upper_bound(upto.begin(), upto.end(), wanted) - upto.begin(), blocks - 1);
-            std::fill(inside.begin(), inside.end(), 0.0f);
-            masses(block, [&](int i, Floats part) { store(part, &inside[i]); });
-            double reached = block ? upto[block - 1] : 0.0;
+            double target = uniforms[row] * total;
+            auto begin = block_cdf.begin();
+            int block = std::min<int>(std::upper_bound(begin, block_cdf.end(), target) - begin, blocks - 1);
+            std::fill(block_weights.begin(), block_weights.end(), 0.0f);
+            for_each_weight(block, [&](int i, f32x16 weight) { store(weight, &block_weights[i]); });
+            double cumulative = block ? block_cdf[block - 1] : 0.0;
             int chosen = 0;
-            for (int i = 0; i < BLOCK; i++) {
-                if (inside[i] > 0) chosen = i;  // rounding may point past the last possible token: that one is meant
-                reached += inside[i];
-                if (reached > wanted) break;
+            for (int i = 0; i < SUM_BLOCK; i++) {
+                if (block_weights[i] > 0) chosen = i;  // by rounding the target may lie past the last possible token
+                cumulative += block_weights[i];
+                if (cumulative > target) break;
             }
-            tokens[row] = int64_t(block) * BLOCK + chosen;
+            tokens[row] = int64_t(block) * SUM_BLOCK + chosen;
             logprobs[row] = to_float(z[tokens[row]]) / temperature - highest - float(std::log(total));
         }
     }
     return failed;
 }
 
-// Of every row: log p of its token, entropy, and log sum exp of the logits.
-template <typename Value>
-void logprob_entropy(const Value* logits, const int64_t* tokens, float temperature, float* logprobs, float* entropies,
-    float* log_totals, int rows, int vocabulary, int threads) {
+// For every row: log p of its token, entropy, and logsumexp of the logits.
+template <typename Scalar>
+void logprob_entropy(const Scalar* logits, const int64_t* tokens, float temperature, float* logprobs, float* entropies,
+    float* logsumexps, int rows, int vocabulary, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int row = 0; row < rows; row++) {
-        const Value* z = logits + size_t(row) * vocabulary;
-        float highest = highest_logit(z, vocabulary, temperature);
+        const Scalar* z = logits + size_t(row) * vocabulary;
+        float highest = max_logit(z, vocabulary, temperature);
         double total = 0, product = 0;
-        for (int from = 0; from < vocabulary; from += BLOCK) {
-            Floats mass = {}, masses_times_logits = {};
-            each_logit(z + from, std::min(BLOCK, vocabulary - from), temperature, [&](int, Floats x) {
-                Floats below = x - highest, part = exponential(below);
-                mass += part;
-                masses_times_logits += part * below;
+        for (int from = 0; from < vocabulary; from += SUM_BLOCK) {
+            f32x16 sum = {}, weighted_sum = {};
+            for_each_logit(z + from, std::min(SUM_BLOCK, vocabulary - from), temperature, [&](int, f32x16 x) {
+                f32x16 shifted = x - highest, weight = exponential(shifted);
+                sum += weight;
+                weighted_sum += weight * shifted;
             });
-            total += sum(mass);
-            product += sum(masses_times_logits);
+            total += reduce_add(sum);
+            product += reduce_add(weighted_sum);
         }
-        float log_mass = float(std::log(total));
-        log_totals[row] = highest + log_mass;
-        entropies[row] = log_mass - float(product / total);
-        logprobs[row] = to_float(z[tokens[row]]) / temperature - highest - log_mass;
+        float log_total = float(std::log(total));
+        logsumexps[row] = highest + log_total;
+        entropies[row] = log_total - float(product / total);
+        logprobs[row] = to_float(z[tokens[row]]) / temperature - highest - log_total;
     }
 }
 
-// From the logits of `width` tokens, the first of which is `first`, to their gradients, in place:
-// d log p_token / dz = [token] - p and dH / dz = -p (log p + H), divided by the temperature.
-template <typename Value>
-void logit_gradients(Value* logits, const int64_t* tokens, const float* log_totals, const float* entropies,
+// Replace logits [rows, width] by their gradients, for a slice of the vocabulary that begins with token `first`:
+// d log p_token / dz = [token] - p and dH / dz = -p (log p + H), divided by the temperature. `dlogprobs` and
+// `dentropies` may be null.
+template <typename Scalar>
+void logit_gradients(Scalar* logits, const int64_t* tokens, const float* logsumexps, const float* entropies,
     const float* dlogprobs, const float* dentropies, float temperature, int64_t first, int rows, int width,
     int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int row = 0; row < rows; row++) {
-        Value* z = logits + size_t(row) * width;
+        Scalar* z = logits + size_t(row) * width;
         float dlogprob = dlogprobs ? dlogprobs[row] : 0.0f, dentropy = dentropies ? dentropies[row] : 0.0f;
-        float entropy = entropies[row], log_total = log_totals[row];
-        auto slope = [&](Floats x) {
-            Floats logp = x - log_total;
+        float entropy = entropies[row], logsumexp = logsumexps[row];
+        auto gradient_of_others = [&](f32x16 x) {
+            f32x16 logp = x - logsumexp;
             return exponential(logp) * (-dlogprob - dentropy * (logp + entropy));
         };
         int64_t token = tokens[row] - first;
         float of_token = 0;
-        bool here = token >= 0 && token < width;
-        if (here) of_token = slope(broadcast(to_float(z[token]) / temperature))[0] + dlogprob;
-        each_logit(z, width, temperature, [&](int i, Floats x) {
-            Floats gradient = slope(x) / temperature;
+        bool in_slice = token >= 0 && token < width;
+        if (in_slice) of_token = gradient_of_others(broadcast(to_float(z[token]) / temperature))[0] + dlogprob;
+        for_each_logit(z, width, temperature, [&](int i, f32x16 x) {
+            f32x16 gradient = gradient_of_others(x) / temperature;
             if (i + LANES <= width) store(gradient, z + i);
             else
                 for (int lane = 0; i + lane < width; lane++) from_float(gradient[lane], &z[i + lane]);
         });
-        if (here) from_float(of_token / temperature, &z[token]);
+        if (in_slice) from_float(of_token / temperature, &z[token]);
     }
 }
 

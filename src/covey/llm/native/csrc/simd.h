@@ -1,5 +1,8 @@
-// Vectors of 16 floats in the compiler's own vector type, which becomes AVX-512, two AVX or four NEON registers, and
-// the two types that tensors are stored in: `bf16`, the upper half of a float, and `float`.
+// SIMD helpers: vectors of 16 floats, loads and stores in both storage types, horizontal reductions, exp.
+//
+// Vectors are the compiler's own vector types, which become one AVX-512, two AVX or four NEON registers. Intrinsics are
+// used only if the generic form compiles to more instructions. Storage types, `Scalar` in all templates, are `float`
+// and `bf16`, the upper half of a float; all arithmetic is in fp32.
 
 #pragma once
 
@@ -14,10 +17,10 @@
 namespace {
 
 constexpr int LANES = 16;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
 struct bf16 {
     uint16_t bits;
@@ -31,15 +34,15 @@ inline float to_float(bf16 x) {
 }
 inline float to_float(float x) { return x; }
 
-// Numbers in memory that begins with a cache line; what was there is lost when there is not enough.
+// At least `count` numbers of `memory`, aligned to a cache line. Growing the buffer discards its contents.
 template <typename Number>
-inline Number* scratch(std::vector<Floats>& memory, size_t count) {
-    size_t wanted = (count * sizeof(Number) + sizeof(Floats) - 1) / sizeof(Floats);
-    if (memory.size() < wanted) memory.resize(wanted);
+inline Number* scratch(std::vector<f32x16>& memory, size_t count) {
+    size_t vectors = (count * sizeof(Number) + sizeof(f32x16) - 1) / sizeof(f32x16);
+    if (memory.size() < vectors) memory.resize(vectors);
     return reinterpret_cast<Number*>(memory.data());
 }
 
-// To nearest, ties to even; NaN stays NaN.
+// Round to nearest, ties to even; NaN stays NaN.
 inline void from_float(float x, bf16* to) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -47,103 +50,101 @@ inline void from_float(float x, bf16* to) {
 }
 inline void from_float(float x, float* to) { *to = x; }
 
-inline Floats load(const float* from) {
-    Floats x;
+inline f32x16 load(const float* from) {
+    f32x16 x;
     std::memcpy(&x, from, sizeof x);
     return x;
 }
-inline Floats load(const bf16* from) {
-    Halves halves;
+inline f32x16 load(const bf16* from) {
+    u16x16 halves;
     std::memcpy(&halves, from, sizeof halves);
 #ifdef __AVX512BF16__
-    Words words = Words(_mm512_cvtepu16_epi32(__m256i(halves))) << 16;  // which GCC makes four instructions of
+    u32x16 words = u32x16(_mm512_cvtepu16_epi32(__m256i(halves))) << 16;  // GCC compiles the generic form to four
 #else
-    Words words = __builtin_convertvector(halves, Words) << 16;
+    u32x16 words = __builtin_convertvector(halves, u32x16) << 16;
 #endif
-    Floats x;
+    f32x16 x;
     std::memcpy(&x, &words, sizeof x);
     return x;
 }
 
-// Keys and values lie in pieces of two vectors. In a piece of bf16 the halves alternate: element 2 i is number i,
-// element 2 i + 1 number 16 + i. One load then gives both vectors by a shift and a mask; widening takes six
-// instructions. store_prompt_kv arranges keys and values in the same way.
+// The KV cache pads dimensions to pairs of vectors. In bf16 the two vectors of a pair are interleaved: element 2 i is
+// number i, element 2 i + 1 is number 16 + i. One load, a shift and a mask then give both vectors in fp32; widening two
+// contiguous halves takes six instructions.
 constexpr int PAD = 2 * LANES;
 inline int padded(int count) { return (count + PAD - 1) / PAD * PAD; }
 
-inline int place_of(int number, const bf16*) {
-    int inside = number % PAD;
-    return number - inside + 2 * (inside % LANES) + inside / LANES;
+inline int interleaved_index(int number, const bf16*) {
+    int lane = number % PAD;
+    return number - lane + 2 * (lane % LANES) + lane / LANES;
 }
-inline int place_of(int number, const float*) { return number; }
+inline int interleaved_index(int number, const float*) { return number; }
 
-inline void load_piece(const bf16* from, Floats& low, Floats& high) {
-    Words words;
+inline void load_interleaved(const bf16* from, f32x16& low, f32x16& high) {
+    u32x16 words;
     std::memcpy(&words, from, sizeof words);
-    Words left = words << 16, right = words & 0xffff0000u;
+    u32x16 left = words << 16, right = words & 0xffff0000u;
     std::memcpy(&low, &left, sizeof low);
     std::memcpy(&high, &right, sizeof high);
 }
-inline void load_piece(const float* from, Floats& low, Floats& high) {
+inline void load_interleaved(const float* from, f32x16& low, f32x16& high) {
     low = load(from);
     high = load(from + LANES);
 }
 
-inline void store(Floats x, float* to) { std::memcpy(to, &x, sizeof x); }
-inline void store(Floats x, bf16* to) {
+inline void store(f32x16 x, float* to) { std::memcpy(to, &x, sizeof x); }
+inline void store(f32x16 x, bf16* to) {
 #ifdef __AVX512BF16__
     __m256bh nearest = _mm512_cvtneps_pbh(__m512(x));
     std::memcpy(to, &nearest, sizeof nearest);
 #else
-    Words bits;
+    u32x16 bits;
     std::memcpy(&bits, &x, sizeof bits);
-    Words nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    Halves halves = __builtin_convertvector((x == x ? nearest : Words{} + 0x7fc00000u) >> 16, Halves);
+    u32x16 nearest = bits + 0x7fff + ((bits >> 16) & 1);
+    u16x16 halves = __builtin_convertvector((x == x ? nearest : u32x16{} + 0x7fc00000u) >> 16, u16x16);
     std::memcpy(to, &halves, sizeof halves);
 #endif
 }
 
-constexpr float IMPOSSIBLE = -3e38f;  // a logit that has no mass
+inline f32x16 broadcast(float x) { return f32x16{} + x; }
 
-inline Floats broadcast(float x) { return Floats{} + x; }
+inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
-inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
-
-// One number of all: halves are joined until there is one.
-template <typename Join>
-inline float joined(Floats x, Join join) {
-    typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
-    Eight a, b;
+// Horizontal reduction by a tree: the upper half is combined with the lower until one number is left.
+template <typename Combine>
+inline float reduce(f32x16 x, Combine combine) {
+    typedef float f32x8 __attribute__((vector_size(32)));
+    typedef float f32x4 __attribute__((vector_size(16)));
+    f32x8 a, b;
     std::memcpy(&a, &x, sizeof a);
     std::memcpy(&b, reinterpret_cast<char*>(&x) + sizeof a, sizeof b);
-    a = join(a, b);
-    Four c, d;
+    a = combine(a, b);
+    f32x4 c, d;
     std::memcpy(&c, &a, sizeof c);
     std::memcpy(&d, reinterpret_cast<char*>(&a) + sizeof c, sizeof d);
-    c = join(c, d);
-    return join(join(c[0], c[1]), join(c[2], c[3]));
+    c = combine(c, d);
+    return combine(combine(c[0], c[1]), combine(c[2], c[3]));
 }
-inline float sum(Floats x) {
-    return joined(x, [](auto a, auto b) { return a + b; });
+inline float reduce_add(f32x16 x) {
+    return reduce(x, [](auto a, auto b) { return a + b; });
 }
-inline float largest(Floats x) {
-    return joined(x, [](auto a, auto b) { return a > b ? a : b; });
+inline float reduce_max(f32x16 x) {
+    return reduce(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // exp(x) for x <= 0, to about 1 ulp, NaN for NaN: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients of
-// Cephes' expf).
-inline Floats exponential(Floats x) {
+// Cephes' expf). Below -87.3, where the result would be denormal, it is 0.
+inline f32x16 exponential(f32x16 x) {
 #ifdef __AVX512F__
-    const __m512 least = __m512(broadcast(-87.3f));
-    Floats y = _mm512_max_ps(least, __m512(x));  // the second where one is NaN
-    Floats n = _mm512_roundscale_ps(__m512(y * 1.44269504088896341f), 0);
+    const __m512 min_x = __m512(broadcast(-87.3f));
+    f32x16 y = _mm512_max_ps(min_x, __m512(x));  // returns its second operand if one is NaN
+    f32x16 n = _mm512_roundscale_ps(__m512(y * 1.44269504088896341f), 0);
 #else
-    Floats y = greater(x, broadcast(-87.3f));
-    Floats n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+    f32x16 y = max(x, broadcast(-87.3f));
+    f32x16 n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
 #endif
-    Floats r = y - n * 0.693359375f + n * 2.12194440e-4f;
-    Floats p = broadcast(1.9875691500e-4f);
+    f32x16 r = y - n * 0.693359375f + n * 2.12194440e-4f;
+    f32x16 p = broadcast(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
@@ -151,13 +152,13 @@ inline Floats exponential(Floats x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
 #ifdef __AVX512F__
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(__m512(x), least, _CMP_NLT_UQ), __m512(p), __m512(n));
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(__m512(x), min_x, _CMP_NLT_UQ), __m512(p), __m512(n));
 #else
-    Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
-    Floats scale;
+    i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
+    f32x16 scale;
     std::memcpy(&scale, &exponent, sizeof scale);
-    Floats known = x < broadcast(-87.3f) ? broadcast(0.0f) : p * scale;
-    return x == x ? known : x;
+    f32x16 result = x < broadcast(-87.3f) ? broadcast(0.0f) : p * scale;
+    return x == x ? result : x;
 #endif
 }
 

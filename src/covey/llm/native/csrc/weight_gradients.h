@@ -1,7 +1,8 @@
-// Gradients of linear layers' weights, sums over tokens of d x', on processors with AMX; elsewhere torch makes them.
+// Gradients of the weights of linear layers that share their input, out = dout' x: AMX only, elsewhere torch does it.
 //
-// In both matrices the tokens come first, an order that oneDNN multiplies at less than half of AMX's rate. Here the
-// input x that layers share is packed once, and a task owns a block of the result that stays in a core's cache.
+// The tokens, over which is summed, are the rows of both factors; oneDNN multiplies such matrices at less than half of
+// AMX's rate. x is packed once for all layers. A task owns a block of one layer's result, whose fp32 sums stay in a
+// core's cache over all tokens. Entry point: `weight_gradients`.
 //
 // Shapes: T tokens, M outputs, N inputs of the layer.
 
@@ -14,114 +15,117 @@
 
 namespace {
 
-// The layers that have one input, and where the gradients of their weights go. bindings.py declares the same fields.
-struct WeightGradients {
-    const bf16* x;           // [T, N]
-    const bf16* const* d;    // of each layer: [T, M]
-    bf16* const* out;        // of each layer: [M, N]
-    const int32_t* outputs;  // of each layer: M
+// bindings.py declares the same fields.
+struct WeightGradientArgs {
+    const bf16* x;            // [T, N]
+    const bf16* const* dout;  // of each layer: [T, M]
+    bf16* const* out;         // of each layer: [M, N]
+    const int32_t* outputs;   // of each layer: M
     int32_t layers, tokens, inputs, threads;
 };
 
 }  // namespace
 
-#ifdef HAVE_TILES
+#ifdef HAVE_AMX
 #include <algorithm>
 #include <memory>
 #include <vector>
 
 namespace {
 
-constexpr int DEPTH = 256;      // tokens at a time: 32 columns of each factor, 32 KB, stay in the first cache
-constexpr int OUTPUTS = 384, INPUTS = 576;  // of a task at most: 0.9 MB of sums, 0.5 MB of factors
+constexpr int TOKEN_CHUNK = 256;                     // 32 columns of each factor, 32 KB, stay in the first-level cache
+constexpr int MAX_OUTPUTS = 384, MAX_INPUTS = 576;  // of a task: 0.9 MB of sums, 0.5 MB of factors
 
-// Two tokens' 16 numbers as pairs (first, second); past the end there are zeros.
-inline __m512i paired(const bf16* first, const bf16* second, __mmask16 there) {
-    __m256i low = first ? _mm256_maskz_loadu_epi16(there, first) : _mm256_setzero_si256();
-    __m256i high = second ? _mm256_maskz_loadu_epi16(there, second) : _mm256_setzero_si256();
+// Interleave 16 numbers of two tokens; a null token is 0.
+inline __m512i interleave(const bf16* first, const bf16* second, __mmask16 mask) {
+    __m256i low = first ? _mm256_maskz_loadu_epi16(mask, first) : _mm256_setzero_si256();
+    __m256i high = second ? _mm256_maskz_loadu_epi16(mask, second) : _mm256_setzero_si256();
     return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
 
-// Some columns of `tokens` rows as tiles, [columns / 16, tokens / 32] of them: rows are pairs of tokens and columns
-// stand side by side; or, `turned`, the other way round.
-inline void pack(const bf16* from, int64_t row_stride, int tokens, int columns, bool turned, bf16* to) {
-    int steps = squares(tokens);
-    for (int step = 0; step < steps; step++) {
+// Pack [tokens, columns] into [columns / 16, tokens / 32] tiles with k along tokens: a B operand, or, if `transposed`,
+// the A operand of the transposed matrix.
+inline void pack(const bf16* from, int64_t row_stride, int tokens, int columns, bool transposed, bf16* to) {
+    int k_tiles = blocks(tokens);
+    for (int k = 0; k < k_tiles; k++) {
         for (int column = 0; column < columns; column += TILE) {
-            __mmask16 there = columns - column >= TILE ? 0xffff : (1 << (columns - column)) - 1;
-            auto tile = reinterpret_cast<__m512i*>(to + tile_offset<bf16>(column, step * SIDE, steps));
+            __mmask16 mask = columns - column >= TILE ? 0xffff : (1 << (columns - column)) - 1;
+            auto tile = reinterpret_cast<__m512i*>(to + tile_offset<bf16>(column, k * BLOCK, k_tiles));
             for (int i = 0; i < TILE; i++) {
-                int token = step * SIDE + 2 * i;
+                int token = k * BLOCK + 2 * i;
                 const bf16* at = from + token * row_stride + column;
-                if (column % SIDE == 0) {  // of the next step: so many rows far apart the processor does not foresee
-                    __builtin_prefetch(at + SIDE * row_stride);
-                    __builtin_prefetch(at + (SIDE + 1) * row_stride);
+                if (column % BLOCK == 0) {  // the next k tile: the hardware prefetches no streams so far apart
+                    __builtin_prefetch(at + BLOCK * row_stride);
+                    __builtin_prefetch(at + (BLOCK + 1) * row_stride);
                 }
-                tile[i] = paired(token < tokens ? at : nullptr, token + 1 < tokens ? at + row_stride : nullptr, there);
+                tile[i] =
+                    interleave(token < tokens ? at : nullptr, token + 1 < tokens ? at + row_stride : nullptr, mask);
             }
-            if (turned) transpose(tile);
+            if (transposed) transpose(tile);
         }
     }
 }
 
-// Where `count` columns are cut: into equal parts of whole squares, as many as `most` and a multiple of `times` ask
-// for.
-inline int part_of(int count, int most, int times) {
-    int parts = (count + most * times - 1) / (most * times) * times;
-    return squares((count + parts - 1) / parts) * SIDE;
+// Size of equal parts of `count` columns: at most `max_size` and a multiple of BLOCK. The number of parts is a multiple
+// of `times`.
+inline int part_size(int count, int max_size, int times) {
+    int parts = (count + max_size * times - 1) / (max_size * times) * times;
+    return blocks((count + parts - 1) / parts) * BLOCK;
 }
 
-// out[i] = d[i]' x. The tasks depend on the shapes and the number of threads alone, so the result is always the same.
-void weight_gradients(const WeightGradients& shape) {
-    struct Task {
-        int layer, first, outputs, column;
-    };
-    int inputs = shape.inputs, tokens = shape.tokens, wide = part_of(inputs, INPUTS, 1), most = 0;
-    int columns = (inputs + wide - 1) / wide, chunks = (tokens + DEPTH - 1) / DEPTH;
-    std::vector<Task> tasks;
-    for (int layer = 0; layer < shape.layers; layer++) {
-        int all = shape.outputs[layer], high = part_of(all, OUTPUTS, shape.threads);
-        most = std::max(most, high);
-        for (int first = 0; first < all; first += high)
-            for (int column = 0; column < columns; column++)
-                tasks.push_back({layer, first, std::min(high, all - first), column});
+// A block of one layer's result.
+struct WeightGradientTask {
+    int layer, first_output, outputs, column_part;
+};
+
+// out[i] = dout[i]' x. Tasks depend on the shapes and the number of threads alone, so the result is reproducible.
+void weight_gradients(const WeightGradientArgs& args) {
+    int inputs = args.inputs, tokens = args.tokens, part_inputs = part_size(inputs, MAX_INPUTS, 1), max_outputs = 0;
+    int parts = (inputs + part_inputs - 1) / part_inputs, chunks = (tokens + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
+    std::vector<WeightGradientTask> tasks;
+    for (int layer = 0; layer < args.layers; layer++) {
+        int outputs = args.outputs[layer], task_outputs = part_size(outputs, MAX_OUTPUTS, args.threads);
+        max_outputs = std::max(max_outputs, task_outputs);
+        for (int first = 0; first < outputs; first += task_outputs)
+            for (int part = 0; part < parts; part++)
+                tasks.push_back({layer, first, std::min(task_outputs, outputs - first), part});
     }
-    size_t panel = size_t(wide) * DEPTH;  // numbers of a packed part of x
-    std::unique_ptr<Floats[]> packed_memory(new Floats[panel * columns * chunks / SIDE]);
+    size_t panel = size_t(part_inputs) * TOKEN_CHUNK;  // numbers of a packed part of a chunk of x
+    std::unique_ptr<f32x16[]> packed_memory(new f32x16[panel * parts * chunks / BLOCK]);
     bf16* packed = reinterpret_cast<bf16*>(packed_memory.get());
-#pragma omp parallel num_threads(shape.threads)
+#pragma omp parallel num_threads(args.threads)
     {
-        Tiles tiles;
-        std::vector<Floats> left_memory, sum_memory;
-        bf16* left = scratch<bf16>(left_memory, size_t(most) * DEPTH);
-        float* sums = scratch<float>(sum_memory, size_t(most) * wide);
+        TileConfig tile_config;
+        std::vector<f32x16> a_memory, sum_memory;
+        bf16* a = scratch<bf16>(a_memory, size_t(max_outputs) * TOKEN_CHUNK);
+        float* sums = scratch<float>(sum_memory, size_t(max_outputs) * part_inputs);
 #pragma omp for schedule(static)
-        for (int part = 0; part < chunks * columns; part++) {
-            int t = part / columns * DEPTH, n0 = part % columns * wide;
-            int some = std::min(DEPTH, tokens - t), n = std::min(wide, inputs - n0);
-            pack(shape.x + int64_t(t) * inputs + n0, inputs, some, n, false, packed + part * panel);
+        for (int panel_index = 0; panel_index < chunks * parts; panel_index++) {
+            int t = panel_index / parts * TOKEN_CHUNK, n0 = panel_index % parts * part_inputs;
+            int count = std::min(TOKEN_CHUNK, tokens - t), n = std::min(part_inputs, inputs - n0);
+            pack(args.x + int64_t(t) * inputs + n0, inputs, count, n, false, packed + panel_index * panel);
         }
 #pragma omp for schedule(static)
-        for (size_t number = 0; number < tasks.size(); number++) {
-            Task task = tasks[number];
-            const bf16* d = shape.d[task.layer] + task.first;
-            int all = shape.outputs[task.layer], m = task.outputs, n0 = task.column * wide;
-            int n = std::min(wide, inputs - n0);
-            for (int t = 0; t < tokens; t += DEPTH) {
-                int some = std::min(DEPTH, tokens - t), steps = squares(some);
-                pack(d + int64_t(t) * all, all, some, m, true, left);
-                const bf16* right = packed + (size_t(t / DEPTH) * columns + task.column) * panel;
-                for (int i = 0; i < m; i += SIDE)
-                    for (int j = 0; j < n; j += SIDE)
-                        multiply_factors(left + tile_offset<bf16>(i, 0, steps), steps, right + tile_offset<bf16>(j, 0, steps),
-                            steps, steps, t > 0, sums + block_offset(i, j, wide / SIDE));
+        for (size_t index = 0; index < tasks.size(); index++) {
+            WeightGradientTask task = tasks[index];
+            const bf16* dout = args.dout[task.layer] + task.first_output;
+            int row_stride = args.outputs[task.layer], m = task.outputs, n0 = task.column_part * part_inputs;
+            int n = std::min(part_inputs, inputs - n0);
+            for (int t = 0; t < tokens; t += TOKEN_CHUNK) {
+                int count = std::min(TOKEN_CHUNK, tokens - t), k_tiles = blocks(count);
+                pack(dout + int64_t(t) * row_stride, row_stride, count, m, true, a);
+                const bf16* b = packed + (size_t(t / TOKEN_CHUNK) * parts + task.column_part) * panel;
+                for (int i = 0; i < m; i += BLOCK)
+                    for (int j = 0; j < n; j += BLOCK)
+                        gemm_block(a + tile_offset<bf16>(i, 0, k_tiles), k_tiles, b + tile_offset<bf16>(j, 0, k_tiles),
+                            k_tiles, k_tiles, t > 0, sums + block_offset(i, j, part_inputs / BLOCK));
             }
             for (int i = 0; i < m; i++) {
-                bf16* to = shape.out[task.layer] + int64_t(task.first + i) * inputs + n0;
+                bf16* to = args.out[task.layer] + int64_t(task.first_output + i) * inputs + n0;
                 for (int j = 0; j < n; j += TILE) {
-                    bf16 narrowed[TILE];
-                    store(load(sums + block_offset(i, j, wide / SIDE)), narrowed);
-                    std::memcpy(to + j, narrowed, std::min(TILE, n - j) * sizeof(bf16));
+                    bf16 rounded[TILE];
+                    store(load(sums + block_offset(i, j, part_inputs / BLOCK)), rounded);
+                    std::memcpy(to + j, rounded, std::min(TILE, n - j) * sizeof(bf16));
                 }
             }
         }
@@ -134,7 +138,7 @@ void weight_gradients(const WeightGradients& shape) {
 
 namespace {
 
-inline void weight_gradients(const WeightGradients&) {}
+inline void weight_gradients(const WeightGradientArgs&) {}
 
 }  // namespace
 
