@@ -11,12 +11,10 @@ from covey.config import (
     TASK_CONFIGS,
     ConfigError,
     ControlConfig,
-    EnvironmentConfig,
     EvaluationConfig,
     JsonlConfig,
     LossBase,
     RewardConfig,
-    RolloutsConfig,
     RunConfig,
     SamplingConfig,
     UpdateBase,
@@ -37,10 +35,11 @@ from covey.config.model_sources import locate_model
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_process import check_process, check_step_reward
+from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_size import check_control_size, check_size
 
 WITHOUT_RATIO = ("rloo", "reinforce")  # nothing to clip, nothing that corrects for a policy that has moved
-# Fields that only one algorithm or one kind of group uses; setting them elsewhere would change nothing.
+# Fields that only one algorithm or one kind of rollouts uses; setting them elsewhere would change nothing.
 USED_ONLY_BY = {
     "policy.critic_hidden": "ppo",
     "critic.trunk": "ppo",
@@ -54,7 +53,6 @@ USED_ONLY_BY = {
     "update.critic_warmup_steps": "ppo",
     "rollouts.fragment_steps": "fragments",
     "rollouts.horizon": "branches",
-    "rollouts.compare": "reward_to_go",
 }
 NOT_USED_BY = {
     "rollouts.starts_per_step": "fragments",
@@ -132,31 +130,30 @@ def _validate_control(config: ControlConfig) -> None:
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
     check_control_size(config)
-    rollouts = config.rollouts
-    _check_groups(rollouts, config.algorithm)
+    check_rollouts(config)
     _check_epochs(config.update, config.algorithm)
     _check_critic_warmup(config)
     check_kl(config.loss, config.update, config.loss.kl_coefficient)
-    _check_vectorization(config.environment, rollouts.groups)
+    rollouts = config.rollouts
     parts, count = config.update.minibatches, rollouts.fragment_steps * rollouts.copies
-    if rollouts.groups == "fragments" and count % parts:
+    if rollouts.kind == "fragments" and count % parts:
         raise ConfigError(
             f"the decisions of rollouts.fragment_steps x copies ({count}) cannot be split evenly into "
             f"update.minibatches ({parts}); set minibatches to {largest_divisor(count, parts)}"
         )
-    _refuse_unused(config, rollouts.groups)
+    _refuse_unused(config, rollouts.kind)
 
 
-def _refuse_unused(config: RunConfig | ControlConfig, groups: str = "") -> None:
-    """Fields that are set although what is chosen has no use for them."""
+def _refuse_unused(config: RunConfig | ControlConfig, kind: str = "") -> None:
+    """Refuse fields that are set although the algorithm or the kind of rollouts does not use them."""
     for where, item, _, value in iter_fields(config):
         user = USED_ONLY_BY.get(where)
         if value == item.default:
             continue
-        if user not in (None, config.algorithm, groups):
+        if user not in (None, config.algorithm, kind):
             raise ConfigError(f"{where} is set, but only {user} uses it: take it out, or choose {user}")
-        if groups and NOT_USED_BY.get(where) == groups:
-            raise ConfigError(f"{where} is set, but {groups} has no use for it: take it out")
+        if kind and NOT_USED_BY.get(where) == kind:
+            raise ConfigError(f"{where} is set, but {kind} do not use it: take it out")
 
 
 def _check_sampling(sampling: SamplingConfig, algorithm: str) -> None:
@@ -212,33 +209,6 @@ def _check_minibatches(sampling: SamplingConfig, update: UpdateConfig) -> None:
 def largest_divisor(count: int, most: int) -> int:
     """The largest number up to `most` that divides `count`."""
     return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
-
-
-def _check_groups(rollouts: RolloutsConfig, algorithm: str) -> None:
-    groups, size = rollouts.groups, rollouts.group_size
-    if (algorithm == "ppo") != (groups == "fragments"):
-        raise ConfigError(
-            f"algorithm {algorithm!r} does not go with rollouts.groups {groups!r}: ppo learns from fragments, with a "
-            "critic, and the other algorithms from groups; set both"
-        )
-    if groups == "within_episode" and size != 1:
-        raise ConfigError(
-            f"rollouts.group_size is {size}: within_episode compares the steps of one episode with each other, so a "
-            "group is one episode; set group_size to 1 (and starts_per_step to the episodes of a step)"
-        )
-    if groups not in ("within_episode", "fragments") and size == 1:
-        raise ConfigError(
-            f"rollouts.group_size is 1: {groups} learns by comparison with the group, and a group of one has nothing "
-            "to compare with; set group_size to 2 or more"
-        )
-
-
-def _check_vectorization(environment: EnvironmentConfig, groups: str) -> None:
-    if groups == "branches" and environment.vectorization not in ("auto", "sync"):
-        raise ConfigError(
-            f"environment.vectorization is {environment.vectorization!r}, but branches copy the environment's state, "
-            "which needs the environment in this process; set it to 'auto' or 'sync'"
-        )
 
 
 def _check_evaluation(evaluation: EvaluationConfig) -> None:

@@ -6,7 +6,7 @@ from covey.config import ConfigError, RewardConfig, RunConfig
 from covey.config.fields import did_you_mean
 from covey.config.function_source import check_function_name
 from covey.config.llm import STEP_REWARDS
-from covey.config.validate_collection import NOT_BY_GROUP
+from covey.config.validate_collection import check_credit
 
 RULES = ("line", "paragraph", "sentence")
 
@@ -22,11 +22,7 @@ def check_process(config: RunConfig, *, own_rewards: bool = False) -> None:
     """
     credit, boundary = config.loss.credit, config.process.boundary
     by_step = credit != "outcome"
-    if by_step and config.algorithm in NOT_BY_GROUP:
-        raise ConfigError(
-            f"loss.credit is {credit!r}, but {config.algorithm} already credits every token with what was earned from "
-            "it on, step rewards included: take it out, or choose grpo"
-        )
+    check_credit(credit, config.algorithm, "token")
     if boundary not in RULES:
         if ":" not in boundary:
             rules = ", ".join(RULES)

@@ -56,8 +56,8 @@ def check_control_size(config: ControlConfig) -> None:
         f"{rollouts.copies:,} copies of the environment" + (" in processes of their own" if own_process else ""),
         "rollouts.environments" if rollouts.environments else "rollouts.starts_per_step, group_size",
     )
-    steps = {"fragments": rollouts.fragment_steps, "branches": rollouts.horizon}.get(rollouts.groups, 1)
-    count = rollouts.copies if rollouts.groups == "fragments" else rollouts.starts_per_step * rollouts.group_size
+    steps = {"fragments": rollouts.fragment_steps, "branches": rollouts.horizon}.get(rollouts.kind, 1)
+    count = rollouts.copies if rollouts.kind == "fragments" else rollouts.starts_per_step * rollouts.group_size
     _refuse_above(count * steps * DECISION_BYTES, f"a step of {count * steps:,} decisions", "the fields of [rollouts]")
     for name, widths in (("hidden", config.policy.hidden), ("critic_hidden", config.policy.critic_hidden)):
         if len(widths) > MOST_LAYERS:

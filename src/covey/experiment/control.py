@@ -13,21 +13,27 @@ from typing import Any
 
 import torch
 
-from covey.algorithms.advantages import CreditAssignment, outcome, reward_to_go, within_rollout
+from covey.algorithms.advantages import (
+    CreditAssignment,
+    outcome,
+    reward_to_go,
+    reward_to_go_by_step,
+    within_episode,
+)
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.faults import faults_of
 from covey.config.fields import command, plural
 from covey.config.files import user_path
 from covey.config.recipe import config_from_dict, read_tables
+from covey.config.validate_collection import NOT_BY_GROUP
 from covey.control.action_spaces import Continuous
-from covey.control.branch_sampler import BranchSampler, refuse_uncopyable
 from covey.control.envs.render import can_draw, render_episode
-from covey.control.envs.vector_env import Environments, check_environment, longest_episode, make_environments
+from covey.control.envs.vector_env import Environments, check_environment, make_environments
 from covey.control.nets.running_mean_std import RunningMeanStd
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.control.reward_scaling import ClipReward, NoScaling, RewardScale, RunningStdScaling
 from covey.control.rollout_buffer import collect_episodes
-from covey.control.sampler import ControlSampler, EpisodeSampler, FragmentSampler
+from covey.control.sampler import ControlSampler
 from covey.control.tasks import EnvironmentReward, ResetSeeds, reset_seeds
 from covey.experiment.build import (
     Evaluation,
@@ -38,6 +44,7 @@ from covey.experiment.build import (
     learning_rate,
     update_plan,
 )
+from covey.experiment.rollout_kinds import ROLLOUT_KINDS
 from covey.runtime.device import environment, set_threads
 from covey.runtime.rng import EVALUATING
 from covey.tracking.console import Display
@@ -49,13 +56,16 @@ from covey.train.state import Components, LoopConfig
 EVALUATED_AT_ONCE = 100  # copies of the environment
 PICTURE = "agent.gif"
 
-CREDITS: dict[str, Callable[[ControlConfig, float], CreditAssignment]] = {
-    "episodes": lambda config, gamma: outcome,
-    "branches": lambda config, gamma: outcome,
-    "reward_to_go": lambda config, gamma: partial(
-        reward_to_go, gamma=gamma, same_step=config.rollouts.compare == "step"
-    ),
-    "within_episode": lambda config, gamma: partial(within_rollout, gamma=gamma),
+CREDITS: dict[str, Callable[[float], CreditAssignment]] = {  # loss.credit -> discount -> credit
+    "outcome": lambda gamma: outcome,  # the sampler has discounted the return
+    "reward_to_go": lambda gamma: partial(reward_to_go, gamma=gamma),
+    "reward_to_go_by_step": lambda gamma: partial(reward_to_go_by_step, gamma=gamma),
+    "within_episode": lambda gamma: partial(within_episode, gamma=gamma),
+}
+REWARD_SCALES: dict[str, Callable[[float], RewardScale]] = {  # rollouts.reward_scaling -> discount -> scale
+    "none": lambda gamma: NoScaling(),
+    "clip": lambda gamma: ClipReward(),
+    "running_std": RunningStdScaling,
 }
 
 
@@ -69,48 +79,38 @@ class ControlBuilder:
         """Makes the environments, so that a mistake is found at once.
 
         Raises:
-            ConfigError: where the environment cannot be made or does not suit the groups.
+            ConfigError: if the environment cannot be made, or does not support the kind of rollouts or the algorithm.
         """
         set_threads(config.threads)
         self.config = config
-        rollouts = config.rollouts
-        self.fragments = rollouts.groups == "fragments"
+        kind = ROLLOUT_KINDS[config.rollouts.kind]
         check_environment(evaluation_environment(config))
-        # A branch is one decision, for only its first is compared.
-        self.longest_rollout = 1 if rollouts.groups == "branches" else longest_episode(config.environment)
+        self.longest_rollout = kind.longest(config)
         if config.algorithm == "dr_grpo" and self.longest_rollout is None:
             raise ConfigError(
                 f"dr_grpo divides by the time limit of an episode, and {config.environment.id!r} has none: set "
                 "environment.max_episode_steps"
             )
-        self.environments = make_environments(config.environment, rollouts.copies)
-        self.notes = (self.environments.note,) if self.environments.note else ()  # what a user should know
-        self.trunks = None
+        self.rollouts = kind(config)
+        self.environments = self.rollouts.environments
+        self.notes = (self.environments.note,) if self.environments.note else ()  # for the user, before the run
         self._evaluation: Environments | None = None
-        if rollouts.groups == "branches":
-            self.trunks = make_environments(config.environment, rollouts.starts_per_step)
-            refuse_uncopyable(self.trunks)
         if config.loss.kl_estimator == "exact" and isinstance(self.environments.actions, Continuous):
             raise ConfigError(
                 "loss.kl_estimator = 'exact' sums over all actions, and here they are continuous: use 'k3'"
             )
 
     def describe(self) -> str:
-        config, rollouts = self.config, self.config.rollouts
-        what = (
-            f"{plural(self.environments.count, 'environment')} x {plural(rollouts.fragment_steps, 'step')}"
-            if self.fragments
-            else f"{plural(rollouts.starts_per_step, 'start')} x {plural(rollouts.group_size, 'rollout')} "
-            f"({rollouts.groups})"
-        )
-        return f"{config.algorithm} on {config.environment.id}, {plural(config.steps, 'step')} of {what}"
+        config = self.config
+        credit = "" if config.algorithm in NOT_BY_GROUP else f" ({config.loss.credit})"
+        steps = f"{plural(config.steps, 'step')} of {self.rollouts.describe()}"
+        return f"{config.algorithm} on {config.environment.id}, {steps}{credit}"
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         config, update = self.config, self.config.update
-        gamma = config.rollouts.discount
+        gamma = config.discount
         policy = build_policy(config, self.environments)
-        critic = build_critic(config, policy) if config.algorithm == "ppo" else None
-        sampler = self._build_sampler(policy, gamma)
+        sampler = self.rollouts.sampler(policy, REWARD_SCALES[config.rollouts.reward_scaling](gamma))
         algorithm = build_algorithm(
             config.algorithm,
             config.loss,
@@ -121,8 +121,9 @@ class ControlBuilder:
             whiten=config.loss.whiten,
             value_coefficient=config.loss.value_coefficient,
             value_clip=config.loss.value_clip,
-            **({} if self.fragments else {"credit": CREDITS[config.rollouts.groups](config, gamma)}),
+            credit=CREDITS[config.loss.credit](gamma),
         )
+        critic = build_critic(config, policy) if algorithm.value_loss else None
         needs_reference = bool(config.loss.kl_coefficient) and not algorithm.kl.to_behavior
         evaluation = EpisodeEvaluation(config, policy, self._evaluation_environments(), display)
         parts = Components(
@@ -142,8 +143,8 @@ class ControlBuilder:
         settings = LoopConfig(
             steps=config.steps,
             seed=config.seed,
-            starts_per_step=self.environments.count if self.fragments else config.rollouts.starts_per_step,
-            group_size=1 if self.fragments else config.rollouts.group_size,
+            starts_per_step=self.rollouts.starts_per_step,
+            group_size=self.rollouts.group_size,
             plan=update_plan(update, single_decisions=True),
             learning_rate=learning_rate(update.learning_rate, update, config.steps),
             critic_learning_rate=learning_rate(
@@ -164,21 +165,9 @@ class ControlBuilder:
         return can_draw(self.config.environment)
 
     def close(self) -> None:
-        for environments in (self.environments, self.trunks, self._evaluation):
-            if environments is not None:
-                environments.close()
-
-    def _build_sampler(self, policy: ControlPolicy, gamma: float) -> ControlSampler:
-        rollouts = self.config.rollouts
-        scales: dict[str, Callable[[], RewardScale]] = {
-            "none": NoScaling,
-            "clip": ClipReward,
-            "running_std": lambda: RunningStdScaling(gamma),
-        }
-        shared = (policy, self.environments, self.config.seed, scales[rollouts.reward_scaling](), gamma)
-        if self.trunks is not None:
-            return BranchSampler(*shared, trunks=self.trunks, horizon=rollouts.horizon)
-        return FragmentSampler(*shared, steps=rollouts.fragment_steps) if self.fragments else EpisodeSampler(*shared)
+        self.rollouts.close()
+        if self._evaluation is not None:
+            self._evaluation.close()
 
     def _evaluation_environments(self) -> Environments:
         count = min(self.config.evaluation.episodes, EVALUATED_AT_ONCE)
