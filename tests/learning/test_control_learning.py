@@ -36,6 +36,19 @@ CARTPOLE: dict[str, dict[str, Any]] = {
         "rollouts": {"kind": "branches", "starts_per_step": 16, "group_size": 8, "horizon": 30},
         "update": {"learning_rate": 0.01},
     },
+    "branches_by_step": {
+        "algorithm": "grpo",
+        "steps": 20,
+        "rollouts": {"kind": "branches", "starts_per_step": 16, "group_size": 8, "horizon": 30},
+        "loss": {"credit": "reward_to_go_by_step"},
+        "update": {"learning_rate": 0.01},
+    },
+    "ppo_on_episodes": {
+        "algorithm": "ppo",
+        "steps": 20,
+        "rollouts": {"kind": "episodes", "starts_per_step": 4, "group_size": 4},
+        "update": {"learning_rate": 0.005},
+    },
     "fragments": {
         "algorithm": "ppo",
         "steps": 60,
