@@ -13,17 +13,15 @@ class EnvironmentConfig:
     id: str = option("", "a registered Gymnasium environment: CartPole-v1, or module:Env-v0 for one of your own")
     vectorization: str = option(
         "auto",
-        "how copies of the environment step: in this process (sync), in a process each (async); auto is sync, for "
-        "CartPole-v1 all copies at once in NumPy",
+        "how copies of the environment step: one after the other in this process (sync), or each in its own process "
+        "(async); auto is sync, and for CartPole-v1 all copies at once in NumPy",
         choices=("auto", "sync", "async"),
         advanced=True,
     )
     action_repeat: int = option(1, "environment steps for which an action is repeated", least=1, advanced=True)
-    timeout_seconds: float = option(
-        60.0, "longest time that one step or reset of all copies may take", above=0, advanced=True
-    )
+    timeout_seconds: float = option(60.0, "time limit of one step or reset of all copies", above=0, advanced=True)
     max_episode_steps: int = option(
-        0, "steps after which an episode is truncated; 0 is the environment's own limit", least=0
+        0, "steps after which an episode is truncated; 0: the limit of the environment", least=0
     )
 
 
@@ -49,7 +47,7 @@ class RolloutsConfig:
     starts_per_step: int = option(4, "starts (reset seeds) per training step", least=1)
     group_size: int = option(8, "rollouts from each start, which are compared with each other", least=1)
     environments: int = option(
-        0, "copies of the environment that step together; 0: one per rollout (8 for fragments)", least=0
+        0, "copies of the environment that step side by side; 0: one per rollout (8 for fragments)", least=0
     )
     fragment_steps: int = option(128, "fragments: steps of each copy per training step", least=2)
     horizon: int = option(50, "branches: decisions in a branch", least=1, advanced=True)
@@ -67,11 +65,11 @@ class RolloutsConfig:
 
     @property
     def copies(self) -> int:
-        """Number of copies of the environment that step together."""
+        """Number of copies of the environment that step side by side."""
         if self.kind == "fragments":
             return self.environments or 8
         every_rollout = self.starts_per_step * self.group_size
-        return min(self.environments or every_rollout, every_rollout)  # more would not be used
+        return min(self.environments or every_rollout, every_rollout)  # further copies would not be used
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class ControlUpdateConfig(UpdateBase):
 class ControlEvaluationConfig:
     episodes: int = option(100, "episodes played greedily before and after training", least=1, most=1_000_000)
     every: int = option(0, "steps between evaluations; 0: only before and after training", least=0)
-    expected_return: float | None = option(None, "mean return that the recipe is expected to reach")
+    expected_return: float | None = option(None, "mean return that the recipe reaches")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Validate configs: refuse what cannot work, in one line that names the fix, before anything heavy is loaded."""
+"""Validate configs: one line refuses a run that cannot work and names the fix, before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from covey.config.validate_process import check_process, check_step_reward
 from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_size import check_control_size, check_size
 
-WITHOUT_RATIO = ("rloo", "reinforce")  # nothing to clip, nothing that corrects for a policy that has moved
-# Fields that only one algorithm or one kind of rollouts uses; setting them elsewhere would change nothing.
+WITHOUT_RATIO = ("rloo", "reinforce")  # algorithms whose surrogate has no ratio to clip, so they are on-policy only
+# Fields that only one algorithm or one kind of rollouts uses; any other is refused if they are set.
 USED_ONLY_BY = {
     "policy.critic_hidden": "ppo",
     "critic.trunk": "ppo",
@@ -64,8 +64,11 @@ NOT_USED_BY = {
 def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_rewards: bool = False) -> None:
     """Refuse a run that cannot work: wrong types, values out of range, combinations that contradict each other.
 
-    Reads the file system (does the data file exist?) but loads no model and runs no code of the user.
-    With `own_task` the task comes from a script, and the config needs none; `own_rewards` likewise.
+    Reads the file system, for example to check that the data file exists, but loads no model and runs no user code.
+
+    Args:
+        own_task: a script gives the task, so the config needs none.
+        own_rewards: a script gives the rewards, so the config needs none.
 
     Raises:
         ConfigError: one line that names the field and the fix.
@@ -78,7 +81,7 @@ def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_r
 
 
 def _check_tables(config: Any) -> None:
-    """A config from Python may hold anything where a table belongs; one from a recipe cannot."""
+    """Refuse values of the wrong type in place of tables, which a config from Python can have."""
     if not isinstance(config, RunConfig | ControlConfig):
         kind = type(config).__name__
         raise ConfigError(f"the config is of type {kind}: give a RunConfig or a ControlConfig, as RunConfig(steps=20)")
@@ -104,7 +107,9 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> 
         )
     if config.task is not None and type(config.task) not in TASK_CONFIGS.values():
         raise ConfigError(f"task must be one of the task configs in covey.config (is {type(config.task).__name__})")
-    _check_sampling(config.sampling, config.algorithm)  # first, because its messages say why
+    _check_sampling(
+        config.sampling, config.algorithm
+    )  # before the limits of single fields, because its messages give the reason
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
     check_size(config)
@@ -159,13 +164,13 @@ def _refuse_unused(config: RunConfig | ControlConfig, kind: str = "") -> None:
 def _check_sampling(sampling: SamplingConfig, algorithm: str) -> None:
     if algorithm not in NOT_BY_GROUP and sampling.group_size == 1 and not isinstance(sampling.group_size, bool):
         raise ConfigError(
-            "sampling.group_size is 1: rollouts learn by comparison with their group, and a group of one has nothing "
-            "to compare with; set group_size to 2 or more"
+            "sampling.group_size is 1, but rollouts are compared with the others of their group, and a group of one has "
+            "nothing to compare with; set group_size to 2 or more"
         )
     if is_a(sampling.temperature, float) and sampling.temperature <= 0:
         raise ConfigError(
             f"sampling.temperature is {sampling.temperature}: it must be above 0, because greedy rollouts of one "
-            "prompt are all the same and a group then teaches nothing; 1.0 is usual"
+            "prompt are all the same, so a group has no advantages; 1.0 is usual"
         )
 
 
@@ -183,8 +188,8 @@ def _check_loss(loss: LossBase, algorithm: str) -> None:
 def _check_epochs(update: UpdateBase, algorithm: str) -> None:
     if algorithm in WITHOUT_RATIO and update.epochs > 1:
         raise ConfigError(
-            f"update.epochs is {update.epochs}, but {algorithm} has no ratio, and without one only the first pass over "
-            "some rollouts is on-policy: set epochs to 1, or choose grpo"
+            f"update.epochs is {update.epochs}, but {algorithm} has no ratio, so only the first pass over the rollouts "
+            "is on-policy: set epochs to 1, or choose grpo"
         )
 
 
@@ -192,8 +197,8 @@ def _check_critic_warmup(config: RunConfig | ControlConfig) -> None:
     warmup, steps = config.update.critic_warmup_steps, config.steps
     if warmup >= steps:
         raise ConfigError(
-            f"update.critic_warmup_steps ({warmup}) leave the policy none of the run's {steps} steps to learn in: set "
-            "it lower, or steps higher"
+            f"update.critic_warmup_steps ({warmup}) must be below the run's {steps} steps, because only the critic is "
+            "trained in them: set it lower, or steps higher"
         )
 
 
@@ -218,7 +223,7 @@ def _check_evaluation(evaluation: EvaluationConfig) -> None:
 
 
 def check_task(task: Any) -> None:
-    """The rules of one task's table that go beyond single values.
+    """Refuse a task table whose data file cannot be read.
 
     Raises:
         ConfigError: for a data file that is missing or not named.
@@ -236,7 +241,7 @@ def check_task(task: Any) -> None:
 
 
 def check_reward(reward: RewardConfig, where: str) -> None:
-    """The rules of one [[rewards]] table; `where` names it in the message.
+    """Refuse a [[rewards]] table that contradicts itself; `where` names it in the message.
 
     Raises:
         ConfigError: for neither or both of name and function, a bad pattern, a function that is no file.py:function.

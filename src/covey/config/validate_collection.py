@@ -21,7 +21,7 @@ def check_collection(config: RunConfig) -> None:
         if wanted and algorithm in NOT_BY_GROUP:
             raise ConfigError(
                 f"sampling.{name} is set, but {algorithm} does not compare within groups, so a group whose rewards are "
-                "all the same teaches it too: take it out, or choose grpo"
+                "all the same has advantages too: take it out, or choose grpo"
             )
     if sampling.adaptive and config.max_resamples:
         raise ConfigError(

@@ -15,7 +15,7 @@ def check_process(config: RunConfig, *, own_rewards: bool = False) -> None:
     """Refuse contradictions between loss.credit, the rewards and [process].
 
     Args:
-        own_rewards: the rewards come from a script, so [[rewards]] says nothing of them.
+        own_rewards: a script gives the rewards, so [[rewards]] does not describe them.
 
     Raises:
         ConfigError: one line that names the field and the fix.
@@ -41,7 +41,7 @@ def check_process(config: RunConfig, *, own_rewards: bool = False) -> None:
 
 
 def no_step_reward(credit: str) -> str:
-    """Message for a run that compares reasoning steps without a reward for them."""
+    """Message for a run that compares reasoning steps although no reward is paid by step."""
     return (
         f"loss.credit is {credit!r}, but no reward is paid by step: add [[rewards]] with per_step = true and a "
         "function, or choose credit = 'outcome'"
@@ -49,10 +49,10 @@ def no_step_reward(credit: str) -> str:
 
 
 def check_step_reward(reward: RewardConfig, where: str) -> None:
-    """Refuse per_step where it means nothing; `where` names the table in the message.
+    """Refuse per_step for a reward of whole completions; `where` names the table in the message.
 
     Raises:
-        ConfigError: for a built-in reward of whole completions.
+        ConfigError: if the reward is built in and pays whole completions.
     """
     if reward.per_step and reward.name and reward.name not in STEP_REWARDS:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""From a config to the parts of a run on an environment, and the evaluation of its agent."""
+"""Builds the components of a run on an environment from its config, and evaluates its agent."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ REWARD_SCALES: dict[str, Callable[[float], RewardScale]] = {  # rollouts.reward_
 
 
 class ControlBuilder:
-    """A run on a Gymnasium environment; meets `covey.experiment.build.ExperimentBuilder`."""
+    """Builder of a run on a Gymnasium environment; implements `covey.experiment.build.ExperimentBuilder`."""
 
     name = "control"
     score_kind = "return"
 
     def __init__(self, config: ControlConfig) -> None:
-        """Makes the environments, so that a mistake is found at once.
+        """Make the environments, so that an error is reported before the run begins.
 
         Raises:
             ConfigError: if the environment cannot be made, or does not support the kind of rollouts or the algorithm.
@@ -184,7 +184,7 @@ class ControlBuilder:
 
 
 class EpisodeEvaluation:
-    """The mean return of episodes in which the policy always takes its best action."""
+    """Evaluation of a policy: the mean return of greedy episodes."""
 
     def __init__(
         self, config: ControlConfig, policy: ControlPolicy, environments: Environments, display: Display
@@ -193,7 +193,7 @@ class EpisodeEvaluation:
         self.seeds = [start.prompt for start in ResetSeeds().held_out(config.evaluation.episodes)]
 
     def measure(self, label: str) -> list[Evaluation]:
-        """One result: the mean return, its 95 % interval, seconds."""
+        """The mean return, its 95 % interval and the seconds that the evaluation took, as one result."""
         began = time.perf_counter()
         with self.display.progress(f"evaluation {label}", len(self.seeds)) as advance:
             returns = episode_returns(self.policy, self.environments, self.seeds)
@@ -201,7 +201,7 @@ class EpisodeEvaluation:
         return [{**RETURN.estimate(returns), "seconds": time.perf_counter() - began}]
 
     def due(self, step: int) -> dict[str, float]:
-        """The metric `eval/score` after a step where the config asks for it."""
+        """The metric `eval/score` if an evaluation is due after this step, else nothing."""
         if not self.config.every or step % self.config.every:
             return {}
         returns = episode_returns(self.policy, self.environments, self.seeds)
@@ -209,7 +209,7 @@ class EpisodeEvaluation:
 
 
 def episode_returns(policy: ControlPolicy, environments: Environments, seeds: list[int]) -> list[float]:
-    """The undiscounted return of one greedy episode from every reset seed."""
+    """Undiscounted returns of greedy episodes, one from each reset seed."""
     segments, buffer = collect_episodes(environments, policy, seeds, None)
     return [float(buffer.rewards(segment).sum()) for segment in segments]
 
@@ -234,7 +234,7 @@ def build_policy(config: ControlConfig, environments: Environments) -> ControlPo
 
 
 def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
-    """The untrained critic that goes with a policy."""
+    """The untrained critic of a policy."""
     return ControlCritic(
         policy.observation_size,
         hidden=config.policy.critic_hidden or config.policy.hidden,
@@ -245,28 +245,28 @@ def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
 
 
 def evaluation_environment(config: ControlConfig) -> EnvironmentConfig:
-    """The environment as evaluation plays it: in this process."""
+    """Config of the environment for evaluation, whose copies step in this process."""
     return replace(config.environment, vectorization="auto")
 
 
 def evaluate_run(
     run_dir: str | Path, *, episodes: int | None = None, render: bool = False, seed: int | None = None
 ) -> Evaluation:
-    """Greedy episodes of a finished run's policy.
+    """Evaluate the policy of a finished run in greedy episodes.
 
     Args:
         run_dir: the run folder.
-        episodes: how many to play; None: as many as the run's own evaluations.
-        render: also write a moving picture of one of them into the run folder.
-        seed: of the episodes; None: those that every run is measured on.
+        episodes: number of episodes; None: that of the run's own evaluations.
+        render: also write an animation of one episode into the run folder.
+        seed: of the reset seeds; None: the reset seeds on which every run is evaluated.
 
     Returns:
-        {"score", "low", "high", "count", "returns", "drawable"}, with "picture" (its path) if one was made. "drawable"
-        says whether the environment can be rendered here.
+        {"score", "low", "high", "count", "returns", "drawable"}, and "picture", the path of the animation, if there is
+        one. "drawable" is whether the environment can be rendered here.
 
     Raises:
-        ConfigError: where the run is not finished, its environment cannot be made, or (with `render`) another process
-            is writing into its folder.
+        ConfigError: if the run is not finished, if its environment cannot be made, or, with `render`, if another
+            process writes into its folder.
     """
     run_dir = user_path(run_dir)
     if not (run_dir / CONFIG_FILE).is_file():
