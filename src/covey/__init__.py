@@ -9,7 +9,7 @@ A language model, with a reward of your own:
 An agent in a Gymnasium environment, which pays its own rewards:
 
 >>> from covey import ControlConfig, EnvironmentConfig, RolloutsConfig
->>> run(ControlConfig(environment=EnvironmentConfig("CartPole-v1"), rollouts=RolloutsConfig(groups="reward_to_go")))
+>>> run(ControlConfig(environment=EnvironmentConfig("CartPole-v1"), loss=ControlLossConfig(credit="reward_to_go")))
 
 Either returns what the run's summary.json holds, or None where Ctrl-C stopped it; `covey.resume` then goes on with it.
 

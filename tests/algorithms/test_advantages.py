@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import Algorithm, KLInLoss, KLInReward, KLPenalty, KLToBehavior, grpo, ppo, rloo
-from covey.algorithms.advantages import outcome, reward_to_go, within_rollout
+from covey.algorithms.advantages import outcome, reward_to_go, reward_to_go_by_step, within_episode
 from covey.config import ConfigError
 from covey.core import kl, schedules
 from covey.core.baselines import group_centered, group_zscore
@@ -38,15 +38,15 @@ NO_KL = KLPenalty()
 KL_COEFFICIENT = 0.3
 CREDITS = {
     "outcome": outcome,
-    "same_step": partial(reward_to_go, gamma=0.9),
-    "whole_group": partial(reward_to_go, gamma=0.9, same_step=False),
-    "within_rollout": partial(within_rollout, gamma=0.9),
+    "reward_to_go": partial(reward_to_go, gamma=0.9),
+    "reward_to_go_by_step": partial(reward_to_go_by_step, gamma=0.9),
+    "within_episode": partial(within_episode, gamma=0.9),
 }
 TO_BEHAVIOR = KLPenalty(schedules.constant(KL_COEFFICIENT), KLToBehavior(kl.exact))
 ALGORITHMS = {
     **{name: grpo(kl=NO_KL, credit=credit) for name, credit in CREDITS.items()},
-    "rloo": rloo(kl=NO_KL, credit=CREDITS["same_step"]),
-    "entropy_and_kl": grpo(kl=TO_BEHAVIOR, entropy_coefficient=0.05, credit=CREDITS["within_rollout"]),
+    "rloo": rloo(kl=NO_KL, credit=CREDITS["reward_to_go_by_step"]),
+    "entropy_and_kl": grpo(kl=TO_BEHAVIOR, entropy_coefficient=0.05, credit=CREDITS["within_episode"]),
     "ppo": ppo(),
     "ppo_with_all": ppo(
         value_clip=0.2, entropy_coefficient=0.05, kl=KLPenalty(schedules.constant(0.3), KLInReward(kl.k1))
@@ -71,29 +71,29 @@ def test_outcome_by_hand():
 TWO_GROUPS = (group(episode([1, 2, 3]), episode([0, 2])), group(episode([4]), episode([8]), index=1))
 
 
-def test_reward_to_go_at_the_same_step_by_hand():
+def test_reward_to_go_by_step_by_hand():
     # steps of the first group: mean 1.875, mean 2.75, a decision alone; of the second: mean 6
-    found = advantages(reward_to_go(group_centered, gamma=0.5), *TWO_GROUPS)
+    found = advantages(reward_to_go_by_step(group_centered, gamma=0.5), *TWO_GROUPS)
     assert found == [[0.875, 0.75, 0], [-0.875, -0.75, 0], [-2, 0, 0], [2, 0, 0]]
 
 
-def test_reward_to_go_over_the_group_by_hand():
+def test_reward_to_go_by_hand():
     # (2.75 + 3.5 + 3 + 1 + 2) / 5 = 2.45
-    found = advantages(reward_to_go(group_centered, gamma=0.5, same_step=False), *TWO_GROUPS)
+    found = advantages(reward_to_go(group_centered, gamma=0.5), *TWO_GROUPS)
     for made, expected in zip(found, [[0.3, 1.05, 0.55], [-1.45, -0.45, 0], [-2, 0, 0], [2, 0, 0]], strict=True):
         assert made == pytest.approx(expected, abs=1e-6)
 
 
-def test_within_rollout_by_hand():
+def test_within_episode_by_hand():
     # each row with its own mean: 9.25/3 and 1.5; a single decision has nothing to be compared with
-    found = advantages(within_rollout(group_centered, gamma=0.5), *TWO_GROUPS)
+    found = advantages(within_episode(group_centered, gamma=0.5), *TWO_GROUPS)
     assert found[0] == pytest.approx([2.75 - 9.25 / 3, 3.5 - 9.25 / 3, 3 - 9.25 / 3], abs=1e-6)
     assert found[1:] == [[-0.5, 0.5, 0], [0, 0, 0], [0, 0, 0]]
 
 
 def test_a_rollout_that_ended_early_is_not_compared_at_later_steps():
     long, other, short = episode([1, 2, 3, 4]), episode([4, 3, 5, 1]), episode([9, 9])
-    estimate = reward_to_go(group_zscore, gamma=0.9)
+    estimate = reward_to_go_by_step(group_zscore, gamma=0.9)
     with_it = advantages(estimate, group(long, short, other))
     without = advantages(estimate, group(long, other))
     assert [with_it[0][2:], with_it[2][2:]] == [without[0][2:], without[1][2:]]
@@ -102,17 +102,21 @@ def test_a_rollout_that_ended_early_is_not_compared_at_later_steps():
 
 
 def test_siblings_that_earn_the_same_from_here_on_teach_nothing_here():
-    batch, metrics = ready([group(episode([1, 2]), episode([5, 2]))], grpo(kl=NO_KL, credit=CREDITS["same_step"]))
+    batch, metrics = ready(
+        [group(episode([1, 2]), episode([5, 2]))], grpo(kl=NO_KL, credit=CREDITS["reward_to_go_by_step"])
+    )
     assert batch.advantages_BT is not None
     assert batch.advantages_BT[:, 1].tolist() == [0, 0]
     assert metrics["groups/zero_advantage_fraction"] == 0
-    _, metrics = ready([group(episode([1, 2]), episode([1, 2]))], grpo(kl=NO_KL, credit=CREDITS["same_step"]))
+    _, metrics = ready(
+        [group(episode([1, 2]), episode([1, 2]))], grpo(kl=NO_KL, credit=CREDITS["reward_to_go_by_step"])
+    )
     assert metrics["groups/zero_advantage_fraction"] == 1
     assert metrics["update/rows"] == 0
 
 
 def test_the_kl_is_taken_off_the_decisions_that_it_was_measured_at():
-    algorithm = rloo(kl=KLPenalty(schedules.constant(0.5), KLInReward(kl.k1)), credit=CREDITS["whole_group"])
+    algorithm = rloo(kl=KLPenalty(schedules.constant(0.5), KLInReward(kl.k1)), credit=CREDITS["reward_to_go"])
     groups = [group(episode([1, 2]), episode([3]))]
     batch, _ = ready(groups, algorithm)
     known = ToyPolicy(seed=REFERENCE_SEED).evaluate(collate(groups)).logprobs_BT.detach()
@@ -234,7 +238,7 @@ def kl_of_loss(algorithm: Algorithm, batch: Batch) -> tuple[float, Tensor]:
 @pytest.mark.parametrize("estimator", ["exact", "k3"])
 def test_kl_and_its_gradient_are_those_of_the_formula(estimator, to_behavior):
     placement = (KLToBehavior if to_behavior else KLInLoss)(getattr(kl, estimator))
-    penalty = KLPenalty(schedules.constant(1.0), placement)
+    penalty = KLPenalty(schedules.constant(1.0), placement=placement)
     algorithm = grpo(kl=penalty)
     batch, _ = ready(random_episodes(count=2), algorithm)
     table = moved().table.tolist()

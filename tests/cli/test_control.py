@@ -141,7 +141,7 @@ def test_help_all_explains_every_field_of_control() -> None:
     control = done.stdout.partition("(one with a table [environment])")[2]
     for row in describe_fields(ControlConfig):
         assert row.text in control
-    for name in ("--groups ", "--checkpoint.every ", "--evaluation.every ", "--steps ", "--critic-hidden "):
+    for name in ("--kind ", "--checkpoint.every ", "--evaluation.every ", "--steps ", "--critic-hidden "):
         assert f"  {name}" in control
 
 
@@ -157,9 +157,9 @@ sys.exit(code)
 @pytest.mark.parametrize("words", [["train", "cart.toml"], ["compare", "cart.toml"]])
 def test_a_mistake_is_one_line_without_torch_or_gymnasium(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "cart.toml").write_text(RECIPE)
-    words = [sys.executable, "-c", WITHOUT_TORCH, *words, "--algorithm", "ppo"]
+    words = [sys.executable, "-c", WITHOUT_TORCH, *words, "--kind", "fragments"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: algorithm 'ppo' does not go with rollouts.groups 'episodes'")
+    assert done.stderr.startswith("error: rollouts.kind is 'fragments', but algorithm 'grpo' has no critic")
     assert done.stderr.count("\n") == 1
     assert done.stdout == "heavy []\n"

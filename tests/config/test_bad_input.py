@@ -253,7 +253,7 @@ def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
         (with_sampling(group_size=0), "sampling.group_size must be at least 1"),
         (
             replace(GOOD, algorithm="ppo", steps=5, update=UpdateConfig(critic_warmup_steps=5)),
-            "leave the policy none of the run's 5 steps",
+            "must be below the run's 5 steps",
         ),
         (replace(GOOD, critic=CriticConfig(trunk="policy")), "critic.trunk is set, but only ppo uses it"),
         (replace(GOOD, algorithm="ppo", critic=CriticConfig(trunk="both")), "critic.trunk must be own or policy"),

@@ -32,7 +32,9 @@ from covey.config.validate import USED_ONLY_BY, validate
 
 ENVIRONMENT = '[environment]\nid = "CartPole-v1"\n'
 GOOD = ControlConfig(environment=EnvironmentConfig("CartPole-v1"))
-FRAGMENTS = RolloutsConfig(groups="fragments")
+KINDS = ("episodes", "branches", "fragments")
+CREDITS = ("outcome", "reward_to_go", "reward_to_go_by_step", "within_episode")
+FRAGMENTS = RolloutsConfig(kind="fragments")
 
 
 def read(folder: Path, toml: str, *overrides: str) -> RunConfig | ControlConfig:
@@ -52,20 +54,24 @@ def with_rollouts(**fields: object) -> ControlConfig:
     return replace(GOOD, rollouts=RolloutsConfig(**fields))
 
 
+def with_credit(credit: str, config: ControlConfig = GOOD) -> ControlConfig:
+    return replace(config, loss=ControlLossConfig(credit=credit))
+
+
 # ---- what is right is read as it was meant ----
 
 
 def test_a_table_environment_makes_a_recipe_one_for_control(tmp_path: Path) -> None:
     config = read(
         tmp_path, 'algorithm = "ppo"\n' + ENVIRONMENT,
-        "--groups", "fragments", "--hidden", "128,32", "--gamma", "1", "--critic-learning-rate", "1e-3",
+        "--kind", "fragments", "--hidden", "128,32", "--gamma", "1", "--critic-learning-rate", "1e-3",
         "--rollouts.environments=16", "--expected-return", "-100", "--evaluation.every", "5",
     )  # fmt: skip
     assert config == ControlConfig(
         algorithm="ppo",
         environment=EnvironmentConfig("CartPole-v1"),
         policy=PolicyConfig(hidden=(128, 32)),
-        rollouts=RolloutsConfig(groups="fragments", gamma=1.0, environments=16),
+        rollouts=RolloutsConfig(kind="fragments", gamma=1.0, environments=16),
         update=ControlUpdateConfig(critic_learning_rate=1e-3),
         evaluation=ControlEvaluationConfig(expected_return=-100.0, every=5),
     )
@@ -93,7 +99,7 @@ def test_what_is_written_reads_back_equal(
         algorithm="ppo",
         environment=EnvironmentConfig(name),
         policy=PolicyConfig(hidden=tuple(hidden), normalise_observations=flag),
-        rollouts=RolloutsConfig(groups="fragments", gamma=gamma),
+        rollouts=RolloutsConfig(kind="fragments", gamma=gamma),
         loss=ControlLossConfig(value_clip=clip, clip_high=clip, whiten=flag),
         update=ControlUpdateConfig(target_kl=clip),
         evaluation=ControlEvaluationConfig(expected_return=expected),
@@ -108,9 +114,14 @@ def test_what_stands_for_unset_fields() -> None:
     assert with_rollouts(environments=33).rollouts.copies == 32
     assert replace(FRAGMENTS, environments=33).copies == 33
     assert FRAGMENTS.copies == 8
-    discounts = {groups: RolloutsConfig(groups=groups).discount for groups in ("episodes", "reward_to_go", "fragments")}
-    assert discounts == {"episodes": 1.0, "reward_to_go": 0.99, "fragments": 0.99}
-    assert RolloutsConfig(gamma=0.0).discount == 0.0
+    assert GOOD.discount == 1.0
+    assert replace(GOOD, algorithm="reinforce_pp").discount == 1.0
+    assert [with_credit(credit).discount for credit in CREDITS[1:]] == [0.99] * 3
+    assert [with_rollouts(kind=kind).discount for kind in KINDS[1:]] == [0.99] * 2
+    assert replace(GOOD, algorithm="ppo").discount == 0.99
+    assert with_rollouts(gamma=0.0).discount == 0.0
+    branches = with_rollouts(kind="branches", horizon=7)
+    assert [branches.branch_decisions, with_credit("reward_to_go", branches).branch_decisions] == [1, 7]
 
 
 def test_every_field_has_help() -> None:
@@ -157,7 +168,7 @@ def test_a_field_of_the_other_world_is_named_as_such(tmp_path: Path) -> None:
     assert f"('policy' {control})" in message(tmp_path, "[policy]\nhidden = [3]\n")
     for option in ("--task", "--model", "--mask-truncated", "--sampling.group-size"):
         assert f"unknown field {option}: it {language}" in message(tmp_path, ENVIRONMENT, option, "1")
-    for option in ("--environment", "--horizon", "--rollouts.groups"):
+    for option in ("--environment", "--horizon", "--rollouts.kind"):
         assert f"unknown field {option}: it {control}" in message(tmp_path, task, option, "1")
 
 
@@ -167,14 +178,17 @@ def test_unknown_fields_get_a_suggestion(tmp_path: Path) -> None:
         ENVIRONMENT + "[rollouts]\nenvironment = 4\n": "in [rollouts] (did you mean 'environments'?)",
         ENVIRONMENT + "[rollouts]\nsteps = 4\n": "('steps' belongs at the top, before the first [table])",
         ENVIRONMENT + "[update]\ngamma = 0.9\n": "('gamma' belongs in [rollouts])",
-        ENVIRONMENT + "[rollouts]\ngroups = 'episode'\n": "did you mean 'episodes'?",
+        ENVIRONMENT + "[rollouts]\nkind = 'episode'\n": "did you mean 'episodes'?",
+        ENVIRONMENT + "[rollouts]\ngroups = 'episodes'\n": "unknown field 'groups' in [rollouts] (did you mean",
+        ENVIRONMENT + "[rollouts]\ncompare = 'step'\n": "unknown field 'compare' in [rollouts]",
+        ENVIRONMENT + "[loss]\ncredit = 'reward_to_go_by_steps'\n": "did you mean 'reward_to_go_by_step'?",
         'environment = "CartPole-v1"\n': "[environment] must be a table with fields below it",
     }
     for toml, expected in cases.items():
         assert expected in message(tmp_path, toml)
     assert "did you mean --group-size?" in message(tmp_path, ENVIRONMENT, "--group-sizes", "3")
     assert "write --evaluation.every or --checkpoint.every" in message(tmp_path, ENVIRONMENT, "--every", "3")
-    assert "did you mean --rollouts.groups?" in message(tmp_path, ENVIRONMENT, "--rollouts.group", "3")
+    assert "did you mean --rollouts.kind?" in message(tmp_path, ENVIRONMENT, "--rollouts.kinds", "3")
 
 
 def test_the_defaults_and_the_edges_are_accepted() -> None:
@@ -182,9 +196,10 @@ def test_the_defaults_and_the_edges_are_accepted() -> None:
     validate(replace(GOOD, algorithm="ppo", rollouts=FRAGMENTS, update=ControlUpdateConfig(minibatches=1024)))
     validate(replace(GOOD, algorithm="rloo", update=ControlUpdateConfig(epochs=1, minibatches=3)))
     validate(replace(GOOD, update=ControlUpdateConfig(minibatches=3)))
-    validate(with_rollouts(groups="within_episode", group_size=1))
-    validate(with_rollouts(groups="branches", horizon=3))
-    validate(with_rollouts(groups="reward_to_go", compare="group", gamma=0.0))
+    validate(with_credit("within_episode", with_rollouts(group_size=1)))
+    validate(with_rollouts(kind="branches", horizon=3))
+    validate(with_credit("reward_to_go", with_rollouts(gamma=0.0)))
+    validate(replace(GOOD, algorithm="reinforce_pp", rollouts=RolloutsConfig(group_size=1)))
     validate(replace(GOOD, seed=2**32 - 1, update=ControlUpdateConfig(minibatches=4)))
 
 
@@ -192,26 +207,23 @@ def test_the_defaults_and_the_edges_are_accepted() -> None:
     ("config", "expected"),
     [
         (ControlConfig(), "give the table [environment] an id"),
-        (replace(GOOD, algorithm="ppo"), "'ppo' does not go with rollouts.groups 'episodes'"),
-        (with_rollouts(groups="fragments"), "'grpo' does not go with rollouts.groups 'fragments'"),
-        (replace(GOOD, algorithm="dr_grpo", rollouts=FRAGMENTS), "'dr_grpo' does not go with"),
-        (with_rollouts(groups="within_episode"), "rollouts.group_size is 8: within_episode"),
-        (with_rollouts(group_size=1), "episodes learns by comparison with the group"),
-        (with_rollouts(groups="reward_to_go", group_size=1), "set group_size to 2 or more"),
-        (with_rollouts(groups="branches", group_size=1), "set group_size to 2 or more"),
+        (with_credit("within_episode"), "rollouts.group_size is 8, but loss.credit = 'within_episode'"),
+        (with_rollouts(group_size=1), "rollouts.group_size is 1, but loss.credit = 'outcome' compares the rollouts"),
+        (with_credit("reward_to_go", with_rollouts(group_size=1)), "set group_size to 2 or more"),
+        (with_rollouts(kind="branches", group_size=1), "set group_size to 2 or more"),
         (replace(GOOD, algorithm="rloo"), "update.epochs is 4, but rloo has no ratio"),
         (
             replace(GOOD, algorithm="reinforce", update=ControlUpdateConfig(epochs=2)),
             "set epochs to 1, or choose grpo",
         ),
-        (with_rollouts(groups="branches", environments=3), "rollouts.environments is set, but branches has no use"),
+        (with_rollouts(kind="branches", environments=3), "rollouts.environments is set, but branches do not use it"),
         (
             replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, group_size=1)),
-            "rollouts.group_size is set, but fragments has no use for it: take it out",
+            "rollouts.group_size is set, but fragments do not use it: take it out",
         ),
         (
             replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, starts_per_step=8)),
-            "rollouts.starts_per_step is set, but fragments has no use for it",
+            "rollouts.starts_per_step is set, but fragments do not use it",
         ),
         (
             replace(GOOD, algorithm="ppo", rollouts=FRAGMENTS, update=ControlUpdateConfig(minibatches=3)),
@@ -235,21 +247,19 @@ def test_impossible_values_are_refused(config: ControlConfig, expected: str) -> 
 
 @pytest.mark.parametrize("vectorization", ["async"])
 def test_branches_need_the_environment_in_this_process(vectorization: str) -> None:
-    config = replace(
-        with_rollouts(groups="branches"), environment=EnvironmentConfig("X-v0", vectorization=vectorization)
-    )
+    config = replace(with_rollouts(kind="branches"), environment=EnvironmentConfig("X-v0", vectorization=vectorization))
     with pytest.raises(ConfigError, match="set it to 'auto' or 'sync'"):
         validate(config)
 
 
 def test_a_field_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
-    others = {"int": "7", "float": "0.25", "bool": "false", "str": "group", "tuple": "7"}
-    users = {"ppo": ("--algorithm", "ppo", "--groups", "fragments")}
+    others = {"int": "7", "float": "0.25", "bool": "false", "tuple": "7"}
+    fragments = ("--algorithm", "ppo", "--kind", "fragments")
+    users = {"ppo": fragments, "fragments": fragments, "branches": ("--kind", "branches")}
     names = {where: item for where, item, *_ in iter_fields(ControlConfig())}
     for where in sorted(USED_ONLY_BY.keys() & names.keys()):
         user = USED_ONLY_BY[where]
         value = "7" if names[where].default is None else others[type(names[where].default).__name__]
-        using = ("--algorithm", "ppo", "--groups", "fragments") if user == "fragments" else ("--groups", user)
-        read(tmp_path, ENVIRONMENT, f"--{where}", value, *users.get(user, using))
+        read(tmp_path, ENVIRONMENT, f"--{where}", value, *users[user])
         refusal = message(tmp_path, ENVIRONMENT, f"--{where}", value)
         assert refusal.startswith(f"{where} is set, but only {user} uses it")

@@ -165,18 +165,28 @@ def test_rewards_follow_the_task() -> None:
 
 
 def test_control_follows_its_groups_and_its_environment() -> None:
-    config = read_recipe(
-        "cartpole_grpo", ["--groups", "fragments", "--algorithm", "ppo", "--environment", "Acrobot-v1"]
-    )
+    config = read_recipe("cartpole_grpo", ["--kind", "fragments", "--algorithm", "ppo", "--environment", "Acrobot-v1"])
     assert isinstance(config, ControlConfig)
     assert (config.rollouts.starts_per_step, config.evaluation.expected_return) == (4, None)
-    config = read_recipe("cartpole_ppo", ["--algorithm", "grpo", "--groups", "episodes"])
+    config = read_recipe("cartpole_ppo", ["--algorithm", "grpo", "--kind", "episodes"])
     assert isinstance(config, ControlConfig)
     assert (config.update.critic_learning_rate, config.rollouts.fragment_steps) == (None, 128)
     config = read_recipe("cartpole_ppo", ["--environments", "3", "--fragment-steps", "5"])
     assert config.update.minibatches == 3
     config = read_recipe("cartpole_articles", ["--epochs", "1"])
     assert config.loss.kl_coefficient == 0, "with one pass there is no KL to the policy that sampled"
-    config = read_recipe("cartpole_articles", ["--groups", "episodes"])
+    config = read_recipe("cartpole_articles", ["--credit", "outcome"])
     assert isinstance(config, ControlConfig)
     assert config.rollouts.group_size == 8
+    config = read_recipe("cartpole_grpo", ["--credit", "within_episode"])
+    assert isinstance(config, ControlConfig)
+    assert config.rollouts.group_size == 1
+    config = read_recipe("cartpole_articles", ["--kind", "branches"])
+    assert isinstance(config, ControlConfig)
+    assert (config.loss.credit, config.rollouts.group_size) == ("outcome", 8)
+    config = read_recipe("cartpole_reward_to_go", ["--kind", "branches"])
+    assert isinstance(config, ControlConfig)
+    assert config.loss.credit == "reward_to_go_by_step", "what goes together stays"
+    config = read_recipe("cartpole_articles", ["--algorithm", "reinforce_pp"])
+    assert isinstance(config, ControlConfig)
+    assert (config.loss.credit, config.rollouts.group_size) == ("outcome", 1)

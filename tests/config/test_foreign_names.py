@@ -54,7 +54,7 @@ def test_every_name_is_answered_on_the_command_line(recipe: str) -> None:
         ("arithmetic_grpo --actor_rollout_ref.rollout.n 8", "verl: n is covey's sampling.group_size"),
         ("arithmetic_grpo --algorithm.adv-estimator grpo", "verl: adv_estimator is covey's algorithm"),
         ("arithmetic_grpo --n-steps 8", "is covey's rollouts.fragment_steps, in recipes for control; it goes with"),
-        ("cartpole_ppo --n-steps 8", 'is covey\'s rollouts.fragment_steps; it goes with rollouts.groups = "fragments"'),
+        ("cartpole_ppo --n-steps 8", 'is covey\'s rollouts.fragment_steps; it goes with rollouts.kind = "fragments"'),
         ("cartpole_ppo --num-generations 8", "TRL: num_generations is covey's rollouts.group_size"),
         (
             "cartpole_ppo --max-completion-length 8",

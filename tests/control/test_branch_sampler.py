@@ -29,11 +29,20 @@ def _registered() -> None:
 
 
 def sampler_on(
-    name: str, *, starts: int = STARTS, size: int = SIZE, horizon: int = HORIZON, spread: float = 1.0, seed: int = SEED
+    name: str,
+    *,
+    starts: int = STARTS,
+    size: int = SIZE,
+    horizon: int = HORIZON,
+    spread: float = 1.0,
+    seed: int = SEED,
+    decisions: int = 1,
 ) -> BranchSampler:
     environments, trunks = toy_envs.made(name, starts * size), toy_envs.made(name, starts)
     policy = toy_envs.policy_for(environments, spread=spread)
-    return BranchSampler(policy, environments, seed, NoScaling(), GAMMA, trunks=trunks, horizon=horizon)
+    return BranchSampler(
+        policy, environments, seed, NoScaling(), GAMMA, trunks=trunks, horizon=horizon, decisions=decisions
+    )
 
 
 def sample(sampler: BranchSampler, step: int = 1) -> list[Group]:
@@ -136,6 +145,30 @@ def test_only_the_first_action_is_compared(name: str) -> None:
     assert float(gap_B.abs().max().detach()) < 1e-5
 
 
+@pytest.mark.parametrize("decisions", [2, 3])
+def test_a_rollout_has_the_first_decisions_of_its_branch(decisions: int) -> None:
+    """The branches are the same; the last decision is paid what the rest of the branch earned, discounted."""
+    short, whole, found = (
+        sample(sampler_on(COUNTING, starts=12, horizon=3, decisions=count)) for count in (1, 3, decisions)
+    )
+    lengths = set()
+    for groups in zip(short, whole, found, strict=True):
+        for first, all_of_it, made in zip(*(group.rollouts for group in groups), strict=True):
+            length = int(first.text.split()[0])
+            kept = min(decisions, length)
+            lengths.add(length)
+            assert (first.text, first.reward, first.end) == (made.text, made.reward, made.end)
+            assert len(all_of_it.actions) == length
+            assert made.actions.tolist() == all_of_it.actions[:kept].tolist()
+            assert made.context.tolist() == all_of_it.context[: kept + 1].tolist()
+            assert made.behavior_logprobs.tolist() == all_of_it.behavior_logprobs[:kept].tolist()
+            assert made.step_rewards[: kept - 1].tolist() == all_of_it.step_rewards[: kept - 1].tolist()
+            earned = sum(GAMMA**t * reward for t, reward in enumerate(made.step_rewards))
+            assert earned == pytest.approx(made.reward, rel=1e-6)
+            assert first.step_rewards.tolist() == [first.reward]
+    assert lengths == {1, 2, 3}
+
+
 def test_siblings_of_one_horizon_differ_by_their_first_action_alone() -> None:
     groups = sample(sampler_on(COUNTING, horizon=1, spread=0.0, starts=12))
     for group in groups:
@@ -189,7 +222,7 @@ def test_what_was_used_of_the_environment_is_counted() -> None:
 def test_what_branches_saw_moves_the_scale_of_observations() -> None:
     environments, trunks = toy_envs.made("CartPole-v1", 4), toy_envs.made("CartPole-v1", 2)
     policy = toy_envs.policy_for(environments, normalised=True)
-    sampler = BranchSampler(policy, environments, SEED, NoScaling(), GAMMA, trunks=trunks, horizon=5)
+    sampler = BranchSampler(policy, environments, SEED, NoScaling(), GAMMA, trunks=trunks, horizon=5, decisions=1)
     batch = collate(sample(sampler))
     assert policy.normaliser.count == 0
     assert torch.allclose(policy.evaluate(batch).logprobs_BT, batch.behavior_logprobs_BT, atol=1e-5)

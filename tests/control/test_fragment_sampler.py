@@ -235,7 +235,7 @@ def test_a_time_limit_is_no_death(mistaken: bool, tmp_path: Path) -> None:
             "steps": 40,
             "environment": {"id": toy_envs.ENDLESS},
             "policy": {"hidden": [8]},
-            "rollouts": {"groups": "fragments", "environments": 2, "fragment_steps": 22, "gamma": gamma},
+            "rollouts": {"kind": "fragments", "environments": 2, "fragment_steps": 22, "gamma": gamma},
             "update": {"critic_learning_rate": 0.03, "epochs": 6},
         }
     )

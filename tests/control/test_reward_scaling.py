@@ -135,7 +135,8 @@ def test_a_branch_that_was_cut_does_not_go_on_in_the_next_step() -> None:
     """Endless pays 1 a step: every branch of two steps has the returns 1 and 1.9, in the first step and in all."""
     environments, trunks = toy_envs.made(toy_envs.ENDLESS, 6), toy_envs.made(toy_envs.ENDLESS, 2)
     scale = RunningStdScaling(GAMMA)
-    sampler = BranchSampler(toy_envs.policy_for(environments), environments, 3, scale, GAMMA, trunks=trunks, horizon=2)
+    policy = toy_envs.policy_for(environments)
+    sampler = BranchSampler(policy, environments, 3, scale, GAMMA, trunks=trunks, horizon=2, decisions=1)
     lengths = []
     for step in range(1, 6):
         rollouts = rollouts_of(sampler.sample(ResetSeeds().draw(3, step, 2), 3, step))

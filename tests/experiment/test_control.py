@@ -11,7 +11,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import covey
@@ -31,7 +30,7 @@ PPO = {
     "steps": 3,
     "environment": {"id": "CartPole-v1"},
     "policy": {"hidden": [16], "normalise_observations": True},
-    "rollouts": {"groups": "fragments", "environments": 4, "fragment_steps": 50},
+    "rollouts": {"kind": "fragments", "environments": 4, "fragment_steps": 50},
     "update": {"learning_rate": 0.003},
     "evaluation": {"episodes": 5},
 }
@@ -200,23 +199,6 @@ def test_continuous_actions_with_a_kl_run(name: str, estimator: str | None, tmp_
     assert metrics[-1]["kl"] > 0
 
 
-@pytest.mark.parametrize("groups", ["episodes", "reward_to_go", "within_episode", "branches"])
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce"])
-def test_every_algorithm_goes_with_every_kind_of_group(algorithm: str, groups: str, tmp_path: Path) -> None:
-    rollouts = {"groups": groups, "group_size": 1 if groups == "within_episode" else 3}
-    run_dir = tmp_path / "run"
-    config = toy_envs.read(
-        {"algorithm": algorithm, "steps": 2, "environment": {"id": "CartPole-v1"}, "evaluation": {"episodes": 1}},
-        rollouts=rollouts,
-        loss={"entropy_coefficient": 0.01},
-        update={"epochs": 2 if algorithm in ("grpo", "dr_grpo") else 1},
-    )
-    before = toy_envs.train_quietly(replace(config, steps=1), tmp_path / "shorter").policy
-    after = toy_envs.train_quietly(config, run_dir).policy
-    assert not torch.equal(after.module.network.linears[0].weight, before.module.network.linears[0].weight)
-    assert all(np.isfinite(value) for line in read_metrics(run_dir) for value in line.values())
-
-
 def test_dr_grpo_divides_by_the_longest_rollout() -> None:
     def longest(**sections: Any) -> int | None:
         world = ControlBuilder(
@@ -229,7 +211,8 @@ def test_dr_grpo_divides_by_the_longest_rollout() -> None:
 
     assert longest() == 500
     assert longest(environment={"max_episode_steps": 70, "action_repeat": 4}) == 18
-    assert longest(rollouts={"groups": "branches"}) == 1
+    assert longest(rollouts={"kind": "branches"}) == 1
+    assert longest(rollouts={"kind": "branches", "horizon": 7}, loss={"credit": "reward_to_go"}) == 7
     with pytest.raises(covey.ConfigError, match=r"has none: set environment\.max_episode_steps"):
         longest(environment={"id": toy_envs.TARGET})
     assert longest(environment={"id": toy_envs.TARGET, "max_episode_steps": 10}) == 10
@@ -268,11 +251,11 @@ def test_exact_kl_of_continuous_actions_is_refused(tmp_path: Path, capsys: pytes
 
 def test_branches_where_states_cannot_be_copied_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("Box2D")
-    bad = recipe(tmp_path, {"environment": {"id": "LunarLander-v3"}, "rollouts": {"groups": "branches"}})
+    bad = recipe(tmp_path, {"environment": {"id": "LunarLander-v3"}, "rollouts": {"kind": "branches"}})
     for command in (["check", bad], ["train", bad, "--run-dir", str(tmp_path / "run")]):
         assert refused(command, capsys) == (
-            "error: rollouts.groups = 'branches' needs an environment whose state can be copied, and this one's "
-            "cannot: use 'reward_to_go'"
+            "error: rollouts.kind = 'branches' needs an environment whose state can be copied, and this one's "
+            "cannot: use 'episodes', with loss.credit = 'reward_to_go_by_step'"
         )
     assert not (tmp_path / "run").exists(), "nothing is left behind"
 
@@ -297,12 +280,12 @@ class EndsWhereItIsProbed(toy_envs.Endless):
         return observation, reward, self.ends, truncated, info
 
 
-@pytest.mark.parametrize("groups", ["episodes", "fragments"])
-def test_an_episode_without_an_end_is_told(groups: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["episodes", "fragments"])
+def test_an_episode_without_an_end_is_told(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_buffer, "LONGEST_WAIT", 200)
     gym.registry.pop("covey-practice/NoLimit-v0", None)
     gym.register("covey-practice/NoLimit-v0", entry_point=EndsWhereItIsProbed)
-    tables = PPO if groups == "fragments" else {"rollouts": {"groups": groups}, "steps": 1}
+    tables = PPO if kind == "fragments" else {"rollouts": {"kind": kind}, "steps": 1}
     config = toy_envs.read(tables, environment={"id": "covey-practice/NoLimit-v0"}, run_dir=str(tmp_path / "run"))
     with pytest.raises(covey.ConfigError, match=r"not ended after 200 decisions: set environment\.max_episode_steps"):
         covey.run(config)  # fragments need no end to train, but their evaluation does
@@ -312,7 +295,7 @@ def test_an_episode_without_an_end_is_told(groups: str, tmp_path: Path, monkeypa
 
 def test_the_episode_that_branches_leave_must_end_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rollout_buffer, "LONGEST_WAIT", 5)
-    config = toy_envs.read({"environment": {"id": toy_envs.ENDLESS}, "rollouts": {"groups": "branches"}, "steps": 1})
+    config = toy_envs.read({"environment": {"id": toy_envs.ENDLESS}, "rollouts": {"kind": "branches"}, "steps": 1})
     with pytest.raises(covey.ConfigError, match="not ended after 5 decisions"):
         toy_envs.train_quietly(config, tmp_path / "run")
 

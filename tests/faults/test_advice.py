@@ -229,8 +229,8 @@ def test_advice_after_a_run_from_python_with_a_task_of_covey(home: Path, capsys:
 @pytest.mark.parametrize("verdict", list(ADVICE["control"]))
 def test_advice_after_a_control_run_from_python(verdict: str) -> None:
     config = ControlConfig(
-        environment=EnvironmentConfig("CartPole-v1"), steps=2, rollouts=RolloutsConfig(groups="reward_to_go"),
-        update=covey.ControlUpdateConfig(learning_rate=0.01),
+        environment=EnvironmentConfig("CartPole-v1"), steps=2, rollouts=RolloutsConfig(kind="branches"),
+        loss=covey.ControlLossConfig(credit="reward_to_go"), update=covey.ControlUpdateConfig(learning_rate=0.01),
         evaluation=covey.ControlEvaluationConfig(episodes=2), run_dir="agent by hand",
     )  # fmt: skip
     run_dir = Path("agent by hand")

@@ -15,7 +15,7 @@ from helpers import toy_envs
 from helpers.run_helpers import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics
 
 STEPS = 40
-FRAGMENTS = {"groups": "fragments", "environments": 6, "fragment_steps": 60, "reward_scaling": "running_std"}
+FRAGMENTS = {"kind": "fragments", "environments": 6, "fragment_steps": 60, "reward_scaling": "running_std"}
 COMMON = {
     "steps": STEPS,
     "seed": 3,
@@ -28,13 +28,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "episodes": {"rollouts": {"starts_per_step": 4, "group_size": 4}, "policy": {"normalise_observations": True}},
     "reward_to_go": {
         "algorithm": "rloo",
-        "rollouts": {"groups": "reward_to_go", "starts_per_step": 4, "group_size": 4, "environments": 5},
-        "loss": {"kl_coefficient": 0.01},
+        "rollouts": {"starts_per_step": 4, "group_size": 4, "environments": 5},
+        "loss": {"credit": "reward_to_go_by_step", "kl_coefficient": 0.01},
         "update": {"epochs": 1},
     },
     "branches": {
         "rollouts": {
-            "groups": "branches",
+            "kind": "branches",
             "starts_per_step": 6,
             "group_size": 4,
             "horizon": 20,

@@ -45,7 +45,7 @@ CONTROL = {
     "algorithm": "ppo",
     "steps": 5,
     "environment": {"id": "CartPole-v1", "max_episode_steps": 30},
-    "rollouts": {"groups": "fragments", "environments": 2, "fragment_steps": 20, "reward_scaling": "running_std"},
+    "rollouts": {"kind": "fragments", "environments": 2, "fragment_steps": 20, "reward_scaling": "running_std"},
     "policy": {"hidden": [4], "normalise_observations": True},
     "evaluation": {"episodes": 2},
     "checkpoint": {"every": 2},

@@ -39,7 +39,7 @@ CONTROL = {
     "evaluation": {"episodes": 3, "every": 3},
     "checkpoint": {"every": 2},
 }
-FRAGMENTS = {"groups": "fragments", "environments": 4, "fragment_steps": 40, "reward_scaling": "running_std"}
+FRAGMENTS = {"kind": "fragments", "environments": 4, "fragment_steps": 40, "reward_scaling": "running_std"}
 KINDS = {
     "GRPO": [],
     "PPO with a critic": ["--algorithm", "ppo", "--critic-warmup-steps", "2", "--critic-epochs", "1"],

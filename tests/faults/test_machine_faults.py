@@ -40,7 +40,7 @@ CONTROL = {
     "algorithm": "ppo",
     "steps": STEPS,
     "environment": {"id": "CartPole-v1", "max_episode_steps": 30},
-    "rollouts": {"groups": "fragments", "environments": 2, "fragment_steps": 20},
+    "rollouts": {"kind": "fragments", "environments": 2, "fragment_steps": 20},
     "policy": {"hidden": [32]},
     "evaluation": {"episodes": 2},
     "checkpoint": {"every": 2},

@@ -37,7 +37,7 @@ steps = 2
 [environment]
 id = "CartPole-v1"
 [rollouts]
-groups = "episodes"
+kind = "episodes"
 starts_per_step = 2
 group_size = 2
 [policy]

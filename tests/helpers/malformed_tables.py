@@ -130,7 +130,7 @@ def recipes() -> Iterator[Input]:
         "control: id with NUL": CONTROL.replace('"CartPole-v1"', '"Cart\\u0000Pole-v1"'),
         "control: hidden is text": CONTROL.replace("hidden = [4]", 'hidden = "44"'),
         "control: hidden is empty": CONTROL.replace("hidden = [4]", "hidden = []"),
-        "control: groups is a list": CONTROL.replace('groups = "episodes"', 'groups = ["episodes"]'),
+        "control: kind is a list": CONTROL.replace('kind = "episodes"', 'kind = ["episodes"]'),
         "run_dir with NUL": _language('run_dir = "a\\u0000b"'),
         "run_dir too long": _language(f'run_dir = "{"a" * 300}"'),
         "run_dir with many parts": _language(f'run_dir = "{"a/" * 3000}"'),

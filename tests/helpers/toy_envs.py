@@ -131,7 +131,7 @@ def made(name: str, count: int, **environment: Any) -> Environments:
     return make_environments(read({"environment": {"id": name, **environment}, **FRAGMENTS}).environment, count)
 
 
-FRAGMENTS = {"algorithm": "ppo", "rollouts": {"groups": "fragments"}}  # goes with every setting of an environment
+FRAGMENTS = {"algorithm": "ppo", "rollouts": {"kind": "fragments"}}  # goes with every setting of an environment
 
 
 def train_quietly(

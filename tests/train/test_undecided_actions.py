@@ -34,7 +34,8 @@ from covey.algorithms.advantages import (
     process_by_step,
     process_return_to_go,
     reward_to_go,
-    within_rollout,
+    reward_to_go_by_step,
+    within_episode,
 )
 from covey.core import baselines, kl, schedules
 from covey.core.loss_weights import constant_length, count, sequence_mean, token_mean
@@ -60,9 +61,9 @@ ALGORITHMS = {
     "dapo": dapo(kl=NO_KL),
     "gspo": gspo(kl=NO_KL),
     "cispo": cispo(kl=NO_KL),
-    "rloo": rloo(kl=K1_IN_REWARD, credit=partial(reward_to_go, gamma=0.9)),
-    "rloo_of_the_group": rloo(kl=NO_KL, credit=partial(reward_to_go, gamma=0.9, same_step=False)),
-    "reinforce": reinforce(kl=NO_KL, credit=partial(within_rollout, gamma=0.9)),
+    "rloo": rloo(kl=K1_IN_REWARD, credit=partial(reward_to_go_by_step, gamma=0.9)),
+    "rloo_of_the_group": rloo(kl=NO_KL, credit=partial(reward_to_go, gamma=0.9)),
+    "reinforce": reinforce(kl=NO_KL, credit=partial(within_episode, gamma=0.9)),
     "reinforce_pp": reinforce_pp(kl=K1_IN_REWARD),
     "process": grpo(kl=NO_KL, credit=process),
     "process_by_step": grpo(kl=NO_KL, credit=process_by_step),
@@ -163,7 +164,7 @@ def gapped(rewards: list[float], *gaps: int) -> Group:
 
 
 def test_the_same_step_is_the_same_decision_not_the_same_column():
-    estimate = reward_to_go(baselines.group_centered, gamma=0.5)
+    estimate = reward_to_go_by_step(baselines.group_centered, gamma=0.5)
     # returns 2.75 3.5 3 and 1 2: means 1.875, 2.75, and a decision alone
     groups = [group(gapped([1, 2, 3], 0, 3, 1, 2), gapped([0, 2], 1, 0, 1))]
     found = estimate(collate(groups)).advantages_BT
@@ -247,8 +248,8 @@ def test_explained_variance_sees_the_decisions_alone(marks, seed):
 ESTIMATORS = {
     "outcome": outcome,
     "reward_to_go": reward_to_go,
-    "of_the_group": partial(reward_to_go, same_step=False),
-    "within_rollout": within_rollout,
+    "reward_to_go_by_step": reward_to_go_by_step,
+    "within_episode": within_episode,
     "over_the_batch": batch_normalized_returns,
     "process": process,
     "process_by_step": process_by_step,

@@ -40,25 +40,38 @@ def outcome(compare: Baseline) -> AdvantageEstimator:
     return estimate
 
 
-def reward_to_go(compare: Baseline, *, gamma: float = 1.0, same_step: bool = True) -> AdvantageEstimator:
-    """Decisions are compared by what was earned from them on: with the siblings' decisions at the same step (those
-    rollouts that were still going), or with all decisions of the group. REINFORCE's returns (Williams 1992) in GRPO's
-    groups.
+def reward_to_go(compare: Baseline, *, gamma: float = 1.0) -> AdvantageEstimator:
+    """Decisions are compared by their discounted returns with all decisions of the group.
+
+    A_{i,t} compares s_{i,t} = sum_{l >= 0} gamma^l r_{i,t+l}: REINFORCE's returns (Williams 1992) in GRPO's groups.
     """
 
     def estimate(batch: Batch) -> Advantages:
         returns_BT = returns.discounted_returns(batch.rewards_BT, batch.mask_BT, gamma)
-        width = batch.mask_BT.shape[1]
         group_BT = batch.group_B[:, None].expand_as(batch.mask_BT)
-        if same_step:
-            # Steps are counted in decisions: the columns of siblings differ if undecided actions lie between them.
-            group_BT = group_BT * width + batch.mask_BT.cumsum(dim=1) - batch.mask_BT.long()
         return Advantages(_compare_decisions(compare, returns_BT, group_BT, batch))
 
     return estimate
 
 
-def within_rollout(compare: Baseline, *, gamma: float = 0.99) -> AdvantageEstimator:
+def reward_to_go_by_step(compare: Baseline, *, gamma: float = 1.0) -> AdvantageEstimator:
+    """Decisions are compared by their discounted returns with the siblings' decisions at the same step.
+
+    As `reward_to_go`, with the rollouts of the group that had not ended before the step.
+    """
+
+    def estimate(batch: Batch) -> Advantages:
+        returns_BT = returns.discounted_returns(batch.rewards_BT, batch.mask_BT, gamma)
+        width = batch.mask_BT.shape[1]
+        # Steps are counted in decisions: the columns of siblings differ if undecided actions lie between them.
+        step_BT = batch.mask_BT.cumsum(dim=1) - batch.mask_BT.long()
+        group_BT = batch.group_B[:, None] * width + step_BT
+        return Advantages(_compare_decisions(compare, returns_BT, group_BT, batch))
+
+    return estimate
+
+
+def within_episode(compare: Baseline, *, gamma: float = 0.99) -> AdvantageEstimator:
     """Decisions are compared by their discounted returns with the other decisions of the same rollout.
 
     No sibling is needed. The form in which articles explain GRPO on CartPole; REINFORCE with whitened returns.

@@ -19,7 +19,6 @@ from covey.config.common import (
     option,
 )
 from covey.config.control import (
-    GROUPS,
     ControlConfig,
     ControlEvaluationConfig,
     ControlLossConfig,
@@ -48,7 +47,7 @@ from covey.config.llm import (
 )
 
 __all__ = [
-    "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "GROUPS", "TASK_CONFIGS", "ArithmeticConfig",
+    "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "ArithmeticConfig",
     "CheckpointConfig", "ConfigError", "ControlConfig", "ControlEvaluationConfig", "ControlLossConfig",
     "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "EnvironmentConfig", "EvaluationConfig", "JsonlConfig",
     "LossBase", "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig", "ReferenceConfig", "RewardConfig",

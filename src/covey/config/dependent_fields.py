@@ -154,7 +154,7 @@ def _most(recipe: RunConfig, config: RunConfig, name: str) -> int | None:
 def _minibatches(recipe: Config, config: Config, name: str) -> int:
     """As many as before, if the step can still be split into them evenly."""
     if isinstance(config, ControlConfig):
-        if config.rollouts.groups != "fragments":
+        if config.rollouts.kind != "fragments":
             return config.update.minibatches
         return largest_divisor(config.rollouts.fragment_steps * config.rollouts.copies, config.update.minibatches)
     return largest_divisor(config.sampling.prompts_per_step, config.update.minibatches)
@@ -194,14 +194,25 @@ def _unused(name: str) -> Callable[[Any], bool]:
     user, stranger = USED_ONLY_BY.get(name), NOT_USED_BY.get(name)
 
     def is_unused(config: Config) -> bool:
-        groups = config.rollouts.groups if isinstance(config, ControlConfig) else ""
-        return user not in (None, config.algorithm, groups) or (bool(groups) and stranger == groups)
+        kind = config.rollouts.kind if isinstance(config, ControlConfig) else ""
+        return user not in (None, config.algorithm, kind) or (bool(kind) and stranger == kind)
 
     return is_unused
 
 
+def _compares_parts_of_no_episode(config: ControlConfig) -> bool:
+    """within_episode, although the rollouts are no whole episodes."""
+    return config.loss.credit == "within_episode" and config.rollouts.kind != "episodes"
+
+
+def _compares_one_with_none(config: ControlConfig) -> bool:
+    """A group of one, although its rollouts are to be compared with each other."""
+    compares_siblings = config.loss.credit != "within_episode" and config.algorithm not in NOT_BY_GROUP
+    return compares_siblings and config.rollouts.group_size == 1
+
+
 def _cannot_branch(config: ControlConfig) -> bool:
-    return config.rollouts.groups == "branches" and config.environment.vectorization not in ("auto", "sync")
+    return config.rollouts.kind == "branches" and config.environment.vectorization not in ("auto", "sync")
 
 
 _STEPS = (
@@ -210,7 +221,7 @@ _STEPS = (
 )
 _CLIPS = ("loss.clip_low", "loss.clip_high", "loss.dual_clip")
 _GROUP_SIZES = ("sampling.adaptive", "sampling.group_size", "sampling.final_group_size")
-_ALGORITHM = ("algorithm", "rollouts.groups")
+_ALGORITHM = ("algorithm", "rollouts.kind")
 
 
 def _shared(root: type) -> list[Rule]:
@@ -221,6 +232,7 @@ def _shared(root: type) -> list[Rule]:
         *(Rule(name, _ALGORITHM, _if(_unused(name), default)) for name in unused),
         *(Rule(name, ("algorithm",), _if(_no_clipping, default)) for name in _CLIPS),
         Rule("update.epochs", ("algorithm",), _if(_no_clipping, _constant(1))),
+        Rule("loss.credit", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
         *(Rule(name, ("steps",), _same_share_of_steps) for name in _STEPS),
     ]
 
@@ -241,7 +253,6 @@ RULES: dict[type, list[Rule]] = {
     RunConfig: [
         *_shared(RunConfig),
         Rule("rewards", ("task",), _rewards),
-        Rule("loss.credit", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
         Rule("loss.credit", ("rewards",), _if(lambda config: not _pays_steps(config), default)),
         Rule("process.boundary", ("rewards",), _if(lambda config: not _pays_steps(config), default)),
         Rule("token_budget", ("steps",), _same_tokens_a_step),
@@ -278,21 +289,16 @@ RULES: dict[type, list[Rule]] = {
     ],
     ControlConfig: [
         *_shared(ControlConfig),
+        Rule("loss.credit", ("rollouts.kind",), _if(_compares_parts_of_no_episode, default)),
         Rule(
-            "rollouts.group_size", ("rollouts.groups",),
-            _if(lambda config: config.rollouts.groups == "within_episode", _constant(1)),
+            "rollouts.group_size", ("loss.credit",),
+            _if(lambda config: config.loss.credit == "within_episode", _constant(1)),
         ),
-        Rule(
-            "rollouts.group_size", ("rollouts.groups",),
-            _if(lambda config: config.rollouts.groups != "within_episode" and config.rollouts.group_size == 1, default),
-        ),
-        Rule(
-            "environment.vectorization", ("rollouts.groups",),
-            _if(_cannot_branch, default),
-        ),
+        Rule("rollouts.group_size", ("loss.credit", "algorithm"), _if(_compares_one_with_none, default)),
+        Rule("environment.vectorization", ("rollouts.kind",), _if(_cannot_branch, default)),
         Rule(
             "update.minibatches",
-            ("rollouts.groups", "rollouts.fragment_steps", "rollouts.environments"), _minibatches,
+            ("rollouts.kind", "rollouts.fragment_steps", "rollouts.environments"), _minibatches,
         ),
         Rule("evaluation.expected_return", ("environment.id", "environment.max_episode_steps"), default),
         *_KL,

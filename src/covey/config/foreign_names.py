@@ -91,8 +91,8 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "num_episodes": _same("OpenRLHF", "steps", "it counts training steps"),
     "total_timesteps": _same("stable-baselines3, cleanrl", "steps", "it counts training steps, not environment steps"),
     "total_episodes": _same("TRL", "steps", "it counts training steps, not rollouts"),
-    "n_steps": _same("stable-baselines3", "rollouts.fragment_steps", 'it goes with rollouts.groups = "fragments"'),
-    "num_steps": _same("cleanrl", "rollouts.fragment_steps", 'it goes with rollouts.groups = "fragments"'),
+    "n_steps": _same("stable-baselines3", "rollouts.fragment_steps", 'it goes with rollouts.kind = "fragments"'),
+    "num_steps": _same("cleanrl", "rollouts.fragment_steps", 'it goes with rollouts.kind = "fragments"'),
     "n_envs": _same("stable-baselines3", "rollouts.environments"),
     "num_envs": _same("cleanrl", "rollouts.environments"),
     # ---- the loss ----

@@ -1,4 +1,4 @@
-"""Validate configs: refuse what cannot work, in one line that names the fix, before anything heavy is loaded."""
+"""Validate configs: one line refuses a run that cannot work and names the fix, before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from covey.config import (
     TASK_CONFIGS,
     ConfigError,
     ControlConfig,
-    EnvironmentConfig,
     EvaluationConfig,
     JsonlConfig,
     LossBase,
     RewardConfig,
-    RolloutsConfig,
     RunConfig,
     SamplingConfig,
     UpdateBase,
@@ -37,10 +35,11 @@ from covey.config.model_sources import locate_model
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_process import check_process, check_step_reward
+from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_size import check_control_size, check_size
 
-WITHOUT_RATIO = ("rloo", "reinforce")  # nothing to clip, nothing that corrects for a policy that has moved
-# Fields that only one algorithm or one kind of group uses; setting them elsewhere would change nothing.
+WITHOUT_RATIO = ("rloo", "reinforce")  # algorithms whose surrogate has no ratio to clip, so they are on-policy only
+# Fields that only one algorithm or one kind of rollouts uses; any other is refused if they are set.
 USED_ONLY_BY = {
     "policy.critic_hidden": "ppo",
     "critic.trunk": "ppo",
@@ -54,7 +53,6 @@ USED_ONLY_BY = {
     "update.critic_warmup_steps": "ppo",
     "rollouts.fragment_steps": "fragments",
     "rollouts.horizon": "branches",
-    "rollouts.compare": "reward_to_go",
 }
 NOT_USED_BY = {
     "rollouts.starts_per_step": "fragments",
@@ -66,8 +64,11 @@ NOT_USED_BY = {
 def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_rewards: bool = False) -> None:
     """Refuse a run that cannot work: wrong types, values out of range, combinations that contradict each other.
 
-    Reads the file system (does the data file exist?) but loads no model and runs no code of the user.
-    With `own_task` the task comes from a script, and the config needs none; `own_rewards` likewise.
+    Reads the file system, for example to check that the data file exists, but loads no model and runs no user code.
+
+    Args:
+        own_task: a script gives the task, so the config needs none.
+        own_rewards: a script gives the rewards, so the config needs none.
 
     Raises:
         ConfigError: one line that names the field and the fix.
@@ -80,7 +81,7 @@ def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_r
 
 
 def _check_tables(config: Any) -> None:
-    """A config from Python may hold anything where a table belongs; one from a recipe cannot."""
+    """Refuse values of the wrong type in place of tables, which a config from Python can have."""
     if not isinstance(config, RunConfig | ControlConfig):
         kind = type(config).__name__
         raise ConfigError(f"the config is of type {kind}: give a RunConfig or a ControlConfig, as RunConfig(steps=20)")
@@ -106,7 +107,9 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> 
         )
     if config.task is not None and type(config.task) not in TASK_CONFIGS.values():
         raise ConfigError(f"task must be one of the task configs in covey.config (is {type(config.task).__name__})")
-    _check_sampling(config.sampling, config.algorithm)  # first, because its messages say why
+    _check_sampling(
+        config.sampling, config.algorithm
+    )  # before the limits of single fields, because its messages give the reason
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
     check_size(config)
@@ -132,43 +135,42 @@ def _validate_control(config: ControlConfig) -> None:
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
     check_control_size(config)
-    rollouts = config.rollouts
-    _check_groups(rollouts, config.algorithm)
+    check_rollouts(config)
     _check_epochs(config.update, config.algorithm)
     _check_critic_warmup(config)
     check_kl(config.loss, config.update, config.loss.kl_coefficient)
-    _check_vectorization(config.environment, rollouts.groups)
+    rollouts = config.rollouts
     parts, count = config.update.minibatches, rollouts.fragment_steps * rollouts.copies
-    if rollouts.groups == "fragments" and count % parts:
+    if rollouts.kind == "fragments" and count % parts:
         raise ConfigError(
             f"the decisions of rollouts.fragment_steps x copies ({count}) cannot be split evenly into "
             f"update.minibatches ({parts}); set minibatches to {largest_divisor(count, parts)}"
         )
-    _refuse_unused(config, rollouts.groups)
+    _refuse_unused(config, rollouts.kind)
 
 
-def _refuse_unused(config: RunConfig | ControlConfig, groups: str = "") -> None:
-    """Fields that are set although what is chosen has no use for them."""
+def _refuse_unused(config: RunConfig | ControlConfig, kind: str = "") -> None:
+    """Refuse fields that are set although the algorithm or the kind of rollouts does not use them."""
     for where, item, _, value in iter_fields(config):
         user = USED_ONLY_BY.get(where)
         if value == item.default:
             continue
-        if user not in (None, config.algorithm, groups):
+        if user not in (None, config.algorithm, kind):
             raise ConfigError(f"{where} is set, but only {user} uses it: take it out, or choose {user}")
-        if groups and NOT_USED_BY.get(where) == groups:
-            raise ConfigError(f"{where} is set, but {groups} has no use for it: take it out")
+        if kind and NOT_USED_BY.get(where) == kind:
+            raise ConfigError(f"{where} is set, but {kind} do not use it: take it out")
 
 
 def _check_sampling(sampling: SamplingConfig, algorithm: str) -> None:
     if algorithm not in NOT_BY_GROUP and sampling.group_size == 1 and not isinstance(sampling.group_size, bool):
         raise ConfigError(
-            "sampling.group_size is 1: rollouts learn by comparison with their group, and a group of one has nothing "
-            "to compare with; set group_size to 2 or more"
+            "sampling.group_size is 1, but rollouts are compared with the others of their group, and a group of one "
+            "has nothing to compare with; set group_size to 2 or more"
         )
     if is_a(sampling.temperature, float) and sampling.temperature <= 0:
         raise ConfigError(
             f"sampling.temperature is {sampling.temperature}: it must be above 0, because greedy rollouts of one "
-            "prompt are all the same and a group then teaches nothing; 1.0 is usual"
+            "prompt are all the same, so a group has no advantages; 1.0 is usual"
         )
 
 
@@ -186,8 +188,8 @@ def _check_loss(loss: LossBase, algorithm: str) -> None:
 def _check_epochs(update: UpdateBase, algorithm: str) -> None:
     if algorithm in WITHOUT_RATIO and update.epochs > 1:
         raise ConfigError(
-            f"update.epochs is {update.epochs}, but {algorithm} has no ratio, and without one only the first pass over "
-            "some rollouts is on-policy: set epochs to 1, or choose grpo"
+            f"update.epochs is {update.epochs}, but {algorithm} has no ratio, so only the first pass over the rollouts "
+            "is on-policy: set epochs to 1, or choose grpo"
         )
 
 
@@ -195,8 +197,8 @@ def _check_critic_warmup(config: RunConfig | ControlConfig) -> None:
     warmup, steps = config.update.critic_warmup_steps, config.steps
     if warmup >= steps:
         raise ConfigError(
-            f"update.critic_warmup_steps ({warmup}) leave the policy none of the run's {steps} steps to learn in: set "
-            "it lower, or steps higher"
+            f"update.critic_warmup_steps ({warmup}) must be below the run's {steps} steps, because only the critic is "
+            "trained in them: set it lower, or steps higher"
         )
 
 
@@ -214,33 +216,6 @@ def largest_divisor(count: int, most: int) -> int:
     return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
 
 
-def _check_groups(rollouts: RolloutsConfig, algorithm: str) -> None:
-    groups, size = rollouts.groups, rollouts.group_size
-    if (algorithm == "ppo") != (groups == "fragments"):
-        raise ConfigError(
-            f"algorithm {algorithm!r} does not go with rollouts.groups {groups!r}: ppo learns from fragments, with a "
-            "critic, and the other algorithms from groups; set both"
-        )
-    if groups == "within_episode" and size != 1:
-        raise ConfigError(
-            f"rollouts.group_size is {size}: within_episode compares the steps of one episode with each other, so a "
-            "group is one episode; set group_size to 1 (and starts_per_step to the episodes of a step)"
-        )
-    if groups not in ("within_episode", "fragments") and size == 1:
-        raise ConfigError(
-            f"rollouts.group_size is 1: {groups} learns by comparison with the group, and a group of one has nothing "
-            "to compare with; set group_size to 2 or more"
-        )
-
-
-def _check_vectorization(environment: EnvironmentConfig, groups: str) -> None:
-    if groups == "branches" and environment.vectorization not in ("auto", "sync"):
-        raise ConfigError(
-            f"environment.vectorization is {environment.vectorization!r}, but branches copy the environment's state, "
-            "which needs the environment in this process; set it to 'auto' or 'sync'"
-        )
-
-
 def _check_evaluation(evaluation: EvaluationConfig) -> None:
     limits = evaluation.token_limits
     if len(set(limits)) != len(limits):
@@ -248,7 +223,7 @@ def _check_evaluation(evaluation: EvaluationConfig) -> None:
 
 
 def check_task(task: Any) -> None:
-    """The rules of one task's table that go beyond single values.
+    """Refuse a task table whose data file cannot be read.
 
     Raises:
         ConfigError: for a data file that is missing or not named.
@@ -266,7 +241,7 @@ def check_task(task: Any) -> None:
 
 
 def check_reward(reward: RewardConfig, where: str) -> None:
-    """The rules of one [[rewards]] table; `where` names it in the message.
+    """Refuse a [[rewards]] table that contradicts itself; `where` names it in the message.
 
     Raises:
         ConfigError: for neither or both of name and function, a bad pattern, a function that is no file.py:function.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from covey.config import ConfigError, RunConfig, SamplingConfig
 
-NOT_BY_GROUP = ("ppo", "reinforce_pp")  # compare with a critic or with the whole step: no group is dead for them
+# Algorithms that compare with a critic or with the whole step, so that no group is without a signal for them.
+NOT_BY_GROUP = ("ppo", "reinforce_pp")
 
 
 def check_collection(config: RunConfig) -> None:
@@ -20,7 +21,7 @@ def check_collection(config: RunConfig) -> None:
         if wanted and algorithm in NOT_BY_GROUP:
             raise ConfigError(
                 f"sampling.{name} is set, but {algorithm} does not compare within groups, so a group whose rewards are "
-                "all the same teaches it too: take it out, or choose grpo"
+                "all the same has advantages too: take it out, or choose grpo"
             )
     if sampling.adaptive and config.max_resamples:
         raise ConfigError(
@@ -31,6 +32,22 @@ def check_collection(config: RunConfig) -> None:
         _check_adaptive(sampling)
     else:
         _refuse_adaptive_fields(sampling)
+
+
+def check_credit(credit: str, algorithm: str, decision: str) -> None:
+    """Refuse a loss.credit other than the default for an algorithm that does not compare within groups.
+
+    Args:
+        decision: a decision of the policy in a word, for the message.
+
+    Raises:
+        ConfigError: one line that names the field and the fix.
+    """
+    if credit != "outcome" and algorithm in NOT_BY_GROUP:
+        raise ConfigError(
+            f"loss.credit is {credit!r}, but {algorithm} already credits every {decision} with what was earned from it "
+            "on and does not compare within groups: take it out, or choose grpo"
+        )
 
 
 def _check_overlong(sampling: SamplingConfig) -> None:

@@ -9,7 +9,10 @@ _HORIZON = LossBase().adaptive_kl_horizon
 
 
 def check_kl(loss: LossBase, update: UpdateBase, coefficient: float | None) -> None:
-    """The rules of both worlds; `coefficient` is where the KL's begins, None where the algorithm chooses.
+    """Refuse contradictions between KL settings that language models and control share.
+
+    Args:
+        coefficient: initial KL coefficient; None if it is the default of the algorithm.
 
     Raises:
         ConfigError: naming the field and the fix.
@@ -34,7 +37,7 @@ def check_kl(loss: LossBase, update: UpdateBase, coefficient: float | None) -> N
 
 
 def check_language_kl(config: RunConfig) -> None:
-    """The rules of language models.
+    """Refuse contradictions between the KL settings of a language model.
 
     Raises:
         ConfigError: naming the field and the fix.

@@ -6,7 +6,7 @@ from covey.config import ConfigError, RewardConfig, RunConfig
 from covey.config.fields import did_you_mean
 from covey.config.function_source import check_function_name
 from covey.config.llm import STEP_REWARDS
-from covey.config.validate_collection import NOT_BY_GROUP
+from covey.config.validate_collection import check_credit
 
 RULES = ("line", "paragraph", "sentence")
 
@@ -15,18 +15,14 @@ def check_process(config: RunConfig, *, own_rewards: bool = False) -> None:
     """Refuse contradictions between loss.credit, the rewards and [process].
 
     Args:
-        own_rewards: the rewards come from a script, so [[rewards]] says nothing of them.
+        own_rewards: a script gives the rewards, so [[rewards]] does not describe them.
 
     Raises:
         ConfigError: one line that names the field and the fix.
     """
     credit, boundary = config.loss.credit, config.process.boundary
     by_step = credit != "outcome"
-    if by_step and config.algorithm in NOT_BY_GROUP:
-        raise ConfigError(
-            f"loss.credit is {credit!r}, but {config.algorithm} already credits every token with what was earned from "
-            "it on, step rewards included: take it out, or choose grpo"
-        )
+    check_credit(credit, config.algorithm, "token")
     if boundary not in RULES:
         if ":" not in boundary:
             rules = ", ".join(RULES)
@@ -45,7 +41,7 @@ def check_process(config: RunConfig, *, own_rewards: bool = False) -> None:
 
 
 def no_step_reward(credit: str) -> str:
-    """Message for a run that compares reasoning steps without a reward for them."""
+    """Message for a run that compares reasoning steps although no reward is paid by step."""
     return (
         f"loss.credit is {credit!r}, but no reward is paid by step: add [[rewards]] with per_step = true and a "
         "function, or choose credit = 'outcome'"
@@ -53,10 +49,10 @@ def no_step_reward(credit: str) -> str:
 
 
 def check_step_reward(reward: RewardConfig, where: str) -> None:
-    """Refuse per_step where it means nothing; `where` names the table in the message.
+    """Refuse per_step for a reward of whole completions; `where` names the table in the message.
 
     Raises:
-        ConfigError: for a built-in reward of whole completions.
+        ConfigError: if the reward is built in and pays whole completions.
     """
     if reward.per_step and reward.name and reward.name not in STEP_REWARDS:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Refuses runs that are larger than the machine, by what they need at the very least.
+"""Validate the size of a run: refuse one whose smallest possible memory exceeds that of the machine.
 
-These are lower bounds: they tell a mistyped number at once, without knowing the model or the environment. The memory
-of a run on a language model is predicted by `covey check` and `covey plan`.
+The bounds find mistyped numbers without loading the model or the environment. `covey check` and `covey plan` estimate
+the memory of a run on a language model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_LAYERS = 100
 
 
 def check_size(config: RunConfig) -> None:
-    """Refuse a run on a language model that this machine cannot hold.
+    """Refuse a run on a language model that does not fit into the memory of this machine.
 
     Raises:
         ConfigError: naming the fields to lower.
@@ -43,7 +43,7 @@ def check_size(config: RunConfig) -> None:
 
 
 def check_control_size(config: ControlConfig) -> None:
-    """Refuse a run on an environment that this machine cannot hold.
+    """Refuse a run on an environment that does not fit into the memory of this machine.
 
     Raises:
         ConfigError: naming the fields to lower.
@@ -56,8 +56,8 @@ def check_control_size(config: ControlConfig) -> None:
         f"{rollouts.copies:,} copies of the environment" + (" in processes of their own" if own_process else ""),
         "rollouts.environments" if rollouts.environments else "rollouts.starts_per_step, group_size",
     )
-    steps = {"fragments": rollouts.fragment_steps, "branches": rollouts.horizon}.get(rollouts.groups, 1)
-    count = rollouts.copies if rollouts.groups == "fragments" else rollouts.starts_per_step * rollouts.group_size
+    steps = {"fragments": rollouts.fragment_steps, "branches": rollouts.horizon}.get(rollouts.kind, 1)
+    count = rollouts.copies if rollouts.kind == "fragments" else rollouts.starts_per_step * rollouts.group_size
     _refuse_above(count * steps * DECISION_BYTES, f"a step of {count * steps:,} decisions", "the fields of [rollouts]")
     for name, widths in (("hidden", config.policy.hidden), ("critic_hidden", config.policy.critic_hidden)):
         if len(widths) > MOST_LAYERS:
@@ -67,7 +67,7 @@ def check_control_size(config: ControlConfig) -> None:
 
 
 def check_threads(threads: int, where: str = "threads") -> None:
-    """Refuse more threads than could help on any machine like this one; `where` names the setting.
+    """Refuse more threads than are useful on this machine; `where` names the setting.
 
     Raises:
         ConfigError: naming the largest number.
@@ -78,7 +78,7 @@ def check_threads(threads: int, where: str = "threads") -> None:
 
 
 def _refuse_above(needed: int, what: str, fields: str) -> None:
-    """Compare bytes with the machine's memory; `what` needs them, and `fields` are to be lowered."""
+    """Refuse `what` if it needs more bytes than the machine has; `fields` are the settings to lower."""
     memory = memory_bytes()
     if memory is not None and needed > memory:
         raise ConfigError(

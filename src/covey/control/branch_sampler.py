@@ -29,8 +29,8 @@ def refuse_uncopyable(environments: Environments) -> None:
     """
     if not environments.snapshots:
         raise ConfigError(
-            "rollouts.groups = 'branches' needs an environment whose state can be copied, and this one's cannot: use "
-            "'reward_to_go'"
+            "rollouts.kind = 'branches' needs an environment whose state can be copied, and this one's cannot: use "
+            "'episodes', with loss.credit = 'reward_to_go_by_step'"
         )
 
 
@@ -38,14 +38,15 @@ class BranchSampler(ControlSampler):
     """One episode from every start; from one of its states, each as likely as any other, G branches.
 
     A branch is an action sampled by the policy and then `horizon - 1` more decisions of it; its reward is their
-    discounted return. Only the first action is compared with its siblings, for only it was taken in the same state, so
-    a rollout here has one decision. What lies beyond the horizon counts nothing: choose it long enough for a mistake
-    to show.
+    discounted return. What lies beyond the horizon counts nothing: choose it long enough for a mistake to show.
 
     Args:
         environments: S * G slots, for the branches.
         trunks: S slots, for the episodes that they leave.
         horizon: decisions of a branch.
+        decisions: of a branch that its rollout has, from the first; the last of them is paid the discounted return of
+            the rest. 1 if branches are compared by their outcomes, because only the first action was taken in a state
+            that all siblings share.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class BranchSampler(ControlSampler):
         *,
         trunks: Environments,
         horizon: int,
+        decisions: int,
     ) -> None:
         super().__init__(policy, environments, seed, reward_scale, gamma)
-        self.trunks, self.horizon = trunks, horizon
+        self.trunks, self.horizon, self.decisions = trunks, horizon, decisions
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """G branches from one state of an episode from every start.
@@ -76,7 +78,10 @@ class BranchSampler(ControlSampler):
         segments, buffer = self._play_branches(observation_ND, group_size, step)
         groups = [Group(start, []) for start in starts]
         for index, (segment, whole) in enumerate(zip(segments, self._rewarded(buffer, segments), strict=True)):
-            rollout = buffer.rollout(TrajectorySlice(segment.slot, 0, 1, segment.end), self.version)
+            kept = min(self.decisions, segment.stop)
+            rollout = buffer.rollout(TrajectorySlice(segment.slot, 0, kept, segment.end), self.version)
+            rollout.step_rewards = whole.step_rewards[:kept].copy()
+            rollout.step_rewards[-1] = self._discounted(whole.step_rewards[kept - 1 :])
             rollout.reward = whole.reward
             rollout.text = f"{whole.text}, reward {whole.reward:g}"
             groups[index // group_size].rollouts.append(rollout)

@@ -84,6 +84,10 @@ class ControlSampler:
         """The policy's random numbers of a training step: one for each number in an action."""
         return ActionRng(self.seed, step, slots, self.policy.actions.size, stream)
 
+    def _discounted(self, rewards_L: NDArray[np.float64]) -> float:
+        """The discounted return of these rewards."""
+        return float(rewards_L @ self.gamma ** np.arange(len(rewards_L)))
+
     def _rewarded(
         self, buffer: Trajectories, segments: Sequence[TrajectorySlice], *, go_on: bool = False
     ) -> list[Rollout]:
@@ -102,7 +106,7 @@ class ControlSampler:
             rollout = buffer.rollout(segment, self.version)
             rewards_L = scaled_NT[segment.slot, segment.start : segment.stop]
             rollout.step_rewards = rewards_L
-            rollout.reward = float(rewards_L @ self.gamma ** np.arange(len(rewards_L)))
+            rollout.reward = self._discounted(rewards_L)
             if self.policy.normaliser is not None:
                 self._seen.append(rollout.context)
             rollouts.append(rollout)

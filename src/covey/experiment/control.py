@@ -1,4 +1,4 @@
-"""From a config to the parts of a run on an environment, and the evaluation of its agent."""
+"""Builds the components of a run on an environment from its config, and evaluates its agent."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ from typing import Any
 
 import torch
 
-from covey.algorithms.advantages import CreditAssignment, outcome, reward_to_go, within_rollout
+from covey.algorithms.advantages import (
+    CreditAssignment,
+    outcome,
+    reward_to_go,
+    reward_to_go_by_step,
+    within_episode,
+)
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.faults import faults_of
 from covey.config.fields import command, plural
 from covey.config.files import user_path
 from covey.config.recipe import config_from_dict, read_tables
+from covey.config.validate_collection import NOT_BY_GROUP
 from covey.control.action_spaces import Continuous
-from covey.control.branch_sampler import BranchSampler, refuse_uncopyable
 from covey.control.envs.render import can_draw, render_episode
-from covey.control.envs.vector_env import Environments, check_environment, longest_episode, make_environments
+from covey.control.envs.vector_env import Environments, check_environment, make_environments
 from covey.control.nets.running_mean_std import RunningMeanStd
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.control.reward_scaling import ClipReward, NoScaling, RewardScale, RunningStdScaling
 from covey.control.rollout_buffer import collect_episodes
-from covey.control.sampler import ControlSampler, EpisodeSampler, FragmentSampler
+from covey.control.sampler import ControlSampler
 from covey.control.tasks import EnvironmentReward, ResetSeeds, reset_seeds
 from covey.experiment.build import (
     Evaluation,
@@ -37,6 +43,7 @@ from covey.experiment.build import (
     build_kl_coefficient,
     build_learners,
 )
+from covey.experiment.rollout_kinds import ROLLOUT_KINDS
 from covey.runtime.device import environment, set_threads
 from covey.runtime.rng import EVALUATING
 from covey.tracking.console import Display
@@ -50,68 +57,61 @@ from covey.train.state import Components, LoopConfig
 EVALUATED_AT_ONCE = 100  # copies of the environment
 PICTURE = "agent.gif"
 
-CREDITS: dict[str, Callable[[ControlConfig, float], CreditAssignment]] = {
-    "episodes": lambda config, gamma: outcome,
-    "branches": lambda config, gamma: outcome,
-    "reward_to_go": lambda config, gamma: partial(
-        reward_to_go, gamma=gamma, same_step=config.rollouts.compare == "step"
-    ),
-    "within_episode": lambda config, gamma: partial(within_rollout, gamma=gamma),
+CREDITS: dict[str, Callable[[float], CreditAssignment]] = {  # loss.credit -> discount -> credit
+    "outcome": lambda gamma: outcome,  # the sampler has discounted the return
+    "reward_to_go": lambda gamma: partial(reward_to_go, gamma=gamma),
+    "reward_to_go_by_step": lambda gamma: partial(reward_to_go_by_step, gamma=gamma),
+    "within_episode": lambda gamma: partial(within_episode, gamma=gamma),
+}
+REWARD_SCALES: dict[str, Callable[[float], RewardScale]] = {  # rollouts.reward_scaling -> discount -> scale
+    "none": lambda gamma: NoScaling(),
+    "clip": lambda gamma: ClipReward(),
+    "running_std": RunningStdScaling,
 }
 
 
 class ControlBuilder:
-    """A run on a Gymnasium environment; meets `covey.experiment.build.ExperimentBuilder`."""
+    """Builder of a run on a Gymnasium environment; implements `covey.experiment.build.ExperimentBuilder`."""
 
     name = "control"
     score_kind = "return"
 
     def __init__(self, config: ControlConfig) -> None:
-        """Makes the environments, so that a mistake is found at once.
+        """Make the environments, so that an error is reported before the run begins.
 
         Raises:
-            ConfigError: where the environment cannot be made or does not suit the groups.
+            ConfigError: if the environment cannot be made, or does not support the kind of rollouts or the algorithm.
         """
         set_threads(config.threads)
         self.config = config
-        rollouts = config.rollouts
-        self.fragments = rollouts.groups == "fragments"
+        kind = ROLLOUT_KINDS[config.rollouts.kind]
         check_environment(evaluation_environment(config))
-        # A branch is one decision, for only its first is compared.
-        self.longest_rollout = 1 if rollouts.groups == "branches" else longest_episode(config.environment)
+        self.longest_rollout = kind.longest(config)
         if config.algorithm == "dr_grpo" and self.longest_rollout is None:
             raise ConfigError(
                 f"dr_grpo divides by the time limit of an episode, and {config.environment.id!r} has none: set "
                 "environment.max_episode_steps"
             )
-        self.environments = make_environments(config.environment, rollouts.copies)
-        self.notes = (self.environments.note,) if self.environments.note else ()  # what a user should know
-        self.trunks = None
+        self.rollouts = kind(config)
+        self.environments = self.rollouts.environments
+        self.notes = (self.environments.note,) if self.environments.note else ()  # for the user, before the run
         self._evaluation: Environments | None = None
-        if rollouts.groups == "branches":
-            self.trunks = make_environments(config.environment, rollouts.starts_per_step)
-            refuse_uncopyable(self.trunks)
         if config.loss.kl_estimator == "exact" and isinstance(self.environments.actions, Continuous):
             raise ConfigError(
                 "loss.kl_estimator = 'exact' sums over all actions, and here they are continuous: use 'k3'"
             )
 
     def describe(self) -> str:
-        config, rollouts = self.config, self.config.rollouts
-        what = (
-            f"{plural(self.environments.count, 'environment')} x {plural(rollouts.fragment_steps, 'step')}"
-            if self.fragments
-            else f"{plural(rollouts.starts_per_step, 'start')} x {plural(rollouts.group_size, 'rollout')} "
-            f"({rollouts.groups})"
-        )
-        return f"{config.algorithm} on {config.environment.id}, {plural(config.steps, 'step')} of {what}"
+        config = self.config
+        credit = "" if config.algorithm in NOT_BY_GROUP else f" ({config.loss.credit})"
+        steps = f"{plural(config.steps, 'step')} of {self.rollouts.describe()}"
+        return f"{config.algorithm} on {config.environment.id}, {steps}{credit}"
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         config = self.config
-        gamma = config.rollouts.discount
+        gamma = config.discount
         policy = build_policy(config, self.environments)
-        critics = (build_critic(config, policy),) if config.algorithm == "ppo" else ()
-        sampler = self._build_sampler(policy, gamma)
+        sampler = self.rollouts.sampler(policy, REWARD_SCALES[config.rollouts.reward_scaling](gamma))
         algorithm = build_algorithm(
             config.algorithm,
             config.loss,
@@ -122,8 +122,9 @@ class ControlBuilder:
             whiten=config.loss.whiten,
             value_coefficient=config.loss.value_coefficient,
             value_clip=config.loss.value_clip,
-            **({} if self.fragments else {"credit": CREDITS[config.rollouts.groups](config, gamma)}),
+            credit=CREDITS[config.loss.credit](gamma),
         )
+        critics = (build_critic(config, policy),) if algorithm.needs_critic else ()
         needs_reference = bool(config.loss.kl_coefficient) and algorithm.kl.placement.needs_reference
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         evaluation = EpisodeEvaluation(config, policy, self._evaluation_environments(), display)
@@ -152,8 +153,8 @@ class ControlBuilder:
         settings = LoopConfig(
             steps=config.steps,
             seed=config.seed,
-            starts_per_step=self.environments.count if self.fragments else config.rollouts.starts_per_step,
-            group_size=FixedSize(1 if self.fragments else config.rollouts.group_size),
+            starts_per_step=self.rollouts.starts_per_step,
+            group_size=FixedSize(self.rollouts.group_size),
             checkpoint_every=config.checkpoint.every,
         )
         return Experiment(
@@ -169,21 +170,9 @@ class ControlBuilder:
         return can_draw(self.config.environment)
 
     def close(self) -> None:
-        for environments in (self.environments, self.trunks, self._evaluation):
-            if environments is not None:
-                environments.close()
-
-    def _build_sampler(self, policy: ControlPolicy, gamma: float) -> ControlSampler:
-        rollouts = self.config.rollouts
-        scales: dict[str, Callable[[], RewardScale]] = {
-            "none": NoScaling,
-            "clip": ClipReward,
-            "running_std": lambda: RunningStdScaling(gamma),
-        }
-        shared = (policy, self.environments, self.config.seed, scales[rollouts.reward_scaling](), gamma)
-        if self.trunks is not None:
-            return BranchSampler(*shared, trunks=self.trunks, horizon=rollouts.horizon)
-        return FragmentSampler(*shared, steps=rollouts.fragment_steps) if self.fragments else EpisodeSampler(*shared)
+        self.rollouts.close()
+        if self._evaluation is not None:
+            self._evaluation.close()
 
     def _evaluation_environments(self) -> Environments:
         count = min(self.config.evaluation.episodes, EVALUATED_AT_ONCE)
@@ -200,7 +189,7 @@ class ControlBuilder:
 
 
 class EpisodeEvaluation:
-    """The mean return of episodes in which the policy always takes its best action."""
+    """Evaluation of a policy: the mean return of greedy episodes."""
 
     def __init__(
         self, config: ControlConfig, policy: ControlPolicy, environments: Environments, display: Display
@@ -209,7 +198,7 @@ class EpisodeEvaluation:
         self.seeds = [start.prompt for start in ResetSeeds().held_out(config.evaluation.episodes)]
 
     def measure(self, label: str) -> list[Evaluation]:
-        """One result: the mean return, its 95 % interval, seconds."""
+        """The mean return, its 95 % interval and the seconds that the evaluation took, as one result."""
         began = time.perf_counter()
         with self.display.progress(f"evaluation {label}", len(self.seeds)) as advance:
             returns = episode_returns(self.policy, self.environments, self.seeds)
@@ -217,7 +206,7 @@ class EpisodeEvaluation:
         return [{**RETURN.estimate(returns), "seconds": time.perf_counter() - began}]
 
     def due(self, step: int) -> dict[str, float]:
-        """The metric `eval/score` after a step where the config asks for it."""
+        """The metric `eval/score` if an evaluation is due after this step, else nothing."""
         if not self.config.every or step % self.config.every:
             return {}
         returns = episode_returns(self.policy, self.environments, self.seeds)
@@ -225,7 +214,7 @@ class EpisodeEvaluation:
 
 
 def episode_returns(policy: ControlPolicy, environments: Environments, seeds: list[int]) -> list[float]:
-    """The undiscounted return of one greedy episode from every reset seed."""
+    """Undiscounted returns of greedy episodes, one from each reset seed."""
     segments, buffer = collect_episodes(environments, policy, seeds, None)
     return [float(buffer.rewards(segment).sum()) for segment in segments]
 
@@ -250,7 +239,7 @@ def build_policy(config: ControlConfig, environments: Environments) -> ControlPo
 
 
 def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
-    """The untrained critic that goes with a policy."""
+    """The untrained critic of a policy."""
     return ControlCritic(
         policy.observation_size,
         hidden=config.policy.critic_hidden or config.policy.hidden,
@@ -261,28 +250,28 @@ def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
 
 
 def evaluation_environment(config: ControlConfig) -> EnvironmentConfig:
-    """The environment as evaluation plays it: in this process."""
+    """Config of the environment for evaluation, whose copies step in this process."""
     return replace(config.environment, vectorization="auto")
 
 
 def evaluate_run(
     run_dir: str | Path, *, episodes: int | None = None, render: bool = False, seed: int | None = None
 ) -> Evaluation:
-    """Greedy episodes of a finished run's policy.
+    """Evaluate the policy of a finished run in greedy episodes.
 
     Args:
         run_dir: the run folder.
-        episodes: how many to play; None: as many as the run's own evaluations.
-        render: also write a moving picture of one of them into the run folder.
-        seed: of the episodes; None: those that every run is measured on.
+        episodes: number of episodes; None: that of the run's own evaluations.
+        render: also write an animation of one episode into the run folder.
+        seed: of the reset seeds; None: the reset seeds on which every run is evaluated.
 
     Returns:
-        {"score", "low", "high", "count", "returns", "drawable"}, with "picture" (its path) if one was made. "drawable"
-        says whether the environment can be rendered here.
+        {"score", "low", "high", "count", "returns", "drawable"}, and "picture", the path of the animation, if there is
+        one. "drawable" is whether the environment can be rendered here.
 
     Raises:
-        ConfigError: where the run is not finished, its environment cannot be made, or (with `render`) another process
-            is writing into its folder.
+        ConfigError: if the run is not finished, if its environment cannot be made, or, with `render`, if another
+            process writes into its folder.
     """
     run_dir = user_path(run_dir)
     if not (run_dir / CONFIG_FILE).is_file():

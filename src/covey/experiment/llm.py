@@ -268,14 +268,14 @@ class LLMBuilder:
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
         self._tell_of_steps(display)
-        critics = (build_critic(config, loaded.policy, display),) if config.algorithm == "ppo" else ()
+        algorithm = build_llm_algorithm(config)
+        critics = (build_critic(config, loaded.policy, display),) if algorithm.needs_critic else ()
         reference = LanguagePolicy(
             copy.deepcopy(loaded.policy.module).requires_grad_(False),
             temperature=config.sampling.temperature,
             microbatch_tokens=update.microbatch_tokens,
             backend=loaded.policy.backend,
         )
-        algorithm = build_llm_algorithm(config)
         policy = with_outputs(loaded.policy, config, algorithm, critics, reference)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         held_out = HeldOut(config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store)

@@ -153,8 +153,8 @@ def test_actions_reach_the_environment_in_its_own_shape(space, sent, monkeypatch
 @pytest.mark.parametrize(
     "tables",
     [
-        {"algorithm": "grpo", "rollouts": {"groups": "reward_to_go", "starts_per_step": 4, "group_size": 8}},
-        {"algorithm": "ppo", "rollouts": {"groups": "fragments", "environments": 8, "fragment_steps": 20}},
+        {"algorithm": "grpo", "loss": {"credit": "reward_to_go_by_step"}},
+        {"algorithm": "ppo", "rollouts": {"kind": "fragments", "environments": 8, "fragment_steps": 20}},
     ],
     ids=["grpo", "ppo"],
 )
