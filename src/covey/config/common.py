@@ -10,11 +10,11 @@ ALGORITHM_NAMES = (*CRITIC_FREE, "ppo")
 
 
 class ConfigError(ValueError):
-    """A mistake of the user's, told in one line that names the fix."""
+    """A mistake in the user's input; the message is one line that names the fix."""
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, told in one line; what was learned so far is in its run folder."""
+    """A run that cannot continue; the message is one line. The run folder keeps the progress so far."""
 
 
 class MachineError(RuntimeError):
@@ -35,8 +35,8 @@ def option(
     """A config field: its default, its help text and the values it may take.
 
     Args:
-        least, most: limits that are allowed themselves; in a list they hold for every item.
-        above, below: limits that are not.
+        least, most: inclusive limits; in a list they hold for every item.
+        above, below: exclusive limits.
         advanced: shown by `--help-all` only.
     """
     limits = {"least": least, "most": most, "above": above, "below": below}

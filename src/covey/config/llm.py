@@ -9,8 +9,8 @@ from typing import Any
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, option
 
 EMBEDDED_MODELS = ("smollm2-135m",)
-STEP_REWARDS = ("step_numbers",)  # built-in rewards that pay every reasoning step
-BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right, 0 for wrong
+STEP_REWARDS = ("step_numbers",)  # built-in rewards with a value for every reasoning step
+BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right and 0 for wrong
 DAPO_RESAMPLES = 3
 PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
 DAPO_OVERLONG_SHARE = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
@@ -204,12 +204,12 @@ class RewardConfig:
 
     @property
     def is_per_step(self) -> bool:
-        """Whether it pays reasoning steps rather than whole completions."""
+        """True for a reward of reasoning steps, False for one of whole completions."""
         return self.per_step or self.name in STEP_REWARDS
 
     @property
     def is_binary(self) -> bool:
-        """Whether it is 1 for right and 0 for wrong by its kind, so that its mean is an accuracy."""
+        """True if the reward is always 1 (right) or 0 (wrong), so that its mean is an accuracy."""
         return self.binary or self.name in BINARY_REWARDS
 
 
@@ -230,7 +230,7 @@ class ReferenceConfig:
     )
     refresh_fraction: float = option(
         1.0,
-        "weight of the policy in the refreshed reference: 1 copies it, less is a moving average",
+        "weight of the policy in the refreshed reference: 1 copies it, less is a moving average (EMA)",
         above=0,
         most=1,
         advanced=True,
@@ -276,19 +276,19 @@ class RunConfig(RunBase):
 
     @property
     def max_resamples(self) -> int:
-        """sampling.max_resamples, or what the algorithm wants where it is unset."""
+        """sampling.max_resamples, or the algorithm's default if it is unset."""
         default = DAPO_RESAMPLES if self.algorithm == "dapo" else 0
         return default if self.sampling.max_resamples is None else self.sampling.max_resamples
 
     @property
     def kl_coefficient(self) -> float | None:
-        """loss.kl_coefficient; unset, ppo takes its own here, and None leaves it to the algorithm."""
+        """loss.kl_coefficient, or ppo's default if it is unset; None means the default of another algorithm."""
         default = PPO_KL_COEFFICIENT if self.algorithm == "ppo" else None
         return default if self.loss.kl_coefficient is None else self.loss.kl_coefficient
 
     @property
     def overlong_tokens(self) -> int:
-        """sampling.overlong_tokens, or what the algorithm wants where it is unset."""
+        """sampling.overlong_tokens, or the algorithm's default if it is unset."""
         share = DAPO_OVERLONG_SHARE if self.algorithm == "dapo" else 0.0
         default = round(share * self.sampling.max_new_tokens)
         return default if self.sampling.overlong_tokens is None else self.sampling.overlong_tokens
