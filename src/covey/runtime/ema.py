@@ -1,4 +1,4 @@
-"""A module whose weights follow those of another: the reference of a run, where it is refreshed."""
+"""Copies or moving averages of a module's weights, for a reference that is refreshed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class EMAWeights:
 
         weight += share * (leader's weight - weight)
 
-    A moving average is kept in fp32, 4 bytes a weight beside a module of lower precision: bf16 has eight bits, so a
-    small share of a small difference would round away at every step and the reference would stay where it is. A copy
-    needs nothing beside the module.
+    A moving average is kept in fp32, with 4 additional bytes per weight for a module of lower precision: bf16 has eight
+    bits, so a small fraction of a small difference would be rounded away and the reference would never change. A copy
+    needs no additional memory.
     """
 
     def __init__(self, module: nn.Module, leader: nn.Module, share: float) -> None:
         """
         Args:
-            module: what follows; its parameters take no gradient.
-            leader: a module of the same shape.
-            share: of the way, above 0 and at most 1.
+            module: the module to update; its parameters take no gradient.
+            leader: the module of the same shape whose weights are copied or averaged.
+            share: weight of the leader in the average, above 0 and at most 1; 1 is a copy.
         """
         self.share = share
         self.parameters = dict(module.named_parameters())
@@ -34,11 +34,11 @@ class EMAWeights:
         self.weights: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             exact = parameter.dtype if share == 1 else torch.promote_types(parameter.dtype, torch.float32)
-            self.weights[name] = parameter.detach().to(exact)  # the parameter itself, where it is precise enough
+            self.weights[name] = parameter.detach().to(exact)  # the parameter itself, if it is precise enough
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Go the share of the way to where the leader is now."""
+        """Update the weights with the leader's present weights."""
         for name, weight in self.weights.items():
             leader = self.leader[name].detach().to(weight.dtype)
             weight.copy_(leader) if self.share == 1 else weight.lerp_(leader, self.share)
@@ -50,7 +50,7 @@ class EMAWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over saved weights, bit for bit.
+        """Load saved weights, bit for bit.
 
         Raises:
             ConfigError: if they are those of another module.
