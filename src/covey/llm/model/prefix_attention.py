@@ -242,7 +242,7 @@ class PackedLayout:
     def _attend_fused(
         self, query_HRLD: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Attention of long completions by torch's fused attention: no stored scores, but copies of the prompt's keys."""
+        """Attention of long completions by torch's fused attention: stores no scores, but copies the prompt's keys."""
         heads, length = query_HRLD.shape[0], query_HRLD.shape[2]
         key = torch.cat([key_KSPD[:, self.prompt_of_leaf], key], dim=2)
         value = torch.cat([value_KSPD[:, self.prompt_of_leaf], value], dim=2)
