@@ -113,7 +113,7 @@ def call_function(
     Raises:
         InvalidRewardOutput: for a wrong count, or a value that is not a number.
         TypeError: if the function needs an argument that is no column of the data.
-        Exception: whatever the function raises.
+        Exception: any that the function raises.
     """
     count = len(arguments["completions"])  # the function may change its arguments
     log = Log(count)
@@ -136,7 +136,7 @@ def call_on_text(function: Callable[..., Any], text: str) -> list[int]:
 
     Raises:
         InvalidRewardOutput: if they are not a list of whole numbers.
-        Exception: whatever the function raises.
+        Exception: any that the boundary function raises.
     """
     return checked_positions(function(text), len(text))
 
