@@ -17,7 +17,7 @@ from typing import Any
 
 from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, JsonlConfig, RunConfig, RunError
-from covey.config.faults import machine_error, told
+from covey.config.faults import machine_error, path_error
 from covey.config.fields import check_text, command, printable
 from covey.config.files import user_path
 from covey.config.model_sources import find_origin, locate_model
@@ -111,7 +111,7 @@ def check_surroundings() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise told(error, "the working directory cannot be used, change to another one") from error
+        raise path_error(error, "the working directory cannot be used, change to another one") from error
     columns = os.environ.get("COLUMNS", "")
     if columns and not (columns.isdecimal() and WIDTHS[0] <= int(columns[:9]) <= WIDTHS[1]):
         del os.environ["COLUMNS"]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from covey.config.faults import told
+from covey.config.faults import path_error
 from covey.tracking.run_store import SUMMARY_FILE, read_metrics
 from covey.tracking.wording import SECONDS, Wording, find_wording
 
@@ -158,7 +158,7 @@ def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
         final, count, peak = float(after["score"]), int(after["count"]), int(summary["peak_memory_bytes"])
         world = find_wording(summary)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise told(error, f"{run_dir} holds no finished run that can be compared, delete it", run_dir) from error
+        raise path_error(error, f"{run_dir} holds no finished run that can be compared, delete it", run_dir) from error
     seconds = np.cumsum(_column(records, "time/step"))
     if world.world == "control":
         spent = (_column(records, "environment/episodes"), _column(records, "environment/steps"), seconds)

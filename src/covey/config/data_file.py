@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, JsonlConfig
-from covey.config.faults import told
+from covey.config.faults import path_error
 from covey.config.files import parse_json, read_file, shortened, user_path
 from covey.config.machine import memory_bytes
 
@@ -74,7 +74,7 @@ def read_rows(path: str) -> list[Row]:
     try:
         status = file.stat()
     except OSError as error:
-        raise told(error, f"{path}: cannot be read", file) from error
+        raise path_error(error, f"{path}: cannot be read", file) from error
     return _read_rows(path, file.absolute(), (status.st_ino, status.st_size, status.st_mtime_ns))
 
 

@@ -80,7 +80,7 @@ def faults_of(path: str | Path) -> Iterator[None]:
         raise fault from error
 
 
-def told(error: Exception, what: str, path: str | Path = "") -> ConfigError | MachineError:
+def path_error(error: Exception, what: str, path: str | Path = "") -> ConfigError | MachineError:
     """The exception to raise for a path that the user named: MachineError or, for a mistake of the user's, ConfigError.
 
     Args:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.common import ConfigError
-from covey.config.faults import told
+from covey.config.faults import path_error
 
 LARGEST_DOCUMENT = 16 << 20  # bytes of a JSON document; real ones have a few kilobytes
 LONGEST_MODEL_CONFIG = 1 << 20  # bytes of a config.json
@@ -55,7 +55,7 @@ def user_path(name: str | Path, where: str = "") -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise told(error, f"{where}{shortened(str(name))} cannot be used as a path", path) from error
+        raise path_error(error, f"{where}{shortened(str(name))} cannot be used as a path", path) from error
     except RuntimeError as error:
         raise ConfigError(f"{where}{shortened(str(name))}: the home folder of that user is not known") from error
     except ValueError as error:
@@ -87,7 +87,7 @@ def read_file(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
                 raise ConfigError(f"{path} has {status.st_size / 1e6:,.0f} MB; at most {most / 1e6:,.0f} MB are read")
             return file.read()
     except OSError as error:
-        raise told(error, f"cannot read {path}", path) from error
+        raise path_error(error, f"cannot read {path}", path) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.common import ConfigError
-from covey.config.faults import faults_of, told
+from covey.config.faults import faults_of, path_error
 from covey.config.fields import command, did_you_mean, did_you_mean_file
 from covey.config.files import read_toml, unusual_kind, user_path
 from covey.config.llm import EMBEDDED_MODELS
@@ -57,7 +57,7 @@ class Origin:
         return (self.run_dir / MODEL_FOLDER / MODEL_CONFIG_FILE).is_file()
 
     @property
-    def told(self) -> dict[str, Any]:
+    def config_tables(self) -> dict[str, Any]:
         """The tables of the run's config, which holds every field.
 
         Raises:
@@ -158,7 +158,7 @@ def locate_model(model: str) -> ModelSource:
             kind = unusual_kind(path)
             raise ConfigError(f"model: {model} is {kind}; give a model's folder, a hub name or a .gguf file")
     except OSError as error:
-        raise told(error, f"model: {model} cannot be read", path) from error
+        raise path_error(error, f"model: {model} cannot be read", path) from error
     _check_hub_name(model)
     return ModelSource(ModelKind.HUB, model)
 
@@ -177,7 +177,7 @@ def find_origin(model: str) -> Origin | None:
         if named and path.parent.name == CHECKPOINTS_FOLDER and (path.parents[1] / CONFIG_FILE).is_file():
             return Origin(path.parents[1], int(named[1]))
     except OSError as error:
-        raise told(error, f"model: {model} cannot be read", path) from error
+        raise path_error(error, f"model: {model} cannot be read", path) from error
     return None
 
 
@@ -191,7 +191,7 @@ def check_origin(origin: Origin, model: str) -> None:
     run_dir, whole = origin.run_dir, origin.whole_checkpoints()
     if not origin.from_checkpoint:
         return
-    _ = origin.told  # refuses a run without a language model
+    _ = origin.config_tables  # refuses a run without a language model
     name = _path_of(model).name
     if origin.step is not None and name not in whole:
         kept = f"it has {', '.join(whole)}" if whole else "it has none"

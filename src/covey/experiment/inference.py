@@ -92,5 +92,5 @@ def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_to
 def _precision_of(model: str) -> str:
     """Precision of the run that a model is from; "auto" if it is from none."""
     origin = find_origin(model)
-    config = None if origin is None else config_from_dict(origin.told)
+    config = None if origin is None else config_from_dict(origin.config_tables)
     return config.precision if isinstance(config, RunConfig) else "auto"

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from covey.config import ConfigError, MachineError
-from covey.config.faults import faults_of, told
+from covey.config.faults import faults_of, path_error
 from covey.config.fields import command
 from covey.config.files import sync, user_path
 from covey.config.model_sources import ARCHITECTURE_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
@@ -174,7 +174,7 @@ def _unusable(run_dir: str | Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, (ConfigError, MachineError)):
             raise
-        raise told(error, f"cannot write the run folder {run_dir}, name another with --run-dir") from error
+        raise path_error(error, f"cannot write the run folder {run_dir}, name another with --run-dir") from error
 
 
 def _refuse_occupied(folder: Path, shown: str | Path) -> None:
@@ -234,7 +234,7 @@ def check_new_file(path: Path, option: str) -> None:
     try:
         _try_to_write(path.absolute().parent)
     except OSError as error:
-        raise told(error, f"{option} {path}: create the folder {path.parent}, or name another") from None
+        raise path_error(error, f"{option} {path}: create the folder {path.parent}, or name another") from None
 
 
 def holds_run(run_dir: Path) -> bool:

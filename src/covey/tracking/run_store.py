@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.config import ConfigError
-from covey.config.faults import faults_of, told
+from covey.config.faults import faults_of, path_error
 from covey.config.files import sync
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE, CRITIC_FOLDER, MODEL_FOLDER  # noqa: F401 -- see above
 from covey.tracking.run_folder import (
@@ -222,7 +222,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise told(error, f"cannot read {path}", path) from error
+        raise path_error(error, f"cannot read {path}", path) from error
     return list(_parsed(lines, path))
 
 

@@ -84,12 +84,12 @@ def fault_of(error: Exception, where: str) -> EnvironmentFault:
             "adapt it to the API of Gymnasium 1"
         )
     try:
-        told = " ".join(str(error).split())
+        text = " ".join(str(error).split())
     except Exception:  # an exception whose text raises
-        told = ""
+        text = ""
     kind = type(error).__name__
-    own = isinstance(error, TypeError | ValueError) and told.startswith(("its ", "terminated is", "truncated is"))
-    return EnvironmentFault(f"{where}: {told[:300] if own else f'{kind}: {told[:300]}' if told else kind}")
+    own = isinstance(error, TypeError | ValueError) and text.startswith(("its ", "terminated is", "truncated is"))
+    return EnvironmentFault(f"{where}: {text[:300] if own else f'{kind}: {text[:300]}' if text else kind}")
 
 
 def _shown(value: Any) -> str:

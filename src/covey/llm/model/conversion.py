@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from covey.config import ConfigError
-from covey.config.faults import told
+from covey.config.faults import path_error
 from covey.config.files import sync
 from covey.config.model_sources import EMBEDDED_MODELS, MODEL_CONFIG_FILE
 from covey.llm.memory.dimensions import read_gguf_config
@@ -80,7 +80,7 @@ def _using(cache: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        problem = told(error, f"cannot write to the cache {cache}", cache)
+        problem = path_error(error, f"cannot write to the cache {cache}", cache)
         raise type(problem)(f"{problem}, or set {VARIABLE} to another folder") from error
 
 

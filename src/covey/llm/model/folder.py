@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from covey.config import ConfigError, files
-from covey.config.faults import told
+from covey.config.faults import path_error
 from covey.config.fields import or_list
 from covey.config.model_sources import MODEL_CONFIG_FILE
 
@@ -171,7 +171,7 @@ def read_weight_files(folder: Path, model: str) -> WeightFiles:
                     shapes[name] = tuple(tensor.get_shape())
                     _check_type(name, tensor.get_dtype(), len(shapes[name]), model)
         except OSError as error:
-            raise told(error, f"model {model}: {path.name} cannot be read", path) from error
+            raise path_error(error, f"model {model}: {path.name} cannot be read", path) from error
         except SafetensorError as error:
             raise ConfigError(f"model {model}: {path.name} is damaged ({error}): copy or download it again") from error
     if not shapes:
