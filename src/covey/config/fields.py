@@ -118,19 +118,19 @@ def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
         if choices and single not in choices and not optional_text:
             raise ConfigError(f"{where} must be {or_list(choices)} (is {single!r}){did_you_mean(str(single), choices)}")
         check_limits(where, item.metadata["limits"], single)
-        if kind is int and item.metadata["limits"]["most"] is None and abs(single) > LARGEST_INTEGER:
+        if kind is int and item.metadata["limits"]["max"] is None and abs(single) > LARGEST_INTEGER:
             raise ConfigError(f"{where} must be at most {LARGEST_INTEGER} (is {single})")
         if kind is float and abs(single) > LARGEST_NUMBER:
             raise ConfigError(f"{where} must be at most {LARGEST_NUMBER:g} (is {single})")
 
 
 def check_limits(where: str, limits: dict[str, float | None], value: Any) -> None:
-    """Check a number against the limits that `covey.config.option` declared.
+    """Check a number against the limits that `covey.config.config_field` declared.
 
     Raises:
         ConfigError: naming the limit that the value breaks.
     """
-    least, most, above, below = (limits[name] for name in ("least", "most", "above", "below"))
+    least, most, above, below = (limits[name] for name in ("min", "max", "above", "below"))
     if least is not None and value < least:
         raise ConfigError(f"{where} must be at least {least:.12g} (is {value})")
     if most is not None and value > most:
