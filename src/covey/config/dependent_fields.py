@@ -13,7 +13,7 @@ from typing import Any
 
 from covey.config.common import ConfigError
 from covey.config.control import ControlConfig
-from covey.config.fields import check_fields, iter_fields, shown
+from covey.config.fields import check_fields, iter_fields, toml_repr
 from covey.config.llm import TASK_CONFIGS, RewardConfig, RunConfig
 from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, largest_divisor
 from covey.config.validate_collection import NOT_BY_GROUP
@@ -96,7 +96,7 @@ def _written(value: Any) -> str:
         return "unset"
     if isinstance(value, tuple) and all(isinstance(item, RewardConfig) for item in value):
         return f"[{', '.join(reward.name or reward.function for reward in value)}]"
-    return shown(value)
+    return toml_repr(value)
 
 
 def _if(condition: Callable[[Any], bool], then: Callable[[Any, Any, str], Any]) -> Callable[[Any, Any, str], Any]:

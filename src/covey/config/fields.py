@@ -106,7 +106,7 @@ def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
         raise ConfigError(f"{where} has {len(value):,} values: at most {LONGEST_LIST:,} are read")
     for single in value if is_list else (value,):
         if not is_a(single, kind):
-            raise ConfigError(f"{where} must be {describe_type(hint)} (is {shown(value)})")
+            raise ConfigError(f"{where} must be {describe_type(hint)} (is {toml_repr(value)})")
         if type(single) is int and single.bit_length() > 64:
             raise ConfigError(f"{where} is an integer of more than 64 bits")
         if kind is float and not math.isfinite(single):
@@ -167,7 +167,7 @@ def is_a(value: Any, kind: type) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def shown(value: Any) -> str:
+def toml_repr(value: Any) -> str:
     """The value in TOML syntax."""
     if isinstance(value, bool):
         return str(value).lower()
