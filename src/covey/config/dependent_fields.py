@@ -108,7 +108,7 @@ def _constant(value: Any) -> Callable[[Any, Any, str], Any]:
     return lambda recipe, config, name: value
 
 
-def _same_share_of_steps(recipe: Config, config: Config, name: str) -> int:
+def _scaled_steps(recipe: Config, config: Config, name: str) -> int:
     """Scale a number of steps with the length of the run if it no longer fits."""
     value, interval = int(get(config, name)), name.endswith("every")
     fits = value <= config.steps if interval else value < config.steps
@@ -117,12 +117,12 @@ def _same_share_of_steps(recipe: Config, config: Config, name: str) -> int:
     return max(int(interval), min(config.steps - 1, round(value * config.steps / recipe.steps)))
 
 
-def _same_tokens_a_step(recipe: RunConfig, config: RunConfig, name: str) -> int:
+def _scaled_budget(recipe: RunConfig, config: RunConfig, name: str) -> int:
     """Scale the token budget with the number of steps of a longer run."""
     return max(config.token_budget, round(config.token_budget * config.steps / recipe.steps))
 
 
-def _same_share_of_tokens(recipe: RunConfig, config: RunConfig, name: str) -> int | None:
+def _scaled_tokens(recipe: RunConfig, config: RunConfig, name: str) -> int | None:
     tokens, limit = config.sampling.overlong_tokens, config.sampling.max_new_tokens
     if tokens is None or tokens <= limit:
         return tokens
@@ -221,7 +221,7 @@ def _shared(root: type) -> list[Rule]:
         *(Rule(name, _ALGORITHM, _if(_unused(name), default)) for name in unused),
         *(Rule(name, ("algorithm",), _if(_no_clipping, default)) for name in _CLIPS),
         Rule("update.epochs", ("algorithm",), _if(_no_clipping, _constant(1))),
-        *(Rule(name, ("steps",), _same_share_of_steps) for name in _STEPS),
+        *(Rule(name, ("steps",), _scaled_steps) for name in _STEPS),
     ]
 
 
@@ -244,8 +244,8 @@ RULES: dict[type, list[Rule]] = {
         Rule("loss.credit", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
         Rule("loss.credit", ("rewards",), _if(lambda config: not _pays_steps(config), default)),
         Rule("process.boundary", ("rewards",), _if(lambda config: not _pays_steps(config), default)),
-        Rule("token_budget", ("steps",), _same_tokens_a_step),
-        Rule("reference.refresh_every", ("steps",), _same_share_of_steps),
+        Rule("token_budget", ("steps",), _scaled_budget),
+        Rule("reference.refresh_every", ("steps",), _scaled_steps),
         Rule(
             "reference.refresh_fraction", ("reference.refresh_every",),
             _if(lambda config: not config.reference.refresh_every, default),
@@ -267,7 +267,7 @@ RULES: dict[type, list[Rule]] = {
             "sampling.initial_group_size", _GROUP_SIZES, _first
         ),
         Rule("sampling.max_group_size", _GROUP_SIZES, _most),
-        Rule("sampling.overlong_tokens", ("sampling.max_new_tokens",), _same_share_of_tokens),
+        Rule("sampling.overlong_tokens", ("sampling.max_new_tokens",), _scaled_tokens),
         Rule("evaluation.token_limits", ("sampling.max_new_tokens",), _token_limits),
         Rule("update.minibatches", ("sampling.prompts_per_step",), _minibatches),
         Rule(

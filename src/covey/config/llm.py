@@ -13,7 +13,7 @@ STEP_REWARDS = ("step_numbers",)  # built-in rewards with a value for every reas
 BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right and 0 for wrong
 DAPO_RESAMPLES = 3
 PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
-DAPO_OVERLONG_SHARE = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
+DAPO_OVERLONG_FRACTION = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
 
 
 @dataclass(frozen=True)
@@ -299,6 +299,6 @@ class RunConfig(RunBase):
     @property
     def overlong_tokens(self) -> int:
         """sampling.overlong_tokens, or the algorithm's default if it is unset."""
-        share = DAPO_OVERLONG_SHARE if self.algorithm == "dapo" else 0.0
-        default = round(share * self.sampling.max_new_tokens)
+        fraction = DAPO_OVERLONG_FRACTION if self.algorithm == "dapo" else 0.0
+        default = round(fraction * self.sampling.max_new_tokens)
         return default if self.sampling.overlong_tokens is None else self.sampling.overlong_tokens

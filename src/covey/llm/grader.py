@@ -26,7 +26,7 @@ LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
 FAILURES_ALLOWED = 0.2  # fraction of a step's rollouts
 BOUNDARY = "process.boundary"  # name of the boundary function in messages
 # The dry run has two completions, a step has hundreds, so its deadline is a tenth, and a hang is found early.
-DRY_RUN_SHARE = 0.1
+DRY_RUN_FRACTION = 0.1
 DRY_RUN_LEAST_SECONDS = 1.0
 MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # from a wrong form of completions
 
@@ -276,7 +276,7 @@ class RewardGrader:
         values = []
         own = [reward for reward in self.rewards if not reward.shaping]
         for reward in own:
-            seconds = min(reward.timeout_seconds, max(DRY_RUN_LEAST_SECONDS, DRY_RUN_SHARE * reward.timeout_seconds))
+            seconds = min(reward.timeout_seconds, max(DRY_RUN_LEAST_SECONDS, DRY_RUN_FRACTION * reward.timeout_seconds))
             try:
                 values.append(reward.evaluate(groups, seconds))
             except RewardTimeout:

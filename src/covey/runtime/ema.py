@@ -13,27 +13,27 @@ from covey.config import ConfigError
 class EMAWeights:
     """A copy of a module's weights, or their exponential moving average; implements `covey.data.ReferenceUpdater`.
 
-        weight += share * (leader's weight - weight)
+        weight += fraction * (leader's weight - weight)
 
     A moving average is kept in fp32, with 4 additional bytes per weight for a module of lower precision: bf16 has eight
     bits, so a small fraction of a small difference would be rounded away and the reference would never change. A copy
     needs no additional memory.
     """
 
-    def __init__(self, module: nn.Module, leader: nn.Module, share: float) -> None:
+    def __init__(self, module: nn.Module, leader: nn.Module, fraction: float) -> None:
         """
         Args:
             module: the module to update; its parameters take no gradient.
             leader: the module of the same shape whose weights are copied or averaged.
-            share: weight of the leader in the average, above 0 and at most 1; 1 is a copy.
+            fraction: weight of the leader in the average, above 0 and at most 1; 1 is a copy.
         """
-        self.share = share
+        self.fraction = fraction
         self.parameters = dict(module.named_parameters())
         self.leader = dict(leader.named_parameters())
         assert self.parameters.keys() == self.leader.keys()
         self.weights: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            exact = parameter.dtype if share == 1 else torch.promote_types(parameter.dtype, torch.float32)
+            exact = parameter.dtype if fraction == 1 else torch.promote_types(parameter.dtype, torch.float32)
             self.weights[name] = parameter.detach().to(exact)  # the parameter itself, if it is precise enough
 
     @torch.no_grad()
@@ -41,7 +41,7 @@ class EMAWeights:
         """Update the weights with the leader's present weights."""
         for name, weight in self.weights.items():
             leader = self.leader[name].detach().to(weight.dtype)
-            weight.copy_(leader) if self.share == 1 else weight.lerp_(leader, self.share)
+            weight.copy_(leader) if self.fraction == 1 else weight.lerp_(leader, self.fraction)
         self._copy_to_module()
 
     def state_dict(self) -> dict[str, Any]:
