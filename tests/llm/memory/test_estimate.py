@@ -207,7 +207,7 @@ def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) ->
     assert predict(smollm2, config, device="cpu", width=2).parts["prepacked weights"] == 2 * matrices
     for kind in ("llama", "qwen2", "gpt2"):
         model = real_model(kind)
-        counted = read_dimensions(model_config(kind)).packed_parameters
+        counted = read_dimensions(model_config(kind)).prepacked_parameters
         alone = PackedLinears(model).packed.values()
         assert counted == sum(part.weight.numel() for part in alone)
         assert is_llama_like(model) is (kind != "gpt2")

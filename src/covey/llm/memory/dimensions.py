@@ -51,7 +51,7 @@ class Dimensions:
     is_tied: bool  # the output layer shares the embedding's weights
     has_rms_norm: bool  # computed in fp32, which keeps more than torch's own LayerNorm
     has_head_norms: bool  # queries and keys are normalised too
-    packed_parameters: int  # weights that decoding on a CPU copies (prepacks)
+    prepacked_parameters: int  # weights that decoding on a CPU copies (prepacks)
     has_kernels: bool  # covey's kernels support the model on a CPU
 
     @property
@@ -107,7 +107,7 @@ def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions
         is_tied=head is not None and head.weight is module.get_input_embeddings().weight,
         has_rms_norm=any("RMSNorm" in type(part).__name__ for part in module.modules()),
         has_head_norms="q_norm" in names,
-        packed_parameters=sum(part.weight.numel() for part in module.modules() if type(part) is nn.Linear),
+        prepacked_parameters=sum(part.weight.numel() for part in module.modules() if type(part) is nn.Linear),
         has_kernels=is_llama_like(module),
     )
 

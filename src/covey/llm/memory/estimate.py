@@ -184,7 +184,7 @@ def _sampling(size: Dimensions, config: RunConfig, device: str, width: int, prom
     # Logits of this token and of the next one, and probabilities of up to ROWS rows.
     logits = size.vocabulary * (2 * rows * width + (0 if has_kernels else 2 * 4 * min(rows, ROWS)))
     return {
-        "prepacked weights": size.packed_parameters * width if device == "cpu" else 0,
+        "prepacked weights": size.prepacked_parameters * width if device == "cpu" else 0,
         "keys and values": own + per_token * prompts * prompt_tokens,
         "logits of a decoding step": logits,
     }
