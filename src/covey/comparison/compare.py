@@ -125,7 +125,7 @@ def _train_and_report(
     needed = ("covey.experiment.run", f"covey.experiment.{world}")
     side_by_side = ParallelRunner(train_seed, at_once, preload=needed, console=console)
     try:
-        failures = side_by_side.carry_out(missing)
+        failures = side_by_side.run(missing)
     except KeyboardInterrupt:
         _say(console, "stopped; the same command continues it")
         raise

@@ -70,7 +70,7 @@ class ParallelRunner:
     preload: Sequence[str] = ()  # modules that every process needs
     console: Console = field(default_factory=Console)
 
-    def carry_out(self, jobs: Sequence[SeedJob]) -> dict[str, str]:
+    def run(self, jobs: Sequence[SeedJob]) -> dict[str, str]:
         """Run every job; returns name -> reason of those that failed.
 
         Raises:

@@ -173,7 +173,7 @@ def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardCon
     return tuple(kept)
 
 
-def _pays_steps(config: RunConfig) -> bool:
+def _has_step_rewards(config: RunConfig) -> bool:
     return any(reward.is_per_step for reward in config.rewards)
 
 
@@ -242,8 +242,8 @@ RULES: dict[type, list[Rule]] = {
         *_shared(RunConfig),
         Rule("rewards", ("task",), _rewards),
         Rule("loss.credit", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
-        Rule("loss.credit", ("rewards",), _if(lambda config: not _pays_steps(config), default)),
-        Rule("process.boundary", ("rewards",), _if(lambda config: not _pays_steps(config), default)),
+        Rule("loss.credit", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
+        Rule("process.boundary", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
         Rule("token_budget", ("steps",), _scaled_budget),
         Rule("reference.refresh_every", ("steps",), _scaled_steps),
         Rule(

@@ -162,7 +162,7 @@ def _value(tables: dict[str, Any], name: str) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def take_up(parts: Components, store: RunStore, display: Display, checkpoint_every: int) -> Progress:
+def restore_checkpoint(parts: Components, store: RunStore, display: Display, checkpoint_every: int) -> Progress:
     """Load the newest complete checkpoint into the components, remove later records, and show the earlier ones.
 
     Returns:

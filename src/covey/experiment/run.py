@@ -22,7 +22,7 @@ from covey.data import Task
 from covey.experiment import advice
 from covey.experiment.advice import Launch
 from covey.experiment.build import Evaluation, ExperimentBuilder, Reward
-from covey.experiment.resuming import Origin, new_origin, read_beginning, refuse_changed_inputs, take_up
+from covey.experiment.resuming import Origin, new_origin, read_beginning, refuse_changed_inputs, restore_checkpoint
 from covey.runtime.device import differences, peak_memory_bytes
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.tracking.console import Display
@@ -177,7 +177,7 @@ def _train(
         if resuming:
             for line in differences(origin["environment"], experiment.machine):
                 display.note(f"resuming on another footing, so the last bits may differ: {line}")
-            progress = take_up(parts, store, display, settings.checkpoint_every)
+            progress = restore_checkpoint(parts, store, display, settings.checkpoint_every)
         with stop_requests(display.note) as stopped:
             train(parts, settings, progress, should_stop=stopped)
         if stopped() or not settings.is_done(progress):

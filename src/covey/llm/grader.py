@@ -144,7 +144,7 @@ class WeightedReward:
         for column, values in results.extras.items():
             for (_, rollout), value in zip(rows, values, strict=True):
                 rollout.extras.setdefault(self.name, {})[column] = value
-        return [_verdict(result, binary=self.binary) for result in results.values]
+        return [_result_of(result, binary=self.binary) for result in results.values]
 
 
 @dataclass(frozen=True)
@@ -207,16 +207,16 @@ class RewardGrader:
         if not rollouts:
             return groups
         uncut = self._cut(rollouts)
-        verdicts = {reward.name: self._verdicts(reward, groups) for reward in self.rewards}
+        results = {reward.name: self._results(reward, groups) for reward in self.rewards}
         failed = 0
         for row, rollout in enumerate(rollouts):
             parts = {
-                reward.name: uncut[row] if reward.per_step and row in uncut else verdicts[reward.name][row]
+                reward.name: uncut[row] if reward.per_step and row in uncut else results[reward.name][row]
                 for reward in self.rewards
             }
             rollout.reward_parts = {name: verdict.value for name, verdict in parts.items()}
             rollout.score = parts[self.score_name].score
-            self._pay_steps(rollout, parts)
+            self._assign_step_rewards(rollout, parts)
             terms = [
                 reward.weight * parts[reward.name].value  # type: ignore[operator]
                 for reward in self.rewards
@@ -227,7 +227,7 @@ class RewardGrader:
             rollout.reward = None if failed_here else math.fsum(terms)
             failed += failed_here
         if failed > FAILURES_ALLOWED * len(rollouts):
-            name, why = _first_error(verdicts | ({BOUNDARY: list(uncut.values())} if uncut else {}))
+            name, why = _first_error(results | ({BOUNDARY: list(uncut.values())} if uncut else {}))
             raise _too_many(name, str(failed), len(rollouts), why)
         return groups
 
@@ -248,7 +248,7 @@ class RewardGrader:
                 raise GradingError(f"{BOUNDARY} {self.splitter.boundary} failed on {count}: {why}")
         return failed
 
-    def _pay_steps(self, rollout: Rollout, parts: Mapping[str, RewardResult]) -> None:
+    def _assign_step_rewards(self, rollout: Rollout, parts: Mapping[str, RewardResult]) -> None:
         """Fill in the reward of each decision, if the decisions that end a step are known."""
         if rollout.step_ends is None:
             return
@@ -301,7 +301,7 @@ class RewardGrader:
         if self.splitter is not None:
             self.splitter.close()
 
-    def _verdicts(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
+    def _results(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
         """One call for all groups; if it fails, one call for each group, so that only failing groups have no reward."""
         try:
             return self._call(reward, groups)
@@ -317,17 +317,17 @@ class RewardGrader:
 
     def _group_by_group(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
         total = sum(len(group.rollouts) for group in groups)
-        verdicts: list[RewardResult] = []
+        results: list[RewardResult] = []
         for group in groups:
             try:
-                verdicts += self._call(reward, [group])
+                results += self._call(reward, [group])
             except RewardCallError as error:
-                verdicts += [RewardResult(None, str(error))] * len(group.rollouts)
-            failed = sum(bool(verdict.error) for verdict in verdicts)
+                results += [RewardResult(None, str(error))] * len(group.rollouts)
+            failed = sum(bool(verdict.error) for verdict in results)
             if failed > FAILURES_ALLOWED * total:  # do not wait for the others' deadlines
-                _, why = _first_error({reward.name: verdicts})
+                _, why = _first_error({reward.name: results})
                 raise _too_many(reward.name, f"at least {failed}", total, why)
-        return verdicts
+        return results
 
 
 def build_grader(
@@ -384,7 +384,7 @@ def _right_rollout(start: Start) -> Rollout:
     return Rollout(context=(), actions=(0,), behavior_logprobs=(0.0,), end=EndReason.STOP, text=text)
 
 
-def _verdict(result: float | list[float] | None, *, binary: bool) -> RewardResult:
+def _result_of(result: float | list[float] | None, *, binary: bool) -> RewardResult:
     if result is None:
         return RewardResult(None)
     if binary and math.isfinite(result) and result not in (0, 1):  # type: ignore[arg-type]  # steps are not binary
@@ -398,13 +398,13 @@ def _verdict(result: float | list[float] | None, *, binary: bool) -> RewardResul
     return RewardResult(math.fsum(numbers), steps=numbers) if isinstance(result, list) else RewardResult(result)
 
 
-def _first_error(verdicts: Mapping[str, Sequence[RewardResult]]) -> tuple[str, str]:
+def _first_error(results: Mapping[str, Sequence[RewardResult]]) -> tuple[str, str]:
     """The first reward that failed and the reason; if none failed, all returned None."""
-    for name, of_rollouts in verdicts.items():
+    for name, of_rollouts in results.items():
         for verdict in of_rollouts:
             if verdict.error:
                 return name, verdict.error
-    return ", ".join(verdicts), "returned None"
+    return ", ".join(results), "returned None"
 
 
 def _too_many(name: str, failed: str, total: int, why: str) -> GradingError:
