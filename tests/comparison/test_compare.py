@@ -36,7 +36,7 @@ def side_by_side(work: Callable[[SeedJob], Any], at_once: int) -> ParallelRunner
 
 def test_a_few_runs_at_a_time_each_in_its_own_process(tmp_path: Path) -> None:
     jobs = make_jobs(tmp_path, 5)
-    assert side_by_side(recorded_runs.note_others, 2).carry_out(jobs) == {}
+    assert side_by_side(recorded_runs.note_others, 2).run(jobs) == {}
     noted = [json.loads((job.run_dir / "noted").read_text()) for job in jobs]
     assert len({pid for pid, _ in noted} | {os.getpid()}) == 6
     assert max(running for _, running in noted) == 2
@@ -44,14 +44,14 @@ def test_a_few_runs_at_a_time_each_in_its_own_process(tmp_path: Path) -> None:
 
 def test_a_run_does_not_inherit_the_peak_memory_of_another(tmp_path: Path) -> None:
     jobs = make_jobs(tmp_path, 2)
-    side_by_side(recorded_runs.measure_memory, 1).carry_out(jobs)
+    side_by_side(recorded_runs.measure_memory, 1).run(jobs)
     large, small = (int((job.run_dir / "peak").read_text()) for job in jobs)
     assert large - small > 200 * 2**20
 
 
 def test_a_failed_run_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     jobs = make_jobs(tmp_path, 5)
-    failures = side_by_side(recorded_runs.fail_sometimes, 2).carry_out(jobs)
+    failures = side_by_side(recorded_runs.fail_sometimes, 2).run(jobs)
     assert sorted(failures) == ["x, seed 1", "x, seed 2", "x, seed 3"]
     assert failures["x, seed 1"] == "the gradient was not finite"
     assert failures["x, seed 2"].startswith("unexpected ZeroDivisionError: a bug; see ")
@@ -63,7 +63,7 @@ def test_a_failed_run_is_told_and_the_others_go_on(tmp_path: Path) -> None:
 
 def test_a_mistake_concerns_all_runs_and_stops_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="x, seed 0: Box2D is not installed"):
-        side_by_side(recorded_runs.mistake, 1).carry_out(make_jobs(tmp_path, 3))
+        side_by_side(recorded_runs.mistake, 1).run(make_jobs(tmp_path, 3))
     assert not (tmp_path / "1").exists()
 
 
@@ -93,7 +93,7 @@ def test_a_run_that_has_just_started_when_ctrl_c_comes_is_stopped_too(
 
     monkeypatch.setattr(BaseProcess, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        side_by_side(recorded_runs.wait_for_signal, 2).carry_out(make_jobs(tmp_path, 2))
+        side_by_side(recorded_runs.wait_for_signal, 2).run(make_jobs(tmp_path, 2))
     assert (tmp_path / "0" / "stopped").is_file()
 
 

@@ -311,7 +311,7 @@ def test_output_without_end_is_cut_and_has_no_control_characters(tmp_path, capfd
     one.close()
     shown = capfd.readouterr().err
     assert shown.count("\\x1b[31mred\\x07") == 2
-    assert shown.count("(what else the function prints is left out)") == 2
+    assert shown.count("(further output of the function is left out)") == 2
     assert 1 << 18 < len(shown) < 1 << 20
 
 

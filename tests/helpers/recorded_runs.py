@@ -96,7 +96,7 @@ def main(folder: str) -> None:
     from covey.config import ControlConfig
 
     jobs = [SeedJob("x", "x", seed, ControlConfig(), Path(folder) / str(seed)) for seed in range(2)]
-    ParallelRunner(wait_for_signal, 2).carry_out(jobs)
+    ParallelRunner(wait_for_signal, 2).run(jobs)
 
 
 if __name__ == "__main__":

@@ -356,7 +356,7 @@ def test_the_curve_of_control_goes_by_environment_steps(tmp_path: Path, monkeypa
         later = {} if step % 2 else {"score/mean": 50.0 * step, "eval/score": 60.0 * step}
         store.record(step, {"environment/steps": 512.0 * step, "entropy": 0.5, "kl/behavior": 0.01, **later}, [])
     text, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
-    for part in ("environment steps", "training return", "Entropy", "KL of an update", "Groups that teach nothing"):
+    for part in ("environment steps", "training return", "Entropy", "KL of an update", "Groups with equal rewards"):
         assert part in text
     assert "accuracy" not in text
     raw = figure.axes[0].lines[0]

@@ -1,4 +1,4 @@
-"""Words for a shell that completes a line with Tab: commands, options, recipes, fields and what they may be."""
+"""Words for a shell's completion with Tab: commands, options, recipes, fields and their choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = ("path", "held_out_path", "run_dir", "output", "resume", "model", "recip
 
 
 def answer() -> None:
-    """Tell the shell which words may follow, and end the process. argcomplete's variables hold the line so far."""
+    """Print the possible next words for the shell and exit. argcomplete's variables hold the line so far."""
     parser, commands = build_parser()
     for name, command in commands.items():
         if name in TAKE_FIELDS:
@@ -29,7 +29,7 @@ def answer() -> None:
 
 
 class _Words:
-    """Some words, and the names of files where these are possible too."""
+    """A completer of fixed words and, with `files`, of file names."""
 
     def __init__(self, words: Sequence[str], files: bool):
         self.words, self.files = words, files

@@ -1,7 +1,7 @@
 """The command `covey`: train, check, plan, eval, compare, sample, recipes, completion.
 
-Thin: it reads what the user wrote, calls one function, prints. Everything heavy is imported inside the commands, so
-that a mistake is reported before torch is loaded.
+Each command parses its arguments, calls one function and prints the result. Heavy modules are imported inside the
+commands, so that a mistake is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, JsonlConfig, RunConfig, RunError
-from covey.config.faults import machine_error, told
+from covey.config.faults import machine_error, path_error
 from covey.config.fields import check_text, command, printable
 from covey.config.files import user_path
 from covey.config.model_sources import find_origin, locate_model
@@ -40,12 +40,12 @@ from covey.tracking.reports import return_report, score_report
 from covey.tracking.run_folder import check_new_file, check_run_dir, next_run_dir
 from covey.tracking.run_store import CONFIG_FILE, write_records
 
-EVALUATED = ("model", "task", "rewards", "sampling")  # the tables that `covey eval` looks at in a language model's run
+EVALUATED = ("model", "task", "rewards", "sampling")  # the tables of a language model's run that `covey eval` uses
 LANGUAGE_OPTIONS = (
     "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *MACHINE_FIELDS[1:]
 )  # fmt: skip
 LONGEST_MESSAGE, TAIL = 1500, 300  # characters of an error
-WIDTHS = (20, 1000)  # columns of a terminal; COLUMNS is ignored if it says something else
+WIDTHS = (20, 1000)  # valid columns of a terminal; COLUMNS is ignored outside this range
 FAILED, MISTAKE, MACHINE, INTERRUPTED = 1, 2, 3, EXIT_CODE  # exit codes
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a model may write what the terminal cannot show
+            stream.reconfigure(errors="replace")  # a model may write characters that the terminal cannot encode
     logging.setLogRecordFactory(_PrintableRecord)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("covey").setLevel(logging.INFO)
@@ -90,28 +90,28 @@ def _execute(words: list[str], debug: bool) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """An error's message without line breaks and control characters; of a very long one the beginning and the end."""
+    """An error's message without line breaks and control characters; the middle of a very long one is left out."""
     text = printable(" ".join(str(error).split()))
     return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - TAIL]} ... {text[-TAIL:]}"
 
 
 class _PrintableRecord(logging.LogRecord):
-    """A log record, of any library, whose text cannot command the terminal: it may quote a file."""
+    """A log record of any library without control characters, because it may quote a file."""
 
     def getMessage(self) -> str:
         return printable(super().getMessage())
 
 
 def check_surroundings() -> None:
-    """Refuse or correct what the shell hands over and no command can work with.
+    """Check that the working directory exists, and ignore an unusable $COLUMNS.
 
     Raises:
-        ConfigError: where the working directory is gone.
+        ConfigError: if the working directory no longer exists.
     """
     try:
         os.getcwd()
     except OSError as error:
-        raise told(error, "the working directory cannot be used, change to another one") from error
+        raise path_error(error, "the working directory cannot be used, change to another one") from error
     columns = os.environ.get("COLUMNS", "")
     if columns and not (columns.isdecimal() and WIDTHS[0] <= int(columns[:9]) <= WIDTHS[1]):
         del os.environ["COLUMNS"]
@@ -130,7 +130,7 @@ def check_data(config: RunConfig | ControlConfig) -> None:
 
 
 def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
-    """`covey train`; returns the exit code of a run that was stopped, which has said how to go on."""
+    """`covey train`; returns the exit code of a stopped run, which has printed how to continue."""
     if arguments.resume and (arguments.recipe or fields):
         what = arguments.recipe or fields[0]
         raise ConfigError(f"a resumed run keeps the settings that it began with: leave out {what}")
@@ -189,7 +189,7 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey eval`."""
     origin = find_origin(arguments.model)
     if origin is not None and root_of(read_tables(origin.run_dir / CONFIG_FILE)) is ControlConfig:
-        named = user_path(arguments.model) / CONFIG_FILE  # as the user wrote it, which the advice repeats
+        named = user_path(arguments.model) / CONFIG_FILE  # the user's own path, because the advice repeats it
         evaluate_control(arguments, fields, named if named.is_file() else origin.run_dir / CONFIG_FILE)
         return
     if arguments.episodes is not None or arguments.render:
@@ -218,7 +218,7 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
 
 
 def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunConfig:
-    """Config of `covey eval`, checked by the same rules as a recipe. A run brings its task, rewards and precision.
+    """Config of `covey eval`, checked by the same rules as a recipe. Task, rewards and precision default to the run's.
 
     Raises:
         ConfigError: for a mistake in the options.
@@ -229,7 +229,7 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
     if origin is not None:
         check_own_parts(arguments, origin.run_dir)
         run = config_to_dict(config_from_dict(read_tables(origin.run_dir / CONFIG_FILE)))  # with every default
-        machine = {"precision": run["precision"]}  # in another one greedy answers differ
+        machine = {"precision": run["precision"]}  # greedy answers differ in another precision
         tables = {"sampling": {name: run["sampling"][name] for name in ("max_new_tokens", "long_prompts")}}
         if "task" in run:
             tables["task"] = run["task"]
@@ -253,7 +253,7 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
     tables |= machine
     apply_overrides(tables, [(name, value) for name, value in own.items() if value is not None])
     if arguments.binary and arguments.reward is None:
-        raise ConfigError("--binary says something of a --reward of your own: name one, or leave it out")
+        raise ConfigError("--binary belongs to a --reward of your own: name one, or leave it out")
     if arguments.reward is not None:
         kind = {"binary": True} if arguments.binary else {}
         tables["rewards"] = [{"function" if ":" in arguments.reward else "name": arguments.reward, **kind}]
@@ -265,10 +265,10 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
 
 
 def check_own_parts(arguments: argparse.Namespace, run_dir: Path) -> None:
-    """Refuse to measure a run by something else than the task and the rewards that it was given in Python.
+    """Refuse to evaluate a run whose task or rewards were given in Python, unless the command names others.
 
     Raises:
-        ConfigError: if it had some and the command names no others.
+        ConfigError: if the command does not name the task or the reward.
     """
     from covey.experiment.advice import read_launch
 
@@ -278,13 +278,13 @@ def check_own_parts(arguments: argparse.Namespace, run_dir: Path) -> None:
     if launch is not None and launch.own_rewards and arguments.reward is None:
         names = ", ".join(filter(None, launch.own_rewards)) or "unnamed"
         raise ConfigError(
-            f"the run in {run_dir} was given its rewards in Python ({names}): name the one that counts with "
+            f"the run in {run_dir} was given its rewards in Python ({names}): name the one to evaluate with "
             "--reward, a built-in one or file.py:function"
         )
 
 
 def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Path) -> None:
-    """`covey eval` of a control run: the mean return of its agent, and where asked a picture of one episode.
+    """`covey eval` of a control run: the mean return of its agent, and with --render a picture of one episode.
 
     Raises:
         ConfigError: for an option that has no meaning here.
@@ -317,7 +317,7 @@ def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey compare`."""
     from covey.comparison.compare import compare
 
-    with patient():  # its runs are asked to stop, and save checkpoints
+    with patient():  # after Ctrl-C its runs need time to save checkpoints
         compare(
             arguments.recipes,
             seeds=arguments.seeds,
@@ -347,7 +347,7 @@ def recipes_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     if arguments.recipe:
         print(find_recipe(arguments.recipe).read_text(encoding="utf-8"), end="")
         return
-    width = shutil.get_terminal_size().columns  # as for --help, also where the output is no terminal
+    width = shutil.get_terminal_size().columns  # as for --help, also if the output is no terminal
     for root, title in ((ControlConfig, "Agents in environments"), (RunConfig, "Language models")):
         names = [name for name in packaged_recipes() if root_of(read_tables(name)) is root]
         longest = max(map(len, names))

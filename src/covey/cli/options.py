@@ -18,14 +18,14 @@ from covey.config.terminal import fitted, width_of
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
 LARGEST_SEED = 2**32 - 1
-MOST_TOKENS = 1_000_000  # of an answer or a prompt
-COLDEST, HOTTEST = 1e-4, 1e4  # temperatures
+MOST_TOKENS = 1_000_000  # limit of an answer or a prompt
+COLDEST, HOTTEST = 1e-4, 1e4  # limits of a temperature above 0
 TAKE_FIELDS = ("train", "check", "plan", "eval", "compare")  # commands with --field value for fields of a recipe
 PLANNED_FIELDS = ("device", "precision", "prompts_per_step", "group_size", "max_new_tokens", "microbatch_tokens")
 
 
 def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
-    """The type of an option that takes a number: an int or a float from `least` to `most`."""
+    """argparse type of a number: an int or a float from `least` to `most`."""
 
     def parse_number(text: str) -> Any:
         try:
@@ -44,7 +44,7 @@ def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
 
 
 def temperature(text: str) -> float:
-    """The type of --temperature: 0 for greedy answers, or what [sampling] temperature may be."""
+    """argparse type of --temperature: 0 for greedy answers, or a valid [sampling] temperature."""
     value: float = number(float, 0, HOTTEST)(text)
     if 0 < value < COLDEST:
         raise argparse.ArgumentTypeError(f"must be 0 or at least {COLDEST:g} (is {value})")
@@ -70,7 +70,7 @@ train on prompts and rewards of your own:
 covey --help lists the commands, covey train --help the fields of a recipe."""
 
 EPILOG = """\
-where to begin:
+first steps:
   covey train cartpole_grpo, then covey train arithmetic_grpo;
   covey without a command shows more examples
 
@@ -78,9 +78,9 @@ completion with Tab:
   eval "$(covey completion bash)", also for zsh and fish
 
 exit codes:
-  0    all went well
-  1    the run cannot go on
-  2    a mistake in what was asked
+  0    success
+  1    the run cannot continue
+  2    a mistake in the command, the recipe or the data
   3    a fault of the machine: disk, memory or permission
   130  stopped by Ctrl-C"""
 
@@ -94,14 +94,14 @@ To have it in every shell, add one line to the file that your shell reads when i
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake the way every other mistake is reported: one line, exit code 2."""
+    """Argument parser whose errors are ConfigErrors: one line, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own arguments, and the `--field value` words that belong to the config.
+    """Parse the command's own arguments; returns them and the `--field value` words of the config.
 
     Raises:
         ConfigError: for arguments that the command does not have.
@@ -128,7 +128,7 @@ def _no_command(word: str, commands: list[str], parser: Parser) -> str:
 
 
 def _check_fields(fields: list[str], parser: Parser, takes_fields: bool) -> None:
-    """Refuse a misspelt option of the command itself, before it is taken for a field of a recipe."""
+    """Refuse a misspelt option of the command itself, before it is interpreted as a field of a recipe."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     if fields and not takes_fields:
         option = f"--{fields[0].lstrip('-').partition('=')[0].replace('_', '-')}"
@@ -147,7 +147,7 @@ def _field_names() -> set[str]:
 def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]:
     """Separate a command's own options and positionals from `--field value` and `--field=value`.
 
-    argparse alone would take a value that begins with a minus, as in `--operators -,+`, for an option.
+    argparse alone would interpret a value that begins with a minus, as in `--operators -,+`, as an option.
     """
     own: list[str] = []
     fields: list[str] = []
@@ -169,7 +169,7 @@ def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]
 
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the command line, and that of each command by its name."""
+    """Build the parser of the command line; returns it and the parser of each command by name."""
     parser = Parser(
         prog="covey",
         description="Train a language model or an agent by comparing attempts with each other.",
@@ -185,10 +185,10 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("check", _check_options, "check a recipe without training"),
         ("plan", _plan_options, "predict the memory of GRPO and of PPO on a language model, without loading it"),
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
-        ("compare", _compare_options, "train several recipes over several seeds and report what differs"),
+        ("compare", _compare_options, "train several recipes over several seeds and report the differences"),
         ("sample", _sample_options, "let a language model answer one prompt"),
         ("recipes", _recipes_options, "list the packaged recipes, or print one"),
-        ("completion", _completion_options, "print what a shell needs to complete with Tab"),
+        ("completion", _completion_options, "print a shell's code for completion with Tab"),
     ):
         layout = argparse.RawDescriptionHelpFormatter
         command = commands.add_parser(name, help=text, description=text, formatter_class=layout, allow_abbrev=False)
@@ -204,7 +204,7 @@ def _train_options(command: Parser) -> None:
     command.usage = "covey train RECIPE [--field value ...]\n       covey train --resume RUN_DIR"
     _add_fields_help(command)
     command.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
-    command.add_argument("--resume", metavar="RUN_DIR", help="go on with a run that was stopped, exactly where it was")
+    command.add_argument("--resume", metavar="RUN_DIR", help="continue a stopped run, exactly from its last checkpoint")
 
 
 def _check_options(command: Parser) -> None:
@@ -223,11 +223,11 @@ def _plan_options(command: Parser) -> None:
     command.add_argument(
         "model", metavar="MODEL", help="a model's name, folder, config.json or .gguf file, or a run folder"
     )
-    command.add_argument("--algorithm", default="grpo,ppo", help="what to show side by side (grpo,ppo)")
+    command.add_argument("--algorithm", default="grpo,ppo", help="algorithms to show side by side (grpo,ppo)")
     command.add_argument(
         "--prompt-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="length of a prompt, in tokens (64)"
     )
-    command.add_argument("--critic-trunk", choices=("own", "policy"), help="of ppo; both are shown where left out")
+    command.add_argument("--critic-trunk", choices=("own", "policy"), help="decoder of ppo's critic (show both)")
 
 
 def _eval_options(command: Parser) -> None:
@@ -237,34 +237,34 @@ def _eval_options(command: Parser) -> None:
     )
     command.epilog = (
         "The task's own fields are options too, such as --digits 1,2 for arithmetic.\n"
-        "An agent plays the episodes that its run was measured on; --seed names others.\n"
-        "With --samples above 1 it reports pass@k, the chance that at least one of k answers is right, or where the\n"
-        "reward is not right or wrong by its kind, best@k, the expected best score of k answers; best@1 is the mean."
+        "An agent plays the evaluation episodes of its run; --seed selects others.\n"
+        "With --samples above 1 it reports pass@k, the probability that at least one of k answers is right. If the\n"
+        "reward is not always 1 or 0, it reports best@k, the expected best score of k answers; best@1 is the mean."
     )
     command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
-    command.add_argument("--task", help=f"{', '.join(TASK_CONFIGS)}; a run folder knows its own")
-    command.add_argument("--reward", help="what answers are scored by: a built-in reward or file.py:function")
+    command.add_argument("--task", help=f"{', '.join(TASK_CONFIGS)}; default: the run's own")
+    command.add_argument("--reward", help="reward that scores the answers: a built-in one or file.py:function")
     command.add_argument(
         "--binary", action="store_true", help="the function of --reward returns 1 (right) or 0 (wrong)"
     )
     command.add_argument("--problems", help="held-out problems, at most all (256, or the number of the run)")
     command.add_argument("--samples", type=number(int, 1, 10_000), help="answers to each problem (1)")
-    command.add_argument("--temperature", type=temperature, help="0 is greedy; 1 where there are several samples")
+    command.add_argument("--temperature", type=temperature, help="0 is greedy (0, or 1 with several samples)")
     command.add_argument("--max-new-tokens", help="longest answer, in tokens (64, or the run's own)")
     texts = {row.name: row.text for row in describe_fields() if not row.section}
     for name in MACHINE_FIELDS:
         command.add_argument(f"--{name}", help=texts[name])
     command.add_argument("--output", metavar="FILE", help="write prompts, answers and their scores to this JSONL file")
-    command.add_argument("--episodes", help="control: how many episodes (the run's own number)")
-    command.add_argument("--render", action="store_true", help="control: also write a moving picture of one episode")
+    command.add_argument("--episodes", help="control: number of episodes (the run's own)")
+    command.add_argument("--render", action="store_true", help="control: also write an animation of one episode")
 
 
 def _compare_options(command: Parser) -> None:
     command.usage = "covey compare RECIPE [RECIPE ...] [options] [--field value ...]"
     command.epilog = (
-        "--field value changes a field of every recipe; `covey train --help` lists them. In quotes a recipe can have\n"
-        "fields of its own: covey compare cartpole_grpo 'cartpole_grpo --group-size 16'. A comparison that was\n"
-        "interrupted goes on with the missing runs when the same command is given again."
+        "--field value changes a field of every recipe; `covey train --help` lists them. A quoted recipe can have\n"
+        "fields of its own: covey compare cartpole_grpo 'cartpole_grpo --group-size 16'. The same command continues\n"
+        "an interrupted comparison with its missing runs."
     )
     command.add_argument("recipes", nargs="+", metavar="RECIPE", help="TOML files, or names of packaged recipes")
     command.add_argument(
@@ -272,7 +272,7 @@ def _compare_options(command: Parser) -> None:
     )
     command.add_argument("--output", metavar="DIR", help="folder of the runs, the figures and the report")
     command.add_argument(
-        "--jobs", type=number(int, 0, 1000), default=0, help="runs at the same time; 0 is one a core (0)"
+        "--jobs", type=number(int, 0, 1000), default=0, help="runs at the same time; 0: one per core (0)"
     )
     command.add_argument(
         "--threshold", type=number(float, -1e30, 1e30), help="return to reach (the recipes' expected_return)"
@@ -281,8 +281,8 @@ def _compare_options(command: Parser) -> None:
 
 def _sample_options(command: Parser) -> None:
     command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
-    command.add_argument("prompt", metavar="PROMPT", help="what the user says")
-    command.add_argument("--n", type=number(int, 1, 10_000), default=4, help="how many answers (4)")
+    command.add_argument("prompt", metavar="PROMPT", help="the user's message")
+    command.add_argument("--n", type=number(int, 1, 10_000), default=4, help="number of answers (4)")
     command.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (1.0)")
     command.add_argument(
         "--max-new-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="longest answer, in tokens (64)"
@@ -322,7 +322,7 @@ def fields_help(*, advanced: bool) -> str:
     """The fields of both kinds of recipe with type, default and meaning, for `--help`.
 
     Args:
-        advanced: also those that few runs set.
+        advanced: include the fields that few runs set.
     """
     language = _fields_of(RunConfig, "fields of a recipe for language models (one with a table [task])", advanced)
     control = _fields_of(ControlConfig, "fields of a recipe for control (one with a table [environment])", advanced)
@@ -333,7 +333,7 @@ def fields_help(*, advanced: bool) -> str:
 
 
 def field_options(root: type) -> list[tuple[str, FieldHelp]]:
-    """Every field of a kind of recipe, behind the option that sets it; those of [[rewards]] have none."""
+    """Every field of a kind of recipe with the option that sets it; fields of [[rewards]] have none."""
     rows = describe_fields(root)
     plain = [row for row in rows if not row.section.startswith(("task", "rewards"))]
     shared = {row.name for row in plain if sum(other.name == row.name for other in plain) > 1}

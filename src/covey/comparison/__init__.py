@@ -2,6 +2,6 @@
 
 compare         the command: jobs, runs, report
 parallel_runs   many jobs with bounded parallelism, one process each
-estimates       what the run folders say, and how sure a difference is
-report, figure  the findings as Markdown, JSON and pictures
+estimates       statistics of the runs: intervals and probability of improvement
+report, figure  the results as Markdown, JSON and pictures
 """

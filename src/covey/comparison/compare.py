@@ -1,9 +1,9 @@
-"""`covey compare`: recipes x seeds, trained side by side, and the report of what differs.
+"""`covey compare`: recipes x seeds, trained side by side, and a report of the differences.
 
 runs/compare-cartpole_grpo-cartpole_ppo/
-  settings.json                        the recipes as they were resolved; a folder belongs to one comparison
+  settings.json                        the resolved recipes; a folder belongs to one comparison
   cartpole_grpo/seed_003/              a run folder like any other, and output.log
-  report.md, report.json               the findings in words and in numbers
+  report.md, report.json               the results as text and as numbers
   learning_curves.png, final_scores.png
 """
 
@@ -58,9 +58,9 @@ class ComparedRecipe:
     """One recipe of a comparison."""
 
     label: str  # 'cartpole_grpo', or 'cartpole_grpo --group-size 16'
-    recipe: str  # the recipe alone, as typed
+    recipe: str  # the recipe without its fields, as typed
     config: RunConfig | ControlConfig
-    fields: tuple[str, ...] = ()  # the `--field value` words behind it
+    fields: tuple[str, ...] = ()  # its `--field value` words
 
     @property
     def folder(self) -> str:
@@ -77,23 +77,23 @@ def compare(
     threshold: float | None = None,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Train every recipe over the seeds 0 to `seeds` - 1, report what differs, and print the main numbers.
+    """Train every recipe over the seeds 0 to `seeds` - 1, report the differences, and print the main numbers.
 
-    What is in the folder already is not trained again: a finished run is read, a run that was stopped goes on. So the
-    same call continues a comparison that was interrupted, and one with more seeds extends it.
+    Runs in the folder are not repeated: a finished run is read, a stopped one is continued. So the same call continues
+    an interrupted comparison, and a call with more seeds extends it.
 
-    A script calls this below `if __name__ == "__main__":`, for each process of a run reads the script again.
+    A script must call this below `if __name__ == "__main__":`, because each process of a run imports the script again.
 
     Args:
-        recipes: files or names of packaged recipes; fields of one alone stand behind it: 'cartpole_grpo --epochs 2'.
+        recipes: files or names of packaged recipes, each with optional fields of its own: 'cartpole_grpo --epochs 2'.
         output: the folder; None names it after the recipes, in runs/.
-        jobs: runs at the same time; 0 is as many as the cores allow.
+        jobs: runs at the same time; 0: as many as the cores allow.
         threshold: the score that counts as solved; None is the largest expected_return of the recipes.
         overrides: `--field value` words for every recipe.
 
     Raises:
-        ConfigError: for a mistake, before anything is trained where that is possible.
-        RunError: where a run could not be finished; the report of the others is written first.
+        ConfigError: for a mistake, before training if possible.
+        RunError: if a run could not be finished; the report of the others is written first.
     """
     if not 1 <= seeds <= MOST_SEEDS or jobs < 0:
         raise ConfigError(f"--seeds must be from 1 to {MOST_SEEDS} and --jobs at least 0 (are {seeds} and {jobs})")
@@ -125,9 +125,9 @@ def _train_and_report(
     needed = ("covey.experiment.run", f"covey.experiment.{world}")
     side_by_side = ParallelRunner(train_seed, at_once, preload=needed, console=console)
     try:
-        failures = side_by_side.carry_out(missing)
+        failures = side_by_side.run(missing)
     except KeyboardInterrupt:
-        _say(console, "stopped; the same command goes on where it was")
+        _say(console, "stopped; the same command continues it")
         raise
 
     failed = "; ".join(f"{name}: {why}" for name, why in failures.items())
@@ -155,7 +155,7 @@ def _train_and_report(
 
 
 def read_contestants(recipes: Sequence[str], overrides: Sequence[str] = ()) -> list[ComparedRecipe]:
-    """The recipes, checked: each can be trained, and they can be compared.
+    """Read and check the recipes: each can be trained, and they can be compared.
 
     Raises:
         ConfigError: one line that names the mistake and the fix.
@@ -187,7 +187,7 @@ def read_contestants(recipes: Sequence[str], overrides: Sequence[str] = ()) -> l
 
 
 def words_of(recipe: str) -> list[str]:
-    """A recipe and the fields of its own that stand behind it; the name of a file is taken as it is.
+    """Split a recipe from its fields; the name of an existing file is not split.
 
     Raises:
         ConfigError: if a quotation mark is not closed.
@@ -209,7 +209,7 @@ def subject(config: RunConfig | ControlConfig) -> str:
 
 
 def score_kind(config: RunConfig | ControlConfig) -> str:
-    """The kind of what evaluations of a run average. The rewards that tasks bring themselves are right or wrong."""
+    """The score kind of a run's evaluations; a task's default reward gives accuracies."""
     if isinstance(config, ControlConfig):
         return "return"
     scored = min(config.rewards, key=lambda reward: (not reward.score, reward.is_per_step), default=None)
@@ -217,24 +217,24 @@ def score_kind(config: RunConfig | ControlConfig) -> str:
 
 
 def find_goal(contestants: Sequence[ComparedRecipe]) -> float | None:
-    """The largest return that the recipes expect of themselves; None where none does."""
+    """The largest expected_return of the recipes; None if none has one."""
     configs = [one.config for one in contestants]
     goals = [config.evaluation.expected_return for config in configs if isinstance(config, ControlConfig)]
     return max((goal for goal in goals if goal is not None), default=None)
 
 
 def runs_at_once(contestants: Sequence[ComparedRecipe]) -> int:
-    """As many as fit on the cores with the threads that each may use; 0 threads are all cores, so one at a time."""
+    """Number of parallel runs: cores divided by the threads of a run; 1 if a run uses all cores (0 threads)."""
     cores = processors()
     return max(1, cores // max(one.config.threads or cores for one in contestants))
 
 
 def open_folder(folder: Path, contestants: Sequence[ComparedRecipe]) -> FolderLock:
-    """Make the folder of a comparison, or see that it belongs to this one, and lock it.
+    """Create the folder of a comparison, or check that it belongs to this one, and lock it.
 
     Raises:
-        ConfigError: if it cannot be written, is being written by another process, or was made with other recipes or
-            settings; names one that differs.
+        ConfigError: if it cannot be written, is being written by another process, or belongs to a comparison with
+            other recipes or settings; names one that differs.
         MachineError: if it cannot be written because of the disk or its permissions.
     """
     resolved = {one.label: config_to_dict(replace(one.config, seed=0, run_dir="")) for one in contestants}
@@ -265,7 +265,7 @@ def open_folder(folder: Path, contestants: Sequence[ComparedRecipe]) -> FolderLo
 
 
 def plan(contestants: Sequence[ComparedRecipe], seeds: int, folder: Path) -> list[SeedJob]:
-    """Every run, seed by seed, so that all recipes meet the machine in the same state."""
+    """Every run, seed by seed, so that changes in the machine's load affect all recipes alike."""
     jobs = []
     for seed in range(seeds):
         for one in contestants:
@@ -277,7 +277,7 @@ def plan(contestants: Sequence[ComparedRecipe], seeds: int, folder: Path) -> lis
 
 
 def train_seed(job: SeedJob) -> Any:
-    """Train one seed, or go on with it; runs in a process of its own."""
+    """Train or continue one seed, in a process of its own."""
     from covey.experiment.run import resume, run
 
     if holds_run(job.run_dir):
@@ -286,8 +286,8 @@ def train_seed(job: SeedJob) -> Any:
 
 
 def write_report(comparison: Comparison, folder: Path, console: Console) -> str:
-    """Write the report and its pictures, print the main numbers; returns where to read on."""
-    from covey.comparison.figure import (  # a mistake need not wait for it
+    """Write the report and its pictures and print the main numbers; returns a line that names the files."""
+    from covey.comparison.figure import (  # slow to import, and not needed to report a mistake
         draw_final_scores,
         draw_learning_curves,
     )
@@ -304,7 +304,7 @@ def write_report(comparison: Comparison, folder: Path, console: Console) -> str:
 
 
 def command_line(recipes: Sequence[str], seeds: int, threshold: float | None, overrides: Sequence[str]) -> str:
-    """The command that makes this comparison again."""
+    """The command that repeats this comparison."""
     goal = [] if threshold is None else ["--threshold", f"{threshold:g}"]
     return shlex.join(["covey", "compare", *recipes, "--seeds", str(seeds), *goal, *overrides])
 

@@ -1,10 +1,10 @@
-"""Several algorithms over several seeds: what their run folders say, and how sure a difference between them is.
+"""Statistics of several algorithms over several seeds, with confidence intervals, from their run folders.
 
 Shapes: S steps of a run, N seeds, M tasks, P points of a curve, D bootstrap draws.
 
 Sources: Agarwal et al. 2021, "Deep reinforcement learning at the edge of the statistical precipice",
-arXiv 2108.13264 (interquartile mean, stratified bootstrap, probability of improvement); its authors' library `rliable`
-gave the numbers that tests/comparison/test_estimates.py holds these functions to.
+arXiv 2108.13264 (interquartile mean, stratified bootstrap, probability of improvement). Its authors' library `rliable`
+gave the numbers that tests/comparison/test_estimates.py compares these functions with.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from covey.config.faults import told
+from covey.config.faults import path_error
 from covey.tracking.run_store import SUMMARY_FILE, read_metrics
 from covey.tracking.wording import SECONDS, Wording, find_wording
 
 Floats = NDArray[np.float64]
 
-DRAWS = 20_000  # of an interval in a table
-CURVE_DRAWS = 1_000  # of the band around a curve, at each of its points
+DRAWS = 20_000  # bootstrap draws for an interval in a table
+CURVE_DRAWS = 1_000  # bootstrap draws at each point of a curve's band
 CURVE_POINTS = 300
-SMOOTHING = 0.03  # a smoothed curve is the mean over this share of the run's steps to each side
-SOLVED_EPISODES = 100  # Gymnasium calls a task solved by the mean return of so many consecutive episodes
+SMOOTHING = 0.03  # a smoothed curve is the mean over this fraction of the run's steps to each side
+SOLVED_EPISODES = 100  # Gymnasium defines solved by the mean return of 100 consecutive episodes
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Estimate:
 
 
 def interquartile_mean(scores: ArrayLike) -> float:
-    """The mean of the middle half: floor(n / 4) of the lowest and as many of the highest are left out.
+    """The mean of the middle half: the floor(n / 4) lowest and highest scores are left out.
 
-    Less shaken by one lucky or failed seed than the mean, and it needs fewer seeds than the median. Of fewer than four
-    scores nothing can be left out, and it is their mean.
+    More robust to one lucky or failed seed than the mean, and it needs fewer seeds than the median. For fewer than four
+    scores it is their mean.
 
     Source: Agarwal et al. 2021, section 4.3.
     """
@@ -64,12 +64,12 @@ def _middle_mean(values: Floats) -> Any:
 def interquartile_mean_estimate(scores: ArrayLike, seed: int = 0, draws: int = DRAWS) -> Estimate:
     """The interquartile mean with its stratified percentile bootstrap interval.
 
-    Seeds are drawn anew with replacement, for each task on its own, so that every draw holds every task equally often.
+    Seeds are resampled with replacement within each task, so that every draw has every task equally often.
 
     Source: Agarwal et al. 2021, section 4.1.
 
     Args:
-        scores: [N] of one task, or [N, M].
+        scores: [N] for one task, or [N, M].
         seed: the same seed gives the same interval.
     """
     scores_NM = _by_task(scores)
@@ -80,7 +80,7 @@ def interquartile_mean_estimate(scores: ArrayLike, seed: int = 0, draws: int = D
 
 
 def probability_of_improvement(first: ArrayLike, second: ArrayLike, seed: int = 0, draws: int = DRAWS) -> Estimate:
-    """The chance that a seed of `first` scores higher than one of `second`; a tie counts half. With its interval.
+    """The probability that a seed of `first` scores higher than one of `second`, with its interval; a tie counts half.
 
     P = mean over tasks and over all pairs (i, j) of [x_i > y_j] + [x_i = y_j] / 2, which is the Mann-Whitney U
     statistic divided by the number of pairs. 0.5 is no difference. Scores may be infinite.
@@ -88,8 +88,8 @@ def probability_of_improvement(first: ArrayLike, second: ArrayLike, seed: int = 
     Source: Agarwal et al. 2021, section 4.3.
 
     Args:
-        first, second: [N] of one task, or [N, M]; the numbers of seeds may differ, the tasks may not.
-        seed: the same seed gives the same interval; both sets of seeds are drawn anew, for each task on its own.
+        first, second: [N] for one task, or [N, M]; the numbers of seeds may differ, the tasks may not.
+        seed: the same seed gives the same interval; both sets of seeds are resampled within each task.
 
     Raises:
         ValueError: for different numbers of tasks.
@@ -101,7 +101,7 @@ def probability_of_improvement(first: ArrayLike, second: ArrayLike, seed: int = 
     means_D = np.zeros(draws)
     value = 0.0
     for x_N, y_N in zip(first_NM.T, second_NM.T, strict=True):
-        # A win counts 2 and a tie 1: sums of integers are exact, so that equal recipes are at 0.5, not beside it.
+        # A win counts 2 and a tie 1: sums of integers are exact, so equal recipes give exactly 0.5.
         points = 2.0 * (x_N[:, None] > y_N) + (x_N[:, None] == y_N)
         drawn_x = generator.multinomial(len(x_N), np.full(len(x_N), 1 / len(x_N)), draws)
         drawn_y = generator.multinomial(len(y_N), np.full(len(y_N), 1 / len(y_N)), draws)
@@ -127,15 +127,15 @@ def _estimate(value: float, draws_D: Floats) -> Estimate:
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One finished training, as its folder tells it. Arrays have one entry a training step."""
+    """One finished run, read from its folder. Arrays have one entry per training step."""
 
     seed: int
     world: Wording
-    spent: dict[str, Floats]  # axis -> [S], cumulative after each step; seconds are of training, evaluations left out
-    returns_S: Floats  # mean score of the step's own rollouts; NaN where no episode ended
-    evaluations_S: Floats  # greedy evaluation after the step; NaN where there was none
+    spent: dict[str, Floats]  # axis -> [S], cumulative cost after each step; seconds without evaluations
+    returns_S: Floats  # mean score of the step's own rollouts; NaN if no episode ended
+    evaluations_S: Floats  # greedy evaluation after the step; NaN if there was none
     final: float  # the evaluation after the last step
-    final_count: int  # episodes or problems that it is the mean of
+    final_count: int  # episodes or problems in its mean
     peak_bytes: int
 
     @property
@@ -158,7 +158,7 @@ def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
         final, count, peak = float(after["score"]), int(after["count"]), int(summary["peak_memory_bytes"])
         world = find_wording(summary)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise told(error, f"{run_dir} holds no finished run that can be compared, delete it", run_dir) from error
+        raise path_error(error, f"{run_dir} holds no finished run that can be compared, delete it", run_dir) from error
     seconds = np.cumsum(_column(records, "time/step"))
     if world.world == "control":
         spent = (_column(records, "environment/episodes"), _column(records, "environment/steps"), seconds)
@@ -177,15 +177,15 @@ def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
 
 
 def _column(records: Sequence[dict[str, Any]], name: str) -> Floats:
-    """A metric by step; NaN where a step has none."""
+    """A metric by step; NaN for a step without it."""
     values = [record.get(name) for record in records]
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def trailing_mean(run: SeedRun) -> Floats:
-    """[S] The mean training score over at least the last 100 episodes; in language of each step alone.
+    """[S] The mean training score over at least the last 100 episodes; for language models, of each step alone.
 
-    Steps before the first 100 episodes have the mean of what there is. A step counts by its episodes.
+    Steps before the first 100 episodes have the mean of the episodes so far. A step is weighted by its episodes.
     """
     if run.world.world != "control":
         return run.returns_S
@@ -193,7 +193,7 @@ def trailing_mean(run: SeedRun) -> Floats:
     counts_S = np.where(np.isnan(run.returns_S), 0.0, np.diff(ended_S, prepend=0.0))
     sums_S = np.cumsum(np.nan_to_num(run.returns_S) * counts_S)
     episodes_S = np.cumsum(counts_S)
-    # The last step after which at least 100 more episodes ended; -1 is the beginning.
+    # The last step after which at least 100 episodes ended; -1 is the beginning.
     before_S = np.searchsorted(episodes_S, episodes_S - SOLVED_EPISODES, side="right") - 1
     sums, episodes = np.append(sums_S, 0.0), np.append(episodes_S, 0.0)
     with np.errstate(invalid="ignore"):
@@ -202,19 +202,19 @@ def trailing_mean(run: SeedRun) -> Floats:
 
 @dataclass(frozen=True)
 class Threshold:
-    """The time at which one seed reached the threshold, if it did."""
+    """The cost at which one seed first reached the threshold, if it did."""
 
-    spent: dict[str, float]  # axis -> what had been spent when it first did; infinite where it never did
+    spent: dict[str, float]  # axis -> cost up to the first time; infinite if never
     kept: bool  # every later measurement reached it too, the last evaluation included
 
     @property
     def reached(self) -> bool:
-        """True where it was reached at all."""
+        """True if the threshold was reached."""
         return math.isfinite(self.spent[SECONDS])
 
 
 def find_threshold(run: SeedRun, threshold: float, *, evaluated: bool) -> Threshold:
-    """When a seed first reached the threshold, and whether it stayed there.
+    """Find the first step at which a seed reached the threshold, and whether all later measurements did too.
 
     Args:
         evaluated: measure by the greedy evaluations while training; else by the trailing mean of training scores.
@@ -222,7 +222,7 @@ def find_threshold(run: SeedRun, threshold: float, *, evaluated: bool) -> Thresh
     """
     measured_S = (run.evaluations_S if evaluated else trailing_mean(run)).copy()
     measured_S[-1] = run.final
-    (reached,) = np.nonzero(measured_S >= threshold)  # NaN reaches nothing
+    (reached,) = np.nonzero(measured_S >= threshold)  # a comparison with NaN is False
     if not len(reached):
         return Threshold(dict.fromkeys(run.world.axes, math.inf), kept=False)
     later = measured_S[reached[0] :]
@@ -241,11 +241,11 @@ class Band:
 
 
 def learning_curve(runs: Sequence[SeedRun], axis: str, seed: int = 0) -> Band | None:
-    """The interquartile mean of the training score over the seeds, by what was spent; None where nothing was scored.
+    """The interquartile mean of the training score over the seeds, as a function of cost; None if nothing was scored.
 
-    Each seed is smoothed by its own steps and read off at common points. Seeds end at different places (those that
-    learn sooner have longer episodes): one that has ended keeps its last value, so that the slow ones alone do not
-    make the curve's end, and the curve stops where half of the seeds have ended.
+    Each seed is smoothed over its own steps and interpolated at common points. Seeds end at different costs, because
+    better policies have longer episodes. A seed that has ended keeps its last value, so that the end of the curve is
+    not an average of slow seeds alone. The curve stops at the cost at which half of the seeds have ended.
     """
     curves = [smoothed(run, axis) for run in runs]
     curves = [(x, y) for x, y in curves if len(x)]
@@ -254,7 +254,7 @@ def learning_curve(runs: Sequence[SeedRun], axis: str, seed: int = 0) -> Band | 
     start = float(np.median([x[0] for x, _ in curves]))
     end = float(np.median([x[-1] for x, _ in curves]))
     halves = (np.linspace(start, end, CURVE_POINTS // 2), np.geomspace(start, end, CURVE_POINTS // 2))
-    points_P = np.sort(np.concatenate(halves))  # dense at the beginning too, for a logarithmic axis
+    points_P = np.sort(np.concatenate(halves))  # also dense at the beginning, for a logarithmic axis
     values_PN = np.stack([np.interp(points_P, x, y) for x, y in curves], axis=1)
     drawn_DN = np.random.default_rng(seed).integers(0, len(curves), (CURVE_DRAWS, len(curves)))
     means_PD = np.stack([_middle_mean(row_N[drawn_DN]) for row_N in values_PN])
@@ -269,7 +269,7 @@ def smoothed(run: SeedRun, axis: str) -> tuple[Floats, Floats]:
     reach = max(1, round(SMOOTHING * len(scores)))
     sums = np.concatenate(([0.0], np.cumsum(scores)))
     at = np.arange(len(scores))
-    # As far to one side as to the other, so that the ends of the curve are not drawn toward its middle.
+    # Symmetric, so that the ends of the curve are not biased toward its middle.
     near = np.minimum(reach, np.minimum(at, len(scores) - 1 - at))
     first, last = at - near, at + near + 1
     return spent, (sums[last] - sums[first]) / (last - first)

@@ -1,4 +1,4 @@
-"""The pictures of a comparison: learning curves by what they cost, and every seed's final score."""
+"""Pictures of a comparison: learning curves by cost, and every seed's final score."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure  # used without pyplot: nothing opens a window, nothing is kept
+from matplotlib.figure import Figure  # without pyplot, which would open windows and keep figures
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
-# Okabe and Ito's colours without yellow and black, which colour-blind readers tell apart; line styles tell them too.
+# Okabe and Ito's colours, safe for colour-blind readers, without yellow and black; line styles differ as well.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 STYLES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "D", "s", "^", "v", "P")
-LEGEND_CHARACTERS = 150  # that fit beside each other
-LOGARITHMIC = 20  # an axis this many times longer than what the quickest recipe needed is drawn logarithmically
+LEGEND_CHARACTERS = 150  # characters in a row of the legend
+LOGARITHMIC = 20  # an axis is logarithmic if it is this many times longer than the cost of the quickest recipe
 
 
 def draw_learning_curves(comparison: Comparison, path: Path) -> Path:
-    """The training score by episodes, environment steps and seconds, side by side; returns the picture's path.
+    """Draw the training score by episodes, environment steps and seconds, side by side; returns the picture's path.
 
-    Thin: each seed, as it was. Thick: the smoothed interquartile mean over seeds with its 95 % band. A marker on the
-    threshold's line is the median of what the seeds had spent when they reached it.
+    Thin: each seed, unsmoothed. Thick: the smoothed interquartile mean over seeds with its 95 % band. A marker on the
+    line of the threshold is the median cost at which seeds reached it.
     """
     axes_names = comparison.world.axes
     columns = max(1, min(len(comparison.runs), LEGEND_CHARACTERS // (8 + max(map(len, comparison.runs)))))
     rows = -(-len(comparison.runs) // columns)
     height = 5.7 + 0.25 * rows
     figure = Figure(figsize=(14, height), dpi=150, facecolor="white")
-    head = 0.72 + 0.27 * rows  # inches of title, note and legend
+    head = 0.72 + 0.27 * rows  # inches for title, note and legend
     layout = ConstrainedLayoutEngine(rect=(0.008, 0.01, 0.984, 0.99 - head / height), wspace=0.04)
     figure.set_layout_engine(layout)
     panels = figure.subplots(1, len(axes_names), sharey=True)
@@ -50,7 +50,7 @@ def draw_learning_curves(comparison: Comparison, path: Path) -> Path:
     seen = np.concatenate(
         [run.returns_S[~np.isnan(run.returns_S)] for runs in comparison.runs.values() for run in runs]
     )
-    if len(seen):  # one wild step must not squeeze everything else into a line
+    if len(seen):  # low outliers are cut off, so that they do not compress the other values
         goal = -np.inf if comparison.threshold is None else comparison.threshold
         low, high = np.quantile(seen, 0.01), max(seen.max(), goal)
         panels[0].set_ylim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
@@ -65,7 +65,7 @@ def _draw_panel(panel: Axes, comparison: Comparison, axis: str) -> None:
     ends = []
     for number, runs in enumerate(comparison.runs.values()):
         color, style = _look(number)
-        # Many seeds and many steps lie on each other: fainter, so that the wide strokes of the means stay in front.
+        # Fainter with many seeds and steps, which overlap, so that the means remain visible.
         faint = max(0.025, 0.5 / np.sqrt(len(runs)) * min(1.0, 100 / len(runs[0].returns_S)))
         for run in runs:
             known = ~np.isnan(run.returns_S)
@@ -81,7 +81,7 @@ def _draw_panel(panel: Axes, comparison: Comparison, axis: str) -> None:
         spent = np.concatenate([run.spent[axis] for runs in comparison.runs.values() for run in runs])
         panel.set_xscale("log")
         panel.set_xlabel(f"{axis} (logarithmic)", color=INK, fontsize=10)
-        panel.set_xlim(spent[spent > 0].min(), max(ends) * 1.1)  # in the first steps no episode may have ended
+        panel.set_xlim(spent[spent > 0].min(), max(ends) * 1.1)  # the first steps may have no ended episode
     elif ends:
         panel.set_xlim(0, max(ends) * 1.02)
         panel.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
@@ -90,7 +90,7 @@ def _draw_panel(panel: Axes, comparison: Comparison, axis: str) -> None:
 
 
 def _draw_threshold(panel: Axes, comparison: Comparison, axis: str) -> list[float]:
-    """The dashed line, and on it what the median seed of each recipe had spent when it got there; returns those."""
+    """Draw the dashed line and on it each recipe's median cost to reach it; returns these costs."""
     reached: list[float] = []
     if comparison.threshold is None:
         return reached
@@ -105,7 +105,7 @@ def _draw_threshold(panel: Axes, comparison: Comparison, axis: str) -> list[floa
 
 
 def draw_final_scores(comparison: Comparison, path: Path) -> Path:
-    """Every seed's final score, and the interquartile mean with its 95 % interval; returns the picture's path."""
+    """Draw every seed's final score, and the interquartile mean with its 95 % interval; returns the picture's path."""
     runs, kind = comparison.runs, comparison.world.kind
     figure = Figure(figsize=(9, 1.9 + 0.85 * len(runs)), dpi=150, facecolor="white", layout="constrained")
     panel = figure.subplots()
@@ -130,7 +130,7 @@ def draw_final_scores(comparison: Comparison, path: Path) -> Path:
     what = comparison.world.count_measured(count)
     panel.set_xlabel(f"final {comparison.world.kind.name}, mean of {what}", color=INK, fontsize=10)
     panel.xaxis.set_major_formatter(_score_ticks(comparison))
-    panel.set_title(f"{comparison.subject}: where each seed ended", loc="left", fontsize=13, fontweight="bold",
+    panel.set_title(f"{comparison.subject}: final score of each seed", loc="left", fontsize=13, fontweight="bold",
                     color=INK, pad=22)  # fmt: skip
     panel.text(0, 1.03, "dots: seeds; diamond and bar: interquartile mean and its 95 % interval",
                transform=panel.transAxes, color=MUTED, fontsize=9.5, va="bottom")  # fmt: skip
@@ -139,7 +139,7 @@ def draw_final_scores(comparison: Comparison, path: Path) -> Path:
 
 
 def _spread(count: int) -> np.ndarray:
-    """Heights of dots so that neighbours do not hide each other, the same in every picture."""
+    """Vertical offsets of dots that avoid overlap, the same in every picture."""
     return (np.arange(count) * 0.618034 % 1) - 0.5
 
 
@@ -148,16 +148,16 @@ def _score_ticks(comparison: Comparison) -> FuncFormatter:
 
 
 def _head(figure: Figure, comparison: Comparison, columns: int) -> None:
-    """Title, how to read it, and the legend, above the panels."""
+    """Draw title, note and legend above the panels."""
     counts = sorted({len(runs) for runs in comparison.runs.values()})
     note = (
-        f"{' or '.join([*map(str, counts[:-1]), plural(counts[-1], 'seed')])} each. Thin: every seed, as it was. "
+        f"{' or '.join([*map(str, counts[:-1]), plural(counts[-1], 'seed')])} each. Thin: every seed, unsmoothed. "
         "Thick: smoothed interquartile mean; band: its 95 % bootstrap interval over seeds."
     )
     if comparison.threshold is not None:
         note += f" Marker: median seed reaches {comparison.threshold:g}."
     inch = 1 / figure.get_figheight()
-    title = f"{comparison.subject}: {comparison.world.kind.name} by what it cost"
+    title = f"{comparison.subject}: {comparison.world.kind.name} by cost"
     figure.text(0.012, 1 - 0.14 * inch, title, fontsize=15, fontweight="bold", color=INK, va="top")
     figure.text(0.012, 1 - 0.46 * inch, note, fontsize=10, color=MUTED, va="top")
     handles = []
@@ -176,7 +176,7 @@ def _look(number: int) -> tuple[str, Any]:
 
 
 def _decorate(axes: Axes, grid: str = "y") -> None:
-    """Quiet axes: no frame, a light grid."""
+    """Format the axes: no frame, a light grid."""
     axes.grid(axis=grid, color=GRID, linewidth=0.8)  # type: ignore[arg-type]
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, labelsize=9, length=0, which="both")

@@ -1,7 +1,7 @@
 """Runs many jobs with bounded parallelism, one process each, so that no state leaks between runs.
 
-A process for every run keeps its peak memory and its failures to itself. Importing torch takes seconds, so where the
-system can, it is imported once, in a server from which the processes are forked.
+A process for every run also separates their peak memory and their failures. Importing torch takes seconds, so on Linux
+it is imported once, in a server from which the processes are forked.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, Ru
 from covey.config.faults import machine_error
 from covey.tracking.run_folder import LOG_FILE, METRICS_FILE
 
-LOOK_SECONDS = 0.5  # between looks at how far the runs have come
-STOP_SECONDS = 60.0  # a run that was asked to stop ends after its step; one that does not is ended
-TAIL_BYTES = 1 << 16  # of a metrics file: more than its last line
+LOOK_SECONDS = 0.5  # interval of polling the runs' progress
+STOP_SECONDS = 60.0  # deadline of a run that was asked to stop; it ends after its step, or is killed
+TAIL_BYTES = 1 << 16  # read from the end of a metrics file: more than its last line
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SeedJob:
     """One run of a comparison."""
 
     label: str  # of its recipe
-    recipe: str  # as typed, for the run's own advice, as `fields` is
+    recipe: str  # as typed, for the run's advice, like `fields`
     seed: int
     config: RunConfig | ControlConfig  # with the seed and the folder
     run_dir: Path
@@ -45,7 +45,7 @@ class SeedJob:
 
     @property
     def name(self) -> str:
-        """As a person reads it."""
+        """The name in messages."""
         return f"{self.label}, seed {self.seed}"
 
 
@@ -60,9 +60,9 @@ class _Running:
 
 @dataclass
 class ParallelRunner:
-    """Carries jobs out. `work` must be a function of a module, for the processes find it by its name.
+    """Runs jobs in processes. `work` must be a module's top-level function, because the processes import it by name.
 
-    It raises ConfigError for a mistake and RunError where a run cannot go on, and returns None if it was stopped.
+    It raises ConfigError for a mistake and RunError for a run that cannot continue, and returns None if it was stopped.
     """
 
     work: Callable[[SeedJob], Any]
@@ -70,12 +70,12 @@ class ParallelRunner:
     preload: Sequence[str] = ()  # modules that every process needs
     console: Console = field(default_factory=Console)
 
-    def carry_out(self, jobs: Sequence[SeedJob]) -> dict[str, str]:
-        """Run every job; returns the name and the reason of those that failed.
+    def run(self, jobs: Sequence[SeedJob]) -> dict[str, str]:
+        """Run every job; returns name -> reason of those that failed.
 
         Raises:
-            ConfigError: a mistake that one of them reported; it concerns them all.
-            MachineError: a fault of the machine, which concerns them all too.
+            ConfigError: for a mistake that one of them reported, which affects all of them.
+            MachineError: for a fault of the machine, which affects all of them too.
             KeyboardInterrupt: after Ctrl-C, when the runs have written their checkpoints.
         """
         failures: dict[str, str] = {}
@@ -109,7 +109,7 @@ class ParallelRunner:
         job.run_dir.mkdir(parents=True, exist_ok=True)
         here, there = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(self.work, job, there), name=job.name)
-        # Before it starts: Ctrl-C may come as soon as it has, and what is not in the list would not be asked to stop.
+        # Before the process starts, because after Ctrl-C only the runs in this list are asked to stop.
         running.append(_Running(job, process, here, progress.add_task(f"  {job.name}", total=job.config.steps)))
         process.start()
         there.close()
@@ -140,7 +140,7 @@ class ParallelRunner:
             self.console.print(f"{one.job.name}: {text}", soft_wrap=True, markup=False, highlight=False)
 
     def _stop(self, running: Sequence[_Running]) -> None:
-        """Ask politely, so that every run writes a checkpoint after its step; end what does not listen."""
+        """Terminate the runs: each writes a checkpoint after its step; those that do not end in time are killed."""
         started = [one for one in running if one.process.pid is not None]
         for one in started:
             one.process.terminate()
@@ -160,7 +160,7 @@ def last_step(run_dir: Path) -> int:
             lines = file.read().splitlines()
     except OSError:
         return 0
-    for line in reversed(lines):  # the last one may be half written
+    for line in reversed(lines):  # the last one may be incomplete
         try:
             return int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
@@ -169,7 +169,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def _child(work: Callable[[SeedJob], Any], job: SeedJob, outcome: Connection) -> None:
-    """The life of one process: its words go to the log, how it ended to the parent."""
+    """Main function of a run's process: output goes to its log, the outcome to the parent."""
     if hasattr(os, "setsid"):
         os.setsid()  # Ctrl-C reaches the parent alone, which asks its processes to stop
     log = os.open(job.run_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -194,7 +194,7 @@ def _child(work: Callable[[SeedJob], Any], job: SeedJob, outcome: Connection) ->
 
 
 def _end_with_parent() -> None:
-    """A comparison that was killed leaves no run behind it; each stops as after Ctrl-C."""
+    """Wait for the parent's end, then stop this run as after Ctrl-C, so that it does not outlive its comparison."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -220,14 +220,14 @@ def _one_thread_each(at_once: int) -> Iterator[None]:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """A polite kill stops a comparison as Ctrl-C does."""
+    """Context manager in which SIGTERM stops a comparison like Ctrl-C."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     try:
         before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not in the main thread: signals are somebody else's
+    except ValueError:  # not in the main thread, which alone handles signals
         yield
         return
     try:

@@ -25,34 +25,34 @@ from covey.tracking.score_kinds import SCORE_KINDS
 from covey.tracking.wording import SECONDS, Wording
 
 CURVES_PICTURE, FINAL_PICTURE = "learning_curves.png", "final_scores.png"
-LEAST_SEEDS = 3  # fewer cannot carry a claim
-MANY_SEEDS = 10  # with fewer, bootstrap intervals are too narrow to be taken at their word
+LEAST_SEEDS = 3  # with fewer no difference is claimed
+MANY_SEEDS = 10  # with fewer, bootstrap intervals are too narrow
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Finished runs of several recipes on the same problem."""
 
-    subject: str  # what they were trained on, "CartPole-v1"
-    runs: dict[str, list[SeedRun]]  # label of a recipe -> its seeds; none is empty
+    subject: str  # their task or environment, "CartPole-v1"
+    runs: dict[str, list[SeedRun]]  # label of a recipe -> its seeds, at least one
     threshold: float | None = None  # the score that counts as solved
-    failures: dict[str, str] = field(default_factory=dict)  # "cartpole_ppo, seed 3" -> why it did not end
+    failures: dict[str, str] = field(default_factory=dict)  # "cartpole_ppo, seed 3" -> reason
     command: str = ""
-    machine: str = ""  # what the seconds were measured on
+    machine: str = ""  # description of the machine that the seconds were measured on
 
     @property
     def world(self) -> Wording:
-        """The world of the runs."""
+        """The texts for this kind of run."""
         return next(iter(self.runs.values()))[0].world
 
     @property
     def evaluated(self) -> bool:
-        """True where every seed evaluated while it trained, so that thresholds go by evaluations."""
+        """True if every seed was evaluated during training; thresholds are then measured by evaluations."""
         return all(bool((~np.isnan(run.evaluations_S[:-1])).any()) for runs in self.runs.values() for run in runs)
 
 
 def summarise(comparison: Comparison) -> dict[str, Any]:
-    """`report.json`: everything that the report says, as numbers. Times that were never reached are infinite."""
+    """`report.json`: the results as numbers. The cost to reach a threshold is infinite if it was never reached."""
     thresholds = find_thresholds(comparison)
     recipes = {}
     for label, runs in comparison.runs.items():
@@ -90,7 +90,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
 
 
 def find_thresholds(comparison: Comparison) -> dict[str, list[Threshold]]:
-    """Label -> one entry a seed; empty where the comparison has no threshold."""
+    """Label -> one entry per seed; empty if the comparison has no threshold."""
     if comparison.threshold is None:
         return {}
     return {
@@ -114,7 +114,7 @@ def _describe_thresholds(found: Sequence[Threshold], world: Wording) -> dict[str
 def _compare_pair(
     comparison: Comparison, thresholds: dict[str, list[Threshold]], first: str, second: str
 ) -> list[dict[str, Any]]:
-    """The probability of improvement by every measure; less is better in all but the first."""
+    """The probability of improvement by every measure; lower is better in all except the first."""
     runs = comparison.runs
     measures = {
         f"final {comparison.world.kind.name}": [[run.final for run in runs[label]] for label in (first, second)]
@@ -164,7 +164,7 @@ def markdown_report(comparison: Comparison, summary: dict[str, Any]) -> str:
 
 
 def findings(summary: dict[str, Any]) -> list[str]:
-    """The comparison in a few sentences: who is better by which measure, and what that is worth."""
+    """The results in a few sentences: the better recipe by each measure, and the cautions."""
     lines = [
         f"**{name} did not finish** and is left out of every number below: {why}"
         for name, why in summary["failures"].items()
@@ -187,7 +187,7 @@ def findings(summary: dict[str, Any]) -> list[str]:
 
 
 def cautions(summary: dict[str, Any]) -> list[str]:
-    """Limits that the number of seeds sets to the claims."""
+    """Warnings about conclusions from few seeds."""
     fewest = sorted(recipe["seeds"] for recipe in summary["recipes"].values())[:2]
     if fewest[0] < LEAST_SEEDS:
         return [f"no difference is claimed from fewer than {LEAST_SEEDS} seeds: add some with --seeds"]
@@ -227,7 +227,7 @@ def _threshold_section(summary: dict[str, Any]) -> list[str]:
     lines = [
         f"## Reaching {summary['threshold']:g}",
         "",
-        "Median over seeds (least to most); a seed that never got there counts as never.",
+        "Median over seeds (minimum to maximum); a seed that did not reach it counts as never.",
         "",
         f"| recipe | reached | and stayed | {' | '.join(axes)} |",
         "|---|---|---|" + "---|" * len(axes),
@@ -264,7 +264,7 @@ def _pairs_section(summary: dict[str, Any]) -> list[str]:
     lines = [
         "## Probability of improvement",
         "",
-        "The chance that a seed of the first recipe does better than one of the second, 95 % interval; 0.5 is equal.",
+        "Probability that a seed of the first recipe beats one of the second, 95 % interval; 0.5 is equal.",
         "",
         "| first | second | measure | chance | so |",
         "|---|---|---|---|---|",
@@ -283,24 +283,24 @@ def _how_measured(summary: dict[str, Any], world: Wording) -> list[str]:
         "",
         f"- The final {score} is the mean of {after} with the trained policy's best actions, after the last step.",
         "- Intervals are percentile bootstraps over seeds (Agarwal et al. 2021, arXiv 2108.13264), "
-        f"{DRAWS:,} draws. They say how another set of seeds may come out, not how another task may. Pairs are not "
-        "corrected for being many.",
-        "- A difference is called better only where the interval of the chance leaves out 0.5.",
+        f"{DRAWS:,} draws. They cover the variation between seeds, not between tasks. There is no correction for "
+        "multiple comparisons.",
+        "- A recipe is called better only if the interval of the probability excludes 0.5.",
         "- Seconds are those of training steps; evaluations and checkpoints are left out. Peak memory is that of a "
-        "process of its own for each run (of the GPU where there is one), Python and torch included; medians over "
+        "process of its own for each run (of the GPU if there is one), Python and torch included; medians over "
         "seeds.",
     ]
     if summary["threshold"] is not None:
         by_evaluation = summary["threshold_measured_by"] == "evaluation"
         measure = "the evaluations while training" if by_evaluation else world.training_score
-        lines.append(f"- The threshold goes by {measure}, and at the last step by the final {score}.")
+        lines.append(f"- The threshold is compared with {measure}, and at the last step with the final {score}.")
     if summary["machine"]:
         lines.append(f"- Machine: {summary['machine']}.")
     return lines
 
 
 def terminal_table(summary: dict[str, Any]) -> Table:
-    """The report's main numbers, one recipe a column."""
+    """The report's main numbers, one column per recipe."""
     write = SCORE_KINDS[summary["score"]].write
     recipes = summary["recipes"].values()
     table = Table(title=f"{summary['subject']}: final {summary['score']}", title_style="bold")

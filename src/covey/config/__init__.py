@@ -2,8 +2,8 @@
 
 `RunConfig` is a run on a language model, `ControlConfig` one on a Gymnasium environment. `covey.config.recipe` fills
 them from TOML and the command line, `covey.config.validate` refuses what cannot work. Importing this package loads
-neither torch nor transformers, so that a mistake is reported at once. The second argument of `option` is the field's
-`--help`.
+neither torch nor transformers, so that a mistake is reported at once. The second argument of `config_field` is the
+field's `--help`.
 """
 
 from covey.config.common import (
@@ -16,7 +16,7 @@ from covey.config.common import (
     RunBase,
     RunError,
     UpdateBase,
-    option,
+    config_field,
 )
 from covey.config.control import (
     ControlConfig,
@@ -52,5 +52,5 @@ __all__ = [
     "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "EnvironmentConfig", "EvaluationConfig", "JsonlConfig",
     "LossBase", "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig", "ReferenceConfig", "RewardConfig",
     "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig", "SamplingConfig", "UpdateBase",
-    "UpdateConfig", "WordProblemsConfig", "option",
+    "UpdateConfig", "WordProblemsConfig", "config_field",
 ]  # fmt: skip

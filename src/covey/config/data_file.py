@@ -1,4 +1,4 @@
-"""The rows of a JSONL file of the user's own, checked line by line.
+"""Reads the rows of a user's JSONL file, checked line by line.
 
 This module loads no torch, so that a mistake in the data is reported at once.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, JsonlConfig
-from covey.config.faults import told
+from covey.config.faults import path_error
 from covey.config.files import parse_json, read_file, shortened, user_path
 from covey.config.machine import memory_bytes
 
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 LONGEST_ROLE = 64  # characters
-MEMORY_PER_BYTE = 8  # of a file, while its rows are read
+MEMORY_PER_BYTE = 8  # peak memory while a file is read, relative to its size
 BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors write at the beginning of a file
 LONGEST_LINE = 64 << 20  # bytes
 
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Data:
-    """The rows of a run."""
+    """Training and held-out rows of a run."""
 
     training: list[Row]
     held_out: list[Row]
@@ -50,7 +50,7 @@ class Data:
 
 
 def read_data(config: JsonlConfig) -> Data:
-    """The rows that a [task] table of jsonl names. A file that has not changed is read once.
+    """Read the rows of a [task] table with the name jsonl. An unchanged file is read once.
 
     Raises:
         ConfigError: if a file is missing, empty or too large, or has an unusable line; if no row is left to train on or
@@ -74,11 +74,11 @@ def read_rows(path: str) -> list[Row]:
     try:
         status = file.stat()
     except OSError as error:
-        raise told(error, f"{path}: cannot be read", file) from error
+        raise path_error(error, f"{path}: cannot be read", file) from error
     return _read_rows(path, file.absolute(), (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
-# Suffix -> the function of pandas that reads such files. A .json file may hold JSON lines, so it is read as one.
+# Suffix -> the pandas function that reads such files. A .json file may hold JSON lines, so it is read as JSONL.
 OTHER_FORMATS = {
     ".csv": "read_csv",
     ".tsv": "read_table",
@@ -112,14 +112,14 @@ def _read_rows(path: str, file: Path, _version: tuple[int, ...]) -> list[Row]:
 
 
 def _record(number: int, line: bytes) -> dict[str, Any]:
-    """Raises ValueError with what is wrong with the line."""
+    """Parse one line. Raises ValueError with the fault of the line."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"the line has {len(line) / 1e6:,.0f} MB; at most {LONGEST_LINE / 1e6:,.0f} MB are read")
     line = line.removeprefix(BOM) if number == 1 else line
     if line.strip() in (b"[", b"{"):
         raise ValueError("the line ends within a JSON value; write each object on a line of its own")
     record = parse_json(line)
-    if b"\\u" in line and _has_surrogate(record):  # only an escape can write one: UTF-8 has none
+    if b"\\u" in line and _has_surrogate(record):  # UTF-8 cannot encode one, so only an escape can produce it
         raise ValueError("half of a surrogate pair (\\ud800 to \\udfff), which is no text")
     if not isinstance(record, dict):
         fix = "; write each of its objects on a line of its own" if isinstance(record, list) else ""
@@ -129,7 +129,7 @@ def _record(number: int, line: bytes) -> dict[str, Any]:
 
 @contextmanager
 def _faults_at(place: str) -> Iterator[None]:
-    """ValueErrors within become ConfigErrors that name the place."""
+    """Context manager that turns a ValueError into a ConfigError that names the place."""
     try:
         yield
     except ValueError as error:
@@ -137,20 +137,20 @@ def _faults_at(place: str) -> Iterator[None]:
 
 
 def row_of(place: str, record: Mapping[str, Any]) -> Row:
-    """A row of a data set, checked.
+    """Check one row of a data set.
 
     Args:
         place: names the row in messages, such as "train.jsonl line 3".
 
     Raises:
-        ConfigError: naming the place and what is wrong with the row.
+        ConfigError: with the place and the fault of the row.
     """
     with _faults_at(place):
         return Row(place, *_parts_of(record))
 
 
 def _parts_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The prompt of a row and its other columns. Raises ValueError with what is wrong with it."""
+    """The prompt of a row and its other columns. Raises ValueError with the fault of the row."""
     columns = dict(record)
     if "prompt" in columns:
         prompt = columns.pop("prompt")
@@ -179,7 +179,7 @@ def _check_prompt(prompt: Any) -> None:
             for key in ("role", "content"):
                 if not isinstance(message, dict) or not isinstance(message.get(key), str):
                     raise ValueError(f"message {position} of 'prompt' needs a {key!r} that is a string")
-            role = message["role"]  # which ones there are is the chat template's business
+            role = message["role"]  # the chat template decides which roles are allowed
             if not (role.strip() and role.isprintable() and len(role) <= LONGEST_ROLE):
                 raise ValueError(
                     f"message {position} of 'prompt' has the role {shortened(role)}: a role is a printable name of at "
@@ -190,7 +190,7 @@ def _check_prompt(prompt: Any) -> None:
 
 
 def _has_surrogate(record: Any) -> bool:
-    """Whether some text of a record holds half of a surrogate pair."""
+    """True if a string of the record has half of a surrogate pair."""
     text = json.dumps(record, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode() != text
 
@@ -201,7 +201,7 @@ def _kind(value: Any) -> str:
 
 
 def _without_held_out(rows: list[Row], kept: list[Row], config: JsonlConfig) -> list[Row]:
-    """The training rows whose prompts are not held out; `overlap` says whether there may be others."""
+    """The training rows whose prompts are not held out; with `overlap = "refuse"` the others are an error."""
     path, held_out_path = config.path, config.held_out_path
     held_out = {row.content: row.place for row in reversed(kept)}
     shared = [row for row in rows if row.content in held_out]
@@ -235,11 +235,11 @@ def split(rows: list[Row], config: JsonlConfig) -> Data:
 
 
 def prompt_hash(content: str) -> int:
-    """Orders prompts, and so decides which are held out."""
+    """Sort key of prompts that decides which are held out."""
     return stable_hash("prompt", content)
 
 
 def stable_hash(*parts: Any) -> int:
-    """64 bits that depend on the parts alone; Python's own hash() differs between processes."""
+    """64-bit hash that depends on the parts alone; Python's own hash() differs between processes."""
     digest = hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big")

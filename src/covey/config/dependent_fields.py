@@ -1,8 +1,8 @@
-"""Fields of a recipe that follow a field which the command line changes.
+"""Adjusts the recipe fields that depend on a field which the command line changes.
 
-The fields of a recipe fit each other: a warm-up is shorter than the run, a group size that changes begins at
-`group_size`, a threshold belongs to its environment. If the command line changes one of them, those that depend on it
-and were not given themselves follow, so that a recipe works with any single change that is possible at all.
+The fields of a recipe fit each other: a warm-up is shorter than the run, a changing group size begins at `group_size`,
+a threshold belongs to its environment. If the command line changes one of them, the dependent fields that it does not
+set are adjusted, so that a recipe works with every single change that is possible.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 
 from covey.config.common import ConfigError
 from covey.config.control import ControlConfig
-from covey.config.fields import check_fields, iter_fields, shown
+from covey.config.fields import check_fields, iter_fields, toml_repr
 from covey.config.llm import TASK_CONFIGS, RewardConfig, RunConfig
 from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, largest_divisor
 from covey.config.validate_collection import NOT_BY_GROUP
 
 Config = RunConfig | ControlConfig
 
-# Built-in rewards that grade one task's answers; the others (format, functions) go with every task.
+# Built-in rewards that grade one task's answers; the others (format, functions) work with every task.
 REWARDS_OF_TASK = {"countdown": "countdown", "step_numbers": "running_total"}
-RIGHT_ANSWERS = ("numeric", "digits", "exact")  # they need an answer column, which every task but countdown has
+RIGHT_ANSWERS = ("numeric", "digits", "exact")  # they need an answer column, which every task except countdown has
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`field` takes `value(recipe, config, field)` if one of `causes` was changed and it was not given itself."""
+    """Sets `field` to `value(recipe, config, field)` if one of `causes` was changed and `field` was not given."""
 
     field: str
     causes: tuple[str, ...]
@@ -35,22 +35,22 @@ class Rule:
 
 
 def follow(recipe: Config, config: Config, given: Collection[str]) -> tuple[Config, str]:
-    """Let the fields follow that depend on what was given.
+    """Adjust the fields that depend on the given fields.
 
     Args:
-        recipe: as its file has it.
-        config: the same with what the command line gave.
-        given: dotted names of the fields that it gave.
+        recipe: the config in the recipe's file.
+        config: the same with the fields that the command line gave.
+        given: dotted names of these fields.
 
     Returns:
-        The config, and one line that says what was changed; empty if nothing was.
+        The adjusted config, and one line that lists the changes; empty if there are none.
     """
-    try:  # the rules count on values of the right type; the others are refused later
+    try:  # the rules need values of the right type; others are refused later
         check_fields(recipe)
         check_fields(config)
     except (ConfigError, TypeError):
         return config, ""
-    causes = {name: {name} for name in given}  # of every field that has changed: the given ones that led to it
+    causes = {name: {name} for name in given}  # changed field -> the given fields that caused its change
     said = []
     for rule in RULES[type(config)]:
         if rule.field in given or not causes.keys() & set(rule.causes):
@@ -65,7 +65,7 @@ def follow(recipe: Config, config: Config, given: Collection[str]) -> tuple[Conf
 
 
 def _option(name: str) -> str:
-    """The option that sets a field, as it is usually typed."""
+    """The short command-line option of a field."""
     return f"--{name.removesuffix('.id').rpartition('.')[2].replace('_', '-')}"
 
 
@@ -85,7 +85,7 @@ def put(config: Any, name: str, value: Any) -> Any:
 
 
 def default(recipe: Config, config: Config, name: str) -> Any:
-    """The field's default: as if the recipe did not have it."""
+    """The field's default, used if the recipe does not set it."""
     section, _, leaf = name.rpartition(".")
     owner = getattr(config, section) if section else config
     return next(item.default for item in fields(owner) if item.name == leaf)
@@ -96,11 +96,11 @@ def _written(value: Any) -> str:
         return "unset"
     if isinstance(value, tuple) and all(isinstance(item, RewardConfig) for item in value):
         return f"[{', '.join(reward.name or reward.function for reward in value)}]"
-    return shown(value)
+    return toml_repr(value)
 
 
 def _if(condition: Callable[[Any], bool], then: Callable[[Any, Any, str], Any]) -> Callable[[Any, Any, str], Any]:
-    """`then` if the config meets a condition; otherwise the field stays."""
+    """`then` if the config meets a condition; otherwise the field keeps its value."""
     return lambda recipe, config, name: then(recipe, config, name) if condition(config) else get(config, name)
 
 
@@ -108,8 +108,8 @@ def _constant(value: Any) -> Callable[[Any, Any, str], Any]:
     return lambda recipe, config, name: value
 
 
-def _same_share_of_steps(recipe: Config, config: Config, name: str) -> int:
-    """Steps that were a part of the recipe's run stay one if that run gets shorter."""
+def _scaled_steps(recipe: Config, config: Config, name: str) -> int:
+    """Scale a number of steps with the length of the run if it no longer fits."""
     value, interval = int(get(config, name)), name.endswith("every")
     fits = value <= config.steps if interval else value < config.steps
     if fits or value >= recipe.steps or value == default(recipe, config, name):
@@ -117,12 +117,12 @@ def _same_share_of_steps(recipe: Config, config: Config, name: str) -> int:
     return max(int(interval), min(config.steps - 1, round(value * config.steps / recipe.steps)))
 
 
-def _same_tokens_a_step(recipe: RunConfig, config: RunConfig, name: str) -> int:
-    """A budget that would end a longer run before its steps grows with them."""
+def _scaled_budget(recipe: RunConfig, config: RunConfig, name: str) -> int:
+    """Scale the token budget with the number of steps of a longer run."""
     return max(config.token_budget, round(config.token_budget * config.steps / recipe.steps))
 
 
-def _same_share_of_tokens(recipe: RunConfig, config: RunConfig, name: str) -> int | None:
+def _scaled_tokens(recipe: RunConfig, config: RunConfig, name: str) -> int | None:
     tokens, limit = config.sampling.overlong_tokens, config.sampling.max_new_tokens
     if tokens is None or tokens <= limit:
         return tokens
@@ -130,7 +130,7 @@ def _same_share_of_tokens(recipe: RunConfig, config: RunConfig, name: str) -> in
 
 
 def _token_limits(recipe: RunConfig, config: RunConfig, name: str) -> tuple[int, ...]:
-    """The training's own limit stays among those that are reported."""
+    """Keep the token limit of training among those of evaluations."""
     old, new = recipe.sampling.max_new_tokens, config.sampling.max_new_tokens
     return tuple(dict.fromkeys(new if limit == old else limit for limit in config.evaluation.token_limits))
 
@@ -152,7 +152,7 @@ def _most(recipe: RunConfig, config: RunConfig, name: str) -> int | None:
 
 
 def _minibatches(recipe: Config, config: Config, name: str) -> int:
-    """As many as before, if the step can still be split into them evenly."""
+    """Largest number of minibatches, up to the present one, into which the step can be split evenly."""
     if isinstance(config, ControlConfig):
         if config.rollouts.kind != "fragments":
             return config.update.minibatches
@@ -161,7 +161,7 @@ def _minibatches(recipe: Config, config: Config, name: str) -> int:
 
 
 def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardConfig, ...]:
-    """Those that can grade the new task; none leaves it to the task's own."""
+    """The rewards that can grade the new task; if there are none, the task's own reward is used."""
     if recipe.task is None or config.task is None or type(recipe.task) is type(config.task):
         return config.rewards
     task = next((task for task, kind in TASK_CONFIGS.items() if kind is type(config.task)), "")
@@ -173,7 +173,7 @@ def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardCon
     return tuple(kept)
 
 
-def _pays_steps(config: RunConfig) -> bool:
+def _has_step_rewards(config: RunConfig) -> bool:
     return any(reward.is_per_step for reward in config.rewards)
 
 
@@ -182,7 +182,7 @@ def _no_clipping(config: Config) -> bool:
 
 
 def _is_on_policy(config: Config) -> bool:
-    """The policy that learns is the one that sampled, so their KL is 0."""
+    """True if the KL is to the policy that sampled, and the single update of a step uses that policy: the KL is 0."""
     return config.loss.kl_anchor == "behavior" and config.update.epochs * config.update.minibatches == 1
 
 
@@ -225,7 +225,7 @@ _ALGORITHM = ("algorithm", "rollouts.kind")
 
 
 def _shared(root: type) -> list[Rule]:
-    """Rules of both worlds; of those about unused fields the ones that this world has."""
+    """Rules of both kinds of run, without those about unused fields that this kind does not have."""
     there = {where for where, *_ in iter_fields(root())}
     unused = [name for name in (*USED_ONLY_BY, *NOT_USED_BY) if name in there]
     return [
@@ -233,7 +233,7 @@ def _shared(root: type) -> list[Rule]:
         *(Rule(name, ("algorithm",), _if(_no_clipping, default)) for name in _CLIPS),
         Rule("update.epochs", ("algorithm",), _if(_no_clipping, _constant(1))),
         Rule("loss.credit", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
-        *(Rule(name, ("steps",), _same_share_of_steps) for name in _STEPS),
+        *(Rule(name, ("steps",), _scaled_steps) for name in _STEPS),
     ]
 
 
@@ -248,15 +248,15 @@ _KL = [
     ),
 ]
 
-# In the order in which one may cause the next.
+# In the order in which one change may cause the next.
 RULES: dict[type, list[Rule]] = {
     RunConfig: [
         *_shared(RunConfig),
         Rule("rewards", ("task",), _rewards),
-        Rule("loss.credit", ("rewards",), _if(lambda config: not _pays_steps(config), default)),
-        Rule("process.boundary", ("rewards",), _if(lambda config: not _pays_steps(config), default)),
-        Rule("token_budget", ("steps",), _same_tokens_a_step),
-        Rule("reference.refresh_every", ("steps",), _same_share_of_steps),
+        Rule("loss.credit", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
+        Rule("process.boundary", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
+        Rule("token_budget", ("steps",), _scaled_budget),
+        Rule("reference.refresh_every", ("steps",), _scaled_steps),
         Rule(
             "reference.refresh_fraction", ("reference.refresh_every",),
             _if(lambda config: not config.reference.refresh_every, default),
@@ -278,7 +278,7 @@ RULES: dict[type, list[Rule]] = {
             "sampling.initial_group_size", _GROUP_SIZES, _first
         ),
         Rule("sampling.max_group_size", _GROUP_SIZES, _most),
-        Rule("sampling.overlong_tokens", ("sampling.max_new_tokens",), _same_share_of_tokens),
+        Rule("sampling.overlong_tokens", ("sampling.max_new_tokens",), _scaled_tokens),
         Rule("evaluation.token_limits", ("sampling.max_new_tokens",), _token_limits),
         Rule("update.minibatches", ("sampling.prompts_per_step",), _minibatches),
         Rule(

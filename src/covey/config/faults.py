@@ -28,26 +28,26 @@ _ADVICE = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "close other programs, the system has too many open files",
 }
-# What the system says of a name that leads to nothing usable. Everything else has its cause in the machine.
+# Error codes of an unusable path, a mistake of the user's. Every other code is a fault of the machine.
 _MISTAKES = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO,
 }  # fmt: skip
 _LESS_MEMORY = "close other programs, or make the run smaller (covey plan shows what takes memory)"
-# What torch, oneDNN and C++ say if an allocation fails, Python if a thread gets no stack, the linker of a library.
+# Messages of torch, oneDNN and C++ for a failed allocation, of Python for a thread without a stack, of the linker.
 _NO_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|bad_alloc|could not create a memory|out of memory|Cannot allocate memory"
     r"|can't start new thread|failed to map segment",
     re.IGNORECASE,
 )
-# How libraries written in Rust, such as safetensors, name an errno, and how torch does that opens a file for them.
+# Forms in which libraries written in Rust, such as safetensors, and torch, when it opens their files, print an errno.
 _NAMED_CODE = re.compile(r"\(os error (\d+)\)|unable to \w+ .*file.*: .* \((\d+)\)")
 
 
 def machine_error(error: BaseException, path: str | Path = "") -> MachineError | None:
-    """`error` as a fault of the machine, in one line; None if it is none.
+    """Convert `error` to a MachineError of one line; None if it is no fault of the machine.
 
     Args:
-        path: what was read or written, if the error itself does not name it.
+        path: the file that was read or written, if the error itself does not name it.
     """
     if isinstance(error, MachineError):
         return error
@@ -66,7 +66,7 @@ def machine_error(error: BaseException, path: str | Path = "") -> MachineError |
 
 @contextmanager
 def faults_of(path: str | Path) -> Iterator[None]:
-    """Turn what goes wrong with `path` inside the block into a MachineError that names it.
+    """Context manager that turns a fault of the machine at `path` into a MachineError that names it.
 
     Raises:
         MachineError: for a fault of the machine. Other exceptions pass.
@@ -80,12 +80,12 @@ def faults_of(path: str | Path) -> Iterator[None]:
         raise fault from error
 
 
-def told(error: Exception, what: str, path: str | Path = "") -> ConfigError | MachineError:
-    """The exception to raise for a path that the user named: a fault of the machine, or a mistake in what is there.
+def path_error(error: Exception, what: str, path: str | Path = "") -> ConfigError | MachineError:
+    """The exception to raise for a path that the user named: MachineError or, for a mistake of the user's, ConfigError.
 
     Args:
-        what: cannot be done; the beginning of the message about a mistake.
-        path: what was read or written, if the error itself does not name it.
+        what: beginning of the ConfigError's message, such as "cannot read data.jsonl".
+        path: the file that was read or written, if the error itself does not name it.
     """
     fault = None if _code(error) in _MISTAKES else machine_error(error, path)
     reason = (str(getattr(error, "strerror", "") or error).strip() or type(error).__name__).splitlines()[0]
@@ -93,9 +93,9 @@ def told(error: Exception, what: str, path: str | Path = "") -> ConfigError | Ma
 
 
 def _code(error: BaseException) -> int | None:
-    """The errno of an error, be it named in the text of a library written in Rust."""
+    """The errno of an error, which may be in its text only if a library written in Rust raised it."""
     if isinstance(error, FileNotFoundError):
-        return errno.ENOENT  # safetensors raises it without a number, also where a permission is missing
+        return errno.ENOENT  # safetensors raises it without a number, also for a missing permission
     if isinstance(error, OSError):
         return error.errno
     found = _NAMED_CODE.search(str(error)) if isinstance(error, Exception) else None

@@ -1,4 +1,4 @@
-"""Single values against the type, the choices and the limits of their config field."""
+"""Checks of single values: type, choices and limits of their config field."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import get_type_hints as uncached_type_hints
 from covey.config.common import ConfigError
 from covey.config.files import unusual_kind
 
-LARGEST_INTEGER = 2**31 - 1  # of a field without a limit of its own
-LARGEST_NUMBER = 1e30  # of a field, in either direction: fp32 holds it
+LARGEST_INTEGER = 2**31 - 1  # limit of an integer field that declares none
+LARGEST_NUMBER = 1e30  # limit of a field's absolute value, which fp32 can represent
 LONGEST_TEXT = 10_000  # characters of a field
 LONGEST_LIST = 1000  # values of a field
 
@@ -28,7 +28,7 @@ LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a lis
 
 @cache
 def get_type_hints(kind: Any) -> dict[str, Any]:
-    """Those of `typing.get_type_hints`, which evaluates every annotation anew."""
+    """`typing.get_type_hints`, cached because it evaluates every annotation anew."""
     return uncached_type_hints(kind)
 
 
@@ -38,17 +38,17 @@ def plural(count: int, noun: str) -> str:
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Every plain value below a config dataclass against its type, its choices and its limits.
+    """Check every plain value below a config dataclass against its type, its choices and its limits.
 
     Raises:
-        ConfigError: naming the first field, with `prefix`, that holds what it may not.
+        ConfigError: naming the first field, with `prefix`, that has an invalid value.
     """
     for where, item, hint, value in iter_fields(config, prefix):
         _check_value(where, item, hint, value)
 
 
 def iter_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any, Any]]:
-    """Every plain value below a config dataclass: (dotted name, field, type hint, value)."""
+    """Iterate over the plain values below a config dataclass: (dotted name, field, type hint, value)."""
     kind: Any = type(config)
     hints = get_type_hints(kind)
     for item in fields(config):
@@ -59,7 +59,7 @@ def iter_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]
         elif item.name == "rewards" and not prefix:
             for number, reward in enumerate(value, start=1):
                 yield from iter_fields(reward, f"rewards[{number}].")
-        elif hints[item.name] is not Any:  # Any is a task, which a script may bring instead
+        elif hints[item.name] is not Any:  # Any is the task, which a script may provide itself
             yield name, item, hints[item.name], value
 
 
@@ -83,7 +83,7 @@ def command(*words: object) -> str:
 
 
 def did_you_mean(word: str, known: list[str], likeness: float = 0.6) -> str:
-    """' (did you mean ...?)' with the nearest known word, or '' where none is as near as `likeness`, from 0 to 1."""
+    """' (did you mean ...?)' with the nearest known word, or '' if none has a similarity of `likeness` (0 to 1)."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=likeness)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
@@ -94,7 +94,7 @@ def or_list(words: list[str] | tuple[str, ...]) -> str:
 
 
 def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
-    """One value against the type, the choices and the limits of its field."""
+    """Check one value against the type, the choices and the limits of its field."""
     kind, is_list, optional = plain_type(hint)
     if value is None and optional:
         return
@@ -106,7 +106,7 @@ def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
         raise ConfigError(f"{where} has {len(value):,} values: at most {LONGEST_LIST:,} are read")
     for single in value if is_list else (value,):
         if not is_a(single, kind):
-            raise ConfigError(f"{where} must be {describe_type(hint)} (is {shown(value)})")
+            raise ConfigError(f"{where} must be {describe_type(hint)} (is {toml_repr(value)})")
         if type(single) is int and single.bit_length() > 64:
             raise ConfigError(f"{where} is an integer of more than 64 bits")
         if kind is float and not math.isfinite(single):
@@ -118,19 +118,19 @@ def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
         if choices and single not in choices and not optional_text:
             raise ConfigError(f"{where} must be {or_list(choices)} (is {single!r}){did_you_mean(str(single), choices)}")
         check_limits(where, item.metadata["limits"], single)
-        if kind is int and item.metadata["limits"]["most"] is None and abs(single) > LARGEST_INTEGER:
+        if kind is int and item.metadata["limits"]["max"] is None and abs(single) > LARGEST_INTEGER:
             raise ConfigError(f"{where} must be at most {LARGEST_INTEGER} (is {single})")
         if kind is float and abs(single) > LARGEST_NUMBER:
             raise ConfigError(f"{where} must be at most {LARGEST_NUMBER:g} (is {single})")
 
 
 def check_limits(where: str, limits: dict[str, float | None], value: Any) -> None:
-    """A number against the limits that `covey.config.option` noted.
+    """Check a number against the limits that `covey.config.config_field` declared.
 
     Raises:
         ConfigError: naming the limit that the value breaks.
     """
-    least, most, above, below = (limits[name] for name in ("least", "most", "above", "below"))
+    least, most, above, below = (limits[name] for name in ("min", "max", "above", "below"))
     if least is not None and value < least:
         raise ConfigError(f"{where} must be at least {least:.12g} (is {value})")
     if most is not None and value > most:
@@ -142,7 +142,7 @@ def check_limits(where: str, limits: dict[str, float | None], value: Any) -> Non
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse text that no file or terminal should be given: control characters, halves of characters, too much of it.
+    """Refuse text that is unsafe in a file or terminal: control characters, surrogates, or more than LONGEST_TEXT.
 
     Raises:
         ConfigError: beginning with `where`, which names the field.
@@ -156,26 +156,26 @@ def check_text(text: str, where: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Text without characters that could command a terminal; line ends and tabs stay."""
+    """The text with control characters, except line ends and tabs, replaced."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def is_a(value: Any, kind: type) -> bool:
-    """Strict: a bool is not a number, an integer is a fine number, nothing else is converted."""
+    """Strict isinstance: a bool is not a number, an integer is a float, nothing else is converted."""
     if kind in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def shown(value: Any) -> str:
-    """A value as TOML would write it."""
+def toml_repr(value: Any) -> str:
+    """The value in TOML syntax."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(value)) if isinstance(value, tuple) else repr(value)
 
 
 def did_you_mean_file(path: Path) -> str:
-    """' (did you mean ...?)' with a neighbour of a file that is not there."""
+    """' (did you mean ...?)' with the most similar name in the folder of a missing file."""
     try:
         neighbours = sorted(entry.name for entry in path.parent.iterdir())
     except OSError:

@@ -1,5 +1,5 @@
-"""Paths that the user names and the TOML and JSON below them, parsed once: a path that can exist, a plain file of a
-bounded size, UTF-8, values nested a bounded number of levels, integers of 64 bits, no key twice.
+"""Reads the user's files safely: valid paths, plain files of bounded size, UTF-8, and TOML and JSON with bounded
+nesting, integers of 64 bits and no duplicate key.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.common import ConfigError
-from covey.config.faults import told
+from covey.config.faults import path_error
 
 LARGEST_DOCUMENT = 16 << 20  # bytes of a JSON document; real ones have a few kilobytes
 LONGEST_MODEL_CONFIG = 1 << 20  # bytes of a config.json
 LARGEST_RECIPE = 1 << 20  # bytes of a TOML file
 DEEPEST = 64  # levels of lists and tables within each other
 LONGEST_INTEGER = 1000  # digits in JSON
-MOST_DOTS = 1000  # in a line of TOML before its value: the time to read a dotted key grows with their square
-SHOWN_CHARACTERS = 80  # of a value in a message
+MOST_DOTS = 1000  # in a TOML key: the time to parse a dotted key is quadratic in them
+SHOWN_CHARACTERS = 80  # of a value quoted in a message
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -34,15 +34,15 @@ _KINDS = {
 
 
 def shortened(text: str) -> str:
-    """A text as a message shows it: in quotes, and only its beginning where it is long."""
+    """The text in quotes for a message, truncated if it is long."""
     return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "...")
 
 
 def user_path(name: str | Path, where: str = "") -> Path:
-    """A path that the user wrote, with `~` replaced by the home folder. It need not exist, but it can.
+    """Parse a path that the user wrote and expand `~`. The path is valid, but need not exist.
 
     Args:
-        where: names the field or option at the beginning of a message, such as "task.path: ".
+        where: beginning of an error message, the field or option, such as "task.path: ".
 
     Raises:
         ConfigError: for a name that no file can have, such as one with a NUL character or over-long parts, an unknown
@@ -55,7 +55,7 @@ def user_path(name: str | Path, where: str = "") -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise told(error, f"{where}{shortened(str(name))} cannot be used as a path", path) from error
+        raise path_error(error, f"{where}{shortened(str(name))} cannot be used as a path", path) from error
     except RuntimeError as error:
         raise ConfigError(f"{where}{shortened(str(name))}: the home folder of that user is not known") from error
     except ValueError as error:
@@ -64,7 +64,7 @@ def user_path(name: str | Path, where: str = "") -> Path:
 
 
 def unusual_kind(path: Path) -> str:
-    """'a folder', 'a pipe', 'a socket' or 'a device'; '' for a plain file and for what is not there."""
+    """'a folder', 'a pipe', 'a socket' or 'a device'; '' for a plain file or a missing one."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "")
     except OSError:
@@ -79,7 +79,7 @@ def read_file(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
         MachineError: if it may not be read, or the disk has a fault.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe must not wait
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe would block
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'no file')}; name a file")
@@ -87,7 +87,7 @@ def read_file(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
                 raise ConfigError(f"{path} has {status.st_size / 1e6:,.0f} MB; at most {most / 1e6:,.0f} MB are read")
             return file.read()
     except OSError as error:
-        raise told(error, f"cannot read {path}", path) from error
+        raise path_error(error, f"cannot read {path}", path) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -119,14 +119,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes | str, *, strict: bool = True) -> Any:
-    """A JSON document.
+    """Parse a JSON document.
 
     Args:
-        strict: refuse NaN and infinities, which are no JSON; covey's own files may hold them.
+        strict: refuse NaN and infinities, which are not JSON; covey's own files may have them.
 
     Raises:
-        ValueError: in one line, for what is not valid JSON or UTF-8, a key that an object has twice, values nested too
-            deeply, or an integer of more than 1,000 digits.
+        ValueError: in one line, for invalid JSON or UTF-8, a duplicate key of an object, values nested too deeply, or
+            an integer of more than 1,000 digits.
     """
     try:
         decoded = text.decode() if isinstance(text, bytes) else text
@@ -145,7 +145,7 @@ def parse_json(text: bytes | str, *, strict: bool = True) -> Any:
 
 
 def read_json(path: Path, most: int = LARGEST_DOCUMENT, *, strict: bool = True) -> Any:
-    """A JSON file, as `parse_json`.
+    """Read a JSON file with `parse_json`.
 
     Raises:
         ConfigError: if it cannot be read or is not valid.
@@ -173,7 +173,7 @@ def check_nesting(document: Any) -> None:
 
 
 def walk(document: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value below a document that `check_nesting` accepts, with its dotted name."""
+    """Iterate over every value below a document that `check_nesting` accepts: (dotted name, value)."""
     pairs = document.items() if isinstance(document, dict) else enumerate(document, start=1)
     for key, value in pairs:
         name = f"{where}.{key}" if where else str(key)
@@ -216,7 +216,7 @@ def _finite(digits: str) -> float:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk; of a folder, the names in it."""
+    """fsync a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

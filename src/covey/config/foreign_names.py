@@ -1,4 +1,4 @@
-"""Names of other libraries, and covey's names for the same: a recipe or a command that uses one is told in one line.
+"""Table of other libraries' option names with covey's own, for the error message of an unknown field.
 
 From TRL's GRPOConfig, RLOOConfig and PPOConfig, the options of verl and OpenRLHF, stable-baselines3's PPO, cleanrl's
 ppo.py, vLLM and Unsloth.
@@ -15,9 +15,9 @@ class ForeignName:
     """covey's counterpart of another library's name.
 
     Attributes:
-        libraries: that have the name.
-        fields: dotted names of covey's fields for it; those that the kind of recipe has are named.
-        note: how the field differs, or why there is none.
+        libraries: the libraries that have the name.
+        fields: dotted names of covey's fields for it; a message lists those that the kind of recipe has.
+        note: the difference from covey's field, or the reason why there is none.
     """
 
     libraries: str
@@ -45,7 +45,7 @@ _WHOLE = (
 _ALONE = "covey samples and trains in one process"
 
 FOREIGN_NAMES: dict[str, ForeignName] = {
-    # ---- how many, how long ----
+    # ---- counts and lengths ----
     "top_p": _none("TRL, verl, OpenRLHF, vLLM", _WHOLE),
     "top_k": _none("TRL, verl, vLLM", _WHOLE),
     "min_p": _none("TRL, vLLM", _WHOLE),
@@ -242,9 +242,9 @@ def answer(name: str, known: Collection[str], elsewhere: str) -> str:
     """covey's name for `name`, or the reason why there is none, in one line; '' if no other library has the name.
 
     Args:
-        name: as it was written, with dots and either - or _, such as "actor_rollout_ref.rollout.n".
+        name: the unknown name, with dots and either - or _, such as "actor_rollout_ref.rollout.n".
         known: dotted names of the fields that this kind of recipe has.
-        elsewhere: the kind of recipe that has the field if this one has not, in words.
+        elsewhere: in words, the kind of recipe that has the field if this kind does not.
     """
     last = name.replace("-", "_").lower().rpartition(".")[2]
     found = FOREIGN_NAMES.get(last)

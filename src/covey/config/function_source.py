@@ -1,4 +1,4 @@
-"""Functions of the user's own, looked up in the text of their file without running it.
+"""Checks that a user's function exists, by parsing the text of its file without running it.
 
 So a syntax error or a missing function is reported at once. The file itself is run in a process of its own.
 """
@@ -18,15 +18,15 @@ from covey.config.common import ConfigError
 from covey.config.fields import check_text, did_you_mean, missing_file
 from covey.config.files import read_file, user_path
 
-# With these a module can make names that its text does not show.
+# Names with which a module can define names that its text does not contain.
 _DYNAMIC = {"__getattr__", "globals", "locals", "vars", "exec", "eval", "setattr", "modules", "__dict__"}
-# Python 3.11 raises SystemError if two threads parse at once, and filters of warnings are those of the process.
+# Python 3.11 raises SystemError if two threads parse at once; filters of warnings apply to the whole process.
 _PARSING = threading.Lock()
 _LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.JoinedStr)
 
 
 def check_function_name(function: str, where: str) -> None:
-    """Refuse a name that is not `file.py:function` or `module:function`, or leads to nothing.
+    """Refuse a name that is not `file.py:function` or `module:function`, or does not exist.
 
     Raises:
         ConfigError: beginning with `where`, which names the field: if the file or the module is missing, the file is
@@ -48,7 +48,7 @@ def check_function_name(function: str, where: str) -> None:
 
 
 def _check_module(module: str, name: str, where: str) -> None:
-    """Look for a module where the process of the function will: in the working directory first."""
+    """Look for a module as the function's process will: first in the working directory."""
     if not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(f"{where}: {module!r} is no module's name, nor a Python file: a file's name ends with .py")
     first = module.partition(".")[0]
@@ -56,7 +56,7 @@ def _check_module(module: str, name: str, where: str) -> None:
         return
     try:
         found = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)
-    except ValueError:  # a module of this process that does not say where it is from
+    except ValueError:  # a module of this process without a __spec__
         return
     if found is None:
         raise ConfigError(f"{where}: there is no module {first!r}; a file is named file.py:function")
@@ -70,7 +70,7 @@ def _check_source(path: Path, name: str, where: str) -> None:
     """Parse a file and look for a function among the names that it binds."""
     try:
         with _PARSING, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of doubtful escapes and the like
+            warnings.simplefilter("ignore")  # such as those of invalid escapes
             tree = ast.parse(decode_source(read_file(path)), str(path))
     except SyntaxError as error:
         line = f" line {error.lineno}" if error.lineno else ""
@@ -93,7 +93,7 @@ def _check_source(path: Path, name: str, where: str) -> None:
 def _bound_names(tree: ast.Module) -> dict[str, ast.AST | None] | None:
     """Names bound at a module's top level: name -> a function's definition, a value, or None for anything else.
 
-    None if the module may bind names that its text does not show.
+    None if the module may bind names that its text does not contain.
     """
     used = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(tree)}
     found: list[tuple[str, ast.AST | None]] = []
@@ -105,7 +105,7 @@ def _bound_names(tree: ast.Module) -> dict[str, ast.AST | None] | None:
         node = waiting.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.append((node.name, node))
-            continue  # what is bound within belongs to it
+            continue  # names bound inside it are local to it
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found += [((alias.asname or alias.name).partition(".")[0], None) for alias in node.names]
         elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

@@ -12,11 +12,11 @@ from covey.config.llm import JsonlConfig, RunConfig
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:
-    """SHA-256 of every such file, by its name in the config.
+    """SHA-256 of the run's data and function files: name in the config -> digest.
 
     Args:
-        own_task: a script gave a task, so the config's is not used.
-        own_rewards: likewise for rewards.
+        own_task: the task is a script's own, so the config's files of it are not used.
+        own_rewards: the same for the rewards.
 
     Raises:
         MachineError: if a file cannot be read.

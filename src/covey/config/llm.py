@@ -1,79 +1,85 @@
 """Config of a run on a language model."""
-# ruff: noqa: RUF009 -- `option` returns a dataclasses.field, made once per field on purpose
+# ruff: noqa: RUF009 -- `config_field` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, option
+from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 
 EMBEDDED_MODELS = ("smollm2-135m",)
-STEP_REWARDS = ("step_numbers",)  # built-in rewards that pay every reasoning step
-BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right, 0 for wrong
+STEP_REWARDS = ("step_numbers",)  # built-in rewards with a value for every reasoning step
+BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right and 0 for wrong
 DAPO_RESAMPLES = 3
 PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
-DAPO_OVERLONG_SHARE = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
+DAPO_OVERLONG_FRACTION = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    prompts_per_step: int = option(16, "prompts per training step", least=1)
-    group_size: int = option(
-        16, "rollouts from each prompt, which are compared with each other; at least 2, except for ppo", least=1
+    prompts_per_step: int = config_field(16, "prompts per training step", min=1)
+    group_size: int = config_field(
+        16, "rollouts from each prompt, which are compared with each other; at least 2, except for ppo", min=1
     )
-    max_new_tokens: int = option(64, "longest completion in tokens, with the end token", least=1, most=1_000_000)
-    temperature: float = option(1.0, "temperature of sampling and of the log-probabilities", least=1e-4, most=1e4)
-    long_prompts: str = option(
+    max_new_tokens: int = config_field(64, "longest completion in tokens, with the end token", min=1, max=1_000_000)
+    temperature: float = config_field(1.0, "temperature of sampling and of the log-probabilities", min=1e-4, max=1e4)
+    long_prompts: str = config_field(
         "refuse",
         "a prompt that leaves no room for max_new_tokens in the model's positions: refuse the run before it trains, or "
         "drop the prompt",
         choices=("refuse", "drop"),
         advanced=True,
     )
-    rows_at_once: int = option(0, "rollouts that are decoded together; 0: chosen by memory", least=0, advanced=True)
-    final_group_size: int | None = option(
+    rows_at_once: int = config_field(0, "rollouts that are decoded together; 0: chosen by memory", min=0, advanced=True)
+    final_group_size: int | None = config_field(
         None,
         "group size of the last step; it changes evenly from group_size; unset: fixed",
-        least=2,
+        min=2,
         advanced=True,
     )
-    adaptive: bool = option(
+    adaptive: bool = config_field(
         False,
         "adaptive groups: initial_group_size rollouts for every prompt, the rest of prompts_per_step x group_size for "
         "prompts whose rewards vary",
         advanced=True,
     )
-    initial_group_size: int = option(4, "adaptive: rollouts of every prompt in the first round", least=2, advanced=True)
-    max_group_size: int | None = option(None, "adaptive: largest group; unset: 4 x group_size", least=2, advanced=True)
-    max_resamples: int | None = option(
+    initial_group_size: int = config_field(
+        4, "adaptive: rollouts of every prompt in the first round", min=2, advanced=True
+    )
+    max_group_size: int | None = config_field(
+        None, "adaptive: largest group; unset: 4 x group_size", min=2, advanced=True
+    )
+    max_resamples: int | None = config_field(
         None,
         "rounds in which a step may replace groups whose rewards are all the same by further prompts (DAPO's dynamic "
         f"sampling); unset is {DAPO_RESAMPLES} for dapo, else 0",
-        least=0,
+        min=0,
         advanced=True,
     )
-    overlong_tokens: int | None = option(
+    overlong_tokens: int | None = config_field(
         None,
         "tokens before the limit over which the reward falls by up to 1 (DAPO's overlong shaping); unset is a fifth "
         "of max_new_tokens for dapo, else 0",
-        least=0,
+        min=0,
         advanced=True,
     )
 
 
 @dataclass(frozen=True)
 class LossConfig(LossBase):
-    mask_truncated: bool = option(False, "leave completions that the token limit cut out of the loss", advanced=True)
-    credit: str = option(
+    mask_truncated: bool = config_field(
+        False, "leave completions that the token limit cut out of the loss", advanced=True
+    )
+    credit: str = config_field(
         "outcome",
         "what is compared within a group: whole completions (outcome), or reasoning steps: each with all steps of the "
         "group (process), with the same step of the siblings (process_by_step), or its rewards to go with theirs "
         "(process_return_to_go); steps need a reward with per_step = true",
         choices=("outcome", "process", "process_by_step", "process_return_to_go"),
     )
-    gamma: float = option(1.0, "ppo: discount per token", least=0, most=1)
-    importance_cap: float | None = option(
+    gamma: float = config_field(1.0, "ppo: discount per token", min=0, max=1)
+    importance_cap: float | None = config_field(
         None,
         "cap of the importance weight (trainer's over sampler's probability) on a token's loss, 2 is usual; unset: off",
         above=0,
@@ -83,78 +89,82 @@ class LossConfig(LossBase):
 
 @dataclass(frozen=True)
 class UpdateConfig(UpdateBase):
-    microbatch_tokens: int = option(
-        4096, "tokens in one backward pass; a smaller number takes less memory, with the same gradient", least=1
+    microbatch_tokens: int = config_field(
+        4096, "tokens in one backward pass; a smaller number takes less memory, with the same gradient", min=1
     )
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    problems: int = option(
+    problems: int = config_field(
         256,
         "held-out problems, answered greedily before and after training; all if there are fewer",
-        least=1,
-        most=1_000_000,
+        min=1,
+        max=1_000_000,
     )
-    every: int = option(0, "steps between evaluations; 0: only before and after training", least=0)
-    token_limits: tuple[int, ...] = option(
-        (), "token limits of evaluations; empty: max_new_tokens", least=1, advanced=True
+    every: int = config_field(0, "steps between evaluations; 0: only before and after training", min=0)
+    token_limits: tuple[int, ...] = config_field(
+        (), "token limits of evaluations; empty: max_new_tokens", min=1, advanced=True
     )
 
 
 @dataclass(frozen=True)
 class ArithmeticConfig:
-    digits: tuple[int, ...] = option((2,), "digits of an operand, drawn evenly from this list", least=1, most=12)
-    operators: tuple[str, ...] = option(("+", "-"), "drawn evenly from this list of + - *", choices=("+", "-", "*"))
-    terms: tuple[int, ...] = option(
-        (2,), "numbers in an expression, drawn evenly from this list", least=2, most=100, advanced=True
+    digits: tuple[int, ...] = config_field((2,), "digits of an operand, drawn evenly from this list", min=1, max=12)
+    operators: tuple[str, ...] = config_field(
+        ("+", "-"), "drawn evenly from this list of + - *", choices=("+", "-", "*")
     )
-    negative: bool = option(False, "allow answers below 0, such as that of 17 - 45", advanced=True)
-    instruction: str = option("Reply with the number only.", "sentence added to the question", advanced=True)
-    held_out_digits: tuple[int, ...] = option(
+    terms: tuple[int, ...] = config_field(
+        (2,), "numbers in an expression, drawn evenly from this list", min=2, max=100, advanced=True
+    )
+    negative: bool = config_field(False, "allow answers below 0, such as that of 17 - 45", advanced=True)
+    instruction: str = config_field("Reply with the number only.", "sentence added to the question", advanced=True)
+    held_out_digits: tuple[int, ...] = config_field(
         (),
         "digits of an operand in held-out problems; empty: as in training",
-        least=1,
-        most=12,
+        min=1,
+        max=12,
         advanced=True,
     )
 
 
 @dataclass(frozen=True)
 class CountdownConfig:
-    numbers: int = option(3, "given numbers", least=2, most=6)
-    largest: int = option(20, "largest given number", least=2, advanced=True)
-    operators: tuple[str, ...] = option(
+    numbers: int = config_field(3, "given numbers", min=2, max=6)
+    largest: int = config_field(20, "largest given number", min=2, advanced=True)
+    operators: tuple[str, ...] = config_field(
         ("+", "-", "*"), "operators that a solution may use, of + - * /", choices=("+", "-", "*", "/")
     )
 
 
 @dataclass(frozen=True)
 class WordProblemsConfig:
-    steps: tuple[int, ...] = option(
-        (2,), "reasoning steps of a problem, drawn evenly from this list (1 to 4)", least=1, most=4
+    steps: tuple[int, ...] = config_field(
+        (2,), "reasoning steps of a problem, drawn evenly from this list (1 to 4)", min=1, max=4
     )
-    largest: int = option(20, "largest number in a problem", least=2, advanced=True)
+    largest: int = config_field(20, "largest number in a problem", min=2, advanced=True)
 
 
 @dataclass(frozen=True)
 class RunningTotalConfig:
-    steps: tuple[int, ...] = option((3,), "additions and subtractions, drawn evenly from this list", least=1, most=12)
-    largest: int = option(5, "largest number in a problem", least=2, advanced=True)
-    examples: int = option(3, "solved examples before the problem", least=0, most=3, advanced=True)
+    steps: tuple[int, ...] = config_field(
+        (3,), "additions and subtractions, drawn evenly from this list", min=1, max=12
+    )
+    largest: int = config_field(5, "largest number in a problem", min=2, advanced=True)
+    examples: int = config_field(3, "solved examples before the problem", min=0, max=3, advanced=True)
 
 
 @dataclass(frozen=True)
 class JsonlConfig:
-    path: str = option("", "JSONL file; each line has a 'prompt' (string or chat messages) and any other columns")
-    held_out_path: str = option("", "JSONL file of held-out prompts; empty takes held_out_fraction of `path`")
-    held_out_fraction: float = option(
+    path: str = config_field("", "JSONL file; each line has a 'prompt' (string or chat messages) and any other columns")
+    held_out_path: str = config_field("", "JSONL file of held-out prompts; empty takes held_out_fraction of `path`")
+    held_out_fraction: float = config_field(
         0.1,
         "fraction of the different prompts of `path` that is held out for evaluation, at least one",
         above=0,
         below=1,
     )
-    overlap: str = option(
+    overlap: str = config_field(
         "refuse",
         "a line of `path` whose prompt is also in `held_out_path`: refuse the run, or drop the line from training",
         choices=("refuse", "drop"),
@@ -173,30 +183,30 @@ TASK_CONFIGS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class RewardConfig:
-    name: str = option(
+    name: str = config_field(
         "", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown", *STEP_REWARDS)
     )
-    function: str = option("", "or your own: file.py:function or module:function, with TRL's signature")
-    weight: float = option(1.0, "weight in the sum of rewards")
-    pattern: str = option(
+    function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
+    weight: float = config_field(1.0, "weight in the sum of rewards")
+    pattern: str = config_field(
         "", "regular expression of the format reward, matched against the whole completion", advanced=True
     )
-    answer_column: str = option(
+    answer_column: str = config_field(
         "answer", "column that holds the right answer; of step_numbers a list of them", advanced=True
     )
-    timeout_seconds: float = option(
+    timeout_seconds: float = config_field(
         10.0,
         "deadline of a call of your own function; importing its file has the same, at least 10 s",
         above=0,
-        most=86_400,
+        max=86_400,
         advanced=True,
     )
-    score: bool = option(False, "evaluations average this reward; default: the first")
-    binary: bool = option(
+    score: bool = config_field(False, "evaluations average this reward; default: the first")
+    binary: bool = config_field(
         False,
         "your own function returns 1 (right) or 0 (wrong), so its mean is an accuracy; else it is a score",
     )
-    per_step: bool = option(
+    per_step: bool = config_field(
         False,
         "your own function returns a list for each completion, with a number for each reasoning step",
         advanced=True,
@@ -204,18 +214,18 @@ class RewardConfig:
 
     @property
     def is_per_step(self) -> bool:
-        """Whether it pays reasoning steps rather than whole completions."""
+        """True for a reward of reasoning steps, False for one of whole completions."""
         return self.per_step or self.name in STEP_REWARDS
 
     @property
     def is_binary(self) -> bool:
-        """Whether it is 1 for right and 0 for wrong by its kind, so that its mean is an accuracy."""
+        """True if the reward is always 1 (right) or 0 (wrong), so that its mean is an accuracy."""
         return self.binary or self.name in BINARY_REWARDS
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    trunk: str = option(
+    trunk: str = config_field(
         "own",
         "ppo: the critic's decoder: a copy of the policy's (own), or the policy's itself with a value head (policy)",
         choices=("own", "policy"),
@@ -225,21 +235,21 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    refresh_every: int = option(
-        0, "steps after which the reference is refreshed from the policy; 0: never", least=0, advanced=True
+    refresh_every: int = config_field(
+        0, "steps after which the reference is refreshed from the policy; 0: never", min=0, advanced=True
     )
-    refresh_fraction: float = option(
+    refresh_fraction: float = config_field(
         1.0,
-        "weight of the policy in the refreshed reference: 1 copies it, less is a moving average",
+        "weight of the policy in the refreshed reference: 1 copies it, less is a moving average (EMA)",
         above=0,
-        most=1,
+        max=1,
         advanced=True,
     )
 
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    boundary: str = option(
+    boundary: str = config_field(
         "line",
         "end of a reasoning step: line, paragraph or sentence, or your own file.py:function from a text to the "
         "positions (in characters) after its steps",
@@ -251,44 +261,44 @@ class ProcessConfig:
 class RunConfig(RunBase):
     """One training run on a language model."""
 
-    task: Any = option(None, "[task] table: name = arithmetic, countdown, word_problems, running_total or jsonl")
-    model: str = option(
+    task: Any = config_field(None, "[task] table: name = arithmetic, countdown, word_problems, running_total or jsonl")
+    model: str = config_field(
         "smollm2-135m",
         "smollm2-135m (embedded), a Hugging Face folder, a hub name, a .gguf file, or the folder of a run or of one of "
         "its checkpoints",
     )
-    device: str = option("auto", "device", choices=("auto", "cpu", "cuda"))
-    precision: str = option(
+    device: str = config_field("auto", "device", choices=("auto", "cpu", "cuda"))
+    precision: str = config_field(
         "auto", "precision of matrix products; bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32")
     )
-    rewards: tuple[RewardConfig, ...] = option((), "[[rewards]] tables; empty is the task's own reward")
-    token_budget: int = option(
-        0, "sampled tokens after which the run ends; 0: no limit", least=0, most=2**53, advanced=True
+    rewards: tuple[RewardConfig, ...] = config_field((), "[[rewards]] tables; empty is the task's own reward")
+    token_budget: int = config_field(
+        0, "sampled tokens after which the run ends; 0: no limit", min=0, max=2**53, advanced=True
     )
-    sampling: SamplingConfig = option(SamplingConfig(), "[sampling] table")
-    loss: LossConfig = option(LossConfig(), "[loss] table")
-    update: UpdateConfig = option(UpdateConfig(), "[update] table")
-    critic: CriticConfig = option(CriticConfig(), "[critic] table")
-    reference: ReferenceConfig = option(ReferenceConfig(), "[reference] table")
-    process: ProcessConfig = option(ProcessConfig(), "[process] table")
-    evaluation: EvaluationConfig = option(EvaluationConfig(), "[evaluation] table")
-    checkpoint: CheckpointConfig = option(CheckpointConfig(), "[checkpoint] table")
+    sampling: SamplingConfig = config_field(SamplingConfig(), "[sampling] table")
+    loss: LossConfig = config_field(LossConfig(), "[loss] table")
+    update: UpdateConfig = config_field(UpdateConfig(), "[update] table")
+    critic: CriticConfig = config_field(CriticConfig(), "[critic] table")
+    reference: ReferenceConfig = config_field(ReferenceConfig(), "[reference] table")
+    process: ProcessConfig = config_field(ProcessConfig(), "[process] table")
+    evaluation: EvaluationConfig = config_field(EvaluationConfig(), "[evaluation] table")
+    checkpoint: CheckpointConfig = config_field(CheckpointConfig(), "[checkpoint] table")
 
     @property
     def max_resamples(self) -> int:
-        """sampling.max_resamples, or what the algorithm wants where it is unset."""
+        """sampling.max_resamples, or the algorithm's default if it is unset."""
         default = DAPO_RESAMPLES if self.algorithm == "dapo" else 0
         return default if self.sampling.max_resamples is None else self.sampling.max_resamples
 
     @property
     def kl_coefficient(self) -> float | None:
-        """loss.kl_coefficient; unset, ppo takes its own here, and None leaves it to the algorithm."""
+        """loss.kl_coefficient, or ppo's default if it is unset; None means the default of another algorithm."""
         default = PPO_KL_COEFFICIENT if self.algorithm == "ppo" else None
         return default if self.loss.kl_coefficient is None else self.loss.kl_coefficient
 
     @property
     def overlong_tokens(self) -> int:
-        """sampling.overlong_tokens, or what the algorithm wants where it is unset."""
-        share = DAPO_OVERLONG_SHARE if self.algorithm == "dapo" else 0.0
-        default = round(share * self.sampling.max_new_tokens)
+        """sampling.overlong_tokens, or the algorithm's default if it is unset."""
+        fraction = DAPO_OVERLONG_FRACTION if self.algorithm == "dapo" else 0.0
+        default = round(fraction * self.sampling.max_new_tokens)
         return default if self.sampling.overlong_tokens is None else self.sampling.overlong_tokens

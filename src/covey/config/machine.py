@@ -1,4 +1,4 @@
-"""The machine's processors and memory, asked without torch."""
+"""Number of processors and memory of the machine, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def processors() -> int:
 
 
 def memory_bytes() -> int | None:
-    """The memory of this machine, or what a container may use of it; None if it is unknown."""
+    """Memory of this machine, or the container's limit; None if it is unknown."""
     try:
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.exists() else ""

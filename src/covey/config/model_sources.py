@@ -1,5 +1,5 @@
-"""The place that a model's name stands for: the embedded model, a folder, a GGUF file, a run of covey or one of its
-checkpoints, or a name on the model hub. Every command and every trainer asks `locate_model`.
+"""Resolves a model's name: the embedded model, a folder, a GGUF file, a run of covey or one of its checkpoints, or a
+name on the model hub. Every command and every trainer calls `locate_model`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.common import ConfigError
-from covey.config.faults import faults_of, told
+from covey.config.faults import faults_of, path_error
 from covey.config.fields import command, did_you_mean, did_you_mean_file
 from covey.config.files import read_toml, unusual_kind, user_path
 from covey.config.llm import EMBEDDED_MODELS
@@ -34,7 +34,7 @@ HUB_NAME = re.compile(r"(?!.*(--|\.\.))([A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]
 
 
 class ModelKind(Enum):
-    """The kinds of places that a model can come from."""
+    """Kinds of sources of a model."""
 
     EMBEDDED = "embedded model"
     FOLDER = "folder in Hugging Face's layout"
@@ -46,18 +46,18 @@ class ModelKind(Enum):
 
 @dataclass(frozen=True)
 class Origin:
-    """A run, as the origin of a model."""
+    """The run of covey that a model is from."""
 
     run_dir: Path
-    step: int | None = None  # of the checkpoint that was named; None: the run as a whole was, or its model/
+    step: int | None = None  # of the named checkpoint; None if the run or its model/ was named
 
     @property
     def has_model(self) -> bool:
-        """Whether the run came to its end and saved its model."""
+        """True if the run is finished and saved its model."""
         return (self.run_dir / MODEL_FOLDER / MODEL_CONFIG_FILE).is_file()
 
     @property
-    def told(self) -> dict[str, Any]:
+    def config_tables(self) -> dict[str, Any]:
         """The tables of the run's config, which holds every field.
 
         Raises:
@@ -86,11 +86,11 @@ class Origin:
 
     @property
     def from_checkpoint(self) -> bool:
-        """Whether the weights are those of a checkpoint, which holds neither architecture nor tokenizer."""
+        """True if the weights are a checkpoint's, which has neither architecture nor tokenizer."""
         return self.step is not None or not self.has_model
 
     def whole_checkpoints(self) -> list[str]:
-        """The names of the checkpoints that were written to their end, ascending.
+        """The names of the complete checkpoints, ascending.
 
         Raises:
             MachineError: if they may not be read.
@@ -103,14 +103,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The place that a model's name stands for.
+    """The source that a model's name refers to.
 
     >>> locate_model("runs/arithmetic_grpo-001")  # finished
     ModelSource(kind=ModelKind.FOLDER, name="/home/me/runs/arithmetic_grpo-001/model", origin=Origin(...))
     """
 
     kind: ModelKind
-    name: str  # that names it from any working directory: an absolute path without symbolic links, or the name itself
+    name: str  # valid in any working directory: an absolute path without symbolic links, or a hub or embedded name
     origin: Origin | None = None  # the run of covey that it belongs to
 
     @property
@@ -120,7 +120,7 @@ class ModelSource:
 
     @property
     def description(self) -> Path | None:
-        """The folder in Hugging Face's layout that holds the model's config and tokenizer, where that is known."""
+        """The folder with the model's config and tokenizer in Hugging Face's layout, or None if it is unknown."""
         if self.kind in (ModelKind.RUN, ModelKind.CHECKPOINT):
             assert self.origin is not None
             return self.origin.architecture
@@ -128,13 +128,13 @@ class ModelSource:
 
 
 def locate_model(model: str) -> ModelSource:
-    """The place that `model` stands for. Looks at names in the file system; opens no weights and asks no hub.
+    """Resolve a model's name from names in the file system, without opening weights or asking a hub.
 
     Args:
         model: an embedded model's name, a path (relative, absolute, with `~` or through links), or a hub name.
 
     Raises:
-        ConfigError: if nothing that can be loaded is there; one line that names the fix.
+        ConfigError: if there is no loadable model; one line that names the fix.
     """
     if model in EMBEDDED_MODELS:
         return ModelSource(ModelKind.EMBEDDED, model)
@@ -158,13 +158,13 @@ def locate_model(model: str) -> ModelSource:
             kind = unusual_kind(path)
             raise ConfigError(f"model: {model} is {kind}; give a model's folder, a hub name or a .gguf file")
     except OSError as error:
-        raise told(error, f"model: {model} cannot be read", path) from error
+        raise path_error(error, f"model: {model} cannot be read", path) from error
     _check_hub_name(model)
     return ModelSource(ModelKind.HUB, model)
 
 
 def find_origin(model: str) -> Origin | None:
-    """The run that `model` names by its folder, by its model/ or by one of its checkpoints; None: it names none."""
+    """The run that `model` names by its folder, its model/ or one of its checkpoints; None if it names no run."""
     if model in EMBEDDED_MODELS:
         return None
     path = _path_of(model)
@@ -177,12 +177,12 @@ def find_origin(model: str) -> Origin | None:
         if named and path.parent.name == CHECKPOINTS_FOLDER and (path.parents[1] / CONFIG_FILE).is_file():
             return Origin(path.parents[1], int(named[1]))
     except OSError as error:
-        raise told(error, f"model: {model} cannot be read", path) from error
+        raise path_error(error, f"model: {model} cannot be read", path) from error
     return None
 
 
 def check_origin(origin: Origin, model: str) -> None:
-    """Refuse a run that has nothing to begin from.
+    """Refuse a run without a model to load.
 
     Raises:
         ConfigError: for a run on an environment, one that saved nothing yet, a checkpoint that is not there, a run
@@ -191,7 +191,7 @@ def check_origin(origin: Origin, model: str) -> None:
     run_dir, whole = origin.run_dir, origin.whole_checkpoints()
     if not origin.from_checkpoint:
         return
-    _ = origin.told  # refuses a run without a language model
+    _ = origin.config_tables  # refuses a run without a language model
     name = _path_of(model).name
     if origin.step is not None and name not in whole:
         kept = f"it has {', '.join(whole)}" if whole else "it has none"
@@ -209,22 +209,22 @@ def check_origin(origin: Origin, model: str) -> None:
 
 
 def _shown(path: Path) -> Path:
-    """An absolute path as a message names it: relative where it is below the working directory."""
+    """An absolute path for a message: relative if it is below the working directory."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _path_of(model: str) -> Path:
-    """`model` as an absolute path without symbolic links, whether or not something is there.
+    """`model` as an absolute path without symbolic links, which need not exist.
 
     Raises:
-        ConfigError: if it can be no path.
+        ConfigError: if it is no valid path.
     """
     return user_path(model, "model: ").resolve()
 
 
 def _check_model_folder(path: Path, model: str) -> None:
-    """Refuse a folder without a model, and say what to name instead."""
+    """Refuse a folder without a model; the message names the folder to use."""
     parent_is_run = (path.parent / CONFIG_FILE).is_file()
     if path.name == CRITIC_FOLDER and parent_is_run:
         raise ConfigError(f"model: {model} is the critic of a run, no language model: name the run, {path.parent}")
@@ -248,7 +248,7 @@ def _check_model_folder(path: Path, model: str) -> None:
 
 
 def _check_gguf_name(path: Path, model: str) -> None:
-    """Refuse a file that is no GGUF file. Its name decides; what is in it is checked when it is read."""
+    """Refuse a file whose name is not that of a GGUF file; its content is checked when it is read."""
     if path.suffix.lower() == GGUF_SUFFIX:
         return
     with open(path, "rb") as file:
@@ -260,7 +260,7 @@ def _check_gguf_name(path: Path, model: str) -> None:
 
 
 def _check_hub_name(model: str) -> None:
-    """Nothing is there under this path: it must look like a name on the model hub, and not like a path."""
+    """Refuse a missing path that does not look like a name on the model hub."""
     path = user_path(model, "model: ")
     if model.lower().endswith(GGUF_SUFFIX):
         raise ConfigError(f"model: there is no file {model}{did_you_mean_file(path)}")

@@ -1,4 +1,4 @@
-"""Recipes: TOML and command-line overrides to a RunConfig or a ControlConfig, and back to TOML."""
+"""Reads recipes: TOML and command-line overrides to a RunConfig or a ControlConfig, and back to TOML."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class FieldHelp:
     section: str  # '' at the top level, 'sampling', 'task (arithmetic)', 'rewards'
     name: str
     type: str  # in words
-    default: str  # as TOML writes it; '' if unset
+    default: str  # in TOML syntax; '' if unset
     text: str
     advanced: bool  # shown by `--help-all` only
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """A recipe file, or the name of a packaged one, with `--field value` overrides, checked.
+    """Read and check a recipe, given by its path or its packaged name, with `--field value` overrides.
 
-    A field is named by its dotted name (`--sampling.group_size 8`) or, where only one table has it, by its last part
+    A field is named by its dotted name (`--sampling.group_size 8`) or, if only one table has it, by its last part
     (`--group-size 8`); dashes and underscores are the same. Lists are written with commas: `--digits 1,2`.
-    `--task NAME` changes the task and drops the recipe's fields of the other one. Fields of the recipe that depend on
-    what was given follow (`covey.config.dependent_fields`), which a line of the log says. A recipe with an
-    [environment] table is a ControlConfig, any other a RunConfig.
+    `--task NAME` changes the task and drops the recipe's fields of the other one. Recipe fields that depend on an
+    override are adjusted (`covey.config.dependent_fields`) and logged in one line. A recipe with an [environment]
+    table is a ControlConfig, any other a RunConfig.
 
     Raises:
         ConfigError: one line that names the mistake and the fix.
@@ -62,10 +62,10 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _with_dependents(written: dict[str, Any], config: Config, given: list[str]) -> Config:
-    """The config with the fields of its recipe that follow what the command line gave; says which in one line."""
+    """Adjust the recipe fields that depend on fields given on the command line, and log them in one line."""
     try:
         recipe = config_from_dict(written)
-    except ConfigError:  # the command line put it right
+    except ConfigError:  # the recipe is invalid, but not with the overrides
         return config
     if type(recipe) is not type(config):
         return config
@@ -76,7 +76,7 @@ def _with_dependents(written: dict[str, Any], config: Config, given: list[str]) 
 
 
 def read_tables(path: str | Path) -> dict[str, Any]:
-    """The tables of a recipe file as they stand there, unchecked.
+    """The tables of a recipe file, unchecked.
 
     Raises:
         ConfigError: if the file is missing, unreadable, or no TOML.
@@ -127,7 +127,7 @@ def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) ->
 
 
 def _choose_task(tables: dict[str, Any], pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Let `--task NAME` begin a new [task] table; returns the other overrides."""
+    """Replace the [task] table if `--task NAME` is given; returns the other overrides."""
     task = tables.setdefault("task", {})
     if not isinstance(task, dict):
         raise ConfigError('task must be a table: [task] with name = "arithmetic" below it')
@@ -139,7 +139,7 @@ def _choose_task(tables: dict[str, Any], pairs: list[tuple[str, str]]) -> list[t
 
 
 def parse_value(text: str, hint: Any, where: str) -> Any:
-    """A command-line value as the type of its field; 'none' unsets a field that may be unset.
+    """Convert a command-line value to the type of its field; 'none' unsets a field that may be unset.
 
     Raises:
         ConfigError: if the text cannot be read as that type.
@@ -161,13 +161,13 @@ def _parse_single(text: str, kind: type) -> Any:
 
 
 def root_of(tables: dict[str, Any]) -> type:
-    """The config that a recipe's tables describe."""
+    """The config class of a recipe's tables."""
     return ControlConfig if "environment" in tables else RunConfig
 
 
 @cache
 def sections_of(root: type) -> dict[str, Any]:
-    """Name -> dataclass of the tables of a recipe, but for [task] and [[rewards]]."""
+    """Name -> dataclass of the tables of a recipe, except [task] and [[rewards]]."""
     return {name: hint for name, hint in get_type_hints(root).items() if is_dataclass(hint)}
 
 
@@ -184,7 +184,7 @@ def _known_fields(root: type, tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any]) -> str:
-    """The dotted name that a command-line name means."""
+    """The dotted name of the field that a command-line name refers to."""
     shown = name.replace("_", "-")
     if name in hints:
         return name
@@ -233,10 +233,10 @@ def _elsewhere(key: str, root: type) -> str:
 
 
 def config_from_dict(tables: dict[str, Any]) -> Config:
-    """The tables of a recipe as a config, not yet checked by `validate`.
+    """Build a config from the tables of a recipe, not yet checked by `validate`.
 
     Raises:
-        ConfigError: for an unknown field, an unknown task, or a value where a table belongs.
+        ConfigError: for an unknown field, an unknown task, or a value in place of a table.
     """
     root: Any = root_of(tables)
     hints, sections = get_type_hints(root), sections_of(root)
@@ -257,7 +257,7 @@ def config_from_dict(tables: dict[str, Any]) -> Config:
 
 
 def read_task(table: Any) -> Any:
-    """The [task] table as the config of the task that it names; None for an empty table.
+    """Build the config of the task that a [task] table names; None for an empty table.
 
     Raises:
         ConfigError: for a task that does not exist, or a field that it does not have.
@@ -284,7 +284,7 @@ def _table(table: Any, kind: type, where: str, root: type) -> Any:
 
 
 def _normalise(value: Any, hint: Any, where: str) -> Any:
-    """A TOML value as Python holds it here: lists are tuples, an integer where a number belongs is a float."""
+    """A TOML value as the config's type: a list becomes a tuple, an integer in a float field a float."""
     if isinstance(value, list):
         return tuple(value)
     if plain_type(hint)[0] is float and type(value) is int:
@@ -296,7 +296,7 @@ def _normalise(value: Any, hint: Any, where: str) -> Any:
 
 
 def _refuse_unknown(table: dict[str, Any], hints: dict[str, Any], where: str, root: type) -> None:
-    """Name the first key that does not exist, and where it may have been meant to stand."""
+    """Refuse the first unknown key, and name the table that it may belong to."""
     for key in table:
         if key in hints:
             continue
@@ -325,7 +325,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 def first_difference(first: Any, second: Any, where: str = "") -> str:
-    """The dotted name of the first value in which two nested tables differ; '' where they are equal."""
+    """The dotted name of the first value in which two nested tables differ; '' if they are equal."""
     if isinstance(first, dict) and isinstance(second, dict):
         for key in [*first, *(key for key in second if key not in first)]:
             name = f"{where}.{key}" if where else str(key)
@@ -338,7 +338,7 @@ def first_difference(first: Any, second: Any, where: str = "") -> str:
 
 
 def task_name(task: Any) -> str:
-    """The name by which a recipe chooses the task of this config."""
+    """The name of the task with this config, as in a recipe."""
     return next(name for name, kind in TASK_CONFIGS.items() if kind is type(task))
 
 
@@ -371,7 +371,7 @@ def _line(name: str, value: Any) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A plain value in TOML. JSON's string escapes are TOML's; what is not printable is escaped as well."""
+    """A plain value in TOML. JSON's string escapes are TOML's; unprintable characters are escaped too."""
     if isinstance(value, list):
         return f"[{', '.join(_toml(item) for item in value)}]"
     text = json.dumps(value, ensure_ascii=False)

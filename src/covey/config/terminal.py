@@ -1,4 +1,4 @@
-"""Lines that fit a terminal: broken between words, with commands whole. Elsewhere every line stays as it is."""
+"""Wraps lines to the terminal's width, between words, without breaking commands; other output is not wrapped."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import sys
 import textwrap
 from typing import TextIO
 
-# What advice ends with, to be copied as it stands.
+# The command at the end of advice, to be copied unchanged.
 _COMMAND = re.compile(r"(?<=: )(covey [a-z]|import covey;).*$")
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print lines to standard output or `file`, fitted to the terminal that they go to."""
+    """Print lines to standard output or `file`, wrapped to its terminal if it is one."""
     stream = sys.stdout if file is None else file
     print(fitted(text, width_of(stream)), file=stream)
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Columns of the terminal behind a stream; None if there is none."""
+    """Width in columns of a stream's terminal; None if it is no terminal."""
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
 def fitted(text: str, width: int | None, indent: str = "") -> str:
-    """`text` in lines of at most `width` characters; a word or a command that is longer has a line of its own.
+    """Wrap `text` to lines of at most `width` characters; a longer word or command has a line of its own.
 
     Args:
         width: in characters; None leaves the lines as they are.
-        indent: of the second and every further line of a line that was broken, beside the line's own.
+        indent: added to the line's own indent in the second and later lines of a wrapped line.
     """
     return text if width is None else "\n".join(_broken(line, width, indent) for line in text.split("\n"))
 

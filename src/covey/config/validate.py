@@ -27,7 +27,7 @@ from covey.config.fields import (
     iter_fields,
     missing_file,
     or_list,
-    shown,
+    toml_repr,
 )
 from covey.config.files import shortened, user_path
 from covey.config.function_source import check_function_name
@@ -89,7 +89,7 @@ def _check_tables(config: Any) -> None:
     for name, table in tables.items():
         value = getattr(config, name)
         if is_dataclass(table) and not isinstance(value, cast(Any, table)):
-            raise ConfigError(f"{name} must be {cast(Any, table).__name__}(...) (is {shown(value)})")
+            raise ConfigError(f"{name} must be {cast(Any, table).__name__}(...) (is {toml_repr(value)})")
     rewards = getattr(config, "rewards", ())
     for reward in rewards if isinstance(rewards, tuple | list) else (rewards,):
         if not isinstance(reward, RewardConfig):
@@ -219,7 +219,7 @@ def largest_divisor(count: int, most: int) -> int:
 def _check_evaluation(evaluation: EvaluationConfig) -> None:
     limits = evaluation.token_limits
     if len(set(limits)) != len(limits):
-        raise ConfigError(f"evaluation.token_limits names a limit twice: {shown(limits)}")
+        raise ConfigError(f"evaluation.token_limits names a limit twice: {toml_repr(limits)}")
 
 
 def check_task(task: Any) -> None:

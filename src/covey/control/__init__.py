@@ -1,4 +1,4 @@
-"""The world of Gymnasium environments.
+"""Policies, samplers and environments of control (Gymnasium).
 
 From an observation to a gradient:
 
@@ -6,9 +6,9 @@ From an observation to a gradient:
     sampler.EpisodeSampler.sample      (or FragmentSampler, branch_sampler.BranchSampler)
         rollout_buffer.collect_episodes  vector_env.step and policy.act, side by side in N copies
         rollout_buffer.Trajectories    a piece of the buffer as a Rollout: T + 1 observations, T actions
-        reward_scaling.scale           what the environment paid, in the size that is learnt from
+        reward_scaling.scale           rewards, scaled for training
     covey.data.collate                 rollouts as one Batch; from here on the code is that of language models
     covey.train.prepare                values, old log-probabilities, advantages
     covey.train.update                 policy.ControlPolicy.evaluate, the loss, backward, an optimizer step
-    sampler.refresh                    the scale of observations takes in what was seen
+    sampler.refresh                    updates the running scale of observations
 """

@@ -1,6 +1,6 @@
 """Action spaces: one discrete action, several at once, or a vector of numbers.
 
-Shape legend: N environments side by side, A numbers in an action.
+Shape legend: N environments, A numbers in an action.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Discrete:
 
     @property
     def outputs(self) -> int:
-        """Numbers that the policy's network computes for an observation: a logit an action."""
+        """Outputs of the policy's network: one logit per action."""
         return self.count
 
 
 @dataclass(frozen=True)
 class MultiDiscrete:
-    """A choices at once, independent of each other given the observation; choice i is one of `counts[i]` actions."""
+    """A choices, independent given the observation; choice i is one of `counts[i]` actions."""
 
     counts: tuple[int, ...]
 
@@ -37,13 +37,13 @@ class MultiDiscrete:
 
     @property
     def outputs(self) -> int:
-        """The logits of all choices, side by side."""
+        """Outputs of the policy's network: the concatenated logits of all choices."""
         return sum(self.counts)
 
 
 @dataclass(frozen=True, eq=False)
 class Continuous:
-    """A vector of A numbers; the policy may propose any, the environment gets them clipped to its bounds."""
+    """A vector of A unbounded numbers, which are clipped to the environment's bounds."""
 
     low_A: NDArray[np.float32]
     high_A: NDArray[np.float32]
@@ -55,7 +55,7 @@ class Continuous:
 
     @property
     def outputs(self) -> int:
-        """The means of a Gaussian."""
+        """Outputs of the policy's network: the means of a Gaussian."""
         return len(self.low_A)
 
 

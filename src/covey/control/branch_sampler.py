@@ -1,4 +1,4 @@
-"""Groups that begin in the middle of an episode: one state, several actions, each followed by the policy.
+"""Samples groups that begin in the middle of an episode: one state, several actions, each followed by the policy.
 
 Shape legend: N slots, S starts, G branches from one state, D numbers in an observation.
 """
@@ -22,10 +22,10 @@ from covey.runtime.rng import BRANCHING
 
 
 def refuse_uncopyable(environments: Environments) -> None:
-    """Branches need copies of states; to be asked before a run begins.
+    """Refuse an environment whose states cannot be copied; call it before a run begins.
 
     Raises:
-        ConfigError: where the state of the environment cannot be copied.
+        ConfigError: for such an environment.
     """
     if not environments.snapshots:
         raise ConfigError(
@@ -35,17 +35,17 @@ def refuse_uncopyable(environments: Environments) -> None:
 
 
 class BranchSampler(ControlSampler):
-    """One episode from every start; from one of its states, each as likely as any other, G branches.
+    """Samples one episode from every start, and G branches from a uniformly drawn state of it.
 
-    A branch is an action sampled by the policy and then `horizon - 1` more decisions of it; its reward is their
-    discounted return. What lies beyond the horizon counts nothing: choose it long enough for a mistake to show.
+    A branch is an action sampled by the policy and `horizon - 1` further decisions; its reward is their discounted
+    return. Rewards beyond the horizon are ignored: choose it long enough for a mistake to have an effect.
 
     Args:
         environments: S * G slots, for the branches.
-        trunks: S slots, for the episodes that they leave.
-        horizon: decisions of a branch.
-        decisions: of a branch that its rollout has, from the first; the last of them is paid the discounted return of
-            the rest. 1 if branches are compared by their outcomes, because only the first action was taken in a state
+        trunks: S slots, for the episodes in which branches begin.
+        horizon: number of decisions of a branch.
+        decisions: number of decisions of a rollout, the first ones of its branch; the last of them gets the discounted
+            return of the rest. 1 if branches are compared by their outcomes, because only the first action was taken in a state
             that all siblings share.
     """
 
@@ -65,9 +65,9 @@ class BranchSampler(ControlSampler):
         self.trunks, self.horizon, self.decisions = trunks, horizon, decisions
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
-        """G branches from one state of an episode from every start.
+        """Sample G branches from one state of an episode from every start.
 
-        The episode's return is the score of the group's first branch: it is the policy's own, played to its end.
+        The score of the group's first branch is the return of this episode, which the policy played to its end.
         """
         if first_rollout:
             raise ValueError("branches of one state are sampled at once: a second time its episode would count twice")
@@ -91,10 +91,10 @@ class BranchSampler(ControlSampler):
         return groups
 
     def _play_trunks(self, starts: Sequence[Start], step: int) -> tuple[list[Any], list[float]]:
-        """The states that branches will leave from, and the returns of the episodes.
+        """Play the episodes; returns the states at which branches begin, and the returns of the episodes.
 
-        The t-th state replaces the one kept before with a chance of 1/t, which leaves each with the same chance in the
-        end, however long the episode turns out to be (reservoir sampling: Vitter 1985).
+        Reservoir sampling (Vitter 1985): the t-th state replaces the stored one with probability 1/t, so every state of
+        an episode of any length has the same probability.
         """
         slots = len(starts)
         draws = self._draws(step, slots, BRANCHING)

@@ -1,7 +1,7 @@
 """Actor and critic of an environment: small networks over flat observations.
 
 Shape legend: B rollouts, T decisions, N environments or decided columns, D numbers in an observation, V actions to
-choose from (of several choices at once: those of all), A numbers in an action.
+choose from (all choices together for MultiDiscrete), A numbers in an action.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from covey.data import Batch, PolicyOutput
 
 _TENSORS, _SHAPE = "policy.safetensors", "policy.json"
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
-_SMALLEST = 2.0**-54  # stands for a uniform number of 0, whose normal quantile is infinite
+_SMALLEST = 2.0**-54  # replaces a uniform number of 0, whose normal quantile is infinite
 
 
 class Actor(nn.Module):
@@ -40,21 +40,21 @@ class Actor(nn.Module):
 
 
 class ControlPolicy:
-    """Chooses among V actions by a softmax, or draws A numbers from a Gaussian; meets `covey.data.Policy`.
+    """A softmax policy over V actions, or a Gaussian policy over A numbers; implements `covey.data.Policy`.
 
-    Several choices at once (`MultiDiscrete`) are independent given the observation: log-probabilities, entropies and
-    KLs are sums over the choices.
-    The Gaussian is diagonal; its mean comes from the network, its standard deviations are A parameters of their own.
-    Log-probabilities are those of the drawn vector, before the environment clips it to its bounds.
+    The choices of `MultiDiscrete` are independent given the observation: log-probabilities, entropies and KLs are sums
+    over the choices. The Gaussian is diagonal, with the network's output as its mean and A state-independent standard
+    deviations as parameters. Log-probabilities are those of the drawn vector, before clipping to the environment's
+    bounds.
 
     Args:
         observation_size: D.
-        actions: what there is to choose from.
+        actions: the action space.
         hidden: widths of the hidden layers.
         activation: "tanh" or "relu".
-        initial_std: of the Gaussian, in the environment's own units.
-        normaliser: whose scale the observations are brought to; None: they are taken as they are.
-        seed: of the initial weights.
+        initial_std: initial standard deviation of the Gaussian, in the environment's units.
+        normaliser: scales the observations; None: they are not scaled.
+        seed: seed of the initial weights.
     """
 
     def __init__(
@@ -74,18 +74,18 @@ class ControlPolicy:
         self.normaliser = normaliser
         outputs = actions.outputs
         log_std_A = torch.full((outputs,), math.log(initial_std)) if isinstance(actions, Continuous) else None
-        # The critic of the same seed draws from a stream of its own.
+        # A critic with the same seed draws from another stream.
         network = Network(observation_size, hidden, outputs, activation=activation, head_gain=0.01, seed=2 * seed)
         self.module = Actor(network, log_std_A)
         self._forward = NumpyMLP(network, normaliser)
         self._observations = MaskedObservations(normaliser)
         self._counts = list(actions.counts) if isinstance(actions, MultiDiscrete) else [outputs]
-        self._offset_A = np.cumsum([0, *self._counts[:-1]])  # of the logits of each choice
+        self._offset_A = np.cumsum([0, *self._counts[:-1]])  # offset of each choice's logits
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Log-probability and entropy of every decision, in nats; 0 in columns that were not decided.
+        """Log-probability and entropy of every decision, in nats; 0 in masked columns.
 
-        `all_logprobs_BTV` holds the log-probability of every action where they can be counted.
+        `all_logprobs_BTV` has the log-probabilities of all actions of a discrete policy.
         """
         observation_ND, place_N = self._observations(batch)
         output = self.module.network(observation_ND)
@@ -106,7 +106,7 @@ class ControlPolicy:
         return PolicyOutput(scatter(logprob_N, place_N, mask_BT), entropy * mask_BT)
 
     def _logprobs(self, logits_NV: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """logp_NV of everything that could be chosen, and logprob_N of what was."""
+        """logp_NV of all actions, and logprob_N of the chosen ones."""
         if isinstance(self.actions, Discrete):
             logp_NV = logits_NV.log_softmax(dim=1)
             return logp_NV, logp_NV.gather(1, action[:, None])[:, 0]
@@ -114,7 +114,7 @@ class ControlPolicy:
         return logp_NV, logp_NV.gather(1, action + torch.from_numpy(self._offset_A)).sum(dim=1)
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
-        """All rows at once: the networks are small."""
+        """All rows in one microbatch, because the networks are small."""
         yield torch.arange(len(batch))
 
     def act(self, observation_ND: NDArray[np.float32], uniform_NA: NDArray[np.float64]) -> tuple[Any, Any]:
@@ -138,7 +138,7 @@ class ControlPolicy:
         return _choose_of_two(output, uniform_N) if self.actions.count == 2 else _choose(output, uniform_N)
 
     def greedy_action(self, observation_ND: NDArray[np.float32]) -> Any:
-        """The likeliest action of each of N environments: int64 [N] or [N, A]; the mean, float32 [N, A]."""
+        """The most probable action of each of N environments: int64 [N] or [N, A], or the mean, float32 [N, A]."""
         output = self._forward(observation_ND)
         if isinstance(self.actions, MultiDiscrete):
             return np.stack([part.argmax(axis=1) for part in self._by_choice(output)], axis=1)
@@ -148,11 +148,11 @@ class ControlPolicy:
         return np.split(logits_NV, self._offset_A[1:], axis=1)
 
     def metrics(self) -> dict[str, float]:
-        """The mean standard deviation of continuous actions."""
+        """`policy/std`: the mean standard deviation of continuous actions."""
         return {"policy/std": float(np.exp(self._log_std_A).mean())} if isinstance(self.actions, Continuous) else {}
 
     def save(self, folder: Path) -> None:
-        """Write the weights, the normaliser and the shape of it all; `load_policy` reads them back bit for bit."""
+        """Write weights, normaliser and architecture; `load_policy` reads them bit for bit."""
         tensors = {f"module.{name}": value for name, value in self.module.state_dict().items()}
         if self.normaliser is not None:
             tensors |= {f"normaliser.{name}": value for name, value in self.normaliser.state_dict().items()}
@@ -172,11 +172,11 @@ class ControlPolicy:
         (folder / _SHAPE).write_text(json.dumps(shape, indent=1) + "\n")
 
     def _draw(self, mean_NA: NDArray[np.float32], uniform_NA: NDArray[np.float64]) -> tuple[Any, Any]:
-        """Mean plus the standard deviation times a normal number."""
+        """Sample a Gaussian by its quantile function; returns actions and log-probabilities."""
         log_std_A = self._log_std_A
         normal_NA = torch.special.ndtri(torch.from_numpy(np.maximum(uniform_NA, _SMALLEST))).numpy()
         action_NA = (mean_NA + np.exp(log_std_A) * normal_NA).astype(np.float32)
-        # Of the rounded action, as the trainer sees it.
+        # Log-probability of the action in float32, as the trainer computes it.
         z_NA = (action_NA - mean_NA) * np.exp(-log_std_A)
         logprob_N = -0.5 * np.einsum("na,na->n", z_NA, z_NA) - np.float32(np.sum(log_std_A + _HALF_LOG_2PI))
         return action_NA, logprob_N
@@ -188,7 +188,7 @@ class ControlPolicy:
 
 
 def _choose_of_two(logits_N2: NDArray[np.float32], uniform_N: NDArray[np.float64]) -> tuple[Any, Any]:
-    """`_choose` for two actions, in fewer calls: -log p(0) = log(1 + exp(gap)), and its mirror image."""
+    """`_choose` for two actions in fewer calls: -log p(0) = log(1 + exp(gap)), and symmetrically for p(1)."""
     gap_N = logits_N2[:, 1] - logits_N2[:, 0]
     first_N = np.exp(-np.logaddexp(np.float32(0), gap_N))
     action_N = uniform_N >= first_N
@@ -196,27 +196,27 @@ def _choose_of_two(logits_N2: NDArray[np.float32], uniform_N: NDArray[np.float64
 
 
 def _choose(logits_NV: NDArray[np.float32], uniform_N: NDArray[np.float64]) -> tuple[Any, Any]:
-    """The action whose stretch of the cumulative distribution holds the uniform number, and its log-probability."""
+    """Inverse-CDF sampling: the action whose interval contains the uniform number, and its log-probability."""
     logits_NV = logits_NV - logits_NV.max(axis=1, keepdims=True)
     cumulative_NV = np.exp(logits_NV).cumsum(axis=1)
     total_N = cumulative_NV[:, -1]
-    # Without the last edge: rounding must not lead past the last action.
+    # Without the last edge, so that rounding cannot give an index past the last action.
     action_N = (cumulative_NV[:, :-1] <= (uniform_N * total_N)[:, None]).sum(axis=1)
     return action_N, logits_NV[np.arange(len(action_N)), action_N] - np.log(total_N)
 
 
 def _saved(actions: ActionSpace) -> int | tuple[int, ...] | None:
-    """An action space as JSON: the number of actions, the numbers of several choices, or null."""
+    """An action space as JSON: the number of actions, the numbers of each choice, or null for continuous actions."""
     if isinstance(actions, Discrete):
         return actions.count
     return actions.counts if isinstance(actions, MultiDiscrete) else None
 
 
 def load_policy(folder: Path) -> ControlPolicy:
-    """A policy that `ControlPolicy.save` wrote.
+    """Load a policy that `ControlPolicy.save` wrote.
 
     Raises:
-        ConfigError: if the folder holds none, or a damaged one.
+        ConfigError: if the folder has none, or a damaged one.
     """
     for name in (_SHAPE, _TENSORS):
         if not (folder / name).is_file():
@@ -250,9 +250,9 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class ControlCritic:
-    """Says how much reward is still to come, from a trunk of its own; meets `covey.data.Critic`.
+    """A value function with a network of its own; implements `covey.data.Critic`.
 
-    Arguments as for `ControlPolicy`, whose normaliser it shares.
+    Arguments as for `ControlPolicy`, whose normaliser it uses.
     """
 
     def __init__(
@@ -270,18 +270,18 @@ class ControlCritic:
         self._observations = MaskedObservations(normaliser)
 
     def values(self, batch: Batch) -> Tensor:
-        """values_BT: of the state before every decision; 0 in columns that were not decided."""
+        """values_BT of the state before every decision; 0 in masked columns."""
         observation_ND, place_N = self._observations(batch)
         return scatter(self.module(observation_ND)[:, 0], place_N, batch.mask_BT)
 
     def bootstrap_values(self, batch: Batch) -> Tensor:
-        """next_value_B: of the state after the last decided column of every row, without gradients."""
+        """bootstrap_value_B of the state after the last decision of every row, without gradients."""
         width = batch.mask_BT.shape[1]
         after_B = width - batch.mask_BT.flip(1).int().argmax(dim=1)
-        # A row without a decision has none after it either: its last observation keeps the index in range.
+        # A row without a decision has no value after it; its last observation keeps the index in range.
         rows = [row[min(after, len(row) - 1)] for row, after in zip(batch.context, after_B.tolist(), strict=True)]
         return torch.from_numpy(self.values_of(np.stack(rows)))
 
     def values_of(self, observation_ND: NDArray[np.float32]) -> NDArray[np.float32]:
-        """float32 [N]: of raw observations; NumPy only."""
+        """Values of raw observations, float32 [N]; NumPy only."""
         return self._forward(observation_ND)[:, 0].copy()

@@ -1,4 +1,4 @@
-"""Rewards brought to a size that a critic and one learning rate can live with.
+"""Scales rewards, so that one learning rate and critic suit every environment.
 
 Shape legend: N slots, T steps.
 """
@@ -13,22 +13,22 @@ from numpy.typing import NDArray
 
 from covey.control.nets.running_mean_std import RunningMeanStd
 
-LIMIT = 10.0  # deviations
+LIMIT = 10.0  # standard deviations
 
 
 class RewardScale(Protocol):
-    """Turns what the environment paid into what is learnt from. Scores stay in the environment's own units."""
+    """Scales the environment's rewards for training. Scores keep the environment's units."""
 
     def scale(
         self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """The rewards of a training step, where a return ended, and which entries are decisions of a rollout.
+        """Scale the rewards of a training step, given the ends of returns and a mask of the entries that are decisions.
 
-        The others (a slot that rested, or was only reset) earned nothing and say nothing about returns.
+        The other entries (finished slots, resets) have no reward and do not count in the statistics.
         """
 
     def metrics(self) -> dict[str, float]:
-        """State that changes during a run; often empty."""
+        """Metrics of the running state; may be empty."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -36,7 +36,7 @@ class RewardScale(Protocol):
 
 
 class NoScaling:
-    """Rewards as they are."""
+    """Rewards without scaling."""
 
     def scale(
         self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
@@ -53,7 +53,7 @@ class NoScaling:
 
 
 class ClipReward(NoScaling):
-    """Rewards cut to -1..1: Mnih et al. (2015), 'Human-level control'. Changes what is optimal."""
+    """Rewards clipped to -1..1: Mnih et al. (2015), 'Human-level control'. It may change the optimal policy."""
 
     def scale(
         self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
@@ -62,10 +62,10 @@ class ClipReward(NoScaling):
 
 
 class RunningStdScaling:
-    """Rewards divided by the running standard deviation of the discounted return, then cut to ten of them.
+    """Rewards divided by the running standard deviation of the discounted return, then clipped to +-10.
 
     The return is summed forward, g_t = gamma g_{t-1} + r_t, as in OpenAI's baselines: Engstrom et al.
-    (arXiv 2005.12729), section 2. The mean is not subtracted: that would pay for, or punish, living longer.
+    (arXiv 2005.12729), section 2. The mean is not subtracted, because that would reward or penalise longer episodes.
     """
 
     def __init__(self, gamma: float) -> None:
@@ -88,7 +88,7 @@ class RunningStdScaling:
 
     @property
     def std(self) -> float:
-        """Of the discounted return, over the run so far."""
+        """Standard deviation of the discounted return, over the run so far."""
         return float(np.sqrt(self.moments.var_D[0] + 1e-8))
 
     def metrics(self) -> dict[str, float]:

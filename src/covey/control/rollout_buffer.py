@@ -1,6 +1,6 @@
-"""Rollout buffer: the steps of a policy in its environments, and the rollouts cut from them.
+"""Rollout buffer: the steps of a policy in its environments, and the rollouts as slices of them.
 
-Shape legend: T steps, N slots (environments side by side), L decisions of a rollout, D numbers in an observation,
+Shape legend: T steps, N slots (environments stepped together), L decisions of a rollout, D numbers in an observation,
 A numbers in an action.
 """
 
@@ -20,8 +20,8 @@ from covey.control.policy import ControlPolicy
 from covey.data import EndReason, Rollout
 from covey.runtime.rng import uniforms
 
-DRAWN_AHEAD = 64  # positions whose random numbers are made at once
-LONGEST_WAIT = 100_000  # decisions without the end of an episode, after which it is said to have none
+DRAWN_AHEAD = 64  # positions whose random numbers are computed at once
+LONGEST_WAIT = 100_000  # decisions after which an episode is refused as endless
 
 
 class ActionRng:
@@ -29,16 +29,16 @@ class ActionRng:
 
     def __init__(self, seed: int, step: int, slots: int, numbers: int, stream: int) -> None:
         self.seed, self.step, self.stream = seed, step, stream
-        self.numbers = numbers  # a decision needs
+        self.numbers = numbers  # per decision
         self._group_N = np.zeros(slots, dtype=np.int64)
         self._rollout_N = np.zeros(slots, dtype=np.int64)
-        self._position_N = np.zeros(slots, dtype=np.int64)  # of the first number in the store
+        self._position_N = np.zeros(slots, dtype=np.int64)  # position of the first stored number
         self._used_N = np.full(slots, DRAWN_AHEAD)
         self._store_NPA = np.empty((slots, DRAWN_AHEAD, numbers))
         self._all_N = np.arange(slots)
 
     def begin(self, slot: int, group: int, rollout: int, position: int = 0) -> None:
-        """The slot's next decision is this one."""
+        """Set the slot's next decision."""
         self._group_N[slot], self._rollout_N[slot], self._position_N[slot] = group, rollout, position - DRAWN_AHEAD
         self._used_N[slot] = DRAWN_AHEAD
 
@@ -68,7 +68,7 @@ class ActionRng:
 
 @dataclass(slots=True)
 class TrajectorySlice:
-    """Steps `start` to `stop` of a slot: an episode, or the part of one that was played."""
+    """Steps `start` to `stop` of a slot: an episode, or the sampled part of one."""
 
     slot: int
     start: int
@@ -78,7 +78,7 @@ class TrajectorySlice:
 
 @dataclass(slots=True)
 class RolloutBuffer:
-    """Everything that happened in N slots, one entry a step; the arrays are kept as they came, not copied."""
+    """All steps of N slots, one entry per step; the arrays are stored without a copy."""
 
     before: list[NDArray[np.float32]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -91,14 +91,14 @@ class RolloutBuffer:
     def add(
         self, observation_ND: NDArray[np.float32], actions: NDArray[Any], logprobs_N: NDArray[np.float32], step: Step
     ) -> None:
-        """One call of the environments."""
+        """Add one step of all slots."""
         self.before.append(observation_ND)
         self.actions.append(actions)
         self.logprobs.append(logprobs_N)
         self.steps.append(step)
 
     def finish(self) -> Trajectories:
-        """By slot and in order, so that a rollout is a slice."""
+        """Return the steps ordered by slot, so that a rollout is a slice."""
         return Trajectories(
             before_NTD=_by_slot(self.before),
             after_NTD=_by_slot([step.observation_ND for step in self.steps]),
@@ -116,14 +116,14 @@ class Trajectories:
     actions_NT: NDArray[Any]  # [N, T], or [N, T, A]
     logprobs_NT: NDArray[np.float32]
     rewards_NT: NDArray[np.float64]
-    raw_steps: int  # of the environments, in all slots together
+    raw_steps: int  # environment steps of all slots together
 
     def rewards(self, segment: TrajectorySlice) -> NDArray[np.float64]:
         """Reward of each decision of the slice, [L]."""
         return self.rewards_NT[segment.slot, segment.start : segment.stop]
 
     def rollout(self, segment: TrajectorySlice, version: int) -> Rollout:
-        """The segment as the mathematics wants it, not yet rewarded."""
+        """The slice as a Rollout without its reward."""
         slot, start, stop = segment.slot, segment.start, segment.stop
         last_1D = self.after_NTD[slot, stop - 1 : stop]
         return Rollout(
@@ -141,7 +141,7 @@ def _by_slot(arrays: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def check_episode_ends(decisions: int) -> None:
-    """Refuse an environment without a time limit if episodes are waited for.
+    """Refuse an environment whose episodes do not end.
 
     Raises:
         ConfigError: after LONGEST_WAIT decisions.
@@ -153,7 +153,7 @@ def check_episode_ends(decisions: int) -> None:
 
 
 def end_reason(step: Step, slot: int) -> EndReason:
-    """Why the episode of a slot ended in this step; one that was terminated and truncated at once is over."""
+    """The EndReason of a slot whose episode ended in this step; termination has precedence over truncation."""
     return EndReason.TERMINATED if step.terminated_N[slot] else EndReason.TRUNCATED
 
 
@@ -164,30 +164,30 @@ def collect_episodes(
     draws: ActionRng | None,
     names: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[TrajectorySlice], Trajectories]:
-    """One whole episode from every reset seed, as many at a time as there are slots.
+    """Play one whole episode from every reset seed, in all slots in parallel.
 
     Args:
-        environments: the copies that are played in.
-        policy: acts.
-        seeds: one an episode.
-        draws: the policy's random numbers; None: it takes its best action.
-        names: with `draws`, the group and the rollout of every episode, which name its random numbers.
+        environments: the copies of the environment.
+        policy: the acting policy.
+        seeds: one reset seed per episode.
+        draws: the policy's random numbers; None: greedy actions.
+        names: with `draws`, the (group, rollout) of every episode, which determine its random numbers.
 
     Returns:
-        the segments in the order of the seeds, and the tape that they lie on.
+        The slices in the order of the seeds, and the trajectories that they refer to.
 
     Raises:
-        ConfigError: for an environment whose episodes have no end.
+        ConfigError: for an environment whose episodes do not end.
     """
     slots = environments.count
     segments: list[TrajectorySlice | None] = [None] * len(seeds)
-    job_N = np.arange(slots)  # the episode in each slot; those from len(seeds) on are not used
+    job_N = np.arange(slots)  # the episode in each slot; indices from len(seeds) on are unused
     began_N = np.zeros(slots, dtype=np.int64)
     for slot in range(min(slots, len(seeds))):
         if draws is not None:
             draws.begin(slot, *names[slot])
     observation_ND = environments.reset([seeds[min(slot, len(seeds) - 1)] for slot in range(slots)])
-    waiting = min(slots, len(seeds))  # the next episode to begin
+    waiting = min(slots, len(seeds))  # index of the next episode
     missing = len(seeds)
     buffer = RolloutBuffer()
     silent_N = np.zeros(slots, dtype=np.float32)
@@ -220,6 +220,6 @@ def collect_episodes(
                 free.append(slot)
                 waiting += 1
         if free:
-            observation_ND = observation_ND.copy()  # the tape keeps the episode's last one
+            observation_ND = observation_ND.copy()  # the buffer keeps the episode's last observation
             observation_ND[free] = environments.reset_slots(np.array(free), [seeds[int(job_N[slot])] for slot in free])
     return [segment for segment in segments if segment is not None], buffer.finish()

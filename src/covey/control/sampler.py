@@ -1,6 +1,6 @@
-"""Rollouts in environments: whole episodes, or fragments of episodes that go on in the next training step.
+"""Samplers of environments: whole episodes, or fragments of episodes that continue in the next training step.
 
-Shape legend: N slots (environments side by side), T steps, D numbers in an observation.
+Shape legend: N slots (environments stepped together), T steps, D numbers in an observation.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from covey.runtime.rng import SAMPLING
 
 
 class ControlSampler:
-    """Base of control's samplers: counters, the scale of rewards, the observations that the policy will
-    normalise by. Meets `covey.data.Sampler` with the `sample` of a subclass.
+    """Base of control's samplers: counters, reward scaling, and the observations for the normaliser's next update.
+    Implements `covey.data.Sampler` with the `sample` of a subclass.
     """
 
     def __init__(
@@ -51,12 +51,13 @@ class ControlSampler:
         return {"environment/steps": float(self.environment_steps), "environment/episodes": float(self.episodes)}
 
     def metrics(self) -> dict[str, float]:
-        """The counters, and the scales that move with the run."""
+        """The counters, and the metrics of policy and reward scaling."""
         return self.counters() | self.policy.metrics() | self.reward_scale.metrics()
 
     def refresh(self, version: int) -> None:
-        """The weights are shared with the trainer. What was seen moves the scale of observations only now: during a
-        step, sampler and trainer must mean the same policy.
+        """Update the normaliser with the observations of the step; the weights are shared with the trainer.
+
+        Within a step the normaliser must not change, because sampler and trainer must use the same policy.
         """
         self.version = version
         if self._seen and self.policy.normaliser is not None:
@@ -74,14 +75,14 @@ class ControlSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore counters and running scales."""
         self.environment_steps, self.episodes = state["environment_steps"], state["episodes"]
         self.reward_scale.load_state_dict(state["reward_scale"])
         if self.policy.normaliser is not None:
             self.policy.normaliser.load_state_dict(state["normaliser"])
 
     def _draws(self, step: int, slots: int, stream: int = SAMPLING) -> ActionRng:
-        """The policy's random numbers of a training step: one for each number in an action."""
+        """The policy's random numbers of a training step, one for each number in an action."""
         return ActionRng(self.seed, step, slots, self.policy.actions.size, stream)
 
     def _discounted(self, rewards_L: NDArray[np.float64]) -> float:
@@ -91,9 +92,9 @@ class ControlSampler:
     def _rewarded(
         self, buffer: Trajectories, segments: Sequence[TrajectorySlice], *, go_on: bool = False
     ) -> list[Rollout]:
-        """The segments as rollouts with their rewards; moves the scale of rewards and notes the observations.
+        """The slices as rollouts with their rewards; updates the reward scaling and stores the observations.
 
-        With `go_on` the episodes of segments that were cut go on in the next training step.
+        With `go_on` the episodes of unfinished slices continue in the next training step.
         """
         ended_NT, counted_NT = np.zeros((2, *buffer.rewards_NT.shape), dtype=np.bool_)
         for segment in segments:
@@ -114,10 +115,10 @@ class ControlSampler:
 
 
 class EpisodeSampler(ControlSampler):
-    """G whole episodes from every start: the same reset seed, so that siblings begin in the same state."""
+    """Samples G whole episodes from every start, with the same reset seed, so that siblings begin in the same state."""
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
-        """A rollout's reward is its discounted return, its score the plain one."""
+        """Sample groups of episodes. A rollout's reward is its discounted return, its score the undiscounted one."""
         seeds = [start.prompt for start in starts for _ in range(group_size)]
         names = [(start.index, first_rollout + number) for start in starts for number in range(group_size)]
         draws = self._draws(step, self.environments.count)
@@ -130,9 +131,9 @@ class EpisodeSampler(ControlSampler):
 
 
 class FragmentSampler(ControlSampler):
-    """Every slot acts a fixed number of steps; an episode that is not over by then goes on in the next training step.
+    """Samples a fixed number of steps in every slot; an unfinished episode continues in the next training step.
 
-    A slot is a group of its own. Its rollouts are the pieces of episodes that fell into the step: none crosses an end.
+    Each slot is a group of its own. Its rollouts are the parts of episodes in the step, one for each episode.
     """
 
     def __init__(
@@ -148,15 +149,15 @@ class FragmentSampler(ControlSampler):
         super().__init__(policy, environments, seed, reward_scale, gamma)
         self.steps = steps
         self._observation_ND: NDArray[np.float32] | None = None
-        self._return_N = np.zeros(environments.count)  # of the episode so far
+        self._return_N = np.zeros(environments.count)  # return of the episode so far
         self._reset_seed_N = np.zeros(environments.count, dtype=np.int64)
-        # Actions since the reset, by which an episode can be brought back to where it was: [L] or [L, A]
+        # Actions since the reset, [L] or [L, A], with which the episode can be replayed
         self._actions: list[list[NDArray[Any]]] = [[] for _ in range(environments.count)]
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
-        """A rollout whose episode ended in this step has the whole episode's return as its score.
+        """Sample fragments. A rollout whose episode ended in this step has the whole episode's return as its score.
 
-        The first step begins at the starts' seeds; after that they only name the slots.
+        The seeds of the starts are used in the first step only; later ones only identify the slots.
         """
         slots = self.environments.count
         if len(starts) != slots or group_size != 1 or first_rollout:
@@ -209,15 +210,15 @@ class FragmentSampler(ControlSampler):
         self._observation_ND = self.environments.reset(seeds)
 
     def _begin_again(self, slots: NDArray[np.int64], step: int, t: int) -> None:
-        """Begin the next episode in these slots, after step t (positions from 1: 0 is the run's first start)."""
+        """Begin the next episode in these slots, after step t (positions count from 1; 0 is the run's first start)."""
         assert self._observation_ND is not None
         seeds = reset_seeds(self.seed, step, slots, t + 1)
-        self._observation_ND = self._observation_ND.copy()  # the tape keeps the episode's last one
+        self._observation_ND = self._observation_ND.copy()  # the buffer keeps the episode's last observation
         self._observation_ND[slots] = self.environments.reset_slots(slots, seeds)
         self._reset_seed_N[slots] = seeds
 
     def state_dict(self) -> dict[str, Any]:
-        """Also how to bring back the episodes that were going on: their reset seeds and all actions since."""
+        """Counters, running scales, and for replaying unfinished episodes their reset seeds and actions."""
         state = super().state_dict()
         if self._observation_ND is not None:
             state["episodes_going_on"] = {
@@ -232,7 +233,7 @@ class FragmentSampler(ControlSampler):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Play the interrupted episodes again up to where they were; exact if the environment repeats itself."""
+        """Restore the state and replay unfinished episodes; exact if the environment is reproducible."""
         super().load_state_dict(state)
         saved = state.get("episodes_going_on")
         if saved is None:
@@ -245,9 +246,9 @@ class FragmentSampler(ControlSampler):
 
 
 def replay(environments: Environments, seeds: Sequence[int], played: dict[int, NDArray[Any]]) -> NDArray[np.float32]:
-    """Bring every slot to where these actions led from its seed; returns the observations there [N, D].
+    """Replay these actions from the seed of every slot; returns the last observations [N, D].
 
-    Slots step together, so those with fewer actions begin later and all arrive at once; what they did before is lost.
+    Slots step together, so those with fewer actions are reset later and all end at the same step.
     """
     observation_ND = environments.reset(seeds)
     longest = max((len(actions) for actions in played.values()), default=0)

@@ -1,4 +1,4 @@
-"""Task and grader of control: reset seeds, and rewards that the environment gave."""
+"""Task and grader of control: reset seeds, and the environment's rewards."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def reset_seeds(seed: int, step: int, group: object, position: object, *, stream
 
 
 class ResetSeeds:
-    """Reset seeds; meets `covey.data.Task`. A start's prompt is its seed."""
+    """Task of reset seeds; implements `covey.data.Task`. A start's prompt is its seed."""
 
     def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
-        """`count` reset seeds of one step; how many came `before` changes nothing."""
+        """`count` reset seeds of one step; `before` is ignored."""
         drawn = reset_seeds(seed, step, np.arange(first, first + count), 0)
         return [Start(index, prompt) for index, prompt in enumerate(drawn, start=first)]
 
     def held_out(self, count: int) -> list[Start]:
-        """The same `count` seeds for every run, so that runs are measured on the same episodes."""
+        """The same `count` seeds for every run, so that runs are evaluated on the same episodes."""
         drawn = reset_seeds(0, 0, np.arange(count), 0, stream=EVALUATING)
         return [Start(index, prompt) for index, prompt in enumerate(drawn)]
 
 
 class EnvironmentReward:
-    """The rewards came with the rollouts; meets `covey.data.Grader`."""
+    """A no-op grader, because rollouts already have the environment's rewards; implements `covey.data.Grader`."""
 
     def grade(self, groups: list[Group]) -> list[Group]:
         """The same groups."""

@@ -1,7 +1,7 @@
 """Advantages: how much better a rollout did than its siblings.
 
-Shapes: B rollouts. `group_B` numbers the groups from 0; `valid_B` is False where grading failed, and
-such a row neither has an advantage nor counts in its group.
+Shapes: B rollouts. `group_B` numbers the groups from 0; `valid_B` is False if grading failed; such a
+row has no advantage and does not count in its group.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Rewards of a group that differ by no more than this share of their size differ by rounding only.
+# Rewards of a group whose relative difference is at most this differ by rounding only.
 # Dividing such residue by its own standard deviation would turn it into advantages of order one.
 RELATIVE_RANGE = 1e-6
 

@@ -2,7 +2,7 @@
 
 The loss of a training step is (loss_weights_BT * loss_BT).sum(). The weights are computed once, from the mask of all
 decisions of the step and from global counts; cutting the step into minibatches, microbatches or ranks afterwards cannot
-change what they add up to. Shapes: B rollouts, T decisions.
+change their sums. Shapes: B rollouts, T decisions.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def ppo_clip(
         log_ratio_BT: log rho, in nats, with gradient.
         advantages_BT: no gradient.
         clip_low, clip_high: how far the ratio may fall below and rise above 1.
-        dual_clip: bound on the ratio where the advantage is negative; None is off.
+        dual_clip: bound on the ratio for negative advantages; None is off.
 
     Returns:
         the loss, and where the lower bound (negative advantage; `dual_clip` included) and the upper bound

@@ -54,7 +54,7 @@ def importance_weight(
     w_{i,t} = min(cap, pi_trainer(o_{i,t}) / pi_sampler(o_{i,t}))      IMPALA (arXiv 1802.01561), section 4.1
 
     Without a cap, the weighted mean over the sampler's decisions in a state is the trainer's own. A cap bounds its
-    variance, at the price of a bias where the sampler took what it holds for much less likely than the trainer does.
+    variance, but adds a bias for decisions that are much less probable for the sampler than for the trainer.
 
     Args:
         logprobs_BT: of the old policy, as the trainer evaluates it, in nats.

@@ -1,7 +1,7 @@
 """Returns, and advantages from a critic.
 
-Shapes: B rollouts, T decisions. A row never crosses the end of an episode: what may follow its last decision is one
-number, `bootstrap_value_B`. Undecided columns are stepped over: the next column is the next decision.
+Shapes: B rollouts, T decisions. A row never crosses the end of an episode: after its last decision there is only one
+number, `bootstrap_value_B`. Undecided columns are skipped: the next column is the next decision.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def gae(
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = sum_l (gamma lam)^l delta_{t+l}      GAE (arXiv 1506.02438), eq. 16
 
     Args:
-        rewards_BT: what each decision earned.
+        rewards_BT: reward of each decision.
         values_BT: V of the state before each decision.
-        next_value_B: V after the last decision: 0 where the episode terminated, the critic's value where a time limit
-            or the end of a fragment stopped it.
+        bootstrap_value_B: V after the last decision: 0 if the episode terminated, the critic's value if a time limit or
+            the end of a fragment stopped it.
         mask_BT: decided columns, bool.
         gamma: discount per decision.
         lam: 0 gives A = delta, 1 gives A = return - V.
 
     Returns:
-        advantages_BT and returns_BT = A + V, what the critic should have said; both 0 where undecided.
+        advantages_BT and returns_BT = A + V, the critic's targets; both 0 where undecided.
     """
     order_BT = _decided_first(mask_BT)
     decided_BT = mask_BT.gather(1, order_BT)
@@ -69,8 +69,8 @@ def squared_error(values_BT: Tensor, returns_BT: Tensor, old_values_BT: Tensor) 
 
     Args:
         values_BT: of the current critic, with gradient.
-        returns_BT: what it should have said.
-        old_values_BT: unused; what it said before the update.
+        returns_BT: the critic's targets.
+        old_values_BT: unused; the critic's values before the update.
 
     Returns:
         error_BT.
@@ -89,10 +89,10 @@ def clipped_squared_error(values_BT: Tensor, returns_BT: Tensor, old_values_BT: 
 
 
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """1 - Var(R - V) / Var(R): the share of the variance that the critic foresaw (coefficient of determination).
+    """1 - Var(R - V) / Var(R): the fraction of the returns' variance that the critic explains (R²).
 
     Returns:
-        a scalar: 1 is perfect, 0 no better than a constant; 0 also where all returns are alike.
+        a scalar: 1 is perfect, 0 no better than a constant; 0 also if all returns are equal.
     """
     returns, errors = returns_BT[mask_BT], (returns_BT - values_BT)[mask_BT]
     if not len(returns) or returns.max() - returns.min() <= RELATIVE_RANGE * returns.abs().max():

@@ -1,4 +1,4 @@
-"""Numbers that change over a run: as functions of the step (the first step is 1), or after what was measured."""
+"""Schedules over a run: functions of the step (the first step is 1), and an adaptive KL coefficient."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def linear(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
 
 
 def cosine(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
-    """Warm-up, then value * (1 + cos(pi p)) / 2 with p the share of the remaining steps taken.
+    """Warm-up, then value * (1 + cos(pi p)) / 2 with p the fraction of the remaining steps taken.
 
     SGDR (arXiv 1608.03983), eq. 5. As in `linear`, 0 would be reached one step after the last.
     """
@@ -47,7 +47,7 @@ def cosine(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
 
 
 def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, rollouts: int) -> float:
-    """The KL coefficient of the next step: larger where the KL is beyond its target, smaller where it is short of it.
+    """The KL coefficient of the next step: larger if the KL is above its target, smaller if it is below.
 
     coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * rollouts / horizon)
     Ziegler et al. (arXiv 1909.08593), section 2.2, with K_beta = rollouts / horizon.
@@ -55,7 +55,7 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
     Args:
         coefficient: of this step.
         kl: measured in this step, in nats per decision.
-        target: the KL that is wanted, above 0.
+        target: the target KL, above 0.
         horizon: rollouts over which a KL that is off by a fifth or more moves the coefficient by a fifth.
         rollouts: of this step. More than a horizon count as one horizon: the coefficient never turns negative.
     """

@@ -1,7 +1,7 @@
 """Advice after a run: a command, or a Python call, that works as it stands and keeps the run's own settings.
 
-A run remembers how it was started (`Launch`, in its origin.json). A run of the command line is advised commands, with
-the same recipe and the same `--field value` words; a run of `covey.run` is advised Python calls, with their import.
+The way a run was started is recorded (`Launch`, in its origin.json). For a run of the command line, advice is commands
+with the same recipe and `--field value` words; for a run of `covey.run`, Python calls with their import.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from covey.tracking.wording import find_wording
 
 Config = RunConfig | ControlConfig
 
-LOWER = 3  # the learning rate is divided by this where a policy got worse
-SAMPLES = 16  # answers to each problem that show how sure a model is
+LOWER = 3  # divisor of the learning rate if a policy got worse
+SAMPLES = 16  # answers to each problem in an advised evaluation
 LAST_SEED = 2**32 - 1
-PYTHON_NAME = "run"  # of a run from Python that was given none
+PYTHON_NAME = "run"  # default name of a run from Python
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ class Launch:
     """The way a run was started."""
 
     recipe: str = ""  # as typed after `covey train`; empty: the run was started by `covey.run`
-    fields: tuple[str, ...] = ()  # the `--field value` words behind it
+    fields: tuple[str, ...] = ()  # its `--field value` words
     recipe_steps: int = 0  # steps of the recipe without those words; 0: there is no recipe
-    name: str = PYTHON_NAME  # from Python: what the run is called
-    own_task: bool = False  # from Python: it was given a task
+    name: str = PYTHON_NAME  # from Python: the run's name
+    own_task: bool = False  # from Python: the task is an argument
     own_rewards: tuple[str, ...] = ()  # from Python: names of its reward functions, built-in ones quoted
 
     @classmethod
     def of_command(cls, recipe: str, fields: Sequence[str]) -> Launch:
-        """Of `covey train RECIPE --field value ...`; the words have been read without a mistake."""
+        """The launch of `covey train RECIPE --field value ...`, whose words are valid."""
         steps = config_from_dict(read_tables(recipe)).steps
         return cls(recipe, tuple(fields), steps if isinstance(steps, int) else 0)
 
     @classmethod
     def from_python(cls, name: str, task: object, rewards: Sequence[object]) -> Launch:
-        """Of a call of `covey.run`."""
+        """The launch of a call of `covey.run`."""
         names = tuple(repr(one) if isinstance(one, str) else str(getattr(one, "__name__", "")) for one in rewards)
         return cls(name=name, own_task=task is not None, own_rewards=names)
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Launch:
-        """The launch from its `vars`, as JSON keeps them."""
+        """The launch from its `vars`, read from JSON."""
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
         launch = cls(**values)
         if not all(isinstance(word, str) for word in (launch.recipe, launch.name, *launch.fields, *launch.own_rewards)):
@@ -68,7 +68,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that came to its end, as far as advice depends on it."""
+    """A finished run, as far as advice depends on it."""
 
     launch: Launch
     config: Config
@@ -78,7 +78,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do next: where it is possible, in words, and as a command or a Python call."""
+    """One possible next action: its description, its command or Python call, and its condition."""
 
     words: str
     command: Callable[[Finished], str]
@@ -89,10 +89,10 @@ def start(launch: Launch, config: Config, changes: Mapping[str, Any], *, keep_fo
     """The command or call that trains again with some fields changed.
 
     Args:
-        launch: how the run was started.
-        config: of the run.
-        changes: dotted name of a field -> new value; None leaves the field as the recipe has it.
-        keep_folder: also keep the folder that was asked for; without it the run gets a new one.
+        launch: the way the run was started.
+        config: the config of the run.
+        changes: dotted name of a field -> new value; None: the recipe's value.
+        keep_folder: keep a run_dir that the user chose; otherwise the run gets a new folder.
     """
     if not launch.recipe:
         for name, value in ({} if keep_folder else {"run_dir": ""} | dict(changes)).items():
@@ -102,7 +102,7 @@ def start(launch: Launch, config: Config, changes: Mapping[str, Any], *, keep_fo
     kept = [pair for pair in split_overrides(launch.fields) if not any(_names(pair[0], field) for field in dropped)]
     words = [word for name, value in kept for word in (f"--{name}", value)]
     if Path(launch.recipe).name == CONFIG_FILE and not keep_folder:
-        words += ["--run-dir", ""]  # that of a run names its folder
+        words += ["--run-dir", ""]  # the run's own config has its folder
     for name, value in changes.items():
         if value is not None:
             words += [f"--{name.rpartition('.')[2].replace('_', '-')}", f"{value}"]
@@ -117,7 +117,7 @@ def go_on(launch: Launch, run_dir: str | Path) -> str:
 
 
 def after_training(run: Finished, summary: dict[str, Any]) -> str:
-    """One suggestion, by what the first evaluation showed."""
+    """One suggestion, according to the outcome of the first evaluation."""
     world, found, expected = find_wording(summary), verdict(summary), summary.get("expected_return")
     chosen = next(advice for advice in ADVICE[summary["world"]][found] if advice.possible(run))
     parts = [FINDINGS[found], f"Next: {chosen.words}: {chosen.command(run)}"]
@@ -146,7 +146,7 @@ def read_launch(run_dir: Path) -> Launch | None:
 
 
 def _names(typed: str, field: str) -> bool:
-    """Whether `--typed` on a command line means the field of this dotted name."""
+    """True if `--typed` on a command line is the field with this dotted name."""
     return typed.replace("-", "_") in (field, field.rpartition(".")[2])
 
 
@@ -160,7 +160,7 @@ def _with(config: Any, name: str, value: Any) -> Any:
 
 
 def _call(function: str, first: str, launch: Launch) -> str:
-    """A call of `covey.run` or `covey.resume` with what only the script has, under the names that it has there."""
+    """A call of `covey.run` or `covey.resume` with the script's own task and rewards, by their names in the script."""
     arguments = [first]
     if launch.own_task:
         arguments.append("task=task")
@@ -173,7 +173,7 @@ def _call(function: str, first: str, launch: Launch) -> str:
 
 
 def python_of(config: Any) -> str:
-    """A config as the Python expression that makes it, without the fields that have their default."""
+    """A config as a Python expression, without the fields that have their default."""
     if isinstance(config, tuple):
         items = [python_of(item) for item in config]
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
@@ -185,7 +185,7 @@ def python_of(config: Any) -> str:
 
 
 def _longer(run: Finished) -> str:
-    """Twice as long; or as long as the recipe, if the run was cut so short that this is more."""
+    """Advice to train twice as long, or as long as the recipe if that is longer."""
     changes: dict[str, Any] = {"steps": 2 * run.config.steps}
     if run.launch.recipe_steps > changes["steps"]:
         changes["steps"] = None
@@ -215,12 +215,12 @@ LONGER = Advice("train for longer", _longer)
 MORE_SLOWLY = Advice("lower the learning rate", _more_slowly)
 OTHER_SEED = Advice("try another seed", _another_seed)
 MEASURE = Advice(
-    "see how sure it is",
+    "sample several answers to each problem",
     lambda run: command("eval", run.run_dir, "--samples", SAMPLES),
     lambda run: bool(run.launch.recipe),  # a script's task and rewards are not in the run folder
 )
 
-# By the verdict of `covey.tracking.console.verdict`; of each row the first that is possible.
+# Outcome of `covey.tracking.console.verdict` -> advice, of which the first possible one is used.
 FINDINGS: dict[str, str] = {
     "reached": "",
     "short": "The policy got better.",

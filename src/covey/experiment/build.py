@@ -42,24 +42,24 @@ KL_ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "exact": kl.exact}
 
 @dataclass(frozen=True)
 class Experiment:
-    """A run that is ready to go."""
+    """The components of a run, ready for training."""
 
     parts: Components
     settings: LoopConfig
-    measure: Callable[[str], list[Evaluation]]  # greedy, on what training never sees; the label is for the display
-    save: Callable[[Path], None]  # what was trained, into the run folder
-    machine: dict[str, Any]  # what the bits of a result depend on beside seed, config and inputs
-    facts: Callable[[], dict[str, Any]]  # what summary.json says beside what every run has
+    measure: Callable[[str], list[Evaluation]]  # greedy evaluation on held-out starts; the label is for the display
+    save: Callable[[Path], None]  # writes the trained policy into the run folder
+    machine: dict[str, Any]  # settings beside seed, config and inputs that the bits of a result depend on
+    facts: Callable[[], dict[str, Any]]  # additional keys of summary.json for this kind of run
 
 
 class ExperimentBuilder(Protocol):
-    """One of covey's two worlds, as a run sees it."""
+    """Builds the experiment of one kind of run: language model or control."""
 
     name: str  # "language" or "control"
 
     @property
     def score_kind(self) -> str:
-        """The kind of what evaluations average: a key of `covey.tracking.score_kinds.SCORE_KINDS`."""
+        """Kind of the evaluations' scores: a key of `covey.tracking.score_kinds.SCORE_KINDS`."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -67,31 +67,31 @@ class ExperimentBuilder(Protocol):
 
     @property
     def config(self) -> RunConfig | ControlConfig:
-        """Of the run, as its folder keeps it."""
+        """The config of the run, as it is written to its folder."""
 
     def describe(self) -> str:
-        """The run in half a line."""
+        """A short description of the run."""
 
     def build(self, store: RunStore, display: Display) -> Experiment:
-        """Load what is heavy and put the parts together."""
+        """Load models or create environments, and build the components."""
 
     def drawable(self) -> bool:
-        """Whether an episode can be rendered here."""
+        """True if an episode can be rendered here."""
 
     def close(self) -> None:
         """End processes that it started."""
 
 
 def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
-    """The algorithm by its name, with the fields of [loss] that are set.
+    """Build an algorithm by its name, with the fields of [loss] that are set.
 
     Args:
         name: a key of `ALGORITHMS`.
-        loss: the [loss] table of either world.
-        options: what else the algorithm's builder takes; those that it does not take are left out.
+        loss: the [loss] table of either kind of run.
+        options: further arguments of the algorithm's builder; those that it does not have are ignored.
 
     Raises:
-        ConfigError: for clipping where the algorithm has none.
+        ConfigError: for clipping if the algorithm has none.
     """
     build = ALGORITHMS[name]
     parameters = inspect.signature(build).parameters
@@ -163,7 +163,7 @@ def build_learners(
 
 
 def build_optimizer(module: nn.Module, update: UpdateBase) -> MasterAdamW:
-    """AdamW over a module's parameters as [update] wants it."""
+    """Build AdamW over a module's parameters with the fields of [update]."""
     return MasterAdamW(
         module,
         lr=update.learning_rate,
@@ -174,7 +174,7 @@ def build_optimizer(module: nn.Module, update: UpdateBase) -> MasterAdamW:
 
 
 def learning_rate(peak: float, update: UpdateBase, steps: int) -> schedules.Schedule:
-    """The learning rate of every step."""
+    """The schedule of the learning rate."""
     if update.schedule == "constant":
         return schedules.constant(peak, warmup_steps=update.warmup_steps)
     return SCHEDULES[update.schedule](peak, steps=steps, warmup_steps=update.warmup_steps)
@@ -193,5 +193,5 @@ def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> Update
 
 
 def build_checkpoints(store: RunStore, keep: int) -> CheckpointFolder:
-    """The checkpoints of a run folder; what the run recorded is on the disk before any of them."""
+    """The checkpoints of a run folder; the records of earlier steps are flushed to the disk before each."""
     return CheckpointFolder(store.run_dir / CHECKPOINTS_FOLDER, keep, before_save=store.sync)

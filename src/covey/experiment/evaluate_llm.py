@@ -1,4 +1,4 @@
-"""Greedy answers to problems that training never sees: what they score, and the answers themselves."""
+"""Evaluates a language model by greedy answers to held-out problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore, answer_record
 from covey.tracking.score_kinds import SCORE_KINDS
 
-PIECE = 128  # problems answered at a time
+PIECE = 128  # problems per call of the sampler
 
 
 class HeldOut:
@@ -32,11 +32,11 @@ class HeldOut:
         store: RunStore,
     ) -> None:
         self.every = config.every
-        # The training's own limit comes first: it is the one that the curve and the advice are about.
+        # The token limit of training is first, because the curve and the advice refer to it.
         self.limits = list(dict.fromkeys([sampler.max_new_tokens, *config.token_limits]))
         self.starts, self.grader, self.sampler, self.display, self.store = starts, grader, sampler, display, store
-        self._latest: dict[int, Evaluation] = {}  # by token limit, of the weights' version that follows
-        self._answers: dict[int, list[Group]] = {}  # likewise
+        self._latest: dict[int, Evaluation] = {}  # by token limit, for the version of the weights below
+        self._answers: dict[int, list[Group]] = {}  # by token limit too
         self._version = sampler.version
 
     def measure(self, label: str) -> list[Evaluation]:
@@ -44,7 +44,7 @@ class HeldOut:
         return self._at(self.limits, label)
 
     def due(self, step: int) -> dict[str, float]:
-        """The metric `eval/score` after a step where the config asks for it."""
+        """The metric `eval/score` after a step at which the config requests an evaluation."""
         if not self.every or step % self.every:
             return {}
         (result,) = self._at(self.limits[:1], f"after step {step}")
@@ -53,14 +53,14 @@ class HeldOut:
     def _at(self, limits: list[int], label: str) -> list[Evaluation]:
         if self._version != self.sampler.version:
             self._latest, self._answers, self._version = {}, {}, self.sampler.version
-        new = [limit for limit in limits if limit not in self._latest]  # a run may end where an evaluation was due
+        new = [limit for limit in limits if limit not in self._latest]  # the last step may have been evaluated already
         if new:
             self._measure(new, f"held-out {self.grader.score_kind} {label}, at most {plural(max(new), 'token')}")
             self.store.record_evaluation(self._version, answer_records(self._version, self._answers))
         return [self._latest[limit] for limit in limits]
 
     def _measure(self, limits: list[int], label: str) -> None:
-        """A greedy answer begins like the one with more room, so one is sampled and cut at each limit."""
+        """Sample answers with the largest limit and truncate them: a greedy answer is a prefix of a longer one."""
         began = time.perf_counter()
         sampler = greedy(self.sampler, max(limits))
         graded: dict[int, list[Group]] = {limit: [] for limit in limits}
@@ -90,15 +90,15 @@ class HeldOut:
 
 
 def answers(sampler: LanguageSampler, starts: Sequence[Start], samples: int) -> Iterator[list[Group]]:
-    """Answers to `starts`, `samples` each, some problems at a time. Step 0 names their random numbers: training begins
-    at 1.
+    """Sample answers to `starts`, `samples` each, PIECE problems at a time. Their random numbers are those of step 0,
+    because training begins at 1.
     """
     for i in range(0, len(starts), PIECE):
         yield sampler.sample(starts[i : i + PIECE], samples, step=0)
 
 
 def answer_records(step: int, graded: dict[int, list[Group]]) -> list[dict[str, Any]]:
-    """The lines of a file of answers, from the graded groups by token limit."""
+    """The records of a file of answers, from the graded groups by token limit."""
     return [
         answer_record(step, limit, group.start, rollout)
         for limit, groups in graded.items()
@@ -108,12 +108,12 @@ def answer_records(step: int, graded: dict[int, list[Group]]) -> list[dict[str, 
 
 
 def scores_of(rollouts: Sequence[Rollout]) -> list[float]:
-    """The scores of those that have one: an answer that could not be graded is no wrong answer."""
+    """The scores of the graded rollouts; a failed grading is not a wrong answer."""
     return [rollout.score for rollout in rollouts if rollout.score is not None]
 
 
 def unscored(count: int, total: int) -> str:
-    """The line that tells of answers without a score."""
+    """Message about answers without a score."""
     return f"{count} of {plural(total, 'answer')} without a score, because their reward failed or was None: left out"
 
 

@@ -1,4 +1,4 @@
-"""Answers of a model without training: `covey eval` and `covey sample`."""
+"""Evaluates and samples a model without training: `covey eval` and `covey sample`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
 class ModelEvaluation:
     """Graded answers of a model to held-out problems."""
 
-    groups: list[Group]  # one a problem
+    groups: list[Group]  # one per problem
     kind: ScoreKind  # of their scores
     max_new_tokens: int
-    notes: list[str]  # what a user should know of the data
+    notes: list[str]  # notes on the data for the user
 
     @property
     def scores(self) -> list[list[float]]:
-        """Of every problem the scores of its answers, those that could not be graded left out."""
+        """For every problem the scores of its answers, without those that could not be graded."""
         return [scores_of(group.rollouts) for group in self.groups]
 
     def records(self) -> list[dict[str, Any]]:
-        """The answers as lines of a file, as `covey.tracking.run_store.answer_record` writes them."""
+        """The answers as records of a file, from `covey.tracking.run_store.answer_record`."""
         return answer_records(0, {self.max_new_tokens: self.groups})
 
 
@@ -40,16 +40,16 @@ def evaluate_model(
     samples: int,
     temperature: float,
 ) -> ModelEvaluation:
-    """Answers of a model to held-out problems, and their scores.
+    """Sample and grade a model's answers to held-out problems.
 
     Args:
-        config: names model, task, rewards, token limit, number of problems, seed and machine.
-        samples: answers to each problem.
+        config: model, task, rewards, token limit, number of problems, seed and machine are used.
+        samples: number of answers to each problem.
         temperature: 0 is greedy.
 
     Raises:
         ConfigError: as `build_problem` and `load_policy` do.
-        RunError: where no answer has a score.
+        RunError: if no answer has a score.
     """
     problem = build_problem(config)
     try:
@@ -80,7 +80,7 @@ def evaluate_model(
 
 
 def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:
-    """`n` answers to a user's message, through the model's chat template if it has one; a run's in its precision."""
+    """Sample `n` answers to a user's message with the model's chat template, if it has one, in its run's precision."""
     config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
     loaded = load_policy(config, build_machine("auto", _precision_of(model), 0))
     sampler = replace(loaded.sampler, temperature=temperature)
@@ -90,7 +90,7 @@ def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_to
 
 
 def _precision_of(model: str) -> str:
-    """Precision of the run that a model comes from; "auto" if it comes from none."""
+    """Precision of the run that a model is from; "auto" if it is from none."""
     origin = find_origin(model)
-    config = None if origin is None else config_from_dict(origin.told)
+    config = None if origin is None else config_from_dict(origin.config_tables)
     return config.precision if isinstance(config, RunConfig) else "auto"

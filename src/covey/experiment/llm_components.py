@@ -49,7 +49,7 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) ->
     if origin is None:
         return critic
     folder = origin.run_dir / CRITIC_FOLDER
-    if origin.from_checkpoint and origin.told["algorithm"] == config.algorithm:
+    if origin.from_checkpoint and origin.config_tables["algorithm"] == config.algorithm:
         load_checkpoint_weights(critic.module, origin, "critic_optimizer", "set critic.trunk as that run has it")
         display.note(f"the critic goes on from {config.model}")
     elif not origin.from_checkpoint and folder.is_dir():

@@ -1,4 +1,4 @@
-"""`covey plan`, and the memory in the report of `covey check`: predicted bytes as a table, and what to do next."""
+"""Reports of `covey plan` and of the memory in `covey check`: predicted bytes as a table, and advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from covey.runtime.device import choose_device, choose_precision, total_memory_b
 
 NAME_WIDTH, COLUMN_WIDTH = 28, 14
 SHARED = "ppo, shared"  # the column of a critic on the policy's trunk
-TIGHT = 0.9  # a plan that takes more of a machine's memory than this is too tight: other programs want some as well
+TIGHT = 0.9  # a plan may use this fraction of a machine's memory; the rest is for other programs
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Place:
 
     device: str
     dtype: torch.dtype
-    memory: int | None  # bytes; None where this machine has no such device
+    memory: int | None  # bytes; None if this machine has no such device
 
     @classmethod
     def of(cls, config: RunConfig) -> Place:
@@ -49,7 +49,7 @@ class Place:
 
     @property
     def precision(self) -> str:
-        """As a recipe names it."""
+        """Its name in a recipe."""
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
 
@@ -64,12 +64,12 @@ def plan_memory(
     """The report of `covey plan`.
 
     Args:
-        model: as in a recipe, or the path of a config.json.
+        model: a model's name as in a recipe, or the path of a config.json.
         fields: `--field value` words, as for `covey train`.
-        algorithms: one column each; PPO has two, one for each trunk of its critic, unless `critic_trunk` chooses.
+        algorithms: one column each; PPO has two, one for each trunk of its critic, unless `critic_trunk` selects one.
 
     Raises:
-        ConfigError: for a mistake in what was asked for, or a model that is not on this machine.
+        ConfigError: for invalid arguments, or a model that is not on this machine.
     """
     if prompt_tokens < 1:
         raise ConfigError(f"--prompt-tokens must be at least 1 (is {prompt_tokens})")
@@ -101,7 +101,7 @@ def plan_memory(
 
 
 def check_memory(config: RunConfig) -> str:
-    """The predicted memory of a recipe's run, by part, on the device and in the precision that it would choose here."""
+    """The predicted memory of a recipe's run, by part, on the device and in the precision of this machine."""
     model_config = find_model_config(config.model)
     if model_config is None:
         return f"estimated memory: unknown until {config.model} has been downloaded"
@@ -109,7 +109,7 @@ def check_memory(config: RunConfig) -> str:
     plan = predict(read_dimensions(model_config, config.model), config, device=place.device, width=place.dtype.itemsize)
     lines = [f"  {name:<{NAME_WIDTH}} {size / 2**30:6.2f} GiB" for name, size in plan.parts.items() if size]
     return "\n".join(
-        [f"estimated memory: {plan.peak / 2**30:.1f} GiB at the most (sampling and update take turns)", *lines]
+        [f"estimated memory: {plan.peak / 2**30:.1f} GiB at the most (sampling and update do not overlap)", *lines]
     )
 
 
@@ -130,7 +130,7 @@ def _configs(fields: Sequence[str], algorithms: Sequence[str], critic_trunk: str
 
 
 def _table(columns: Sequence[Column]) -> list[str]:
-    """One line a part that some column has; the parts that take turns stand below those that stay."""
+    """One line per part of any column: first the permanent parts, then those of sampling and of the update."""
 
     def line(name: str, sizes: Sequence[int], indent: int = 2) -> str:
         cells = (f"{size / 2**30:{COLUMN_WIDTH}.2f}" if size else " " * (COLUMN_WIDTH - 1) + "-" for size in sizes)
@@ -154,7 +154,7 @@ def _comparison(columns: Sequence[Column]) -> list[str]:
     saved = [f"{1 - first.plan.peak / other.plan.peak:.0%} less than {other.name}" for other in others]
     lines = [f"{first.name} needs {', '.join(saved)}."] if saved else []
     if SHARED in [column.name for column in columns]:
-        lines.append(f"{SHARED}: the critic's value head stands on the policy's own trunk (critic.trunk = policy).")
+        lines.append(f"{SHARED}: the critic is a value head on the policy's decoder (critic.trunk = policy).")
     return lines
 
 
@@ -177,7 +177,7 @@ def _advice(
 
 
 def _what_to_lower(column: Column, planned: Callable[[RunConfig], MemoryPlan], room: int) -> str:
-    """The largest microbatch, and then the smallest piece of sampling, with which a run fits."""
+    """The largest microbatch with which a run fits, if necessary with the smallest number of rows at once."""
     config = column.config
     tokens = config.update.microbatch_tokens
     while tokens > config.sampling.max_new_tokens:

@@ -1,4 +1,4 @@
-"""Resumes runs: their settings and their beginning, as far as these are still there."""
+"""Resumes runs from their config, the record of their beginning, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from covey.train.state import Components, Progress, load_checkpoint
 
 Origin = dict[str, Any]
 
-_MEASURED = {"score", "low", "high", "count", "seconds"}  # what every evaluation in origin.json has
+_MEASURED = {"score", "low", "high", "count", "seconds"}  # keys of every evaluation in origin.json
 
 
 def new_origin(
@@ -35,8 +35,8 @@ def new_origin(
     """Record of a run's beginning for resuming it.
 
     Args:
-        inputs: checksums of the files that it reads, by their names.
-        machine: what the bits of a result depend on beside seed, config and inputs.
+        inputs: name -> checksum of the files that it reads.
+        machine: settings beside seed, config and inputs that the bits of a result depend on.
         before: the evaluations before training.
     """
     return {
@@ -121,10 +121,10 @@ def _refuse_changed(config: RunConfig | ControlConfig, origin: Origin, run_dir: 
 def refuse_changed_inputs(
     origin: Origin | None, inputs: dict[str, str], config: RunConfig | ControlConfig, run_dir: Path
 ) -> None:
-    """Refuse data and functions that are not those of the run's beginning, which would not end as if never stopped.
+    """Refuse data and functions that have changed since the run began, because its results would differ.
 
     Raises:
-        ConfigError: naming the first file.
+        ConfigError: with the first changed file.
     """
     if origin is None or inputs == origin["inputs"]:
         return
@@ -146,13 +146,13 @@ def _anew(config: RunConfig | ControlConfig, run_dir: Path) -> str:
 
 
 def _plain(config: RunConfig | ControlConfig) -> dict[str, Any]:
-    """A config as JSON holds it, without its folder, which may have moved."""
+    """A config in JSON's types, without its folder, which may have moved."""
     tables: dict[str, Any] = json.loads(json.dumps(config_to_dict(replace(config, run_dir=""))))
     return tables
 
 
 def _value(tables: dict[str, Any], name: str) -> str:
-    """The value with a dotted name, as a person reads it."""
+    """The text of the value with a dotted name."""
     value: Any = tables
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -162,14 +162,14 @@ def _value(tables: dict[str, Any], name: str) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def take_up(parts: Components, store: RunStore, display: Display, checkpoint_every: int) -> Progress:
-    """Put the newest whole checkpoint back into the parts, forget what was recorded after it, and show the rest.
+def restore_checkpoint(parts: Components, store: RunStore, display: Display, checkpoint_every: int) -> Progress:
+    """Load the newest complete checkpoint into the components, remove later records, and show the earlier ones.
 
     Returns:
-        how far the run had come.
+        The progress of the run.
 
     Raises:
-        ConfigError: if checkpoints were made and none can be used.
+        ConfigError: if there were checkpoints and none can be used.
     """
     checkpoints: CheckpointFolder = parts.checkpoints  # type: ignore[assignment]
     latest = checkpoints.latest()

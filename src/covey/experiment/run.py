@@ -1,6 +1,6 @@
-"""A run from its config to its summary: train, resume, check. The commands and scripts call the same functions.
+"""Trains, resumes and checks a run from its config. The commands and scripts call the same functions.
 
-What the two worlds add is in `covey.experiment.llm` and `covey.experiment.control`.
+The parts of each kind of run are in `covey.experiment.llm` and `covey.experiment.control`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.data import Task
 from covey.experiment import advice
 from covey.experiment.advice import Launch
 from covey.experiment.build import Evaluation, ExperimentBuilder, Reward
-from covey.experiment.resuming import Origin, new_origin, read_beginning, refuse_changed_inputs, take_up
+from covey.experiment.resuming import Origin, new_origin, read_beginning, refuse_changed_inputs, restore_checkpoint
 from covey.runtime.device import differences, peak_memory_bytes
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.tracking.console import Display
@@ -34,7 +34,7 @@ from covey.train.loop import train
 from covey.train.state import Progress
 
 Summary = dict[str, Any]
-TaskSource = Task | Sequence[Mapping[str, Any]] | str | Path  # of a task: see covey.llm.tasks.task_of
+TaskSource = Task | Sequence[Mapping[str, Any]] | str | Path  # see covey.llm.tasks.task_of
 
 
 def run(
@@ -45,22 +45,22 @@ def run(
     recipe_name: str = advice.PYTHON_NAME,
     launch: Launch | None = None,
 ) -> Summary | None:
-    """Train a policy and measure it before and after.
+    """Train a policy and evaluate it before and after.
 
     Args:
-        config: of the run; an empty `run_dir` is numbered.
-        task: of a language model, instead of the config's: prompts (dicts with a `prompt` and any other columns), the
+        config: config of the run; an empty `run_dir` means a numbered folder.
+        task: for a language model, instead of the config's: prompts (dicts with a `prompt` and any other columns), the
             path of a JSONL file, a task's config, or an object with the methods of `covey.data.Task`.
-        rewards: of a language model, instead of the config's: functions, built-in rewards by name, file.py:function.
-        recipe_name: names the run folder.
+        rewards: for a language model, instead of the config's: functions, built-in rewards by name, file.py:function.
+        recipe_name: first part of the run folder's name.
         launch: the command that starts the run, for the advice at its end; None advises calls of this function.
 
     Returns:
-        what `summary.json` holds, or None if Ctrl-C stopped the run between two steps.
+        The content of `summary.json`, or None if Ctrl-C stopped the run between two steps.
 
     Raises:
-        ConfigError: for a mistake in what was asked for, before the model is loaded where that is possible.
-        RunError: where training cannot go on.
+        ConfigError: for invalid arguments, before the model is loaded if possible.
+        RunError: if training cannot continue.
         MachineError: for a fault of the machine, such as a full disk; the run can be resumed from its last checkpoint.
     """
     rewards = _listed(rewards)
@@ -80,14 +80,14 @@ def run(
 def resume(
     run_dir: str | Path, *, task: TaskSource | None = None, rewards: Reward | Sequence[Reward] = ()
 ) -> Summary | None:
-    """Go on with a run that was stopped or killed; it ends as if it had never stopped.
+    """Resume a run that was stopped or killed; its results are those of an uninterrupted run.
 
-    A run that was started with a task or rewards of its own in Python must be given them again.
+    If the run was started with a task or rewards of its own in Python, pass them again.
 
     Raises:
-        ConfigError: where the folder holds no run that can be resumed, or its settings, its data or the files of its
+        ConfigError: if the folder has no run that can be resumed, or its settings, its data or the files of its
             functions have changed since it began.
-        MachineError: for a fault of the machine; what the run had reached stays.
+        MachineError: for a fault of the machine; the run keeps its progress.
     """
     rewards = _listed(rewards)
     with RunStore(run_dir, resume=True) as store, _faults_of_run(store):
@@ -110,12 +110,12 @@ def _listed(rewards: Reward | Sequence[Reward]) -> Sequence[Reward]:
 def open_world(
     config: RunConfig | ControlConfig, task: TaskSource | None = None, rewards: Sequence[Reward] = ()
 ) -> ExperimentBuilder:
-    """The world that a config is about, its light parts tried out.
+    """The experiment builder of a config, whose light parts are checked.
 
     Raises:
-        ConfigError: for the first thing that is wrong.
+        ConfigError: for the first fault.
     """
-    # Imported here, because the libraries of the other world take seconds to load.
+    # Imported here, because the libraries of the other kind of run take seconds to load.
     if isinstance(config, RunConfig):
         from covey.experiment.llm import LLMBuilder
 
@@ -170,14 +170,14 @@ def _train(
     experiment = world.build(store, display)
     parts, settings = experiment.parts, experiment.settings
     with display:
-        if origin is None:  # the weights are still those that training begins with
+        if origin is None:  # the weights are the initial ones
             origin = new_origin(launch, world.config, inputs, experiment.machine, experiment.measure("before"))
             write_atomically(store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
         progress = Progress()
         if resuming:
             for line in differences(origin["environment"], experiment.machine):
                 display.note(f"resuming on another footing, so the last bits may differ: {line}")
-            progress = take_up(parts, store, display, settings.checkpoint_every)
+            progress = restore_checkpoint(parts, store, display, settings.checkpoint_every)
         with stop_requests(display.note) as stopped:
             train(parts, settings, progress, should_stop=stopped)
         if stopped() or not settings.is_done(progress):
@@ -202,12 +202,12 @@ def _how_to_continue(world: ExperimentBuilder, run_dir: Path, launch: Launch) ->
 
 @contextmanager
 def _faults_of_run(store: RunStore) -> Iterator[None]:
-    """A fault of the machine with the way to go on after it."""
+    """Context manager that adds the command that continues the run to a fault of the machine."""
     try:
         try:
             yield
         except Exception:
-            store.check()  # a folder that is gone is the cause of whatever failed
+            store.check()  # a missing folder is the cause of any other fault
             raise
         store.check()
     except Exception as error:
@@ -250,14 +250,14 @@ def _summarise(
 
 
 def check(config: RunConfig | ControlConfig) -> list[str]:
-    """Try out the data, the rewards and the model's files of a recipe, or its environment, without training or loading
+    """Check the data, the rewards and the model's files of a recipe, or its environment, without training or loading
     a weight.
 
     Returns:
-        what a user should know before the run, one line each.
+        Notes for the user before the run, one line each.
 
     Raises:
-        ConfigError: for the first thing that is wrong.
+        ConfigError: for the first fault.
     """
     validate(config)
     world = open_world(config)

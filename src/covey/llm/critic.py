@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.config import ConfigError
-from covey.config.faults import told
+from covey.config.faults import path_error
 from covey.data import Batch
 from covey.llm.model.folder import read_weight_files
 from covey.llm.model.hidden_states import ActionHiddenStates, hidden_states_for_actions
@@ -102,7 +102,7 @@ class LanguageCritic:
             if self.own_trunk:
                 self._load_trunk(folder)
         except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-            raise told(error, f"take away the critic in {folder}, which does not fit", folder) from error
+            raise path_error(error, f"take away the critic in {folder}, which does not fit", folder) from error
 
     def _load_trunk(self, folder: Path) -> None:
         config = read_config(folder, str(folder))

@@ -1,7 +1,7 @@
-"""From completions to rewards: calls every reward, adds them up with their weights, and keeps failures apart.
+"""Grades completions: calls every reward function, sums the rewards with their weights, and separates failures.
 
-A failure of the grader is not a wrong answer: a rollout that could not be graded has reward None and leaves its group.
-Reward functions are the user's own trusted code. Nothing here is a sandbox for them.
+A failed call is not a wrong answer: a rollout that could not be graded has the reward None and is removed from its
+group. Reward functions are the user's own trusted code; there is no sandbox for them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from covey.llm.rewards.reward_call import InvalidRewardOutput, RewardCallError, 
 from covey.llm.rewards.runner import InProcess, RewardHung, RewardProcess, RewardRunner
 from covey.llm.rewards.step_splitter import StepSplitter
 
-LARGEST_REWARD = 1e18  # in size: its square is finite in float32
-FAILURES_ALLOWED = 0.2  # share of a step's rollouts
-BOUNDARY = "process.boundary"  # what a message calls a boundary function
-# The dry run has two completions, a step has hundreds: it gets a tenth of the time, and a hang is found at once.
-DRY_RUN_SHARE = 0.1
+LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
+FAILURES_ALLOWED = 0.2  # fraction of a step's rollouts
+BOUNDARY = "process.boundary"  # name of the boundary function in messages
+# The dry run has two completions, a step has hundreds, so its deadline is a tenth, and a hang is found early.
+DRY_RUN_FRACTION = 0.1
 DRY_RUN_LEAST_SECONDS = 1.0
-MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # of a completion in another form
+MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # from a wrong form of completions
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ BUILT_IN: dict[str, Callable[..., list[Any]]] = {
 
 
 class GradingError(RunError):
-    """Grading cannot go on; one line that names the reward and what it did."""
+    """Grading cannot continue; one line that names the reward and its fault."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class WeightedReward:
 
     name: str
     caller: RewardRunner
-    options: Mapping[str, Any]  # arguments that come from the config, not from the data
+    options: Mapping[str, Any]  # arguments from the config, not from the data
     weight: float = 1.0
-    score: bool = False  # evaluations average this one
+    score: bool = False  # evaluations average this reward
     timeout_seconds: float = 10.0
-    shaping: bool = False  # the run's own addition: counts only where one of the user's rewards gave a value
+    shaping: bool = False  # added by the run: counts only if one of the user's rewards has a value
     per_step: bool = False  # a number for each reasoning step of a completion
-    binary: bool = False  # 1 for right, 0 for wrong: its mean is an accuracy
+    binary: bool = False  # always 1 (right) or 0 (wrong), so its mean is an accuracy
 
     @staticmethod
     def from_function(
@@ -69,18 +69,18 @@ class WeightedReward:
         per_step: bool = False,
         binary: bool = False,
     ) -> WeightedReward:
-        """A Python callable with TRL's signature, called in a thread of this process.
+        """A reward from a Python callable with TRL's signature, called in a thread of this process.
 
         Args:
-            score: evaluations average this reward; else the first of the run.
-            per_step: it returns a list for each completion, one number for each reasoning step.
+            score: evaluations average this reward; without one, the first of the run.
+            per_step: it returns a list for each completion, with one number for each reasoning step.
             binary: it returns 1 (right) or 0 (wrong), so that its mean is an accuracy; else it is a score.
 
         Raises:
-            ConfigError: where it is to be both binary and paid by step.
+            ConfigError: if both binary and per_step are set.
         """
         if per_step and binary:
-            raise ConfigError("a reward that pays steps is not binary: leave out per_step or binary")
+            raise ConfigError("a reward per step is not binary: leave out per_step or binary")
         name = getattr(function, "__name__", type(function).__name__)
         return WeightedReward(
             name, InProcess(function), {}, weight, score, timeout_seconds, per_step=per_step, binary=binary
@@ -88,10 +88,10 @@ class WeightedReward:
 
     @staticmethod
     def from_config(config: RewardConfig) -> WeightedReward:
-        """A built-in reward, or a function by its name in a process of its own.
+        """A reward from its config: a built-in one, or a function by its name in a process of its own.
 
         Raises:
-            ConfigError: if a field is impossible or the file is missing. The function itself is not yet loaded.
+            ConfigError: if a field is invalid or the file is missing. The function itself is not loaded yet.
         """
         name = config.name or config.function.rpartition(":")[2]
         check_reward(config, f"reward {name or '(no name)'}")
@@ -100,7 +100,7 @@ class WeightedReward:
         options: dict[str, Any] = {}
         if config.function:
             caller = RewardProcess(config.function, config.timeout_seconds)
-        elif config.name == "format":  # a regular expression can run away
+        elif config.name == "format":  # a regular expression may take exponential time
             caller, options = RewardProcess(f"{builtin.__name__}:format_match"), {"pattern": config.pattern}
         else:
             caller = InProcess(BUILT_IN[config.name])
@@ -119,12 +119,12 @@ class WeightedReward:
 
     @staticmethod
     def overlong(max_new_tokens: int, overlong_tokens: int) -> WeightedReward:
-        """DAPO's punishment of completions that come near the token limit, which a run adds to its rewards."""
+        """DAPO's length penalty of completions near the token limit, which a run adds to its rewards."""
         options = {"max_new_tokens": max_new_tokens, "overlong_tokens": overlong_tokens}
         return WeightedReward("overlong", InProcess(builtin.overlong), options, shaping=True)
 
     def evaluate(self, groups: Sequence[Group], seconds: float) -> list[RewardResult]:
-        """Verdicts of the function on every rollout of `groups`, in one call; what it logs is noted in the groups."""
+        """Call the function once for all rollouts of `groups`; returns the results, and stores logs in the groups."""
         rows = [(group.start, rollout) for group in groups for rollout in group.rollouts]
         columns = dict.fromkeys(name for start, _ in rows for name in start.columns)
         arguments = {
@@ -144,7 +144,7 @@ class WeightedReward:
         for column, values in results.extras.items():
             for (_, rollout), value in zip(rows, values, strict=True):
                 rollout.extras.setdefault(self.name, {})[column] = value
-        return [_verdict(result, binary=self.binary) for result in results.values]
+        return [_result_of(result, binary=self.binary) for result in results.values]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class RewardResult:
 
     value: float | None
     error: str = ""
-    steps: Sequence[float] = ()  # of a step reward: what each step earned; `value` is their sum
+    steps: Sequence[float] = ()  # of a step reward: the reward of each step; `value` is their sum
 
     @property
     def score(self) -> float | None:
@@ -164,18 +164,18 @@ class RewardResult:
 class RewardGrader:
     """Implements `covey.data.Grader` with a weighted sum of rewards.
 
-    Of several rewards one may return None for a rollout, as in TRL: its term is left out. A rollout whose rewards are
-    all None, or one of whose rewards is NaN, infinite, raised or ran out of time, has failed: its reward is None.
+    If a reward returns None for a rollout, its term is left out, as in TRL. Grading of a rollout fails, and its reward
+    is None, if all its rewards are None, or one is NaN or infinite, raised an exception or timed out.
 
-    With a step reward, completions are cut into steps. What it says of a step is earned where the step ends, what
-    rewards for whole completions say at the last decision; `reward` is the sum of all.
+    With a step reward, completions are split into steps. The reward of a step belongs to the decision that ends it, a
+    reward of the whole completion to the last decision; `reward` is the sum of all.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], boundary: str = "line") -> None:
-        """Two rewards of one name are told apart as name and name_2; `boundary` says where reasoning steps end.
+        """A second reward of the same name is called name_2; `boundary` defines the ends of reasoning steps.
 
         Raises:
-            ConfigError: if there is no reward, or more than one is marked as the score.
+            ConfigError: if there is no reward, or more than one has score = true.
         """
         if not rewards:
             raise ConfigError("there is no reward: add a [[rewards]] table")
@@ -189,35 +189,34 @@ class RewardGrader:
             self.rewards.append(reward if same == 1 else replace(reward, name=f"{reward.name}_{same}"))
         by_preference = sorted(self.rewards, key=lambda reward: (not reward.score, reward.per_step))
         self.score_name = by_preference[0].name
-        self.score_kind = "accuracy" if by_preference[0].binary else "score"  # a key of observe's SCORE_KINDS
+        self.score_kind = "accuracy" if by_preference[0].binary else "score"  # a key of tracking's SCORE_KINDS
         self.splitter = StepSplitter(boundary) if any(reward.per_step for reward in self.rewards) else None
 
     def use_chat(self, chat: Chat) -> None:
-        """From now on rollouts also learn at which of their tokens a step ends, which only their model's chat tells."""
+        """Set the chat of the model, with which `grade` also computes the tokens at which steps end."""
         if self.splitter is not None:
             self.splitter.chat = chat
 
     def grade(self, groups: list[Group]) -> list[Group]:
-        """Fill in `reward`, `reward_parts` and `score` of every rollout, with a step reward also what its steps are.
+        """Fill in `reward`, `reward_parts` and `score` of every rollout, and with a step reward its steps.
 
         Raises:
-            GradingError: if more than 20 % of the rollouts failed, or a function returned something else than what was
-                asked of it.
+            GradingError: if more than 20 % of the rollouts failed, or a function returned an invalid result.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not rollouts:
             return groups
         uncut = self._cut(rollouts)
-        verdicts = {reward.name: self._verdicts(reward, groups) for reward in self.rewards}
+        results = {reward.name: self._results(reward, groups) for reward in self.rewards}
         failed = 0
         for row, rollout in enumerate(rollouts):
             parts = {
-                reward.name: uncut[row] if reward.per_step and row in uncut else verdicts[reward.name][row]
+                reward.name: uncut[row] if reward.per_step and row in uncut else results[reward.name][row]
                 for reward in self.rewards
             }
             rollout.reward_parts = {name: verdict.value for name, verdict in parts.items()}
             rollout.score = parts[self.score_name].score
-            self._pay_steps(rollout, parts)
+            self._assign_step_rewards(rollout, parts)
             terms = [
                 reward.weight * parts[reward.name].value  # type: ignore[operator]
                 for reward in self.rewards
@@ -228,12 +227,12 @@ class RewardGrader:
             rollout.reward = None if failed_here else math.fsum(terms)
             failed += failed_here
         if failed > FAILURES_ALLOWED * len(rollouts):
-            name, why = _first_error(verdicts | ({BOUNDARY: list(uncut.values())} if uncut else {}))
+            name, why = _first_error(results | ({BOUNDARY: list(uncut.values())} if uncut else {}))
             raise _too_many(name, str(failed), len(rollouts), why)
         return groups
 
     def _cut(self, rollouts: Sequence[Rollout]) -> dict[int, RewardResult]:
-        """Cut completions into steps; returns those for which the user's boundary function failed, by row."""
+        """Split completions into steps; returns those for which the user's boundary function failed, by row."""
         failed: dict[int, RewardResult] = {}
         if self.splitter is None:
             return failed
@@ -249,8 +248,8 @@ class RewardGrader:
                 raise GradingError(f"{BOUNDARY} {self.splitter.boundary} failed on {count}: {why}")
         return failed
 
-    def _pay_steps(self, rollout: Rollout, parts: Mapping[str, RewardResult]) -> None:
-        """Fill in what each decision earned, where the decisions that end a step are known."""
+    def _assign_step_rewards(self, rollout: Rollout, parts: Mapping[str, RewardResult]) -> None:
+        """Fill in the reward of each decision, if the decisions that end a step are known."""
         if rollout.step_ends is None:
             return
         earned = [0.0] * len(rollout.actions)
@@ -264,7 +263,7 @@ class RewardGrader:
         rollout.step_rewards = earned
 
     def check(self, starts: Sequence[Start]) -> None:
-        """A dry run on up to two starts, with the right answer (or "0") as the completion.
+        """Call the rewards on up to two starts, with the right answer (or "0") as the completion.
 
         Raises:
             ConfigError: if a function cannot be loaded, raises, hangs, or returns something unusable.
@@ -277,7 +276,7 @@ class RewardGrader:
         values = []
         own = [reward for reward in self.rewards if not reward.shaping]
         for reward in own:
-            seconds = min(reward.timeout_seconds, max(DRY_RUN_LEAST_SECONDS, DRY_RUN_SHARE * reward.timeout_seconds))
+            seconds = min(reward.timeout_seconds, max(DRY_RUN_LEAST_SECONDS, DRY_RUN_FRACTION * reward.timeout_seconds))
             try:
                 values.append(reward.evaluate(groups, seconds))
             except RewardTimeout:
@@ -302,8 +301,8 @@ class RewardGrader:
         if self.splitter is not None:
             self.splitter.close()
 
-    def _verdicts(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
-        """One call for all; if that fails, one for each group, so that one bad answer costs its own group only."""
+    def _results(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
+        """One call for all groups; if it fails, one call for each group, so that only failing groups have no reward."""
         try:
             return self._call(reward, groups)
         except RewardCallError as error:
@@ -318,17 +317,17 @@ class RewardGrader:
 
     def _group_by_group(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
         total = sum(len(group.rollouts) for group in groups)
-        verdicts: list[RewardResult] = []
+        results: list[RewardResult] = []
         for group in groups:
             try:
-                verdicts += self._call(reward, [group])
+                results += self._call(reward, [group])
             except RewardCallError as error:
-                verdicts += [RewardResult(None, str(error))] * len(group.rollouts)
-            failed = sum(bool(verdict.error) for verdict in verdicts)
+                results += [RewardResult(None, str(error))] * len(group.rollouts)
+            failed = sum(bool(verdict.error) for verdict in results)
             if failed > FAILURES_ALLOWED * total:  # do not wait for the others' deadlines
-                _, why = _first_error({reward.name: verdicts})
+                _, why = _first_error({reward.name: results})
                 raise _too_many(reward.name, f"at least {failed}", total, why)
-        return verdicts
+        return results
 
 
 def build_grader(
@@ -337,18 +336,18 @@ def build_grader(
     shaping: Sequence[WeightedReward] = (),
     boundary: str = "line",
 ) -> RewardGrader:
-    """The grader of a run: `rewards` may mix config tables, names, functions and weighted functions.
+    """Build the grader of a run; `rewards` may mix config tables, names, functions and weighted functions.
 
     >>> build_grader([my_reward, RewardConfig(name="format", pattern="-?[0-9]+", weight=0.2)], task.default_rewards)
 
     Args:
-        rewards: where empty, `default` is taken.
+        rewards: if empty, `default` is used.
         default: the task's own rewards.
-        shaping: terms that the run adds to either.
-        boundary: where a reasoning step ends, for step rewards (`ProcessConfig.boundary`).
+        shaping: terms that the run adds to them.
+        boundary: end of a reasoning step, for step rewards (`ProcessConfig.boundary`).
 
     Raises:
-        ConfigError: if a reward is impossible.
+        ConfigError: if a reward is invalid.
     """
     return RewardGrader([*(_weighted(reward) for reward in rewards or default), *shaping], boundary)
 
@@ -369,7 +368,7 @@ def _weighted(reward: RewardConfig | WeightedReward | str | Callable[..., Any]) 
 
 
 def _completion(start: Start, rollout: Rollout) -> Any:
-    """As TRL shows it: messages where the prompt is messages, else a string."""
+    """A completion in TRL's form: messages if the prompt is messages, else a string."""
     return rollout.text if isinstance(start.prompt, str) else [{"role": "assistant", "content": rollout.text}]
 
 
@@ -385,7 +384,7 @@ def _right_rollout(start: Start) -> Rollout:
     return Rollout(context=(), actions=(0,), behavior_logprobs=(0.0,), end=EndReason.STOP, text=text)
 
 
-def _verdict(result: float | list[float] | None, *, binary: bool) -> RewardResult:
+def _result_of(result: float | list[float] | None, *, binary: bool) -> RewardResult:
     if result is None:
         return RewardResult(None)
     if binary and math.isfinite(result) and result not in (0, 1):  # type: ignore[arg-type]  # steps are not binary
@@ -394,18 +393,18 @@ def _verdict(result: float | list[float] | None, *, binary: bool) -> RewardResul
         )
     numbers = result if isinstance(result, list) else [result]
     for number in numbers:
-        if not abs(number) <= LARGEST_REWARD:  # NaN is not
+        if not abs(number) <= LARGEST_REWARD:  # True for NaN
             return RewardResult(None, f"returned {number}")
     return RewardResult(math.fsum(numbers), steps=numbers) if isinstance(result, list) else RewardResult(result)
 
 
-def _first_error(verdicts: Mapping[str, Sequence[RewardResult]]) -> tuple[str, str]:
-    """The first reward that failed, and why; where none did, all returned None."""
-    for name, of_rollouts in verdicts.items():
+def _first_error(results: Mapping[str, Sequence[RewardResult]]) -> tuple[str, str]:
+    """The first reward that failed and the reason; if none failed, all returned None."""
+    for name, of_rollouts in results.items():
         for verdict in of_rollouts:
             if verdict.error:
                 return name, verdict.error
-    return ", ".join(verdicts), "returned None"
+    return ", ".join(results), "returned None"
 
 
 def _too_many(name: str, failed: str, total: int, why: str) -> GradingError:

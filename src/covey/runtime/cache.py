@@ -1,4 +1,4 @@
-"""The user's cache: what is made once and used by every run, such as converted models and compiled kernels."""
+"""The user's cache of files that all runs use, such as converted models and compiled kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cache_folder() -> Path:
     """`$COVEY_CACHE`, else `covey/` in `$XDG_CACHE_HOME`, else `~/.cache/covey`; it need not exist.
 
     An empty variable counts as unset. An `$XDG_CACHE_HOME` that is not absolute is ignored, as the XDG Base Directory
-    Specification asks.
+    Specification requires.
 
     Raises:
         ConfigError: if the home folder cannot be determined.
@@ -38,11 +38,11 @@ def make_folder(folder: Path) -> None:
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)  # another process may be faster
+        path.mkdir(mode=0o700, exist_ok=True)  # another process may create it first
 
 
 def check_private(path: Path) -> None:
-    """Refuse a file or a folder that does not belong to this user, or that other users may write.
+    """Refuse a file or a folder that belongs to another user, or that other users may write.
 
     Raises:
         OSError: if it does not exist; PermissionError also if it is refused.

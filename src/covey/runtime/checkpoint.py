@@ -1,9 +1,9 @@
-"""Checkpoints that are either complete or absent, whatever happened while they were written.
+"""Checkpoints that are either complete or absent, even after a crash while one was written.
 
 A checkpoint is the folder `step-00000020` with three files: `tensors.safetensors`, `state.json` (everything else, with
-a reference where each tensor stood) and `manifest.json` (size and SHA-256 of the other two, and the version of covey
+a reference in place of each tensor) and `manifest.json` (size and SHA-256 of the other two, and the version of covey
 that wrote them). It is written under a temporary name, every file is flushed to the disk, the manifest last, and then
-the folder is renamed. Whatever else lies among the checkpoints is left alone.
+the folder is renamed. Other files among the checkpoints are not touched.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from covey.config.model_sources import CHECKPOINT_NAME, MANIFEST_FILE
 _log = logging.getLogger(__name__)
 
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
-_FORMAT = 1  # of the files; another number is another version's
-_UNFINISHED = ".unfinished-"  # prefix of what a crash may leave behind
-_MASTERS = "/masters/"  # in the name of a tensor: the weights that an optimizer trains
-_REFERENCE = "$tensor"  # {"$tensor": name} in state.json stands for a tensor
-_SPARE_BYTES = 1 << 20  # for the manifest and the file system's own records
+_FORMAT = 1  # version of the file format
+_UNFINISHED = ".unfinished-"  # prefix of folders that a crash may leave behind
+_MASTERS = "/masters/"  # in the names of an optimizer's master weights
+_REFERENCE = "$tensor"  # {"$tensor": name} in state.json refers to a tensor
+_SPARE_BYTES = 1 << 20  # for the manifest and the file system's metadata
 
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
@@ -45,7 +45,7 @@ _DTYPE_NAMES = {
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be used; one line that says why and what to do."""
+    """A checkpoint that cannot be used; one line with the reason and the fix."""
 
 
 class OtherVersion(CheckpointError):
@@ -56,11 +56,11 @@ class CheckpointFolder:
     """The checkpoints of one run; meets `covey.data.Checkpoints`.
 
     A state is a nested dict with string keys; its leaves are tensors, numbers, strings, bools, None, and lists of
-    such leaves without tensors. Everything comes back exactly, tensors on the CPU. One process writes at a time.
+    such leaves without tensors. `load` returns it exactly, with tensors on the CPU. One process writes at a time.
     """
 
     def __init__(self, path: str | Path, keep: int = 2, *, before_save: Callable[[], None] = lambda: None) -> None:
-        """`before_save` brings to the disk what a checkpoint takes for granted, such as the record of its steps."""
+        """`before_save` flushes the files that a checkpoint relies on, such as the records of its steps."""
         if keep < 2:
             raise ConfigError(f"checkpoint.keep must be at least 2 (the newest may be damaged), got {keep}")
         self.path = Path(path)
@@ -68,15 +68,14 @@ class CheckpointFolder:
         self.before_save = before_save
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`, then drop all but the newest `keep`.
+        """Write the checkpoint of `step`, then remove all except the newest `keep`.
 
-        A checkpoint of the same step is replaced and those of later steps are dropped: the run has gone back.
+        A checkpoint of the same step is replaced. Those of later steps are removed, because the run was rewound.
 
         Raises:
             TypeError: if the state holds something that cannot be stored exactly.
             ValueError: if two names hold the same tensor (tied weights): store one of them.
-            MachineError: if it cannot be written, because the disk is full or for another fault of the machine; older
-                checkpoints are untouched.
+            MachineError: if it cannot be written, such as on a full disk; older checkpoints are untouched.
         """
         self.before_save()
         with faults_of(self.path):
@@ -86,7 +85,7 @@ class CheckpointFolder:
         tensors: dict[str, Tensor] = {}
         document = json.dumps(_take_out_tensors(state, "", tensors)).encode()
         _refuse_shared(tensors)
-        self.path.mkdir(exist_ok=True)  # not its parents: a run folder that was deleted does not come back
+        self.path.mkdir(exist_ok=True)  # without parents, so that a deleted run folder is not created again
         self._remove_leftovers()
         self._check_free_space(sum(t.nbytes for t in tensors.values()) + len(document) + _SPARE_BYTES)
         draft = self.path / f"{_UNFINISHED}{step:08d}"
@@ -106,11 +105,11 @@ class CheckpointFolder:
         self._remove_old(step)
 
     def latest(self) -> int | None:
-        """The newest step whose checkpoint is complete and undamaged, or None; reads it through once to be sure.
+        """The newest step whose checkpoint is complete and undamaged, or None; reads the whole checkpoint to check it.
 
         Raises:
             OtherVersion: if another version of covey wrote it.
-            MachineError: if the disk does not let it be read.
+            MachineError: if it cannot be read because of the disk.
         """
         for step in reversed(self.steps()):
             damage = self._find_damage(step)
@@ -120,7 +119,7 @@ class CheckpointFolder:
         return None
 
     def load(self, step: int) -> dict[str, Any]:
-        """The state saved at `step`.
+        """Load the state saved at `step`.
 
         Raises:
             CheckpointError: if that checkpoint is missing or damaged.
@@ -138,7 +137,7 @@ class CheckpointFolder:
         return state
 
     def tensors(self, step: int, below: str) -> dict[str, Tensor]:
-        """Only the tensors of a nested dict of the state, such as "optimizer/masters", by their names in it.
+        """Load only the tensors of a nested dict of the state, such as "optimizer/masters", by their names in it.
 
         Raises:
             CheckpointError: if that checkpoint is missing or damaged, or holds no such dict.
@@ -166,7 +165,7 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, ascending, damaged ones included. Other files and links are no steps."""
+        """Steps that have a checkpoint folder, ascending, with damaged ones. Other files and links are ignored."""
         if not self.path.is_dir():
             return []
         with faults_of(self.path):
@@ -175,10 +174,10 @@ class CheckpointFolder:
         return sorted(step for step in steps if self.folder(step).name in names)
 
     def tidy(self, newest: int) -> None:
-        """Remove what a save before would have removed, had it not been killed or met a fault; `newest` is kept.
+        """Remove the folders that an interrupted save did not remove; `newest` is kept.
 
         Raises:
-            MachineError: if the disk does not let it be removed.
+            MachineError: if they cannot be removed because of the disk.
         """
         with faults_of(self.path):
             self._remove_old(newest)
@@ -192,7 +191,7 @@ class CheckpointFolder:
             )
 
     def _publish(self, draft: Path, target: Path) -> None:
-        if os.path.lexists(target):  # a run that went back repeats a step; nothing can be renamed over a folder
+        if os.path.lexists(target):  # a rewound run repeats a step, and a rename cannot replace a folder
             foreign = (self.path / f"{target.name}.foreign{number or ''}" for number in count())
             replaced = self.path / f"{_UNFINISHED}replaced-{target.name}"
             target.rename(replaced if _is_own(target) else next(path for path in foreign if not os.path.lexists(path)))
@@ -204,7 +203,7 @@ class CheckpointFolder:
         own = [step for step in self.steps() if _is_own(self.folder(step))]
         intact = [step for step in own if step <= newest and _damage(self.folder(step), hashes=False) is None]
         for step in set(own) - set(intact[-self.keep :]):
-            # Renamed first, so that a crash half-way leaves no damaged checkpoint behind.
+            # Renamed first, so that a crash in between leaves no damaged checkpoint.
             doomed = self.path / f"{_UNFINISHED}removed-{step:08d}"
             self.folder(step).rename(doomed)
             shutil.rmtree(doomed)
@@ -218,7 +217,7 @@ class CheckpointFolder:
 
 
 def _take_out_tensors(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON has it, with each tensor moved to `tensors` and replaced by a reference."""
+    """`value` in JSON's types, with each tensor moved to `tensors` and replaced by a reference."""
     if isinstance(value, Tensor):
         if value.dtype not in _DTYPE_NAMES or value.layout != torch.strided:
             raise TypeError(f"cannot store {where}: tensor of {value.dtype}, {value.layout}")
@@ -235,7 +234,7 @@ def _take_out_tensors(value: Any, where: str, tensors: dict[str, Tensor]) -> Any
         if any(isinstance(item, Tensor) for item in value):
             raise TypeError(f"cannot store {where}: tensors stand in dicts, not in lists")
         return [_take_out_tensors(item, f"{where}/{index}", tensors) for index, item in enumerate(value)]
-    # The exact type: subclasses and tuples would come back as something else.
+    # The exact type, because subclasses and tuples would be loaded as another type.
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise TypeError(f"cannot store {where}: {type(value).__name__} is not a tensor, number, string, bool, None or list")
@@ -262,13 +261,13 @@ def _refuse_shared(tensors: dict[str, Tensor]) -> None:
 
 
 def _safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file piece by piece, so that no second copy of the state is made.
+    """Generate a safetensors file piece by piece, without a second copy of the state.
 
     The format: length of the header (8 bytes, little endian), header (JSON, padded with spaces), the tensors' bytes.
     """
     header: dict[str, Any] = {}
     end = 0
-    # Wide types first keeps every tensor aligned to its own size, as the format's other writers do.
+    # Wide types first keeps every tensor aligned to its item size, like other writers of the format.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
@@ -284,7 +283,7 @@ def _safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryvi
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a file through to the disk; its size and hash for the manifest."""
+    """Write and fsync a file; returns its size and hash for the manifest."""
     digest = hashlib.sha256()
     with open(path, "xb") as file:
         for piece in pieces:
@@ -300,7 +299,7 @@ def _damage(folder: Path, *, hashes: bool = True) -> str | None:
 
     Raises:
         OtherVersion: if another version of covey wrote it.
-        OSError: if the disk does not let it be read.
+        OSError: if it cannot be read because of the disk.
     """
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
@@ -334,10 +333,10 @@ def _damage(folder: Path, *, hashes: bool = True) -> str | None:
 
 
 def _not_finite(path: Path) -> str | None:
-    """The first weight of a checkpoint that is NaN or infinite, in words; or None.
+    """Description of the first weight of a checkpoint that is NaN or infinite; None if all are finite.
 
     Raises:
-        MachineError: if the disk does not let it be read.
+        MachineError: if it cannot be read because of the disk.
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -352,7 +351,7 @@ def _not_finite(path: Path) -> str | None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a folder holds what a checkpoint of this format does, whole or in part, and nothing else."""
+    """True if the folder has only files of a checkpoint of this format, all or some of them."""
     if not folder.is_dir() or folder.is_symlink():
         return False
     if not {entry.name for entry in folder.iterdir()} <= {_TENSORS, _STATE, MANIFEST_FILE}:

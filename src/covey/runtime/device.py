@@ -1,4 +1,4 @@
-"""The machine that a run computes on: device, precision, threads, and what to compare when a run is resumed."""
+"""Device, precision, threads and memory of a run, and the environment that is compared when it is resumed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from covey.config.validate_size import check_threads
 
 _log = logging.getLogger(__name__)
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
-_MADV_HUGEPAGE, _HUGE_PAGE = 14, 2 << 20  # of Linux; the size is that of x86 and of most others
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from glibc's malloc.h
+_MADV_HUGEPAGE, _HUGE_PAGE = 14, 2 << 20  # Linux's constant, and the huge page size of x86 and most others
 
 # Instructions that multiply bf16 matrices: x86 AVX-512 and AMX, ARM's bf16 extension.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one; `cpu` and `cuda` are what they say.
+    """Choose the device from `auto` (the GPU if there is one), `cpu` or `cuda`.
 
     Raises:
         ConfigError: if CUDA is asked for and absent, or the name is unknown.
@@ -45,9 +45,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bf16 where the hardware multiplies it, fp32 elsewhere; `bf16` and `fp32` are what they say.
+    """Choose the precision from `auto` (bf16 if the hardware has instructions for it, else fp32), `bf16` or `fp32`.
 
-    bf16 without hardware for it works but is slow, and a warning says so.
+    bf16 without such hardware works but is slow, so it is logged as a warning.
 
     Raises:
         ConfigError: if the name is unknown.
@@ -65,7 +65,7 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
 
 
 def set_threads(count: int) -> int:
-    """Compute on `count` CPU threads, 0 for every core (or OMP_NUM_THREADS where that is set); returns the number.
+    """Set the number of CPU threads, 0 for every core (or OMP_NUM_THREADS if it is set); returns the number.
 
     Raises:
         ConfigError: if the count is negative, or more than could help.
@@ -81,34 +81,34 @@ def set_threads(count: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 2 GB of freed memory for the next allocation; elsewhere this does nothing.
+    """Make glibc keep up to 2 GB of freed memory for later allocations; no effect with another C library.
 
-    By default it gives the end of the heap back to the system whenever 64 MB of it are free, in training at every
-    layer, and is given it again page by page: up to a third of an update on a virtual machine. Blocks of more than
-    32 MB are still mapped and given back one by one, so that they leave no holes.
+    By default glibc returns the end of the heap to the system whenever 64 MB of it are free, in training at every
+    layer, and the page faults of the next allocation take up to a third of an update on a virtual machine. Blocks of
+    more than 32 MB are still mapped and unmapped one by one, which avoids fragmentation.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # what glibc would choose itself, were the other not set
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's own choice, which setting the other parameter would disable
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def limit_kernel_caches() -> None:
-    """Let oneDNN keep code for at most 128 shapes of matrix products; to be called before the first product.
+    """Limit oneDNN's cache to the code of 128 shapes of matrix products. Call it before the first product.
 
-    A shape is compiled when it first occurs, and every update has another number of tokens. By default the code of
-    1,024 shapes is kept, by torch and by oneDNN: up to some hundred MB. 128 are more than one microbatch has; to
-    compile a shape again takes a millisecond. Values that the user has set stay.
+    oneDNN compiles code for each new shape, and every update has another number of tokens. By default torch and oneDNN
+    keep the code of 1,024 shapes, up to some hundred MB. One microbatch has fewer than 128, and compiling a shape again
+    takes a millisecond. Values that the user has set are kept.
     """
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(variable, "128")
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """The same tensor, for which Linux is asked to hand out memory 2 MB at a time; elsewhere this does nothing.
+    """Ask Linux to back a tensor with huge pages of 2 MB and return it; no effect on other systems.
 
-    To be called before anything is written to it. Of a large tensor that is made anew for every step, page by page is
-    much of the work: a fifth of the decoder's attention on a virtual machine.
+    Call it before the first write to the tensor. For a large tensor that is allocated at every step, page faults are
+    expensive: a fifth of the decoder's attention on a virtual machine.
     """
     if platform.system() == "Linux" and tensor.device.type == "cpu":
         begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
@@ -143,7 +143,7 @@ def differences(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def peak_memory_bytes(device: torch.device | None = None) -> int:
-    """Most memory that was in use at once: of the process, or of torch on a GPU."""
+    """Peak memory in bytes, of the process or of torch on a GPU."""
     if device is not None and device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -170,7 +170,7 @@ def _cpu_model() -> str:
 
 @cache
 def cpu_info(field: str) -> str:
-    """A field of the first core in /proc/cpuinfo; empty where that does not exist."""
+    """A field of the first core in /proc/cpuinfo; empty if the file does not exist."""
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(":")

@@ -56,7 +56,7 @@ class EMAWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over saved weights, bit for bit.
+        """Load saved weights, bit for bit.
 
         Raises:
             ConfigError: if they are those of another module.

@@ -1,9 +1,9 @@
-"""Ctrl-C, a polite kill and a closed terminal: they end a command within two seconds, and a run after its step.
+"""Signals SIGINT, SIGTERM and SIGHUP: they end a command within two seconds, and a run after its current step.
 
-Anywhere in a command the first of these signals raises KeyboardInterrupt. Within `stop_requests` it only asks: a run
-finishes its step and saves a checkpoint, and the second signal raises KeyboardInterrupt. Python delivers a signal
-between two bytecodes, so a long call of a library delays it; in `watched`, which commands run in, a thread of its own
-then ends the process.
+In a command the first of these signals raises KeyboardInterrupt. Within `stop_requests` it is a request: the run
+finishes its step and saves a checkpoint, and a second signal raises KeyboardInterrupt. Python delivers a signal between
+two bytecodes, so a long call of a library delays it. Commands run in `watched`, in which a watcher thread then ends the
+process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-GRACE_SECONDS = 1.5  # that an interrupted command has for its own cleaning up
-EXIT_CODE = 130  # what shells use after Ctrl-C
+GRACE_SECONDS = 1.5  # time that an interrupted command has for its cleanup
+EXIT_CODE = 130  # shells' code for SIGINT
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -26,10 +26,10 @@ class _State:
     """The meaning of the next signal. One for the process, because its signal handlers are."""
 
     def __init__(self) -> None:
-        self.asks = False  # the next signal asks a run to stop, and does not end anything
+        self.asks = False  # True: the next signal is a request to stop a run
         self.asked = threading.Event()
-        self.patience = 0  # further signals that come before the process is ended
-        self.say: Callable[[str], None] | None = None  # where the run answers
+        self.patience = 0  # number of further signals before the process is ended
+        self.say: Callable[[str], None] | None = None  # prints the run's answer to a request
         self.last_words: Callable[[], str] = lambda: ""
         self.said = False
         self.watched = False
@@ -40,14 +40,14 @@ _state = _State()
 
 @contextmanager
 def watched(last_words: Callable[[], str]) -> Iterator[None]:
-    """Within it, a signal ends the process at most `GRACE_SECONDS` later, whatever the main thread is busy with.
+    """Context manager in which a signal ends the process after at most `GRACE_SECONDS`, even during a library call.
 
     Args:
-        last_words: what is printed then, such as the command that goes on.
+        last_words: returns the text to print then, such as the command that continues.
     """
     _state.__init__()  # type: ignore[misc]  # a process may run one command after another
     _state.last_words = last_words
-    if threading.current_thread() is not threading.main_thread():  # signals are somebody else's
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
     here, there = os.pipe()
@@ -67,10 +67,10 @@ def watched(last_words: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def stop_requests(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Let the first signal ask for an end; what it yields says whether one did. The second raises KeyboardInterrupt.
+    """Make the first signal a request to stop, which the yielded function reports; the second raises KeyboardInterrupt.
 
     Args:
-        say: shows a line to the user; called from another thread.
+        say: prints a line for the user; called from another thread.
     """
     before = {} if _state.watched else _handle_signals()
     _state.asked.clear()
@@ -84,7 +84,7 @@ def stop_requests(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Within it, only the second signal ends the process; the first raises KeyboardInterrupt without a deadline."""
+    """Context manager: the first signal raises KeyboardInterrupt without a deadline, the second ends the process."""
     _state.patience = 1
     try:
         yield
@@ -98,7 +98,7 @@ def set_last_words(last_words: Callable[[], str]) -> None:
 
 
 def say_last_words() -> None:
-    """Print them, once."""
+    """Print these lines, once."""
     if not _state.said:
         _state.said = True
         with suppress(OSError, ValueError):
@@ -108,7 +108,7 @@ def say_last_words() -> None:
 def end_now() -> None:
     """End the process with its children and without waiting for threads, as after Ctrl-C."""
     if not _state.said:
-        with suppress(OSError):  # past sys.stderr, which the main thread may be stuck in
+        with suppress(OSError):  # not through sys.stderr, which the main thread may hold
             os.write(2, f"\n{_state.last_words()}\n".encode(errors="replace"))
     for child in _children():
         with suppress(OSError):
@@ -120,7 +120,7 @@ def end_now() -> None:
 
 
 def _handle_signals() -> dict[int, object]:
-    """Install the handlers; returns those before. A signal that is ignored, as by nohup, stays so."""
+    """Install the handlers; returns the previous ones. An ignored signal, as by nohup, remains ignored."""
     try:
         found = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in found.items():
@@ -137,7 +137,7 @@ def _restore(handlers: dict[int, object]) -> None:
 
 
 def _on_signal(number: int, frame: object) -> None:
-    """Runs in the main thread. Where a thread watches, it has seen the signal too, perhaps later."""
+    """Signal handler, in the main thread. A watcher thread receives the signal too, possibly later."""
     if _state.asks and not _state.asked.is_set():
         _state.asked.set()
         return
@@ -145,7 +145,7 @@ def _on_signal(number: int, frame: object) -> None:
 
 
 def _watch(pipe: int) -> None:
-    """Runs in a thread of its own: one byte a signal, as soon as the signal came."""
+    """Watcher thread: reads one byte for each signal, immediately after it."""
     deadline: threading.Timer | None = None
     while number := os.read(pipe, 1):
         if number[0] not in SIGNALS:
@@ -165,7 +165,7 @@ def _watch(pipe: int) -> None:
 
 
 def _children() -> list[int]:
-    """Processes that this one started, where the system says (Linux)."""
+    """Child processes of this one on Linux; empty on other systems."""
     found: list[int] = []
     for task in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError, ValueError):
@@ -179,6 +179,6 @@ def leave(code: int) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     if code == EXIT_CODE:
-        _state.said = True  # by the command, which has returned
+        _state.said = True  # the command has returned, so it printed its own
         end_now()
     sys.exit(code)

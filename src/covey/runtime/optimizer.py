@@ -1,7 +1,7 @@
-"""AdamW whose fp32 master weights live beside a module of any precision.
+"""AdamW with fp32 master weights for a module of any precision.
 
-bf16 keeps eight bits of a weight, so an update below 1/256 of it would round away: the sum of many must be kept in
-fp32. The same holds for gradients that several microbatches add up.
+bf16 keeps eight bits of a weight, so an update below 1/256 of it would be rounded away; updates must be accumulated in
+fp32. The same holds for the gradients of several microbatches.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class StepResult:
     """Result of one optimizer step."""
 
     grad_norm: float  # of all gradients together, before clipping
-    applied: bool  # False if there was no gradient, or one that is not finite: then nothing changed
+    applied: bool  # False: no gradient, or one that is not finite, so nothing changed
 
 
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over fp32 masters of a module's trainable parameters.
 
     An fp32 parameter is its own master. For any other, each backward adds its gradient to the master's fp32 gradient
-    and frees it, and each step rounds the new master into the parameter. A parameter that occurs in two places counts
-    once, under its first name. Weight decay, off by default, applies to matrices only: norms and biases are vectors.
+    and frees it, and each step rounds the new master into the parameter. A shared parameter counts once, under its
+    first name. Weight decay, off by default, applies to matrices only: norms and biases are vectors.
 
-    Only one of these at a time may be in use for a module. `lr` is the learning rate before the first `step`.
+    A module may have only one of these optimizers at a time. `lr` is the learning rate before the first `step`.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class MasterAdamW:
             return parameter
         master = parameter.detach().float()
         handle = parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))
-        weakref.finalize(self, handle.remove)  # a later optimizer of this module must not find the hook
+        weakref.finalize(self, handle.remove)  # so that a later optimizer of this module does not inherit the hook
         return master
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> StepResult:
-        """Clip the gradients to the norm, apply them and forget them.
+        """Clip the gradients to `max_grad_norm`, apply them and free them.
 
-        Where the norm is not finite, or there is no gradient at all, weights and state stay as they are.
+        If the norm is not finite, or there is no gradient, weights and state do not change.
         """
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         norm = total_norm(gradients)
@@ -93,7 +93,7 @@ class MasterAdamW:
     def state_dict(self) -> dict[str, Any]:
         """Masters, moments and step counts by parameter name: nested dicts of tensors and numbers, not copied.
 
-        The masters determine the module's trainable parameters, so a checkpoint needs no second copy of those.
+        The masters determine the module's trainable parameters, so a checkpoint needs no second copy of them.
         """
         states = {name: self._adamw.state[m] for name, m in self.masters.items() if m in self._adamw.state}
         return {
@@ -105,10 +105,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state, bit for bit, and the module's parameters with it.
+        """Load a saved state, bit for bit, and set the module's parameters from its masters.
 
         Raises:
-            ConfigError: if the state is that of a module with other parameters.
+            ConfigError: if the state belongs to a module with other parameters.
         """
         shapes = {name: tuple(master.shape) for name, master in self.masters.items()}
         saved = {name: tuple(master.shape) for name, master in state["masters"].items()}
@@ -123,7 +123,7 @@ class MasterAdamW:
             master.copy_(state["masters"][name])
             master.grad = None
             if name in state["step"]:
-                # The fused kernels want the count beside the weights, the others on the CPU.
+                # The fused kernels need the step count on the weights' device, the others on the CPU.
                 where = master.device if self._fused else torch.device("cpu")
                 self._adamw.state[master] = {
                     "step": torch.tensor(state["step"][name], dtype=torch.float32, device=where),
@@ -141,9 +141,9 @@ class MasterAdamW:
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Euclidean norm of all elements together, a scalar in fp64; 0 if there are none.
 
-    torch's own sums fp32 tensors in fp32 and so misses the norm of 100 million numbers by 3e-5 and more. Of a large
-    tensor, squares are summed in fp32 within rows of 256 and in fp64 beyond: 1e-10, in a sixth of the time of fp64
-    throughout.
+    torch sums fp32 tensors in fp32, with a relative error of 3e-5 and more for 100 million numbers. Here the squares of
+    a large tensor are summed in fp32 within rows of 256, and the rows in fp64: an error of 1e-10, in a sixth of the
+    time of fp64 throughout.
     """
     pieces: list[Tensor] = []
     for tensor in tensors:
@@ -160,7 +160,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 def _move_gradient_to(master: Tensor) -> Callable[[Tensor], None]:
     """A hook that adds a parameter's new gradient to its master's and frees it.
 
-    The master's lies in the same memory at every step: to be given fresh pages costs more than to fill them.
+    The master's gradient keeps its memory between steps, because page faults cost more than writing.
     """
     memory: Tensor | None = None
 

@@ -1,9 +1,9 @@
-"""Random numbers that are a function of what they are for, never of what was drawn before.
+"""Counter-based random numbers: a function of the decision that they are for, independent of earlier draws.
 
 Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) turns a counter of four 32-bit
-words into four random words under a key of two. covey's counter names a decision (step, group, rollout, position) and
-its key the run (seed) and the purpose (stream). So a resumed run repeats its choices, and neither the order of rows
-nor who finishes first can change them.
+words into four random words under a key of two. covey's counter is a decision (step, group, rollout, position), its key
+the run (seed) and the purpose (stream). So a resumed run repeats its choices, and they do not depend on the order in
+which rows are processed or finish.
 
 Shape legend: N numbers drawn together.
 """
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-SAMPLING = 0  # stream of the sampler's choices while training
+SAMPLING = 0  # stream of the sampler's choices in training
 SHUFFLING = 1  # stream of the order of a step's minibatches
-EVALUATING = 2  # stream of where evaluation's episodes begin
-STARTING = 3  # stream of where training's episodes begin
-BRANCHING = 4  # stream of the episodes that branches leave, and of where they do
+EVALUATING = 2  # stream of the reset seeds of evaluation episodes
+STARTING = 3  # stream of the reset seeds of training episodes
+BRANCHING = 4  # stream of the episodes that branches continue, and of the steps at which they begin
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -34,7 +34,7 @@ def philox4x32(counter_N4: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[
 
     A bijection of the counter for every key, so distinct counters never give the same four words.
     """
-    # 64-bit lanes that hold 32-bit words: a product's high and low halves are then a shift and a mask.
+    # 32-bit words in 64-bit lanes, so that a product's high and low halves are a shift and a mask.
     c0, c1, c2, c3 = counter_N4.T.astype(np.uint64)
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -54,10 +54,10 @@ def philox4x32(counter_N4: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[
 def uniforms(
     seed: int, step: int, group_N: ArrayLike, rollout_N: ArrayLike, position_N: ArrayLike, *, stream: int = SAMPLING
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits for every decision; float64 [N].
+    """Uniform numbers in [0, 1) with 53 random bits, one for every decision; float64 [N].
 
-    Each number depends on its own (seed, step, group, rollout, position) and the stream, on nothing else. A scalar
-    stands for the same value in every row.
+    Each number depends only on its (seed, step, group, rollout, position) and the stream. A scalar argument is
+    broadcast to every row.
 
     Raises:
         ValueError: if a value is not an integer from 0 to 2**32 - 1.
@@ -70,7 +70,7 @@ def uniforms(
 
 
 def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
-    """An order of 0..n-1 for one epoch over a step's rollouts; int64 [n].
+    """A random permutation of 0..n-1 for one epoch over a step's rollouts; int64 [n].
 
     Raises:
         ValueError: if a value is not an integer from 0 to 2**32 - 1.
@@ -80,7 +80,7 @@ def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
 
 
 def _counters(**words: ArrayLike) -> NDArray[np.uint32]:
-    """Four words, each an integer or a row of them, as uint32 [N, 4]."""
+    """Stack four words, each an integer or an array [N], to uint32 [N, 4]."""
     columns = [_word(name, value) for name, value in words.items()]
     return np.stack(np.broadcast_arrays(*columns), axis=-1).reshape(-1, 4)
 

@@ -1,4 +1,4 @@
-"""Seconds that the phases of a training step take, by the name of their metric."""
+"""Times the phases of a training step, in seconds by the name of the metric."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-Measure = Callable[[str], AbstractContextManager[None]]  # times what happens inside
+Measure = Callable[[str], AbstractContextManager[None]]  # returns a context manager that times its block
 
 
 class Clock:
-    """Adds up the seconds of every phase. A phase may contain others."""
+    """Sums the seconds of every phase. Phases may be nested."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -23,7 +23,7 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def total(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the clock was created."""
         return time.perf_counter() - self.began
 
 

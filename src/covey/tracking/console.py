@@ -1,4 +1,4 @@
-"""Live display of a run: a panel on a terminal or in a notebook, else one line a step."""
+"""Live display of a run: a panel on a terminal or in a notebook, else one line per step."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from covey.tracking.notebook import NotebookOutput, in_notebook
 from covey.tracking.score_kinds import is_above
 from covey.tracking.wording import Shown, Wording, find_wording
 
-if TYPE_CHECKING:  # covey.data imports torch, which a mistake in a recipe must not wait for
+if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
     from covey.data import Group as RolloutGroup
     from covey.data import Rollout
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 24
-PACE_STEPS = 20  # the time left is told from the pace of the last steps
-KEPT = 30  # notes and sample rollouts in a notebook
+PACE_STEPS = 20  # number of last steps that the remaining time is estimated from
+KEPT = 30  # notes and sample rollouts that a notebook shows
 SHOWN_CHARACTERS = 400  # of a prompt or a completion
-QUIET_SECONDS = 1.0  # between two lines of a log, where steps are quick
+QUIET_SECONDS = 1.0  # minimum interval between lines of a log, for quick steps
 
 
 class Display:
     """Shows a run. An `Observer` of the loop and a context manager.
 
-    `world` and `score_kind` choose the words, as `covey.tracking.wording.find_wording` takes them.
-    With `total_steps` 0 there is no panel: only notes and progress bars, for commands that do not train.
+    `world` and `score_kind` select the texts (`covey.tracking.wording.find_wording`). With `total_steps` 0 there is no
+    panel, only notes and progress bars, for commands that do not train.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Display:
         self.step = 0
         self.console = console or Console()
         self._notebook = NotebookOutput() if console is None and in_notebook() else None
-        self._kept: deque[RenderableType] = deque(maxlen=KEPT)  # in a notebook: what stands below the panel
+        self._kept: deque[RenderableType] = deque(maxlen=KEPT)  # in a notebook: the output below the panel
         on_terminal = self.console.is_terminal and not self.console.is_dumb_terminal and self._notebook is None
         self.is_live = on_terminal or self._notebook is not None
-        self.metrics: dict[str, float] = {}  # the newest value of every metric that was measured
+        self.metrics: dict[str, float] = {}  # last value of every measured metric
         self.history: dict[str, list[float]] = {name: [] for name in self.world.drawn}
         self._last_line = -math.inf
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
@@ -77,7 +77,7 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.stop()  # nothing where it was not started
+        self._live.stop()  # no effect if it was not started
         self._draw()
 
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[RolloutGroup]) -> None:
@@ -96,7 +96,7 @@ class Display:
         self._draw(now=step == self.total_steps)
 
     def resume(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Go on after `step`, with what `covey.tracking.run_store.read_metrics` gives of the steps before."""
+        """Continue after `step`, from the earlier steps' records of `covey.tracking.run_store.read_metrics`."""
         for record in records:
             self._take_in(record["step"], record)
         self.step = step
@@ -109,12 +109,12 @@ class Display:
                 values.append(measured[name])
 
     def note(self, text: str) -> None:
-        """A line that stays: what the run is doing, or what went wrong."""
+        """Print a permanent line, such as a warning."""
         self._say(text)
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar for `total` items of work; call what it yields with the number of items just finished."""
+        """A progress bar for `total` items; call the yielded function with the number of items just finished."""
         bar = _Bar(label, total, lambda: self._draw(now=False))
         self._bars.append(bar)
         if not self.is_live and not self.world.quick:
@@ -126,22 +126,22 @@ class Display:
         seconds = time.monotonic() - bar.began
         if not self.is_live and (not self.world.quick or seconds >= QUIET_SECONDS):
             self._say(f"{label}: done in {seconds:.1f} s")
-        self._last_record += seconds  # an evaluation is no part of a step's pace
+        self._last_record += seconds  # an evaluation does not count as time of a step
 
     def show_summary(self, summary: dict[str, Any], advice: str) -> None:
-        """The end of a run: before and after, what it cost, and what to do next."""
+        """Show the end of a run: evaluations before and after, cost, and advice."""
         self._print(before_after_table(summary))
         self._say(cost_line(summary))
         self._say(advice)
 
     def seconds_left(self) -> float | None:
-        """By the pace of the last steps; None before the first."""
+        """Remaining time, estimated from the last steps; None before the first."""
         if not self._pace:
             return None
         return (self.total_steps - self.step) * sum(self._pace) / len(self._pace)
 
     def step_line(self, metrics: Mapping[str, float]) -> str:
-        """The last step, whose metrics these are, on one line."""
+        """One line for the last step, from its metrics."""
         width = len(str(self.total_steps))
         parts = [f"step {self.step:>{width}}/{self.total_steps}"]
         parts += [f"{shown.label} {text}" for shown in self.world.shown if (text := written(shown, metrics))]
@@ -149,7 +149,7 @@ class Display:
         return "  ".join(parts + ([f"left {clock(left)}"] if left is not None else []))
 
     def _say(self, text: str) -> None:
-        """Lines of words; what does not fit a terminal is broken between words, but for a command."""
+        """Print text, wrapped to the terminal between words, without breaking commands."""
         self._print(Text(fitted(text, self.console.width if self.console.is_terminal else None)), soft_wrap=True)
 
     def _print(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
@@ -159,7 +159,7 @@ class Display:
             return
         self.console.print(what, soft_wrap=soft_wrap)
         if not self.is_live:
-            self.console.file.flush()  # a log that is followed shows a step when it is finished
+            self.console.file.flush()  # so that `tail -f` on a log shows a finished step
 
     def _draw(self, *, now: bool = True) -> None:
         if self._notebook is not None:
@@ -199,7 +199,7 @@ class Display:
 
 
 class _Bar:
-    """One line of progress under the panel."""
+    """A progress bar below the panel."""
 
     def __init__(self, label: str, total: int, moved: Callable[[], None]) -> None:
         self.label, self.total, self.done, self._moved = label, total, 0, moved
@@ -223,13 +223,13 @@ class _Bar:
 
 
 def written(shown: Shown, metrics: Mapping[str, float]) -> str:
-    """A number as a person reads it; empty where it was not measured."""
+    """The text of a number; empty if it was not measured."""
     values = [metrics[name] for name in shown.metrics if name in metrics]
     return shown.write(sum(values)) if len(values) == len(shown.metrics) else ""
 
 
 def sample_rollouts(step: int, groups: Sequence[RolloutGroup], prompt: str = "prompt") -> Text:
-    """The best and the worst rollout of the group whose rewards differ most: what the step could learn from."""
+    """The best and the worst rollout of the group with the largest spread of rewards."""
     graded = [(group, [r for r in group.rollouts if r.reward is not None]) for group in groups]
     graded = [(group, rollouts) for group, rollouts in graded if rollouts]
     if not graded:
@@ -265,13 +265,13 @@ def last_turn(prompt: Any) -> str:
 
 
 def readable(text: str) -> str:
-    """Text from a model on one line, short, and without characters that could command the terminal."""
+    """A model's text on one line, truncated, without control characters."""
     text = printable(" ⏎ ".join(text.strip().splitlines()))
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 2] + " …"
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
-    """The course of a number in a few characters: at most `width`, each the mean of its share of the values."""
+    """Draw values in at most `width` characters, each the mean of an equal part of the values."""
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -318,7 +318,7 @@ def cost_line(summary: dict[str, Any]) -> str:
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """Outcome of a run: reached, short (of the expected return), better, worse or unclear."""
+    """Outcome of a run: reached or short (of the expected return), better, worse or unclear."""
     expected = summary.get("expected_return")
     before, after = summary["evaluations"][0]["before"], summary["evaluations"][0]["after"]
     if expected is not None and after["score"] >= expected:

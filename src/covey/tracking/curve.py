@@ -1,4 +1,4 @@
-"""A run as one picture: `curve.png`."""
+"""The picture of a run, `curve.png`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure  # used without pyplot: nothing opens a window, nothing is kept
+from matplotlib.figure import Figure  # without pyplot, which would open windows and keep figures
 from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
 from covey.tracking.run_store import CURVE_FILE, SUMMARY_FILE, read_metrics
@@ -24,7 +24,7 @@ TRAINING, EVALUATION, SMALL = "#2563eb", "#c2410c", "#0f766e"
 def draw_curve(run_dir: str | Path) -> Path:
     """Draw the score while training, the evaluations, and small panels below; returns the picture's path.
 
-    What a language model scores goes by training steps, a return by environment steps. Reads `metrics.jsonl`, and
+    The x axis is training steps for a language model, environment steps in control. Reads `metrics.jsonl`, and
     `summary.json` if there is one: without it, a score is not shown as an accuracy. A run without a score shows
     its reward instead.
 
@@ -50,13 +50,13 @@ def draw_curve(run_dir: str | Path) -> Path:
 
 
 def points_of(records: Sequence[dict[str, Any]], name: str, x_metric: str) -> tuple[list[float], list[float]]:
-    """Steps at which a metric was measured, and its values."""
+    """The x values at which a metric was measured, and its values."""
     measured = [record for record in records if record.get(name) is not None]
     return [record[x_metric] for record in measured], [record[name] for record in measured]
 
 
 def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str, Any], world: Wording) -> None:
-    """The large panel: what training is for."""
+    """The large panel: the score."""
     has_scores = any(record.get("score/mean") is not None for record in records)
     name, label = ("score/mean", world.kind.name) if has_scores else ("reward/mean", "reward")
     title = f"{summary['recipe']}: {label} while it trains" if "recipe" in summary else f"{label} while it trains"
@@ -92,7 +92,7 @@ def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str,
 
 
 def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: float, world: Wording) -> None:
-    """The evaluations before and after training, with their intervals and their values beside them."""
+    """Draw the evaluations before and after training with their intervals and values."""
     label = world.evaluation.format(measured=world.count_measured(results[1]["count"]))
     label += " (95 % interval)" if results[1]["low"] is not None else ""
     for x, result, side in zip((0, last), results, (-1, 1), strict=True):
@@ -108,7 +108,7 @@ def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: floa
 
 
 def _draw_panel(axes: Axes, records: Sequence[dict[str, Any]], candidates: Sequence[Panel], world: Wording) -> None:
-    """The first of the candidates that was measured, or the last of them."""
+    """Draw the first of the candidates that was measured, or the last of them."""
     measured = [panel for panel in candidates if points_of(records, panel.metric, world.x_metric)[0]]
     panel = measured[0] if measured else candidates[-1]
     _decorate(axes, panel.unit, ticks=4)
@@ -118,7 +118,7 @@ def _draw_panel(axes: Axes, records: Sequence[dict[str, Any]], candidates: Seque
 
 
 def _draw_series(axes: Axes, x: Sequence[float], values: Sequence[float], color: str, label: str = "") -> None:
-    """A metric: every value thin, their running mean thick."""
+    """Draw a metric: a thin line through every value, a thick one for their running mean."""
     if not x:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=MUTED, fontsize=9)
         return
@@ -126,15 +126,15 @@ def _draw_series(axes: Axes, x: Sequence[float], values: Sequence[float], color:
     axes.plot(x, smooth(values), color=color, linewidth=2.2, solid_capstyle="round", zorder=3, label=label or None)
 
 
-def smooth(values: Sequence[float], share: float = 0.06) -> list[float]:
-    """A centred running mean that reaches over `share` of the values to each side, and over fewer at the ends."""
+def smooth(values: Sequence[float], fraction: float = 0.06) -> list[float]:
+    """A centred running mean over `fraction` of the values to each side, and over fewer at the ends."""
     data = np.asarray(values, dtype=np.float64)
-    reach = max(1, round(share * len(data)))
+    reach = max(1, round(fraction * len(data)))
     return [float(data[max(0, i - reach) : i + reach + 1].mean()) for i in range(len(data))]
 
 
 def _decorate(axes: Axes, unit: str, ticks: int = 8) -> None:
-    """Quiet axes: no frame, a light grid."""
+    """Format the axes: no frame, a light grid, a unit."""
     axes.set_ylabel(unit, color=MUTED, fontsize=9)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

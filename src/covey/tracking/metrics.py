@@ -1,4 +1,4 @@
-"""Every number that a training step reports, defined once. `docs/metrics.md` is this glossary, printed.
+"""The metrics of a training step, each defined once. `docs/metrics.md` is printed from this glossary.
 
 python -m covey.tracking.metrics > docs/metrics.md
 """
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 PAGE_HEAD = """# Metrics
 
-What each number in `metrics.jsonl` means, and what it looks like in a run that goes well. One line of that file is one
-training step; a number that a run does not have is left out. A decision is a token of a language model, an action in
-control. This page is printed by `python -m covey.tracking.metrics`.
+The meaning of each number in `metrics.jsonl`, and its values in a healthy run. One line of that file is one training
+step; a number that a run does not have is left out. A decision is a token of a language model, an action in control.
+This page is printed by `python -m covey.tracking.metrics`.
 
-The question asked most: **is a loss of 0 a bug?** No. With one optimizer step for each batch of rollouts (`epochs = 1`,
-`minibatches = 1`) the ratio is exactly 1, nothing is clipped, and the advantages of a group sum to 0, so the loss is
-near 0 while its gradient is not. Read `reward/mean`, `score/mean` and `grad_norm` instead.
+The most frequent question: **is a loss of 0 a bug?** No. With one optimizer step for each batch of rollouts
+(`epochs = 1`, `minibatches = 1`) the ratio is exactly 1, nothing is clipped, and the advantages of a group sum to 0, so
+the loss is near 0 while its gradient is not. Read `reward/mean`, `score/mean` and `grad_norm` instead.
 
 """
 
@@ -24,10 +24,10 @@ near 0 while its gradient is not. Read `reward/mean`, `score/mean` and `grad_nor
 class Metric:
     """One number of a training step."""
 
-    name: str  # a part in <angle brackets> stands for any word
+    name: str  # a part in <angle brackets> is a placeholder
     unit: str
     meaning: str
-    healthy: str  # what a run that goes well shows
+    healthy: str  # the values in a healthy run
     reproducible: bool = True  # False: it depends on the clock or on the machine
 
 
@@ -39,21 +39,21 @@ METRICS: dict[str, Metric] = _glossary(
     Metric(
         "reward/mean",
         "reward",
-        "mean reward of the step's rollouts; rollouts whose grading failed are not counted, nor those that were added "
-        "to a group because of its rewards",
+        "mean reward of the step's rollouts, without those whose grading failed and those that were added to a group "
+        "because of its rewards",
         "rises, with noise from step to step",
     ),
     Metric(
         "reward/std",
         "reward",
         "standard deviation of the reward over all rollouts of the step",
-        "above 0; at 0 every rollout earns the same and nothing is learned",
+        "above 0; at 0 every rollout has the same reward and there is no gradient",
     ),
     Metric(
         "reward/<name>",
         "reward",
         "mean of one reward function before its weight is applied",
-        "each rises, or stays high; one that rises while score/mean falls is being gamed",
+        "each rises, or stays high; one that rises while score/mean falls is being exploited (reward hacking)",
     ),
     Metric(
         "reward/<reward>/<name>",
@@ -64,184 +64,181 @@ METRICS: dict[str, Metric] = _glossary(
     Metric(
         "score/mean",
         "score; return",
-        "score on the training prompts, at the sampling temperature: an accuracy (a share of right answers) where the "
-        "reward is right or wrong by its kind, else the mean of the reward that evaluations average; in control the "
-        "mean return of the episodes "
-        "that ended in the step, actions sampled",
-        "rises; lies below eval/score, whose answers and actions are the most probable ones",
+        "score on the training prompts, at the sampling temperature: an accuracy (a fraction of right answers) if the "
+        "reward is always 1 (right) or 0 (wrong), else the mean of the reward that evaluations average; in control the "
+        "mean return of the episodes that ended in the step, with sampled actions",
+        "rises; is below eval/score, whose answers and actions are the most probable ones",
     ),
     Metric(
         "eval/score",
         "score; return",
-        "score on held-out problems with greedy answers, of the same kind as score/mean; in control the mean "
-        "return of the evaluation episodes with "
-        "the best actions; on the steps that evaluate",
-        "rises with score/mean; if it stays behind, a language model memorises its prompts",
+        "score on held-out problems with greedy answers, of the same kind as score/mean; in control the mean return of "
+        "the evaluation episodes with greedy actions; only on steps that evaluate",
+        "rises with score/mean; if it does not, a language model memorises its prompts",
     ),
     Metric(
         "kl",
         "nats per decision",
-        "distance from the reference: mean k3 estimate over sampled decisions, or where kl_estimator is exact on a "
-        "language model the exact one, before the first optimizer step; of a language model at any coefficient, in "
-        "control where it has one",
+        "KL to the reference: mean k3 estimate over sampled decisions, or the exact KL of a language model with "
+        "kl_estimator = exact, before the first optimizer step; for a language model at any coefficient, in control "
+        "only with a coefficient",
         "0 at the first step and after a refresh of the reference, then grows slowly, often to between 0.01 and 0.5; a "
-        "jump comes before collapse. In "
-        "control, where training begins from nothing, it grows without a bound unless the coefficient holds it",
+        "jump precedes collapse. In control, which trains from random weights, it grows without bound unless the "
+        "coefficient limits it",
     ),
     Metric(
         "kl/behavior",
         "nats per decision",
-        "how far the step's updates moved the policy from the one that sampled: mean k3 estimate over the decisions "
-        "of the update",
-        "0 with one optimizer step a batch; between about 0.001 and 0.02 with several; more asks for fewer epochs, a "
-        "lower learning rate or a target_kl",
+        "KL of the updated policy to the one that sampled: mean k3 estimate over the decisions of the update",
+        "0 with one optimizer step per batch; between about 0.001 and 0.02 with several; if it is larger, use fewer "
+        "epochs, a lower learning rate or a target_kl",
     ),
     Metric(
         "entropy",
         "nats per decision",
-        "how undecided the policy is about its next decision; that of a normal distribution may be below 0",
-        "falls slowly; a policy of n actions begins at ln n. Near 0 the rollouts of a group are all alike, so raise "
-        "the temperature or the KL coefficient, in control the entropy coefficient",
+        "entropy of the policy's distribution of the next decision; that of a normal distribution may be below 0",
+        "falls slowly; a policy of n actions begins at ln n. Near 0 the rollouts of a group are all equal: raise the "
+        "temperature or the KL coefficient, in control the entropy coefficient",
     ),
     Metric(
         "policy/std",
         "action",
         "mean standard deviation of continuous actions",
-        "begins at initial_std and falls slowly; near 0 nothing new is tried",
+        "begins at initial_std and falls slowly; near 0 there is no exploration",
     ),
     Metric(
         "loss",
         "-",
-        "the number whose gradient is followed, summed over the step; not a measure of progress",
-        "near 0 on-policy (one optimizer step a batch), which is no fault; small and noisy with several",
+        "the surrogate loss, summed over the step; not a measure of progress",
+        "near 0 on-policy (one optimizer step per batch), which is no fault; small and noisy with several",
     ),
     Metric(
         "loss/value",
         "return²",
         "the critic's loss: value_coefficient times its squared error against the returns",
-        "rises at first where returns grow, then falls; its size is that of the returns, so judge by "
+        "rises at first if returns grow, then falls; it scales with the squared returns, so judge by "
         "value/explained_variance",
     ),
     Metric(
         "value/explained_variance",
-        "share",
-        "share of the returns' variance that the critic foresaw, before the update: 1 - var(return - value) / "
+        "fraction",
+        "fraction of the returns' variance that the critic predicted, before the update: 1 - var(return - value) / "
         "var(return)",
         "begins near 0 and rises above about 0.5; below 0 the critic does worse than a constant",
     ),
     Metric(
         "value/mean",
         "return",
-        "what the critic expected to be still earned, before the update: the mean over the decisions",
+        "mean of the critic's values over the decisions, before the update",
         "near value/returns_mean; a language model's begins at 0",
     ),
     Metric(
         "value/returns_mean",
         "return",
-        "what the critic should have said: advantage plus value, the mean over the decisions",
-        "follows reward/mean; growing without bound means that the critic learns from its own words",
+        "mean of the critic's targets over the decisions: advantage plus value",
+        "follows reward/mean; if it grows without bound, the critic is fitted to its own errors",
     ),
     Metric(
         "reward_scale",
         "-",
-        "what rewards are divided by before learning, where reward_scaling is running_std",
+        "divisor of the rewards with reward_scaling = running_std",
         "settles after some steps",
     ),
     Metric(
         "grad_norm",
         "-",
         "norm of the gradient before it is clipped, averaged over the step's optimizer steps",
-        "steady and above 0; 0 means nothing to learn, spikes ask for a lower learning rate",
+        "steady and above 0; at 0 no group varies; if it has spikes, use a lower learning rate",
     ),
     Metric("learning_rate", "-", "AdamW's learning rate in this step", "follows the schedule of the recipe"),
     Metric(
         "kl_coefficient",
         "-",
         "weight of the KL in this step",
-        "follows the recipe; at 0 the KL is only logged. With adaptive_kl_target it changes by at most a fifth a step "
-        "and settles once the KL is near its target",
+        "follows the recipe; at 0 the KL is only logged. With adaptive_kl_target it changes by at most 20 % per step "
+        "and settles when the KL is near its target",
     ),
     Metric(
         "ratio/max",
         "-",
         "largest new probability of a decision divided by its old one",
-        "exactly 1 on-policy (one optimizer step a batch), which is no fault; below about 2 with several",
+        "exactly 1 on-policy (one optimizer step per batch), which is no fault; below about 2 with several",
     ),
     Metric(
         "clip/low",
-        "share",
-        "share of trained decisions whose ratio was clipped below",
-        "0 on-policy (one optimizer step a batch), which is no fault; below about 0.1 with several",
+        "fraction",
+        "fraction of trained decisions whose ratio was clipped below",
+        "0 on-policy (one optimizer step per batch), which is no fault; below about 0.1 with several",
     ),
     Metric(
         "clip/high",
-        "share",
-        "share of trained decisions whose ratio was clipped above",
-        "0 on-policy (one optimizer step a batch), which is no fault; below about 0.1 with several",
+        "fraction",
+        "fraction of trained decisions whose ratio was clipped above",
+        "0 on-policy (one optimizer step per batch), which is no fault; below about 0.1 with several",
     ),
     Metric(
         "length/mean",
         "decisions",
-        "mean length of a rollout; of a completion its end token included",
-        "settles; no steady climb in language, with the return in control",
+        "mean length of a rollout, for a completion with its end token",
+        "settles for a language model; in control it follows the return",
     ),
     Metric(
         "length/steps",
         "steps",
-        "mean number of reasoning steps of a completion, where a reward pays them",
-        "settles near what the task needs; one that drifts to 1, or climbs, is after the sum of step rewards",
+        "mean number of reasoning steps of a completion, if a reward is per step",
+        "settles near the number that the task needs; if it drifts to 1 or climbs, the step rewards are exploited",
     ),
     Metric("length/max", "decisions", "longest rollout of the step", "at most max_new_tokens or the episode's limit"),
     Metric(
         "length/truncated_fraction",
-        "share",
-        "share of rollouts that the token limit or the environment's time limit stopped",
-        "falls toward 0 in language (if it stays high, raise max_new_tokens); in control as the task has it: near 1 in "
-        "CartPole once solved",
+        "fraction",
+        "fraction of rollouts that the token limit or the environment's time limit stopped",
+        "falls toward 0 for a language model (if it stays high, raise max_new_tokens); in control it depends on the "
+        "task: near 1 in a solved CartPole",
     ),
     Metric(
         "groups/zero_advantage_fraction",
-        "share",
-        "share of the drawn groups whose rollouts all earned the same; they teach nothing and are left out of the "
+        "fraction",
+        "fraction of the sampled groups whose rewards are all the same; they have no gradient and are left out of the "
         "update",
         "below about 0.7; near 1 the starts are too hard or too easy, or group_size is too small",
     ),
     Metric(
         "groups/drawn",
         "count",
-        "groups that were sampled, the dropped ones among them; where a step may draw again",
-        "prompts_per_step at least; much more says that most prompts are too hard or too easy",
+        "sampled groups, with those that were dropped; only if a step may resample",
+        "at least prompts_per_step; if it is much larger, most prompts are too hard or too easy",
     ),
     Metric(
         "groups/resamples",
         "count",
-        "how often the step drew further prompts in place of groups whose rewards were all the same",
-        "below the recipe's max_resamples; at it, steps end with fewer groups than prompts_per_step",
+        "rounds in which the step replaced groups whose rewards were all the same by further prompts",
+        "below the recipe's max_resamples; at this limit, steps end with fewer groups than prompts_per_step",
     ),
     Metric(
         "groups/size_mean",
         "rollouts",
-        "mean size of a group; where sizes change over the run or differ within a step",
-        "follows the recipe; never above group_size where it is adaptive",
+        "mean size of a group; only if sizes change over the run or differ within a step",
+        "follows the recipe; at most group_size if groups are adaptive",
     ),
     Metric(
         "groups/size_max",
         "rollouts",
         "largest group of the step",
-        "grows where few prompts are live; at max_group_size part of the budget goes unspent",
+        "grows if the rewards of few prompts vary; at max_group_size a part of the budget is unused",
     ),
     Metric(
         "groups/unused_budget",
         "rollouts",
-        "adaptive: what is left of prompts_per_step x group_size, because no group varied or those that did were full",
+        "adaptive: unused rollouts of prompts_per_step x group_size, because no group varied or all that did were full",
         "near 0; if it stays high, raise initial_group_size, or max_group_size",
     ),
     Metric(
         "prompts/left_out",
         "count",
-        "prompts that a task made up for the step and the model cannot take: left out, and replaced by others if the "
-        "task has some; where there were any",
-        "not there: prompts and max_new_tokens fit the model's positions",
+        "generated prompts that are too long for the model: left out, and replaced by others if the task has some; "
+        "only if there were any",
+        "absent: prompts and max_new_tokens fit the model's positions",
     ),
     Metric("groups/failed_rollouts", "count", "rollouts whose grading failed; they leave their group", "0"),
     Metric(
@@ -249,34 +246,32 @@ METRICS: dict[str, Metric] = _glossary(
         "nats",
         "mean |log-probability by the sampler - the same by the trainer| of a decision, before the first "
         "optimizer step",
-        "below 1e-4 in fp32, below about 0.02 in bf16; more means that they are not the same policy",
+        "below 1e-4 in fp32, below about 0.02 in bf16; above that they are not the same policy",
     ),
     Metric(
         "mismatch/kl",
         "nats per decision",
         "KL of the sampler to the trainer, before the first optimizer step: mean k3 estimate",
-        "below 1e-6 in fp32, below about 1e-3 in bf16; more asks for an importance_cap",
+        "below 1e-6 in fp32, below about 1e-3 in bf16; if it is larger, set an importance_cap",
     ),
     Metric(
         "mismatch/capped_fraction",
-        "share",
-        "share of trained decisions that the trainer finds more than importance_cap times as probable as the sampler",
-        "0 or nearly; where it is not, the sampler's weights are old",
+        "fraction",
+        "fraction of trained decisions whose importance weight (trainer's over sampler's probability) was capped",
+        "0 or nearly; otherwise the sampler's weights are old",
     ),
     Metric(
         "update/optimizer_steps",
         "count",
-        "optimizer steps that the policy made",
+        "optimizer steps of the policy",
         "epochs x minibatches; 0 while a critic warms up",
     ),
-    Metric(
-        "update/critic_steps", "count", "optimizer steps that the critic made", "(epochs + critic_epochs) x minibatches"
-    ),
+    Metric("update/critic_steps", "count", "optimizer steps of the critic", "(epochs + critic_epochs) x minibatches"),
     Metric(
         "update/epochs",
         "count",
-        "passes over the rollouts that were made before target_kl stopped them",
-        "the recipe's epochs most of the time; at 1 all along the learning rate is too high for that target",
+        "passes over the rollouts before target_kl ended them",
+        "the recipe's epochs in most steps; if it is always 1, the learning rate is too high for that target",
     ),
     Metric(
         "update/skipped_steps",
@@ -284,13 +279,13 @@ METRICS: dict[str, Metric] = _glossary(
         "optimizer steps left out because loss or gradient was not finite",
         "0; five in a row stop the run",
     ),
-    Metric("update/rows", "share", "share of the step's rollouts that took part in the update", "above about 0.3"),
-    Metric("environment/steps", "count", "environment steps of the run so far, evaluation aside", "rises evenly"),
+    Metric("update/rows", "fraction", "fraction of the step's rollouts in the update", "above about 0.3"),
+    Metric("environment/steps", "count", "environment steps of the run so far, without evaluation", "rises evenly"),
     Metric(
         "environment/episodes",
         "count",
-        "episodes that have ended so far, evaluation aside",
-        "rises ever more slowly where a long episode is a good one",
+        "episodes that have ended so far, without evaluation",
+        "rises ever more slowly if longer episodes are better",
     ),
     Metric(
         "decisions/sampled",
@@ -299,7 +294,10 @@ METRICS: dict[str, Metric] = _glossary(
         "rollouts x length/mean",
     ),
     Metric(
-        "decisions/trained", "decisions", "those that took part in the loss", "those sampled, without the dead groups"
+        "decisions/trained",
+        "decisions",
+        "tokens or actions in the loss",
+        "decisions/sampled without those of zero-advantage groups",
     ),
     Metric(
         "decisions_per_second",
@@ -328,12 +326,12 @@ METRICS: dict[str, Metric] = _glossary(
     Metric("time/backward", "s", "of time/update: the gradients", "the largest part of it", reproducible=False),
     Metric("time/critic", "s", "of time/update: a critic's forward and backward", "steady", reproducible=False),
     Metric("time/optimizer", "s", "of time/update: clipping and AdamW", "small", reproducible=False),
-    Metric("time/refresh", "s", "handing the new weights to the sampler", "small", reproducible=False),
+    Metric("time/refresh", "s", "passing the new weights to the sampler", "small", reproducible=False),
     Metric("time/step", "s", "the whole step, without evaluation and checkpoints", "steady", reproducible=False),
     Metric(
         "memory/peak_bytes",
         "bytes",
-        "most memory that the run has held so far: of the GPU where there is one, else of the process",
+        "peak memory of the run so far: of the GPU if there is one, else of the process",
         "flat after the first steps",
         reproducible=False,
     ),
@@ -341,7 +339,7 @@ METRICS: dict[str, Metric] = _glossary(
 
 
 def find(name: str) -> Metric:
-    """The definition of a metric as it stands in `metrics.jsonl`; `reward/format` finds `reward/<name>`, and
+    """The definition of a metric by its name in `metrics.jsonl`; `reward/format` finds `reward/<name>`, and
     `reward/format/length` finds `reward/<reward>/<name>`.
 
     Raises:
@@ -357,12 +355,12 @@ def find(name: str) -> Metric:
 
 
 def is_reproducible(name: str) -> bool:
-    """True where the same run gives the same number again: everything but the clock's and the machine's."""
+    """True if a repeated run gives the same number: every metric except those of time and memory."""
     return find(name).reproducible
 
 
 def markdown_table() -> str:
-    """The glossary as a markdown table, one row a metric."""
+    """The glossary as a markdown table, one row per metric."""
     lines = ["| metric | unit | meaning | a healthy run |", "|---|---|---|---|"]
     for metric in METRICS.values():
         meaning = metric.meaning.replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""One output of a notebook cell, drawn anew in its place."""
+"""One output of a notebook cell, which is updated in place."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 WIDTH = 100  # characters
-DRAWN_SECONDS = 0.2  # between two drawings of what only moves a bar
+DRAWN_SECONDS = 0.2  # minimum interval between updates that only move a progress bar
 PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:1.2;font-family:monospace">{code}</pre>'
 
 
 def in_notebook() -> bool:
-    """Whether output goes to a notebook: IPython runs with a kernel behind it. IPython is never imported here."""
+    """True if IPython runs with a notebook's kernel. This does not import IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
 
 
 class NotebookOutput:
-    """Shows what it is given in the current cell, always in the same place."""
+    """Shows an object in the current cell and updates it in place."""
 
     def __init__(self) -> None:
         self._handle: Any = None
         self._drawn = float("-inf")
 
     def draw(self, what: RenderableType, *, now: bool = True) -> None:
-        """Replace what is shown; without `now` only if the last drawing is a moment ago."""
+        """Replace the output; without `now` only if the last update was DRAWN_SECONDS ago."""
         if not now and time.monotonic() - self._drawn < DRAWN_SECONDS:
             return
-        from IPython.display import display  # it is there: in_notebook found it
+        from IPython.display import display  # installed, because in_notebook found it
 
         console = Console(
             file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor",

@@ -1,4 +1,4 @@
-"""Standard output that outlives its reader: `covey train ... | head` goes on after head has gone."""
+"""Standard output that survives the end of its reader: `covey train ... | head` continues after head has ended."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Outlasting:
-    """A text stream whose writes never fail: what can no longer be read is dropped, with one message."""
+    """A text stream whose writes never fail: if its reader has ended, output is dropped with one warning."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.ending = False  # the command has nothing more to do
+        self.ending = False  # True: the command is finished, so no warning is needed
 
     def write(self, text: str) -> int:
         try:
@@ -35,7 +35,7 @@ class _Outlasting:
     def _lost(self, error: Exception) -> None:
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # what is still in the stream's buffer goes there too
+            os.dup2(nowhere, self._stream.fileno())  # the rest of the stream's buffer is dropped too
             os.close(nowhere)
         if self._stream is sys.__stdout__ and not self.ending:
             why = error.strerror if isinstance(error, OSError) else str(error)
@@ -47,7 +47,7 @@ class _Outlasting:
 
 @contextmanager
 def outlasting_output() -> Iterator[None]:
-    """Within it, nothing fails because standard output or error cannot be written."""
+    """Context manager in which a failed write to standard output or error raises no error."""
     before = sys.stdout, sys.stderr
     if isinstance(before[0], _Outlasting):
         yield

@@ -11,7 +11,7 @@ from covey.tracking.score_kinds import ScoreKind
 
 
 def return_report(result: dict[str, Any], expected: float | None) -> str:
-    """The mean return with its 95 % interval, beside the return that the recipe names, and the picture's place."""
+    """The mean return with its 95 % interval, the recipe's expected return, and the path of the picture."""
     interval = "no interval from one episode"
     if result["low"] is not None:
         interval = f"95 % interval {result['low']:.1f} to {result['high']:.1f}"
@@ -24,14 +24,14 @@ def return_report(result: dict[str, Any], expected: float | None) -> str:
 
 
 def score_report(scores: Sequence[Sequence[float]], kind: ScoreKind) -> str:
-    """The mean score of one answer a problem, or pass@k or best@k of several, with 95 % intervals over problems.
+    """The mean score of one answer per problem, or pass@k or best@k of several, with 95 % intervals over problems.
 
     Args:
-        scores: of every problem those of its answers that were graded; problems without any are left out.
-        kind: of the scores.
+        scores: for every problem, the scores of its graded answers; problems without any are left out.
+        kind: the kind of these scores.
 
     Raises:
-        RunError: where nothing was scored.
+        RunError: if nothing was scored.
     """
     scores = [problem for problem in scores if problem]
     count, samples = len(scores), min((len(problem) for problem in scores), default=0)

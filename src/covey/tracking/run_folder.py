@@ -1,4 +1,4 @@
-"""The folder of a run, and the lock that keeps every other process from writing into it."""
+"""The folder of a run, and the lock that excludes other writers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from covey.config import ConfigError, MachineError
-from covey.config.faults import faults_of, told
+from covey.config.faults import faults_of, path_error
 from covey.config.fields import command
 from covey.config.files import sync, user_path
 from covey.config.model_sources import ARCHITECTURE_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
@@ -27,11 +27,11 @@ METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FOLDER = "rollouts"
 HELD_OUT_FOLDER = "held_out"
 ORIGIN_FILE = "origin.json"
-_DRAFT = ".tmp"  # behind the name of a file that is being written
-_UNFINISHED = ".unfinished-"  # prefix of what a crash may leave behind
-LOG_FILE = "output.log"  # what a run of a comparison would have shown on the terminal
+_DRAFT = ".tmp"  # suffix of a file that is being written
+_UNFINISHED = ".unfinished-"  # prefix of folders that a crash may leave behind
+LOG_FILE = "output.log"  # terminal output of a run of a comparison
 
-# What a run has written before its first step: a folder with nothing else in it holds nothing worth keeping.
+# Files that a run writes before its first step; a folder with no others can be replaced.
 _BEFORE_THE_FIRST_STEP = {
     LOCK_FILE, CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, HELD_OUT_FOLDER, ORIGIN_FILE, CHECKPOINTS_FOLDER,
     ARCHITECTURE_FOLDER, f"{_UNFINISHED}new", f"{_UNFINISHED}old",
@@ -39,17 +39,17 @@ _BEFORE_THE_FIRST_STEP = {
 
 
 class FolderLock:
-    """The right to write into a folder, which one process has at a time.
+    """An exclusive lock on a folder, for the one process that writes into it.
 
-    An operating-system lock (flock) on the file `covey.lock`: it ends with the process, even by kill -9. A forked child
-    does not have it, nor does a program that this process starts. The file stays; it names the last process.
+    An operating-system lock (flock) on the file `covey.lock`, released when the process ends, even by kill -9. Forked
+    children and programs that this process starts do not hold it. The file remains and names the last process.
     """
 
     def __init__(self, folder: Path) -> None:
         """Take the lock of an existing folder.
 
         Raises:
-            ConfigError: if another process has it; names that process.
+            ConfigError: if another process holds it; the message names that process.
             MachineError: if the file cannot be written.
         """
         self.folder = folder
@@ -65,7 +65,7 @@ class FolderLock:
         self.release()
 
     def check(self) -> None:
-        """See that the folder is still there, and still the same one.
+        """Check that the folder still exists and is the same one.
 
         Raises:
             MachineError: if it was deleted, moved or replaced.
@@ -80,7 +80,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """The parent's lock lives until its last descriptor is closed: a child must not keep one open, nor unlock it."""
+    """Close the descriptor in a forked child without unlocking: the parent's lock ends with its last descriptor."""
     for lock in list(_held):
         if lock.release.detach() is not None:
             os.close(lock._descriptor)
@@ -91,7 +91,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 def _unlock(descriptor: int) -> None:
     with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # at once, even if a child that was just forked still has its copy open
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a child that was just forked may have a copy
     os.close(descriptor)
 
 
@@ -112,7 +112,7 @@ def _open_locked(folder: Path) -> int:
                 os.close(descriptor)
                 raise
             _log.warning("the file system of %s has no locks: nothing keeps a second run out of it", folder)
-        if _is_file_of(path, descriptor):  # else somebody deleted the file in between
+        if _is_file_of(path, descriptor):  # else the file was deleted in between
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()} {os.uname().nodename}\n".encode(), 0)
             return descriptor
@@ -120,7 +120,7 @@ def _open_locked(folder: Path) -> int:
 
 
 def _holder(content: bytes) -> str:
-    """The process that a lock file names, in words."""
+    """Description of the process that a lock file names."""
     pid, _, host = content.decode(errors="replace").strip().partition(" ")
     if not pid.isdecimal():
         return "another process"
@@ -135,13 +135,13 @@ def _is_file_of(path: Path, descriptor: int) -> bool:
 
 
 def check_run_dir(run_dir: str | Path, *, resume: bool = False) -> Path:
-    """Refuse a folder that a run could not use, leaving nothing behind; returns its path.
+    """Refuse a folder that a run cannot use, without creating anything; returns its path.
 
-    A new run takes a folder that does not exist, an empty one, or one whose run ended before its first step.
+    A new run may use a folder that does not exist, an empty one, or one whose run ended before its first step.
 
     Raises:
-        ConfigError: if the folder is no place for a run, already holds one, is being written by another process, or
-            (with `resume`) holds none.
+        ConfigError: if the folder cannot hold a run, already holds one, is being written by another process, or (with
+            `resume`) holds none.
         MachineError: if it cannot be written because of the disk or its permissions.
     """
     with _unusable(run_dir):
@@ -157,28 +157,28 @@ def check_run_dir(run_dir: str | Path, *, resume: bool = False) -> Path:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Raises OSError where no file can be made. Trying is the only sure way: root may write where it cannot."""
+    """Raise OSError if no file can be created in the folder. Permission bits alone do not show it, as for root."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        error.filename = str(folder)  # the name of the file says nothing
+        error.filename = str(folder)  # the temporary file's name would not help the user
         raise
 
 
 @contextmanager
 def _unusable(run_dir: str | Path) -> Iterator[None]:
-    """Tell in one line why a run folder cannot be used: a mistake in its name, or a fault of the machine."""
+    """Context manager that turns an OSError at a run folder into a one-line ConfigError or MachineError."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, (ConfigError, MachineError)):
             raise
-        raise told(error, f"cannot write the run folder {run_dir}, name another with --run-dir") from error
+        raise path_error(error, f"cannot write the run folder {run_dir}, name another with --run-dir") from error
 
 
 def _refuse_occupied(folder: Path, shown: str | Path) -> None:
-    """Refuse a folder in which a new run would replace or bury something."""
+    """Refuse a folder with files that a new run would overwrite or mix with its own."""
     if holds_run(folder):
         raise ConfigError(
             f"{shown} already holds a run: continue it with {command('train', '--resume', shown)}, "
@@ -198,7 +198,7 @@ def _refuse_occupied(folder: Path, shown: str | Path) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether something has this name, be it a link that leads nowhere."""
+    """True if the path exists, also as a broken link."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -207,7 +207,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _what_is_missing(folder: Path) -> str:
-    """Why there is nothing to resume in a folder."""
+    """The reason why a folder has no run to resume."""
     if not folder.is_dir():
         return "there is no such folder"
     if not (folder / CONFIG_FILE).is_file() and not (folder / ORIGIN_FILE).is_file():
@@ -216,14 +216,14 @@ def _what_is_missing(folder: Path) -> str:
 
 
 def _foreign(folder: Path) -> list[str]:
-    """Entries of a folder beside those of a run that ended before its first step."""
+    """Entries of a folder other than those of a run that ended before its first step."""
     names = sorted(entry.name for entry in folder.iterdir())
     own = _BEFORE_THE_FIRST_STEP if LOCK_FILE in names else set()
     return [name for name in names if name.removesuffix(_DRAFT) not in own | {LOG_FILE}]
 
 
 def check_new_file(path: Path, option: str) -> None:
-    """Refuse a file that is there already, or whose folder is not; `option` names it in the message.
+    """Refuse a file that already exists, or whose folder does not; `option` names it in the message.
 
     Raises:
         ConfigError: for a name that cannot be used.
@@ -234,11 +234,11 @@ def check_new_file(path: Path, option: str) -> None:
     try:
         _try_to_write(path.absolute().parent)
     except OSError as error:
-        raise told(error, f"{option} {path}: create the folder {path.parent}, or name another") from None
+        raise path_error(error, f"{option} {path}: create the folder {path.parent}, or name another") from None
 
 
 def holds_run(run_dir: Path) -> bool:
-    """True if a run has left something worth keeping. One that stopped before its first step has not."""
+    """True if the folder holds a run that recorded a step or saved anything."""
     if not ((run_dir / CONFIG_FILE).is_file() or (run_dir / ORIGIN_FILE).is_file()):
         return False
     metrics, checkpoints = run_dir / METRICS_FILE, run_dir / CHECKPOINTS_FOLDER
@@ -246,7 +246,7 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def next_run_dir(recipe_name: str, root: Path = Path("runs")) -> Path:
-    """The first unused folder after every `<root>/<recipe>-<number>`: runs/arithmetic_grpo-001."""
+    """The folder `<root>/<recipe>-<number>` after the largest existing number: runs/arithmetic_grpo-001."""
     pattern = re.compile(re.escape(recipe_name) + r"-(\d+)")
     matches = (pattern.fullmatch(path.name) for path in (root.iterdir() if root.is_dir() else ()))
     last = max((int(match[1]) for match in matches if match), default=0)
@@ -254,10 +254,10 @@ def next_run_dir(recipe_name: str, root: Path = Path("runs")) -> Path:
 
 
 def claim_run_dir(recipe_name: str, root: Path = Path("runs")) -> Path:
-    """Make the folder that `next_run_dir` names. Of two processes that ask at the same moment each gets its own.
+    """Create the folder of `next_run_dir`. Concurrent processes get different folders.
 
     Raises:
-        ConfigError, MachineError: if it cannot be made.
+        ConfigError, MachineError: if it cannot be created.
     """
     with _unusable(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def claim_run_dir(recipe_name: str, root: Path = Path("runs")) -> Path:
 
 
 def open_run_dir(run_dir: str | Path, *, resume: bool = False) -> FolderLock:
-    """Make the folder of a run, or with `resume` open it, and lock it.
+    """Create the folder of a run, or with `resume` open it, and lock it.
 
     Raises:
         ConfigError, MachineError: as `check_run_dir`.
@@ -282,7 +282,7 @@ def open_run_dir(run_dir: str | Path, *, resume: bool = False) -> FolderLock:
     lock = FolderLock(folder)
     try:
         if not resume:
-            _refuse_occupied(folder, run_dir)  # another run may have come and gone since
+            _refuse_occupied(folder, run_dir)  # another run may have used it since the check
     except BaseException:
         lock.release()
         raise
@@ -290,7 +290,7 @@ def open_run_dir(run_dir: str | Path, *, resume: bool = False) -> FolderLock:
 
 
 def write_folders(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill an empty folder, then move what it made there into `folder`: each part whole, or as it was.
+    """Call `write` on a temporary folder, then move its entries into `folder`, replacing each as a whole.
 
     Raises:
         MachineError: if that fails.
@@ -318,7 +318,7 @@ def write_folders(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def give_usual_permissions(folder: Path) -> None:
-    """Let others read the weights below a folder as far as the umask allows: safetensors saves for the owner alone."""
+    """Give the weights below a folder the permissions of the umask, because safetensors saves for the owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*.safetensors"):
@@ -326,7 +326,7 @@ def give_usual_permissions(folder: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that a crash leaves the old one or the new one, never half.
+    """Replace a file atomically: a crash leaves the old content or the new one.
 
     Raises:
         MachineError: if that fails; the old one is untouched.
@@ -344,7 +344,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def discard_unstarted(folder: Path) -> None:
-    """Remove the folder of a run that ended before its first step, unless something else is in it."""
+    """Remove the folder of a run that ended before its first step, if it has no other entries."""
     if holds_run(folder) or not folder.is_dir() or _foreign(folder):
         return
     for path in list(folder.iterdir()):

@@ -1,18 +1,18 @@
-"""The run folder: what a run was told, what it measured and what its policy did, written before the next step.
+"""Writes the run folder: config, metrics and rollouts of a run, each step before the next one begins.
 
 runs/arithmetic_grpo-001/
   config.toml                   the resolved config; reads back equal
-  metrics.jsonl                 one line a step
-  rollouts/step_000012.jsonl    one line a rollout: prompt, columns of the data, completion, rewards (`rollout_record`)
-  held_out/step_000000.jsonl    one line a held-out answer (`answer_record`); of a language model
-  checkpoints/                  what `covey train --resume` needs
-  model/                        the trained model, as transformers loads it; in control the policy
+  metrics.jsonl                 one line per step
+  rollouts/step_000012.jsonl    one line per rollout: prompt, data columns, completion, rewards (`rollout_record`)
+  held_out/step_000000.jsonl    one line per held-out answer (`answer_record`); language models only
+  checkpoints/                  for `covey train --resume`
+  model/                        the trained model in Hugging Face's layout; in control the policy
   summary.json, curve.png       the result
-  covey.lock                    the process that writes here has it locked, and it names that process
+  covey.lock                    locked by the process that writes here; holds its process id
 
-A run that is killed loses no finished step, for what was written is then the operating system's to keep. A power cut
-may cost the record of the steps since the last checkpoint (`RunStore.sync` runs before each), which a resumed run does
-again anyway. Waiting for the disk at every step would cost more than a step of control takes.
+A killed run loses no finished step, because the operating system keeps the written data. A power cut may lose the
+records of the steps since the last checkpoint (`RunStore.sync` runs before each); a resumed run repeats these steps. An
+fsync at every step would take longer than a step of control.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.config import ConfigError
-from covey.config.faults import faults_of, told
+from covey.config.faults import faults_of, path_error
 from covey.config.files import sync
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE, CRITIC_FOLDER, MODEL_FOLDER  # noqa: F401 -- see above
 from covey.tracking.run_folder import (
@@ -41,28 +41,28 @@ from covey.tracking.run_folder import (
     write_atomically,
 )
 
-if TYPE_CHECKING:  # covey.data imports torch, which a mistake in a recipe must not wait for
+if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
     from covey.data import Group, Rollout, Start
 
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
-_LAST_BYTES = 1 << 16  # of a file of rollouts: as a rule more than its last line
+_LAST_BYTES = 1 << 16  # read from the end of a file of rollouts: usually more than its last line
 
 
 class RunStore:
     """Writes a run folder, which it locks until `close`. An `Observer` of the loop, and a context manager."""
 
     def __init__(self, run_dir: str | Path, *, resume: bool = False) -> None:
-        """Create the folder, or with `resume` open one that holds a run.
+        """Create the folder, or with `resume` open the folder of a run.
 
         Raises:
-            ConfigError: if the folder is no place for a run, already holds one, is being written by another process,
-                or (with `resume`) holds none.
+            ConfigError: if the folder cannot hold a run, already holds one, is being written by another process, or
+                (with `resume`) holds none.
             MachineError: if it cannot be written.
         """
         self._lock = open_run_dir(run_dir, resume=resume)
         self.run_dir = self._lock.folder
-        self.began = resume  # whether a step has been recorded
+        self.began = resume  # True if a step has been recorded
         self._unsynced: list[Path] = [self.run_dir / CONFIG_FILE]
         with faults_of(self.run_dir):
             (self.run_dir / ROLLOUTS_FOLDER).mkdir(exist_ok=True)
@@ -76,14 +76,14 @@ class RunStore:
         self.close()
 
     def close(self) -> None:
-        """Let other processes write here. The folder of a run that ended before its first step is removed."""
+        """Release the lock. The folder of a run that ended before its first step is removed."""
         if not self.began:
             with suppress(OSError):
                 discard_unstarted(self.run_dir)
         self._lock.release()
 
     def check(self) -> None:
-        """See that the folder is still there, and still the same one.
+        """Check that the folder still exists and is the same one.
 
         Raises:
             MachineError: if it was deleted, moved or replaced.
@@ -91,7 +91,7 @@ class RunStore:
         self._lock.check()
 
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Append a finished step. Its rollouts are written before its metrics, so a line promises its rollouts."""
+        """Append a finished step. Its rollouts are written before its metrics, so a line implies its rollouts."""
         lines = [
             encode(rollout_record(step, group.start, rollout, dropped=group.dropped)) + b"\n"
             for group in groups
@@ -107,9 +107,9 @@ class RunStore:
         self.began = True
 
     def record_evaluation(self, step: int, answers: Sequence[dict[str, Any]]) -> None:
-        """Write the held-out answers of the weights after `step` steps (0 is before training), whole or not at all.
+        """Write the held-out answers of the weights after `step` steps (0 is before training), atomically.
 
-        The same weights may be evaluated again, at more token limits: the file then holds what it held, and more.
+        If the same weights are evaluated again at more token limits, the answers are added to the file.
         """
         self.check()
         path = self.held_out_path(step)
@@ -118,22 +118,22 @@ class RunStore:
         write_records(path, answers)
 
     def sync(self) -> None:
-        """Bring every recorded step to the disk. To be called before a checkpoint that counts on them."""
+        """fsync every recorded step. Call it before a checkpoint, which relies on these records."""
         self.check()
         for path in (*self._unsynced, self.run_dir / ROLLOUTS_FOLDER, self.run_dir / METRICS_FILE, self.run_dir):
-            if path.exists():  # somebody may have made room
+            if path.exists():  # the user may have deleted it to free space
                 with faults_of(path):
                     sync(path)
         self._unsynced.clear()
 
     def rewind(self, step: int) -> list[str]:
-        """Forget every step after `step`, so that a resumed run writes them anew.
+        """Remove the records of every step after `step`, which a resumed run writes again.
 
-        Training reads nothing of what was recorded, so a record that is lost or damaged does not stop it. A metrics
-        file with a damaged line is kept beside the new one.
+        Training does not read these records, so a lost or damaged one is no error. A metrics file with a damaged line
+        is kept beside the new one.
 
         Returns:
-            one line for each kind of record that is lost.
+            One line for each kind of record that is lost.
 
         Raises:
             MachineError: if the files cannot be read or written.
@@ -164,7 +164,7 @@ class RunStore:
         return notes
 
     def last_recorded(self) -> int:
-        """The last step in the metrics file, damaged lines aside; 0 before the first.
+        """The last step in the metrics file, without damaged lines; 0 before the first.
 
         Raises:
             MachineError: if the file cannot be read.
@@ -175,9 +175,9 @@ class RunStore:
         return max((record["step"] for record in records if record is not None), default=0)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write `summary.json`, whole or not at all.
+        """Write `summary.json` atomically.
 
-        The display and the curve read these keys of it, and others may stand beside them:
+        The display and the curve read these keys of it; it may have others:
 
             {"world": "language", "score_kind": "accuracy", "run_dir": "runs/arithmetic_grpo-001",
              "recipe": "arithmetic_grpo", "seed": 0, "steps": 60, "seconds": 1310.2, "decisions_sampled": 184320,
@@ -187,14 +187,14 @@ class RunStore:
                               "after": {"score": 0.62, "low": 0.56, "high": 0.68, "count": 256}}]}
 
         The first evaluation is the one at the training's token limit. "score_kind" is a key of
-        `covey.tracking.score_kinds.SCORE_KINDS`, whose `estimate` makes the inner tables: "accuracy" where the reward
-        says right or wrong by its kind, else "score". "low" and "high" are null where a score of one problem has no
-        interval. With "world": "control" a score is a mean return ("score_kind": "return"), the count is that of the
-        episodes, there is no "max_new_tokens", and four more keys stand beside the others:
+        `covey.tracking.score_kinds.SCORE_KINDS`, whose `estimate` computes the inner tables: "accuracy" if the reward
+        is always right (1) or wrong (0), else "score". "low" and "high" are null for the score of a single problem,
+        which has no interval. With "world": "control" a score is a mean return ("score_kind": "return"), the count is
+        that of the episodes, there is no "max_new_tokens", and there are four more keys:
 
             {"environment": "CartPole-v1", "environment_steps": 98304, "episodes": 1210, "expected_return": 475.0}
 
-        "expected_return" is null where the recipe names none.
+        "expected_return" is null if the recipe has none.
         """
         write_atomically(self.run_dir / SUMMARY_FILE, encode(summary, indent=2) + b"\n")
 
@@ -208,12 +208,12 @@ class RunStore:
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write a JSONL file, whole or not at all."""
+    """Write a JSONL file atomically."""
     write_atomically(path, b"".join(encode(record) + b"\n" for record in records))
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The recorded steps in order. A last line that was cut by a crash is left out.
+    """Read the recorded steps in order, without a last line that a crash truncated.
 
     Raises:
         ConfigError: if there is no metrics file, or a line before the last is damaged.
@@ -223,7 +223,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise told(error, f"cannot read {path}", path) from error
+        raise path_error(error, f"cannot read {path}", path) from error
     return list(_parsed(lines, path))
 
 
@@ -238,7 +238,7 @@ def _parsed(lines: list[bytes], path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_record(line: bytes) -> dict[str, Any] | None:
-    """A line of the metrics file: a step and its numbers. None if it is damaged."""
+    """Parse a line of the metrics file: a step and its numbers. None if it is damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -249,7 +249,7 @@ def _read_record(line: bytes) -> dict[str, Any] | None:
 
 
 def _has_rollouts(path: Path, step: int) -> bool:
-    """Whether a step's file of rollouts is there and whole, as far as its last line and its first bytes show."""
+    """True if a step's file of rollouts exists and is complete, judging by its last line and its first bytes."""
     try:
         with open(path, "rb") as file:
             first = file.readline()
@@ -272,14 +272,14 @@ def _steps_in_words(steps: Sequence[int]) -> str:
 
 
 def rollout_record(step: int, start: Start, rollout: Rollout, *, dropped: bool = False) -> dict[str, Any]:
-    """One rollout as a line of the rollouts file; `group` is the start's index within the step. No observations.
+    """One rollout as a line of the rollouts file, without observations; `group` is the start's index within the step.
 
-    "decisions" counts the actions that the policy decided. "undecided" stands only in the lines of rollouts that have
-    others, such as the tokens of a tool's output: their positions after the prompt as [first, after the last] pairs.
+    "decisions" counts the actions that the policy decided. "undecided" is only in the lines of rollouts with other
+    actions, such as the tokens of a tool's output: their positions after the prompt as [first, after the last] pairs.
 
     >>> {"step": 3, "group": 0, ..., "decisions": 12, "undecided": [[5, 9], [14, 20]], "version": 2}
 
-    "dropped" stands only in the lines of groups that nothing learned from because others were drawn in their place.
+    "dropped" is only in the lines of groups that were not trained on because others were sampled to replace them.
     """
     record = {
         "step": step,
@@ -300,8 +300,8 @@ def answer_record(step: int, max_new_tokens: int, start: Start, rollout: Rollout
     >>> {"step": 20, "max_new_tokens": 64, "problem": 0, "prompt": "2+2=", "columns": {"answer": "4"}, "text": "5",
     ...  "reward": 0.0, "reward_parts": {"numeric": 0.0}, "score": 0.0, "tokens": 2, "truncated": False}
 
-    "score" is what the evaluation averages, "reward" the weighted sum of "reward_parts"; null: not graded. "truncated"
-    says that the token limit cut the answer. "tokens" counts those that the model sampled; "undecided" is as in
+    "score" is the value that the evaluation averages, "reward" the weighted sum of "reward_parts"; null: not graded.
+    "truncated" is true if the token limit ended the answer. "tokens" counts those that the model sampled; "undecided" is as in
     `rollout_record`.
     """
     return {
@@ -316,7 +316,7 @@ def answer_record(step: int, max_new_tokens: int, start: Start, rollout: Rollout
 
 
 def _attempt(start: Start, rollout: Rollout) -> dict[str, Any]:
-    """The fields that rollouts and held-out answers share: the prompt with its columns, the completion, the rewards."""
+    """The common fields of rollouts and held-out answers: the prompt with its columns, the completion, the rewards."""
     return {
         "prompt": start.prompt,
         "columns": dict(start.columns),
@@ -339,7 +339,7 @@ def _undecided(rollout: Rollout) -> dict[str, Any]:
 
 
 def _steps(rollout: Rollout) -> dict[str, Any]:
-    """The reasoning steps of a completion with what was earned at the end of each; nothing where it has none."""
+    """The reasoning steps of a completion with their rewards; empty if it has none."""
     if rollout.step_texts is None or rollout.step_ends is None or rollout.step_rewards is None:
         return {}
     earned = [rollout.step_rewards[end] for end in rollout.step_ends]
@@ -347,16 +347,16 @@ def _steps(rollout: Rollout) -> dict[str, Any]:
 
 
 def encode(value: Any, indent: int | None = None) -> bytes:
-    """JSON that every reader accepts: UTF-8, NaN and infinity as null; a lone half of a character stays an escape."""
+    """Standard JSON in UTF-8; NaN and infinity become null, a lone surrogate stays an escape."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
-    except (TypeError, ValueError):  # rare, and looking at every value first takes twice as long
+    except (TypeError, ValueError):  # rare, and checking every value first takes twice as long
         text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return text.encode("utf-8", "backslashreplace")
 
 
 def _plain(value: Any) -> Any:
-    """Nested values as JSON knows them; what it does not know is written as text."""
+    """Nested values in JSON's types; a value of any other type becomes its text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
 """Kinds of scores that evaluations average, and their formats: accuracies, scores and returns.
 
-The kind is a property of what is averaged: an accuracy where the reward says right (1) or wrong (0) by its kind, a
-score where it says how good, a return in control. It is never guessed from the values.
+The kind follows from the reward: an accuracy if the reward is always right (1) or wrong (0), a score for any other
+reward, a return in control. It is never guessed from the values.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Any
 from covey.config.fields import plural
 from covey.tracking.statistics import Estimate, accuracy, best_at_k, mean_fraction, mean_score, pass_at_k
 
-LARGE, SMALL = 1e9, 1e-3  # sizes from which on, and below which, a number is written with an exponent
+LARGE, SMALL = 1e9, 1e-3  # absolute values from LARGE on, and below SMALL, are written with an exponent
 
-Result = Mapping[str, Any]  # an `Estimate`, as read back from `summary.json`
+Result = Mapping[str, Any]  # an `Estimate` read from `summary.json`
 
 
 @dataclass(frozen=True)
 class ScoreKind:
-    """One kind of score: its name in texts and in `summary.json`, its statistics, and how it is written."""
+    """One kind of score: its name in texts and in `summary.json`, its statistics and its formats."""
 
     name: str
-    estimate: Callable[[Sequence[float]], Estimate]  # of one score a problem or episode
+    estimate: Callable[[Sequence[float]], Estimate]  # from one score per problem or episode
     write: Callable[[float], str]
-    write_bound: Callable[[float], str]  # an end of an interval that follows its score
-    write_label: Callable[[float], str]  # beside a point of the curve
+    write_bound: Callable[[float], str]  # bound of an interval, written after the score
+    write_label: Callable[[float], str]  # label of a point of the curve
     write_change: Callable[[float], str]
-    write_tick: Callable[[float], str]  # beside an axis
-    describe_mean: Callable[[Result], str]  # what the score of an evaluation is the mean of
-    limits: tuple[float, float] | None  # of a curve's axis; None: set by the data
-    best_of: str  # what k answers to one problem come to: pass@k, best@k
-    best_at_k: Callable[[Sequence[float], int], float]  # of the scores of one problem's answers
-    estimate_best: Callable[[Sequence[float]], Estimate]  # of one `best_at_k` a problem
+    write_tick: Callable[[float], str]  # label of an axis tick
+    describe_mean: Callable[[Result], str]  # description of the values whose mean the score is
+    limits: tuple[float, float] | None  # limits of the curve's axis; None: set by the data
+    best_of: str  # name of the score of k answers to one problem: pass@k, best@k
+    best_at_k: Callable[[Sequence[float], int], float]  # from the scores of one problem's answers
+    estimate_best: Callable[[Sequence[float]], Estimate]  # from one `best_at_k` per problem
 
     def name_interval(self, result: Result) -> str:
-        """'95 % interval 6.4% to 13.6%'; of one score 'no interval from one problem'."""
+        """'95 % interval 6.4% to 13.6%'; for a single score 'no interval from one problem'."""
         if result["low"] is None:
             return "no interval from one problem"
         return f"95 % interval {self.write(result['low'])} to {self.write(result['high'])}"
 
     def write_interval(self, result: Result) -> str:
-        """'9.4% (6.4 to 13.6)'; of one score, which has no interval, '39.0 (no interval)'."""
+        """'9.4% (6.4 to 13.6)'; for a single score, which has no interval, '39.0 (no interval)'."""
         score = self.write(result["score"])
         if result["low"] is None:
             return f"{score} (no interval)"
@@ -55,7 +55,7 @@ def percent(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """A number of any size, short and with enough digits: '0.74', '-134.2', '12,500.0', '0.0042', '1.20e-06'."""
+    """A number of any size in two or more significant digits: '0.74', '-134.2', '12,500.0', '0.0042', '1.20e-06'."""
     size = abs(value)
     if size >= 10:
         return f"{value:,.1f}" if size < LARGE else f"{value:.2e}"
@@ -75,7 +75,7 @@ def signed(change: float) -> str:
 
 
 def axis_tick(value: float) -> str:
-    """A number beside an axis: '0.25', '3,900', '1.5e-06'."""
+    """The label of an axis tick: '0.25', '3,900', '1.5e-06'."""
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.6g}"
 
 
@@ -130,7 +130,7 @@ SCORE_KINDS = {kind.name: kind for kind in (ACCURACY, SCORE, RETURN)}
 
 
 def is_above(first: Result, second: Result) -> bool:
-    """Whether the interval of `first` lies above that of `second`. A score without an interval proves nothing."""
+    """True if the interval of `first` is above that of `second`; False if either has no interval."""
     if first["low"] is None or second["high"] is None:
         return False
     return bool(first["low"] > second["high"])

@@ -13,23 +13,23 @@ Estimate = dict[str, Any]  # {"score": float, "low": float | None, "high": float
 
 Z_95 = 1.959963984540054  # the standard normal's 97.5 % point
 BOOTSTRAP_DRAWS = 10_000
-DRAWN_AT_ONCE = 1_000_000  # values, to bound the memory
+DRAWN_AT_ONCE = 1_000_000  # values per chunk of the bootstrap, to bound the memory
 
 
 def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
-    """The Wilson score interval of a share: `successes` out of `n` independent tries.
+    """The Wilson score interval of a proportion: `successes` out of `n` independent trials.
 
-    Unlike share ± z * standard error it never leaves [0, 1] and stays honest near 0 and 1 and for few tries.
+    Unlike proportion ± z * standard error it is within [0, 1], and accurate near 0 and 1 and for few trials.
 
     Source: Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927), 209-212.
 
     Args:
-        successes: how many tries succeeded.
-        n: how many tries there were.
+        successes: number of successful trials.
+        n: number of trials.
         z: half-width in standard deviations; the default gives 95 %.
 
     Returns:
-        (low, high); (0, 1) when nothing was tried.
+        (low, high); (0, 1) for n = 0.
 
     Raises:
         ValueError: unless 0 <= successes <= n.
@@ -38,15 +38,15 @@ def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, f
         raise ValueError(f"successes must be between 0 and n (are {successes} of {n})")
     if n == 0:
         return 0.0, 1.0
-    share = successes / n
-    middle = share + z * z / (2 * n)
-    spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    proportion = successes / n
+    middle = proportion + z * z / (2 * n)
+    spread = z * math.sqrt(proportion * (1 - proportion) / n + z * z / (4 * n * n))
     low, high = (middle - spread) / (1 + z * z / n), (middle + spread) / (1 + z * z / n)
     return (0.0 if successes == 0 else low), (1.0 if successes == n else high)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k answers is right, estimated from c right ones among n.
+    """The probability that at least one of k answers is right, estimated from c right ones among n.
 
     1 - C(n - c, k) / C(n, k), as a product so that no large binomial appears. Unbiased, where 1 - (1 - c/n)^k is not.
 
@@ -68,12 +68,12 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0, draws: int = BOOT
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13.
 
     Args:
-        values: one number a problem; several answers to one problem are not independent, so average them first.
+        values: one number per problem; answers to the same problem are not independent, so average them first.
         seed: the same seed gives the same interval.
-        draws: how often the problems are drawn anew, with replacement.
+        draws: number of bootstrap samples.
 
     Returns:
-        (low, high). When all values are equal there is no spread to resample and both are that value.
+        (low, high); if all values are equal, both are that value.
 
     Raises:
         ValueError: if there are no values.
@@ -97,7 +97,7 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
     """The expected best score of k answers, estimated from the scores of n >= k answers to one problem.
 
     sum_i C(i - 1, k - 1) / C(n, k) * x_(i), with x_(1) <= ... <= x_(n): the mean of the maximum over all subsets of k.
-    Of scores that are 0 or 1 it is `pass_at_k`; with k = 1 it is the mean.
+    For scores of 0 or 1 it is `pass_at_k`; for k = 1 it is the mean.
 
     Raises:
         ValueError: unless 1 <= k <= n.
@@ -147,7 +147,7 @@ def _t_inside(t: float, degrees: int) -> float:
 
 
 def accuracy(scores: Sequence[float]) -> Estimate:
-    """The share of right answers with its Wilson interval, as `summary.json` holds it.
+    """The fraction of right answers with its Wilson interval, in the form of `summary.json`.
 
     >>> accuracy([1, 1, 0, 0])
     {'score': 0.5, 'low': 0.15003898915214947, 'high': 0.8499610108478506, 'count': 4}
@@ -162,10 +162,10 @@ def accuracy(scores: Sequence[float]) -> Estimate:
 
 
 def mean_score(scores: Sequence[float]) -> Estimate:
-    """The mean of independent scores with its 95 % t interval, as `summary.json` holds it.
+    """The mean of independent scores with its 95 % t interval, in the form of `summary.json`.
 
-    A score is what one problem or one episode (its return) came to. One score alone says nothing of the spread: its
-    interval is None. The interval may leave the range of the scores, which is not known here.
+    There is one score for each problem, or one return for each episode. The interval of a single score is None. An
+    interval may exceed the range of the scores, which is not known here.
 
     >>> mean_score([1.0, 2.0, 3.0])["low"]
     -0.4841377117186747
@@ -176,7 +176,7 @@ def mean_score(scores: Sequence[float]) -> Estimate:
     count = len(scores)
     if not count:
         raise ValueError("a mean needs at least one score")
-    scale = 2.0 ** math.frexp(max(abs(score) for score in scores))[1] or 1.0  # squares of large scores overflow
+    scale = 2.0 ** math.frexp(max(abs(score) for score in scores))[1] or 1.0  # the squares of large scores overflow
     mean = math.fsum(score / scale for score in scores) / count
     if count == 1:
         return {"score": mean * scale, "low": None, "high": None, "count": 1}
@@ -186,17 +186,17 @@ def mean_score(scores: Sequence[float]) -> Estimate:
     return {"score": mean, "low": mean - half, "high": mean + half, "count": count}
 
 
-def mean_fraction(shares: Sequence[float]) -> Estimate:
+def mean_fraction(fractions: Sequence[float]) -> Estimate:
     """The mean of independent probabilities, such as pass@k of each problem, with a 95 % interval inside [0, 1].
 
-    The t interval, cut at 0 and 1. Where all are the same (or there is one) it is Wilson's with the sum as the number
-    of successes, which is not too narrow: a variable in [0, 1] with mean p varies no more than right and wrong do.
+    The t interval, clipped to [0, 1]. If all values are equal, or there is one, Wilson's interval with their sum as the
+    number of successes. It is conservative: a variable in [0, 1] has at most the variance of a Bernoulli variable.
 
     Raises:
         ValueError: if there are none.
     """
-    found = mean_score(shares)
-    if len(set(shares)) > 1:
+    found = mean_score(fractions)
+    if len(set(fractions)) > 1:
         return found | {"low": max(found["low"], 0.0), "high": min(found["high"], 1.0)}
-    low, high = wilson_interval(math.fsum(shares), len(shares))
+    low, high = wilson_interval(math.fsum(fractions), len(fractions))
     return found | {"low": low, "high": high}

@@ -1,6 +1,6 @@
 """Texts of the display, one table for each kind of run and of score.
 
-The display, the curve and the comparison take all that differs between worlds and kinds of score from here.
+They hold every text of the display, the curve and the comparison that differs between kinds of run or score.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECONDS = "seconds of training"
 
 @dataclass(frozen=True)
 class Shown:
-    """A number of the live panel and of a log's lines: the sum of its metrics, under a label."""
+    """A labelled number in the live panel and in the lines of a log: the sum of its metrics."""
 
     metrics: tuple[str, ...]
     label: str
@@ -37,27 +37,27 @@ class Panel:
 
 @dataclass(frozen=True)
 class Wording:
-    """Texts for one kind of run. `{names}` in them are keys of `summary.json` or given beside them."""
+    """Texts for one kind of run. `{names}` in them are keys of `summary.json` or further format arguments."""
 
     world: str  # "language" or "control"
-    kind: ScoreKind  # of what evaluations average
-    measured: str  # what an evaluation counts, in the singular
-    evaluation: str  # of the curve's legend
+    kind: ScoreKind  # of evaluations
+    measured: str  # the unit that an evaluation counts, in the singular
+    evaluation: str  # in the curve's legend
     table_title: str
     case: str  # heading of the table's first column
-    case_of: Callable[[Mapping[str, Any], Mapping[str, Any]], str]  # its text, from the summary and an evaluation
-    cost: Callable[[Mapping[str, Any]], str]  # what a run took beside its time, from its summary
-    prompt: str  # what rollouts of a group have in common
-    quick: bool  # steps take milliseconds: a log gets a line a second at the most
+    case_of: Callable[[Mapping[str, Any], Mapping[str, Any]], str]  # the column's text for a summary and an evaluation
+    cost: Callable[[Mapping[str, Any]], str]  # cost of a run other than its time, from its summary
+    prompt: str  # label of a group's common start
+    quick: bool  # steps take milliseconds, so a log has at most one line per second
     shown: tuple[Shown, ...]
     drawn: tuple[str, ...]  # metrics with a sparkline
-    x_metric: str  # what the curve goes by
+    x_metric: str  # metric on the curve's x axis
     x_label: str
-    legend: Literal["upper left", "lower right", "best"]  # where the curve leaves room for it
-    panels: tuple[tuple[Panel, ...], ...]  # of each place the first that was measured
-    axes: tuple[str, ...]  # what a comparison draws the score by; the last is always seconds
-    training_score: str  # what a comparison measures while training
-    counted: str  # the axis whose thousands a comparison tells the price by
+    legend: Literal["upper left", "lower right", "best"]  # position without overlap with the curve
+    panels: tuple[tuple[Panel, ...], ...]  # for each place the candidates, of which the first measured one is drawn
+    axes: tuple[str, ...]  # x axes of a comparison's figure; the last is always seconds
+    training_score: str  # description of the training score in a comparison
+    counted: str  # the axis on which a comparison measures cost, in thousands
 
     def count_measured(self, count: int) -> str:
         """'1 problem', '256 problems'."""
@@ -69,12 +69,12 @@ def _digits(count: int) -> Callable[[float], str]:
 
 
 def _reward(value: float) -> str:
-    """Three decimals, as far as they show a number of this size."""
+    """Three decimals if the number is large enough for them, else the general format."""
     return f"{value:.3f}" if not value or 0.001 <= abs(value) < 10_000 else number(value)
 
 
 ENTROPY = Panel("entropy", "Entropy", "nats per decision", low=None)
-DEAD_GROUPS = Panel("groups/zero_advantage_fraction", "Groups that teach nothing", "share", high=1.0)
+DEAD_GROUPS = Panel("groups/zero_advantage_fraction", "Groups with equal rewards", "fraction", high=1.0)
 
 
 def _language(kind: ScoreKind) -> Wording:
@@ -147,7 +147,7 @@ CONTROL = Wording(
             Panel("kl", "KL to the reference", "nats per decision"),
             Panel("kl/behavior", "KL of an update", "nats per decision"),
         ),
-        (Panel("value/explained_variance", "Explained variance of the critic", "share", -1.0, 1.0), DEAD_GROUPS),
+        (Panel("value/explained_variance", "Explained variance of the critic", "fraction", -1.0, 1.0), DEAD_GROUPS),
     ),
     axes=("episodes", "environment steps", SECONDS),
     training_score="the mean return of the last 100 training episodes, with sampled actions",
@@ -157,6 +157,6 @@ CONTROL = Wording(
 WORDINGS = {(one.world, one.kind.name): one for one in (_language(ACCURACY), _language(SCORE), CONTROL)}
 
 
-def find_wording(told: Mapping[str, Any]) -> Wording:
-    """The words of a run, by the keys "world" and "score_kind" of its `summary.json`."""
-    return WORDINGS[told["world"], told["score_kind"]]
+def find_wording(summary: Mapping[str, Any]) -> Wording:
+    """The texts of a run, by the keys "world" and "score_kind" of its `summary.json`."""
+    return WORDINGS[summary["world"], summary["score_kind"]]

@@ -2,7 +2,7 @@
 
 Shapes: N prompts, G answers each, T tokens of an answer.
 """
-# ruff: noqa: RUF009 -- `option` returns a dataclasses.field, made once per field on purpose
+# ruff: noqa: RUF009 -- `config_field` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.config import ConfigError, option
+from covey.config import ConfigError, config_field
 from covey.config.fields import check_fields
 from covey.data import EndReason, Group, Policy, Rollout, Start
 from covey.llm.grader import build_grader
@@ -39,22 +39,22 @@ OnStep = Callable[[int, dict[str, float]], None]
 class TrainerOptions:
     """Keyword arguments that both trainers take beside models and the settings of their algorithm."""
 
-    tokenizer: Any = option(None, "the model's own; unset is loaded from where the model came from")
-    reward_function: Any = option(
+    tokenizer: Any = config_field(None, "the model's own; unset is loaded from where the model came from")
+    reward_function: Any = config_field(
         None, "f(prompts, completions, completion_ids, **columns) -> list of float; or several"
     )
-    prompts: Any = option(None, "what train() draws from: any form of prompts, or a task of covey")
-    prompts_per_step: int = option(4, "prompts that train() draws for every step", least=1)
-    steps: int = option(100, "steps of train()", least=1)
-    learning_rate: float = option(1e-5, "of AdamW", above=0)
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
-    max_new_tokens: int = option(64, "longest answer, in tokens, the end token included", least=1)
-    temperature: float = option(1.0, "divides the logits while sampling and in the log-probabilities", above=0)
-    minibatches: int = option(1, "optimizer steps per pass over the answers", least=1)
-    microbatch_tokens: int = option(4096, "tokens in one backward pass; less memory when smaller", least=1)
-    seed: int = option(0, "names the random choices", least=0, most=2**32 - 1)
-    device: str = option("auto", "of models given by name", choices=("auto", "cpu", "cuda"))
-    precision: str = option("auto", "of models given by name", choices=("auto", "bf16", "fp32"))
+    prompts: Any = config_field(None, "what train() draws from: any form of prompts, or a task of covey")
+    prompts_per_step: int = config_field(4, "prompts that train() draws for every step", min=1)
+    steps: int = config_field(100, "steps of train()", min=1)
+    learning_rate: float = config_field(1e-5, "of AdamW", above=0)
+    max_grad_norm: float = config_field(1.0, "gradients are scaled down to this norm", above=0)
+    max_new_tokens: int = config_field(64, "longest answer, in tokens, the end token included", min=1)
+    temperature: float = config_field(1.0, "divides the logits while sampling and in the log-probabilities", above=0)
+    minibatches: int = config_field(1, "optimizer steps per pass over the answers", min=1)
+    microbatch_tokens: int = config_field(4096, "tokens in one backward pass; less memory when smaller", min=1)
+    seed: int = config_field(0, "names the random choices", min=0, max=2**32 - 1)
+    device: str = config_field("auto", "of models given by name", choices=("auto", "cpu", "cuda"))
+    precision: str = config_field("auto", "of models given by name", choices=("auto", "bf16", "fp32"))
 
 
 def option_names() -> list[str]:

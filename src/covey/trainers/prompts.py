@@ -1,6 +1,6 @@
-"""Prompts as scripts hand them over: lists of texts or chats, rows of a data set, or a data loader's columns.
+"""Reads the prompts of scripts: lists of texts or chats, rows of a data set, or a data loader's columns.
 
-Whatever other columns there are (answers, for instance) reach the reward functions under their own names.
+All other columns, such as answers, are passed to the reward functions under their own names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Prompts = Tensor | Iterable[Any] | Mapping[str, Sequence[Any]]
 
 
 def read_prompts(prompts: Prompts) -> list[Start]:
-    """Prompts in any of these forms:
+    """Read prompts in any of these forms:
 
     >>> read_prompts(["2+2=", "3+4="])
     >>> read_prompts([[{"role": "user", "content": "What is 2 + 2?"}]])
@@ -30,10 +30,10 @@ def read_prompts(prompts: Prompts) -> list[Start]:
     >>> read_prompts(torch.tensor([[17, 4, 23], [17, 9, 23]]))
     >>> read_prompts(tokenizer(["2+2=", "13+4="], padding=True, return_tensors="pt"))
 
-    A prompt of token ids becomes a tuple of them, its padding included unless there is an "attention_mask".
+    A prompt of token ids becomes a tuple of them, without padding if there is an "attention_mask".
 
     Raises:
-        ConfigError: naming the first that is none of them.
+        ConfigError: for the first prompt in another form.
     """
     if isinstance(prompts, str):
         raise ConfigError("prompts is a single text: give a list of them, [text]")
@@ -53,22 +53,22 @@ def read_prompts(prompts: Prompts) -> list[Start]:
 
 
 def as_columns(starts: Sequence[Start]) -> dict[str, list[Any]]:
-    """The last form of `read_prompts`; a column that a row does not have is None there."""
+    """Starts as columns, for `read_prompts`; the value of a missing column is None."""
     names = dict.fromkeys(name for start in starts for name in start.columns)
     columns = {name: [start.columns.get(name) for start in starts] for name in names}
     return {PROMPT_COLUMNS[0]: [start.prompt for start in starts], **columns}
 
 
 class PromptDeck:
-    """Draws prompts without replacement, every pass over them in an order of its own."""
+    """Draws prompts without replacement, in a new order for every pass."""
 
     def __init__(self, prompts: Prompts | Task) -> None:
-        """Raises ConfigError for prompts that cannot be read; a task of covey draws by itself."""
+        """Raises ConfigError for prompts that cannot be read. A task of covey is used for drawing."""
         self._task: Any = prompts if hasattr(prompts, "draw") else None
         self._starts = [] if self._task else read_prompts(prompts)  # type: ignore[arg-type]
 
     def draw(self, seed: int, step: int, count: int) -> dict[str, list[Any]]:
-        """The `count` prompts of a step (counted from 1), with their columns."""
+        """Draw the `count` prompts of a step (counted from 1), with their columns."""
         if self._task:
             return as_columns(self._task.draw(seed, step, count))
         size = len(self._starts)
@@ -86,7 +86,7 @@ def _token_ids(prompt: Any) -> tuple[int, ...] | None:
 
 
 def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Columns of equal length, turned into rows."""
+    """Convert columns of equal length to rows."""
     if "input_ids" in columns:
         columns = _without_padding(columns)
     name = next((name for name in PROMPT_COLUMNS if name in columns), None)
@@ -100,7 +100,7 @@ def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _without_padding(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer's output as prompts of token ids: those that its attention mask keeps."""
+    """Convert a tokenizer's output to prompts of token ids, without masked tokens."""
     rest = {name: values for name, values in columns.items() if name not in ("input_ids", "attention_mask")}
     kept = columns.get("attention_mask")
     rows = columns["input_ids"]

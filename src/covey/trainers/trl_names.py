@@ -1,4 +1,4 @@
-"""The names of TRL's trainers with covey's names for the same, so that a call written for TRL gets one line."""
+"""Table of the arguments of TRL's trainers with covey's own, for the error message of an unknown argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_TURNS = "has no counterpart: an answer is one turn, without tools"
 _ALL_WEIGHTS = "has no counterpart: every weight is trained, as it is stored"
 _REWARD_MODEL = "has no counterpart: call the reward model in your reward_function"
 
-# Of GRPOTrainer in TRL 1.16, then of PPOTrainer in TRL's older versions.
+# Arguments of GRPOTrainer in TRL 1.16, then of PPOTrainer in older versions of TRL.
 TRL_NAMES: Mapping[str, str] = {
     "model": "is actor_model",
     "reward_funcs": "is reward_function",
@@ -48,7 +48,7 @@ def check_names(trainer: str, given: Mapping[str, Any], known: Collection[str]) 
     """Refuse keyword arguments that a trainer does not have.
 
     Raises:
-        ConfigError: in one line, with covey's names for all that are TRL's.
+        ConfigError: in one line, with covey's names for all arguments of TRL.
     """
     unknown = [name for name in given if name not in known]
     of_trl = [f"{name} {TRL_NAMES[name]}" for name in unknown if name in TRL_NAMES]

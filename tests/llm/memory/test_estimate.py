@@ -163,7 +163,7 @@ def test_ppo_is_grpo_and_a_critic(kind: str) -> None:
     for plan, critic in ((own, without_head + size.hidden + 1), (shared, size.hidden + 1)):
         names = ("critic's weights", "critic's master weights", "critic's moments", "critic's gradients")
         assert [plan.parts[name] for name in names] == [2 * critic, 4 * critic, 8 * critic, 4 * critic]
-        assert not plan.parts["holes between them"]
+        assert not plan.parts["fragmentation"]
         read = 256 * 64 * size.hidden * 4 if plan is shared else 0  # by the value head on the policy's trunk, in fp32
         rest = {name: count for name, count in plan.parts.items() if name not in names}
         rest["activations"] -= read
@@ -201,13 +201,13 @@ def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) ->
     from covey.llm.native.bindings import kernels_for
 
     config = CONFIG
-    assert predict(smollm2, config, device="cuda", width=2).parts["packed weights"] == 0
+    assert predict(smollm2, config, device="cuda", width=2).parts["prepacked weights"] == 0
     # All weights but the norms', 576 in each of 61.
     matrices = smollm2.parameters - 61 * 576
-    assert predict(smollm2, config, device="cpu", width=2).parts["packed weights"] == 2 * matrices
+    assert predict(smollm2, config, device="cpu", width=2).parts["prepacked weights"] == 2 * matrices
     for kind in ("llama", "qwen2", "gpt2"):
         model = real_model(kind)
-        counted = read_dimensions(model_config(kind)).packed_parameters
+        counted = read_dimensions(model_config(kind)).prepacked_parameters
         alone = PackedLinears(model).packed.values()
         assert counted == sum(part.weight.numel() for part in alone)
         assert is_llama_like(model) is (kind != "gpt2")
@@ -247,14 +247,14 @@ def test_the_peak_is_the_larger_of_sampling_and_update(smollm2: Dimensions) -> N
     parts = dict.fromkeys(predict(smollm2, CONFIG, device="cpu", width=2).parts, 0)
     parts |= {"weights": 1000, "keys and values": 100, "gradients": 10, "logits": 20, "critic's gradients": 30}
     assert MemoryPlan(parts).peak == 1000 + 40 + 100, "gradients keep their memory"
-    assert MemoryPlan(parts | {"activations": 140, "holes between them": 5}).peak == 1000 + 40 + 165
+    assert MemoryPlan(parts | {"activations": 140, "fragmentation": 5}).peak == 1000 + 40 + 165
 
 
 def test_freed_memory_leaves_holes_on_a_cpu(smollm2: Dimensions) -> None:
     def holes(device: str, microbatch_tokens: int) -> float:
         config = replace(CONFIG, update=UpdateConfig(microbatch_tokens=microbatch_tokens))
         parts = predict(smollm2, config, device=device, width=2).parts
-        return parts["holes between them"] / (parts["activations"] + parts["gradients"])
+        return parts["fragmentation"] / (parts["activations"] + parts["gradients"])
 
     step = 16 * (64 + 16 * 64)
     assert holes("cpu", step) == pytest.approx(estimate.HOLES_OF_ONE_MICROBATCH)

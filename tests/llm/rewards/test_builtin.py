@@ -449,7 +449,7 @@ def test_a_binary_reward_that_gives_partial_credit_has_failed():
     for score in (0, 1, True, 1.0):
         build_grader([own(score, binary=True)], ()).check(starts)
     build_grader([own(0.5)], ()).check(starts)
-    with pytest.raises(ConfigError, match="a reward that pays steps is not binary"):
+    with pytest.raises(ConfigError, match="a reward per step is not binary"):
         own([1.0], binary=True, per_step=True)
     for fields, said in (
         ({"name": "numeric", "binary": True}, "which is for functions of your own"),

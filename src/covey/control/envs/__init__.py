@@ -1,1 +1,1 @@
-"""Environments: registration by name, copies that step together, spaces as plain arrays, manual resets."""
+"""Environments: lookup by id, vector environments with manual resets, space adapters, rendering."""

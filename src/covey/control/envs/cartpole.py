@@ -1,7 +1,7 @@
-"""CartPole-v1 for many slots at once, in a few NumPy calls, number for number what `gym.make("CartPole-v1")` gives.
+"""CartPole-v1 for many slots in a few NumPy calls, bit-identical to `gym.make("CartPole-v1")`.
 
 Gymnasium's own CartPoleVectorEnv draws all starts from one generator and resets finished slots by itself. Here every
-slot has its own seed and a finished slot stays as it is until it is reset, so that an episode can be named by its seed.
+slot has its own seed and a finished slot does not change until it is reset, so an episode is determined by its seed.
 
 Shape legend: N slots; the state has 4 rows: cart position, cart velocity, pole angle, pole velocity.
 """
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 
 class BatchedCartPole(CartPoleVectorEnv):
-    """CartPole over N slots with AutoresetMode.DISABLED: finished slots stand still until they are reset.
+    """CartPole over N slots with AutoresetMode.DISABLED: finished slots do not move until they are reset.
 
-    The dynamics are those of Barto, Sutton and Anderson (1983) as Gymnasium's CartPoleEnv writes them, operation for
-    operation, so that observations agree to the last bit.
+    The dynamics are those of Barto, Sutton and Anderson (1983) in the order of operations of Gymnasium's CartPoleEnv,
+    so that observations agree to the last bit.
     """
 
     def __init__(self, num_envs: int, max_episode_steps: int = 500) -> None:
@@ -35,7 +35,7 @@ class BatchedCartPole(CartPoleVectorEnv):
         self._limits_21 = np.array([[self.x_threshold], [self.theta_threshold_radians]])
         self._steps_N = np.zeros(num_envs, dtype=np.int64)
         self._running_N = np.zeros(num_envs, dtype=np.bool_)
-        self._tau_N = np.zeros(num_envs)  # 0 where a slot stands still
+        self._tau_N = np.zeros(num_envs)  # 0 for a finished slot
         self._work_2N, self._temp_N, self._a_N, self._b_N = np.empty((2, num_envs)), *np.empty((3, num_envs))
         self._outside_2N = np.empty((2, num_envs), dtype=np.bool_)
 
@@ -44,11 +44,11 @@ class BatchedCartPole(CartPoleVectorEnv):
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
         """Begin an episode in every slot, or in those of `options["reset_mask"]` (bool [N]).
 
-        `seed` is a list with one seed per slot (those of other slots are ignored); the start of a slot is then the one
-        that the single environment has after `reset(seed=...)`.
+        `seed` is a list with one seed per slot (those of other slots are ignored); a slot begins in the state of the
+        single environment after `reset(seed=...)`.
 
         Raises:
-            ValueError: where `seed` is no such list: a start without a seed could not be repeated.
+            ValueError: if `seed` is no such list, because a start without a seed could not be repeated.
         """
         if not isinstance(seed, list) or len(seed) != self.num_envs:
             raise ValueError(f"BatchedCartPole needs a list of {self.num_envs} seeds (got {seed!r})")
@@ -64,7 +64,7 @@ class BatchedCartPole(CartPoleVectorEnv):
         return self._state_4N.T.astype(np.float32), {}
 
     def step(self, action: NDArray[np.integer[Any]]) -> Any:
-        """Push every running cart to the left (0) or right (1); the others stand still and earn nothing."""
+        """Push every running cart to the left (0) or right (1); finished slots do not move and have the reward 0."""
         work_2N, temp_N, a_N, b_N = self._work_2N, self._temp_N, self._a_N, self._b_N
         cart_N, pole_N = self._accelerations_2N
         theta_N, theta_dot_N = self._state_4N[2], self._state_4N[3]
@@ -119,11 +119,11 @@ class BatchedCartPole(CartPoleVectorEnv):
         return self._state_4N.T.astype(np.float32), reward_N, terminated_N, truncated_N, {}
 
     def snapshot(self, slot: int) -> tuple[NDArray[np.float64], int, bool]:
-        """All that the future of a slot depends on."""
+        """The complete state of a slot."""
         return self._state_4N[:, slot].copy(), int(self._steps_N[slot]), bool(self._running_N[slot])
 
     def restore(self, slot: int, snapshot: tuple[NDArray[np.float64], int, bool]) -> NDArray[np.float32]:
-        """Continue in `slot` from a snapshot; returns the observation there."""
+        """Restore a snapshot in `slot`; returns its observation."""
         state_4, steps, running = snapshot
         self._state_4N[:, slot] = state_4
         self._steps_N[slot] = steps

@@ -1,4 +1,4 @@
-"""Checks of an environment's answers; a wrong one is one line that names environment, episode and step."""
+"""Checks of an environment's results; an error is one line with environment, episode and step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _UNPACKED = re.compile(r"\(expected 5, got (\d+)\)|\(expected 5\)")  # of Python
 
 
 class EnvironmentFault(RunError):
-    """An environment raised, answered something unusable, or did not answer."""
+    """An environment raised an exception, returned invalid values, or did not return in time."""
 
 
 def checked_observation(observation: Any, space: Space) -> Any:
-    """An observation with the shape of its space.
+    """Check an observation; returns it with the shape of its space.
 
     Raises:
-        TypeError, ValueError: if it cannot be one of this space.
+        TypeError, ValueError: if it does not belong to this space.
     """
     if isinstance(space, spaces.Box):
         if type(observation) is np.ndarray and observation.shape == space.shape and observation.dtype.kind in "fiub":
@@ -37,16 +37,16 @@ def checked_observation(observation: Any, space: Space) -> Any:
         return array
     try:
         spaces.flatten(space, observation)
-    except Exception as error:  # whatever a foreign space raises
+    except Exception as error:  # a user's space may raise anything
         raise ValueError(f"its observation {_shown(observation)} does not belong to {space}") from error
     return observation
 
 
 def checked_reward(reward: Any) -> float:
-    """A reward as a finite float.
+    """Check a reward; returns it as a finite float.
 
     Raises:
-        TypeError, ValueError: if it is none.
+        TypeError, ValueError: if it is not a finite number.
     """
     if type(reward) is not float:
         array = np.asarray(reward)
@@ -59,10 +59,10 @@ def checked_reward(reward: Any) -> float:
 
 
 def checked_flag(flag: Any, name: str) -> bool:
-    """`terminated` or `truncated` as a bool.
+    """Check `terminated` or `truncated`; returns it as a bool.
 
     Raises:
-        TypeError: if it is neither true nor false.
+        TypeError: if it is no bool.
     """
     if flag is True or flag is False:
         return flag
@@ -73,7 +73,7 @@ def checked_flag(flag: Any, name: str) -> bool:
 
 
 def fault_of(error: Exception, where: str) -> EnvironmentFault:
-    """The one line for whatever an environment raised; `where` names the environment, the episode and the step."""
+    """An EnvironmentFault of one line for any exception; `where` names the environment, the episode and the step."""
     if isinstance(error, EnvironmentFault):
         return error
     unpacked = _UNPACKED.search(str(error)) if isinstance(error, ValueError) else None
@@ -84,16 +84,16 @@ def fault_of(error: Exception, where: str) -> EnvironmentFault:
             "adapt it to the API of Gymnasium 1"
         )
     try:
-        told = " ".join(str(error).split())
+        text = " ".join(str(error).split())
     except Exception:  # an exception whose text raises
-        told = ""
+        text = ""
     kind = type(error).__name__
-    own = isinstance(error, TypeError | ValueError) and told.startswith(("its ", "terminated is", "truncated is"))
-    return EnvironmentFault(f"{where}: {told[:300] if own else f'{kind}: {told[:300]}' if told else kind}")
+    own = isinstance(error, TypeError | ValueError) and text.startswith(("its ", "terminated is", "truncated is"))
+    return EnvironmentFault(f"{where}: {text[:300] if own else f'{kind}: {text[:300]}' if text else kind}")
 
 
 def _shown(value: Any) -> str:
-    """A foreign value, short and on one line."""
+    """The repr of any value, short and on one line."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a value whose repr raises
@@ -106,10 +106,10 @@ class _Overdue(BaseException):
 
 
 class Watchdog:
-    """Ends calls that take too long, in this process: a context manager around each call.
+    """Context manager that ends a call in this process that takes too long.
 
-    Python code is interrupted where it stands. Code in C is interrupted when it returns; a process of its own
-    (vectorization = "async") can be killed instead.
+    Python code is interrupted immediately, code in C when it returns; a separate process (vectorization = "async") can
+    be killed instead.
     """
 
     def __init__(self, seconds: float, where: str) -> None:
@@ -131,7 +131,7 @@ class Watchdog:
         with self._lock:
             self._due = float("inf")
             fired, self._fired = self._fired, False
-            if fired and kind is not _Overdue:  # it came back just now: take the exception back
+            if fired and kind is not _Overdue:  # the call returned at the same moment: clear the exception
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), None)
         if fired:
             raise EnvironmentFault(

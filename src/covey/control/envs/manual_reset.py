@@ -1,7 +1,7 @@
-"""Copies of an environment that may be stepped while they rest, and whose state can be copied.
+"""Vector environments whose finished copies ignore steps until they are reset, and whose states can be copied.
 
-Gymnasium's AutoresetMode.DISABLED asks the caller to reset a finished copy before the next step. Here it may simply be
-left alone: its steps cost nothing and change nothing until somebody resets it.
+Gymnasium's AutoresetMode.DISABLED requires a reset of a finished copy before the next step. Here further steps of a
+finished copy have no effect.
 
 Shape legend: N slots (copies).
 """
@@ -22,24 +22,24 @@ from gymnasium.vector.async_vector_env import AsyncState
 
 from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward, fault_of
 
-RAW_STEPS = "covey/raw_steps"  # in the infos of a step
-PROBE_STEPS = 24  # decisions over which a copied environment must do what the original does
+RAW_STEPS = "covey/raw_steps"  # key in the infos of a step
+PROBE_STEPS = 24  # decisions over which a copied environment is compared with the original
 
 
 class ActionRepeat(gym.Wrapper):
-    """Holds every action for `repeat` raw steps (fewer where the episode ends) and adds up their rewards.
+    """Repeats every action for `repeat` raw steps, or until the episode ends, and sums their rewards.
 
-    A finished environment ignores steps until it is reset. Infos are dropped, because merging those of
-    many copies is slow and they are not read; with `repeat` above 1 RAW_STEPS says how many were made. What the
-    environment answers is checked here, except that observations are finite (`Environments` asks all copies at once).
+    A finished environment ignores steps until it is reset. Infos are dropped, because merging those of many copies is
+    slow and they are not read; with `repeat` above 1, RAW_STEPS is the number of raw steps. The environment's results
+    are checked here, except that observations are finite, which `Environments` checks for all copies at once.
     """
 
     def __init__(self, env: gym.Env, repeat: int, name: str) -> None:
         super().__init__(env)
         self._repeat, self._over, self._name = repeat, False, name
         self._seed: int | None = None
-        self._steps = 0  # of the episode
-        self.observation: Any = None  # the latest
+        self._steps = 0  # number of steps of the episode
+        self.observation: Any = None  # the last one
 
     @property
     def place(self) -> str:
@@ -79,10 +79,10 @@ class ActionRepeat(gym.Wrapper):
 
 
 class ManualResetVectorEnv(SyncVectorEnv):
-    """SyncVectorEnv with AutoresetMode.DISABLED whose finished copies may be stepped: they rest (`ActionRepeat`)."""
+    """SyncVectorEnv with AutoresetMode.DISABLED whose finished copies ignore steps (`ActionRepeat`)."""
 
     def step(self, actions: Any) -> Any:
-        self._autoreset_envs[:] = False  # Gymnasium would refuse to step while a finished copy was not reset
+        self._autoreset_envs[:] = False  # Gymnasium would refuse to step a finished copy
         return super().step(actions)
 
     def snapshot(self, slot: int) -> gym.Env:
@@ -90,7 +90,7 @@ class ManualResetVectorEnv(SyncVectorEnv):
         return copy.deepcopy(self.envs[slot])
 
     def restore(self, slot: int, snapshot: gym.Env) -> Any:
-        """Put a copy of the snapshot into a slot; returns the latest observation there."""
+        """Put a copy of the snapshot into a slot; returns its last observation."""
         env = copy.deepcopy(snapshot)
         self.envs[slot] = env
         self._env_obs[slot] = env.observation  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ class ManualResetVectorEnv(SyncVectorEnv):
 
 
 class AsyncWithDeadline(AsyncVectorEnv):
-    """AsyncVectorEnv that waits for its processes at most `timeout_seconds` a call; one that dies is an error too."""
+    """AsyncVectorEnv with a deadline of `timeout_seconds` per call; a process that dies is an error too."""
 
     def __init__(self, makers: Sequence[Callable[[], gym.Env]], name: str, timeout_seconds: float, **options: Any):
         self._name, self._timeout_seconds = name, timeout_seconds
@@ -116,7 +116,7 @@ class AsyncWithDeadline(AsyncVectorEnv):
 
     @contextmanager
     def _watched(self, call: str) -> Iterator[None]:
-        level, gym.logger.min_level = gym.logger.min_level, gym.logger.ERROR + 1  # the one line is told by the run
+        level, gym.logger.min_level = gym.logger.min_level, gym.logger.ERROR + 1  # the run reports it
         try:
             yield
         except multiprocessing.TimeoutError:
@@ -127,7 +127,7 @@ class AsyncWithDeadline(AsyncVectorEnv):
                 f"{self._timeout_seconds:g} s: if it is only slow, raise environment.timeout_seconds"
             ) from None
         except (EOFError, ConnectionError) as error:
-            time.sleep(0.1)  # until the dead process can be told from the others
+            time.sleep(0.1)  # until the exit code of the dead process is known
             dead = [(i, process.exitcode) for i, process in enumerate(self.processes) if not process.is_alive()]
             self._end()
             copy_number, code = dead[0] if dead else (0, None)
@@ -141,7 +141,7 @@ class AsyncWithDeadline(AsyncVectorEnv):
             gym.logger.min_level = level
 
     def _end(self) -> None:
-        """Kill every process, also one that ignores a polite signal."""
+        """Kill every process with SIGKILL, which cannot be ignored."""
         for process in self.processes:
             process.kill()
         self._state = AsyncState.DEFAULT
@@ -149,9 +149,9 @@ class AsyncWithDeadline(AsyncVectorEnv):
 
 
 def deepcopy_is_exact(make_one: Callable[[], gym.Env]) -> bool:
-    """Whether a deep copy of the environment goes on exactly as the original, and leaves the original alone.
+    """True if a deep copy of the environment behaves exactly like the original, and does not change it.
 
-    Simulators written in C often share their world between copies, or refuse to be copied.
+    Simulators written in C often share their state between copies, or cannot be copied.
     """
     env = make_one()
     try:
@@ -162,14 +162,14 @@ def deepcopy_is_exact(make_one: Callable[[], gym.Env]) -> bool:
         snapshot = copy.deepcopy(env)
         traces = [_trace(each, actions[PROBE_STEPS:]) for each in (env, copy.deepcopy(snapshot), snapshot)]
         return traces[0] == traces[1] == traces[2]
-    except Exception:  # whatever a foreign environment raises when it is copied: it cannot be
+    except Exception:  # any exception of a user's environment means that it cannot be copied
         return False
     finally:
         env.close()
 
 
 def _trace(env: gym.Env, actions: Sequence[Any]) -> list[bytes]:
-    """All that an environment answers to these actions, bit by bit, and to resets without a seed where it ends."""
+    """All results of an environment for these actions, as bytes, with resets without a seed at its ends."""
     answers: list[bytes] = []
 
     def note(observation: Any, *numbers: Any) -> None:

@@ -1,4 +1,4 @@
-"""Environments by name: what is registered, and one clear line where something about it does not work."""
+"""Looks up registered environments by id; errors are one line with the fix."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from covey.config.fields import did_you_mean
 
 @dataclass(frozen=True)
 class Package:
-    """A package whose environments Gymnasium does not know until it is imported."""
+    """A package that registers its environments when it is imported."""
 
     module: str
     install: str
 
 
-# By the beginning of an id.
+# Prefix of an id -> package.
 PACKAGES = {
     "ALE/": Package("ale_py", "'covey[atari]'"),
     "MiniGrid-": Package("minigrid", "minigrid"),
@@ -39,17 +39,17 @@ PACKAGES = {
     "MiniWorld-": Package("miniworld", "miniworld"),
     "procgen": Package("procgen", "procgen"),
 }
-# By a word of Gymnasium's message about a package that is missing: what covey calls it.
+# Word in Gymnasium's message about a missing package -> covey's extra.
 EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale_py": "atari", "ale-py": "atari"}
 
 
 def find_spec(name: str) -> EnvSpec:
-    """The registered environment of an id, "CartPole-v1" or "module:Env-v0" (the module registers it when imported).
+    """Find the registered environment of an id, "CartPole-v1" or "module:Env-v0" (registered at its import).
 
     Modules in the working directory are found too.
 
     Raises:
-        ConfigError: an id that is not registered, or a module that cannot be imported.
+        ConfigError: for an id that is not registered, or a module that cannot be imported.
     """
     module, _, short = name.rpartition(":")
     if module:
@@ -72,7 +72,7 @@ def find_spec(name: str) -> EnvSpec:
 
 @contextmanager
 def refuse_broken(name: str) -> Iterator[None]:
-    """Turns whatever goes wrong while an environment is made into one line that says what to do.
+    """Context manager that turns any exception while an environment is created into one line with the fix.
 
     Raises:
         ConfigError: in place of any exception.
@@ -92,7 +92,7 @@ def refuse_broken(name: str) -> Iterator[None]:
 
 
 def _import(module: str, name: str) -> None:
-    if os.getcwd() not in sys.path:  # the installed command does not look in the working directory by itself
+    if os.getcwd() not in sys.path:  # sys.path of the installed command does not have the working directory
         sys.path.append(os.getcwd())
     try:
         importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""One episode as an animated picture."""
+"""Renders one episode as an animated GIF."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from covey.config import ConfigError, EnvironmentConfig
 from covey.control.envs.registration import refuse_broken
 from covey.control.envs.vector_env import Environments, make_environments
 
-MOST_FRAMES = 300  # more make files that mail and web pages refuse
-MOST_PIXELS = 480  # of the longer side
-MOST_FPS = 25.0  # browsers slow faster GIFs down
-MOST_DECISIONS = 10_000  # an environment without an end stops here
+MOST_FRAMES = 300  # larger files are refused by mail and web pages
+MOST_PIXELS = 480  # length of the longer side
+MOST_FPS = 25.0  # browsers show faster GIFs more slowly
+MOST_DECISIONS = 10_000  # limit for an environment whose episodes do not end
 COLOURS = 64
-LAST_FRAME_MILLISECONDS = 1000  # before the episode begins anew
-USUAL_FPS = 30.0  # of an environment that names none
+LAST_FRAME_MILLISECONDS = 1000  # before the animation repeats
+USUAL_FPS = 30.0  # default for an environment without render_fps
 
 
 def render_episode(
     config: EnvironmentConfig, act: Callable[[NDArray[np.float32]], NDArray[Any]], seed: int, path: Path
 ) -> float:
-    """Play one episode from the start that `seed` names and write it to `path` as an animated GIF.
+    """Play one episode from the reset seed `seed` and write it to `path` as an animated GIF.
 
-    `act` gets one raw observation [1, D] and returns one action, as `Environments.step` takes it. The picture runs at
-    the environment's own speed; long episodes show fewer frames of each second. No display is needed.
+    `act` maps one raw observation [1, D] to one action for `Environments.step`. The animation has the environment's own
+    speed; long episodes have fewer frames per second. No display is needed.
 
     Returns:
         The undiscounted return of the episode.
 
     Raises:
-        ConfigError: an environment that cannot be drawn.
+        ConfigError: for an environment that cannot be rendered.
     """
     single = replace(config, vectorization="sync")
     speed = _decisions_per_second(single)
@@ -63,7 +63,7 @@ def render_episode(
 
 
 def can_draw(config: EnvironmentConfig) -> bool:
-    """Whether `render_episode` works here: the environment offers pixels, and what draws them is installed."""
+    """True if `render_episode` works here: the environment has the mode rgb_array, and its packages are installed."""
     single = replace(config, vectorization="sync")
     try:
         _decisions_per_second(single)
@@ -80,8 +80,8 @@ def can_draw(config: EnvironmentConfig) -> bool:
 
 
 def _make_drawn(config: EnvironmentConfig) -> Environments:
-    """One copy that draws to memory."""
-    # Without these, pygame looks for a screen and loudspeakers and greets on stdout.
+    """Create one copy that renders to memory."""
+    # Without these, pygame opens a display and an audio device, and prints to stdout.
     for name, value in (
         ("SDL_VIDEODRIVER", "dummy"),
         ("SDL_AUDIODRIVER", "dummy"),
@@ -92,7 +92,7 @@ def _make_drawn(config: EnvironmentConfig) -> Environments:
 
 
 def _decisions_per_second(config: EnvironmentConfig) -> float:
-    """Decisions per second, as the environment's metadata says."""
+    """Decisions per second, from the environment's metadata."""
     environments = make_environments(config, 1)
     environments.close()
     if "rgb_array" not in environments.metadata.get("render_modes", ()):
@@ -101,14 +101,14 @@ def _decisions_per_second(config: EnvironmentConfig) -> float:
 
 
 class _Film:
-    """The frames of an episode of unknown length: when there are too many, every second one goes."""
+    """The frames of an episode of unknown length: if there are too many, every second one is dropped."""
 
     def __init__(self, frames_per_second: float) -> None:
         self._every = max(1, math.ceil(frames_per_second / MOST_FPS))
         self._seconds = 1 / frames_per_second
         self._seen = 0
         self._frames: list[Image.Image] = []
-        self._last: Image.Image | None = None  # shown at the end, whatever was left out
+        self._last: Image.Image | None = None  # always the last frame, also if it was dropped
 
     def add(self, pixels: NDArray[np.uint8]) -> None:
         self._last = Image.fromarray(pixels)

@@ -1,4 +1,4 @@
-"""Between an environment's own spaces and the plain arrays that policies see.
+"""Converts between an environment's spaces and the plain arrays of policies.
 
 Shape legend: N slots (copies), D numbers in a flattened observation, A numbers in an action.
 """
@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 from covey.config import ConfigError
 from covey.control.action_spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
 
-MOST_NUMBERS = 10_000_000  # in an observation: a first layer of 64 then takes 2.5 GB
+MOST_NUMBERS = 10_000_000  # limit of an observation, with which a first layer of 64 takes 2.5 GB
 MOST_ACTIONS = 1_000_000
 
 
 class SpaceAdapter:
-    """Flattens observations to float32, numbers discrete actions from 0, clips and shapes continuous ones.
+    """Flattens observations to float32, numbers discrete actions from 0, clips and reshapes continuous ones.
 
-    A Box of any shape is flattened, a Discrete observation becomes one-hot; the parts of a Dict or a Tuple stand one
-    after the other, as Gymnasium's `flatten` puts them.
+    A Box of any shape is flattened, a Discrete observation becomes one-hot; the parts of a Dict or a Tuple are
+    concatenated in the order of Gymnasium's `flatten`.
 
     Raises:
-        ConfigError: for spaces that this cannot do.
+        ConfigError: for unsupported spaces.
     """
 
     def __init__(self, observation_space: Space, action_space: Space, where: str) -> None:
@@ -74,20 +74,20 @@ class SpaceAdapter:
             )
 
     def flatten(self, observations: Any) -> NDArray[np.float32]:
-        """A batch of observations as the vector environment gives it -> [N, D]."""
+        """A vector environment's batch of observations -> [N, D]."""
         if self._is_box:
-            # A copy, because vector classes may fill the same array again in their next step.
+            # A copy, because vector environments may reuse the array in their next step.
             return np.array(observations, dtype=np.float32).reshape(len(observations), -1)
         count = len(next(iter(_leaves(observations))))
         batched = batch_space(self._observation_space, count)
         return np.stack([self.flatten_one(single) for single in iterate(batched, observations)])
 
     def flatten_one(self, observation: Any) -> NDArray[np.float32]:
-        """One observation as a single environment gives it -> [D]."""
+        """A single environment's observation -> [D]."""
         return np.asarray(spaces.flatten(self._observation_space, observation), dtype=np.float32)
 
     def to_environment(self, actions: NDArray[Any]) -> NDArray[Any]:
-        """A policy's actions (int64 [N] or [N, A], or float32 [N, A]) -> what the vector environment takes."""
+        """A policy's actions (int64 [N] or [N, A], or float32 [N, A]) -> the vector environment's actions."""
         if isinstance(self.actions, Discrete):
             return actions + self._first if self._first else actions
         if isinstance(self.actions, MultiDiscrete):
@@ -97,7 +97,7 @@ class SpaceAdapter:
 
 
 def _is_numeric(space: Space) -> bool:
-    """True for a fixed number of numbers; characters of a text are none that a network could use."""
+    """True for a space with a fixed number of numbers; a text is not numeric."""
     if isinstance(space, spaces.Dict):
         return all(map(_is_numeric, space.spaces.values()))
     if isinstance(space, spaces.Tuple):

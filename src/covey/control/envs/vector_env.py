@@ -1,6 +1,6 @@
-"""Copies of a Gymnasium environment that step together; a copy whose episode is over rests until it is reset.
+"""Copies of a Gymnasium environment that step together; a copy whose episode is over ignores steps until it is reset.
 
-So every episode begins from a seed of its own, and a run repeats itself exactly (Gymnasium's `AutoresetMode.DISABLED`).
+So every episode has its own reset seed, and runs are reproducible (Gymnasium's `AutoresetMode.DISABLED`).
 
 Shape legend: N slots (copies), D numbers in a flattened observation, A numbers in an action, K slots named in a call.
 """
@@ -34,7 +34,7 @@ from covey.control.envs.manual_reset import (
 from covey.control.envs.registration import find_spec, refuse_broken
 from covey.control.envs.spaces import SpaceAdapter
 
-PROBED_STEPS = 1000  # random decisions in which an environment without a time limit must show an end
+PROBED_STEPS = 1000  # random decisions within which an episode without a time limit must end
 PROBED_SECONDS = 3.0
 CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
 
@@ -43,17 +43,17 @@ CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
 class Step:
     """Result of one step in every slot."""
 
-    observation_ND: NDArray[np.float32]  # after the action; of a slot that rests the last one of its episode
+    observation_ND: NDArray[np.float32]  # after the action; for a finished slot the last one of its episode
     reward_N: NDArray[np.float64]
     terminated_N: NDArray[np.bool_]
     truncated_N: NDArray[np.bool_]
-    steps_N: NDArray[np.int64]  # raw environment steps that the decision took; 0 in a slot that rests
+    steps_N: NDArray[np.int64]  # raw environment steps of the decision; 0 for a finished slot
 
 
 class Environments:
     """N copies of one environment, stepped together.
 
-    Every episode begins from the seed that `reset` or `reset_slots` is given; a finished slot rests until then.
+    Every episode begins from a seed passed to `reset` or `reset_slots`; a finished slot ignores steps until then.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Environments:
         self._vector = vector
         self._name = config.id
         self._adapter = SpaceAdapter(vector.single_observation_space, vector.single_action_space, config.id)
-        # Processes have deadlines of their own.
+        # Copies in processes have their own deadline.
         self._watchdog: AbstractContextManager[None] = nullcontext()
         if not isinstance(vector, AsyncWithDeadline | BatchedCartPole):
             self._watchdog = Watchdog(config.timeout_seconds, f"environment {config.id!r}")
@@ -72,12 +72,12 @@ class Environments:
         self.count: int = vector.num_envs
         self.observation_size: int = self._adapter.observation_size
         self.actions: ActionSpace = self._adapter.actions
-        self.note: str = self._adapter.note  # what a user should know of the observations; empty: nothing
+        self.note: str = self._adapter.note  # a note on the observations for the user, or empty
         self.metadata: dict[str, Any] = dict(vector.metadata)  # Gymnasium's: render_modes, render_fps
 
     @property
     def snapshots(self) -> bool:
-        """Whether states can be copied exactly. The first look tries it out on a copy of its own."""
+        """True if states can be copied exactly, which the first access tests on a separate copy."""
         if self._snapshots is None:
             self._snapshots = isinstance(self._vector, BatchedCartPole) or (
                 isinstance(self._vector, ManualResetVectorEnv)
@@ -87,7 +87,7 @@ class Environments:
         return self._snapshots
 
     def reset(self, seeds: Sequence[int]) -> NDArray[np.float32]:
-        """Begin an episode in every slot; returns their first observations [N, D]. It comes before anything else."""
+        """Begin an episode in every slot; returns their first observations [N, D]. Call it before all other methods."""
         numbers: Any = [int(seed) for seed in seeds]
         with self._watchdog:
             observations, _ = self._vector.reset(seed=numbers)
@@ -95,7 +95,7 @@ class Environments:
         return self._finite(self._adapter.flatten(observations))
 
     def reset_slots(self, slots: NDArray[np.int64], seeds: Sequence[int]) -> NDArray[np.float32]:
-        """Begin an episode in some slots, also in the middle of one; returns their first observations [K, D]."""
+        """Begin an episode in some slots, also in unfinished ones; returns their first observations [K, D]."""
         mask_N = np.zeros(self.count, dtype=np.bool_)
         mask_N[slots] = True
         seed_of: list[int | None] = [None] * self.count
@@ -109,7 +109,7 @@ class Environments:
     def step(self, actions: NDArray[Any]) -> Step:
         """Act in every slot: int64 [N], or float32 [N, A], which are clipped to the bounds of the action space.
 
-        Slots that rest ignore their action.
+        Finished slots ignore their action.
         """
         acted_N = ~self._ended_N
         with self._watchdog:
@@ -140,32 +140,32 @@ class Environments:
         return generator.uniform(low_A, high_A, size=(self.count, actions.size)).astype(np.float32)
 
     def snapshot(self, slot: int) -> Any:
-        """The state of a slot, generator included, for `restore`; it may be restored any number of times.
+        """The state of a slot with its generator, for any number of calls of `restore`.
 
         Raises:
-            RuntimeError: where states cannot be copied (`snapshots` is False).
+            RuntimeError: if states cannot be copied (`snapshots` is False).
         """
         if not self.snapshots:
             raise RuntimeError("the state of this environment cannot be copied")
         return bool(self._ended_N[slot]), self._vector.snapshot(slot)  # type: ignore[attr-defined]
 
     def restore(self, slot: int, snapshot: Any) -> NDArray[np.float32]:
-        """Continue in any slot from a snapshot of any slot; returns the observation there [D]."""
+        """Restore a snapshot of any slot in any slot; returns its observation [D]."""
         self._ended_N[slot], state = snapshot
         return self._adapter.flatten_one(self._vector.restore(slot, state))  # type: ignore[attr-defined]
 
     def render(self) -> NDArray[np.uint8]:
-        """A picture [height, width, 3] of the first slot; only of copies made for it (`make_environments`)."""
+        """A picture [height, width, 3] of the first slot; needs `render_mode` in `make_environments`."""
         frames = self._vector.render()
         assert frames is not None
         return np.asarray(frames[0], dtype=np.uint8)
 
     def close(self) -> None:
-        """End the copies, processes included."""
+        """Close the copies and their processes."""
         self._vector.close()
 
     def _finite(self, observation_ND: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The same observations.
+        """Check that observations are finite; returns them.
 
         Raises:
             EnvironmentFault: if a number in them is NaN or infinite.
@@ -180,11 +180,11 @@ class Environments:
 
 
 def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str | None = None) -> Environments:
-    """`count` copies of the environment that the config names.
+    """Create `count` copies of the environment in the config.
 
     Raises:
-        ConfigError: an unknown id, a package that is missing, spaces that a policy here cannot act in, or a
-            combination of settings that the environment does not offer.
+        ConfigError: for an unknown id, a missing package, unsupported spaces, or a combination of settings that the
+            environment does not support.
     """
     spec = find_spec(config.id)
     if spec.entry_point is None:
@@ -203,7 +203,7 @@ def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str
 
 
 def longest_episode(config: EnvironmentConfig) -> int | None:
-    """Decisions after which the time limit ends an episode; None where neither config nor registration names one.
+    """Decisions after which the time limit ends an episode; None if neither config nor registration has one.
 
     Raises:
         ConfigError: for an unknown id.
@@ -213,10 +213,10 @@ def longest_episode(config: EnvironmentConfig) -> int | None:
 
 
 def check_environment(config: EnvironmentConfig) -> None:
-    """Refuse an environment that cannot be used, by making one copy and acting in it at random.
+    """Test an environment by random actions in one copy, and refuse one that cannot be used.
 
     Raises:
-        ConfigError: as `make_environments`; for an environment that raises or answers something unusable, and for one
+        ConfigError: as `make_environments`; for an environment that raises or returns invalid values, and for one
             without a time limit of which no episode ends in `PROBED_STEPS`.
     """
     in_process = replace(config, vectorization="sync") if config.vectorization == "async" else config
@@ -242,7 +242,7 @@ def check_environment(config: EnvironmentConfig) -> None:
 
 
 def _make_one(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, render_mode: str | None) -> ActionRepeat:
-    """One copy, as sync and async vector environments hold them."""
+    """Create one copy for a sync or async vector environment."""
     options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
     limit = config.max_episode_steps or None
     env = gym.make(spec, max_episode_steps=limit, disable_env_checker=True, **options)  # `ActionRepeat` checks more
@@ -258,6 +258,6 @@ def _spaces(make_one: Callable[[], gym.Env]) -> tuple[gym.Space, gym.Space]:
 
 
 def _is_plain_cartpole(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec) -> bool:
-    """Whether BatchedCartPole does exactly what these settings ask for."""
+    """True if BatchedCartPole implements these settings exactly."""
     plain = spec.entry_point == CARTPOLE and not spec.kwargs and not spec.additional_wrappers
     return plain and config.action_repeat == 1

@@ -1,4 +1,4 @@
-"""A small multilayer perceptron, in torch for learning and in NumPy for acting, on the same memory.
+"""A small multilayer perceptron in torch for training and in NumPy for acting, with shared parameters.
 
 Shape legend: N observations, D numbers in one, O outputs, B rollouts, T decisions.
 """
@@ -39,7 +39,7 @@ def _through_relu(grad_NH: Tensor, h_NH: Tensor) -> None:
     grad_NH.mul_(h_NH > 0)
 
 
-# The function, and its gradient from what it gave; both in place.
+# The function, and its gradient computed from its output; both in place.
 ACTIVATIONS: dict[str, tuple[Callable[[NDArray[Any]], None], Callable[[Tensor, Tensor], None]]] = {
     "tanh": (_tanh, _through_tanh),
     "relu": (_relu, _through_relu),
@@ -47,10 +47,11 @@ ACTIVATIONS: dict[str, tuple[Callable[[NDArray[Any]], None], Callable[[Tensor, T
 
 
 class _MLPFunction(torch.autograd.Function):
-    """The forward and backward pass of a `Network`, written out.
+    """The forward and backward pass of a `Network` as one autograd function.
 
-    About half the time of autograd's own: work happens in place, and NumPy's tanh is 14 times as fast as torch's (NumPy
-    2.4, torch 2.13, 100,000 numbers in float32, one core with AVX-512). Gives no gradient of the observations.
+    It takes about half the time of autograd's own graph, because it works in place, and NumPy's tanh is 14 times as
+    fast as torch's (NumPy 2.4, torch 2.13, 100,000 numbers in float32, one core with AVX-512). There is no gradient of
+    the observations.
     """
 
     @staticmethod
@@ -73,7 +74,7 @@ class _MLPFunction(torch.autograd.Function):
         weights, inputs = ctx.saved_tensors[:layers], ctx.saved_tensors[layers:]
         of_parameters: list[Tensor] = []
         for layer in reversed(range(layers)):
-            # Of a narrow input the product is several times faster with the narrow side first.
+            # For a narrow input the product is several times faster with the narrow side first.
             of_weight = grad_NO.t() @ inputs[layer] if layer else (inputs[0].t() @ grad_NO).t()
             of_parameters = [of_weight, grad_NO.sum(dim=0), *of_parameters]
             if layer:
@@ -100,7 +101,7 @@ class Network(nn.Module):
         widths = [inputs, *hidden, outputs]
         self.linears: list[nn.Linear] = []
         for index, (before, after) in enumerate(pairwise(widths)):
-            layer = nn.utils.skip_init(nn.Linear, before, after)  # its own would draw from the global generator
+            layer = nn.utils.skip_init(nn.Linear, before, after)  # no draws from the global generator
             gain = head_gain if index == len(hidden) else 2**0.5
             nn.init.orthogonal_(layer.weight, gain, generator=generator)
             nn.init.zeros_(layer.bias)
@@ -113,11 +114,10 @@ class Network(nn.Module):
 
 
 class NumpyMLP:
-    """A network's forward pass without autograd, for a few rows: work arrays made once and as few calls as can be.
+    """A network's forward pass without autograd, for a few rows, with preallocated work arrays and few calls.
 
-    It looks at the memory of the parameters themselves, so it always has the current ones, as long as they are changed
-    in place (optimizers and `load_state_dict` do). The products are torch's, so that they keep to its number of
-    threads; the rest is NumPy's.
+    It uses views of the parameters, so it always has the current values if they are changed in place, as by optimizers
+    and `load_state_dict`. Matrix products are torch's, so that they use its number of threads; the rest is NumPy's.
     """
 
     def __init__(self, network: Network, normaliser: RunningMeanStd | None) -> None:
@@ -142,7 +142,7 @@ class NumpyMLP:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._look()  # a copy has parameters of its own
+        self._look()  # a deep copy has its own parameters
 
     def _look(self) -> None:
         self._views = [(layer.bias.detach(), layer.weight.detach().t()) for layer in self.network.linears]
@@ -162,9 +162,9 @@ class NumpyMLP:
 
 
 class MaskedObservations:
-    """The observations that the decided columns of a batch rest on, normalised, as one tensor.
+    """The normalised observations of a batch's decisions as one tensor.
 
-    The passes of an update go over the same rows again and again: the last answer is kept.
+    The passes of an update use the same rows repeatedly, so the last result is cached.
     """
 
     def __init__(self, normaliser: RunningMeanStd | None) -> None:
@@ -175,7 +175,7 @@ class MaskedObservations:
         self._answer = (torch.empty(0), torch.empty(0, dtype=torch.int64))
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """observation_ND, and place_N: where in the flattened [B * T] each of them stands."""
+        """observation_ND, and place_N, their indices in the flattened [B * T]."""
         mean_D = None if self.normaliser is None else self.normaliser.mean_D
         known = len(batch.context) == len(self._context) and all(map(is_, batch.context, self._context))
         if not (known and mean_D is self._mean_D and torch.equal(batch.mask_BT, self._mask_BT)):
@@ -186,7 +186,7 @@ class MaskedObservations:
     def _gather(self, batch: Batch) -> tuple[Tensor, Tensor]:
         place_N = np.flatnonzero(batch.mask_BT.numpy())
         lengths_B = np.array([len(row) for row in batch.context])
-        # Row b begins at place b * T of the padded table, and at the sum of the lengths before it when joined.
+        # Row b begins at index b * T of the padded batch, and at the sum of the earlier lengths when concatenated.
         shift_B = np.cumsum(lengths_B) - lengths_B - np.arange(len(lengths_B)) * batch.mask_BT.shape[1]
         source_N = place_N + shift_B[place_N // batch.mask_BT.shape[1]]
         observation_ND = np.concatenate(batch.context)[source_N]
@@ -196,7 +196,7 @@ class MaskedObservations:
 
 
 def scatter(value_N: Tensor, place_N: Tensor, mask_BT: Tensor) -> Tensor:
-    """Values of decided columns ([N] or [N, V]) in their places of [B, T] or [B, T, V]; 0 elsewhere."""
+    """Scatter values of decisions ([N] or [N, V]) to [B, T] or [B, T, V]; 0 elsewhere."""
     if len(value_N) == mask_BT.numel():
         return value_N.view(*mask_BT.shape, *value_N.shape[1:])
     blank = value_N.new_zeros(mask_BT.numel(), *value_N.shape[1:])

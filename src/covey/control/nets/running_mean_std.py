@@ -1,4 +1,4 @@
-"""Observations brought to one scale by the mean and variance of all that were seen.
+"""Normalises observations by their running mean and variance.
 
 Shape legend: N observations, D numbers in one.
 """
@@ -17,10 +17,10 @@ EPS = 1e-8  # added to the variance
 
 
 class RunningMeanStd:
-    """Mean and population variance of every observation number, over the whole run, in float64.
+    """Running mean and population variance of every observation component, over the whole run, in float64.
 
-    Frozen between calls of `update`: update it after the optimizer steps on some rollouts and before the next rollouts,
-    or the policy that is evaluated is not the one that sampled. Before the first update the scale is 1.
+    Call `update` only after the optimizer steps on some rollouts and before the next rollouts; otherwise the evaluated
+    policy is not the one that sampled. Before the first update the scale is 1.
     """
 
     def __init__(self, size: int) -> None:
@@ -30,10 +30,10 @@ class RunningMeanStd:
         self._set_scale()
 
     def update(self, x_ND: NDArray[np.floating]) -> None:
-        """Take in N observations; merged by Chan, Golub and LeVeque (1983), eq. 1.5, so how they are cut is the same.
+        """Merge N observations by Chan, Golub and LeVeque (1983), eq. 1.5, independently of their split into calls.
 
         Raises:
-            RunError: if a number is not finite: it would spoil the mean for good.
+            RunError: if a number is not finite, because the mean could not recover.
         """
         added = len(x_ND)
         if not added:
@@ -58,7 +58,7 @@ class RunningMeanStd:
         return np.minimum(out, np.float32(LIMIT), out=out)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of it, for a checkpoint; later updates leave it as it is."""
+        """The state for a checkpoint, which later updates do not change."""
         return {
             "mean_D": torch.from_numpy(self.mean_D),
             "var_D": torch.from_numpy(self.var_D),
@@ -66,10 +66,10 @@ class RunningMeanStd:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over a saved state, bit for bit.
+        """Load a saved state, bit for bit.
 
         Raises:
-            ConfigError: if it is that of observations of another size.
+            ConfigError: if it belongs to observations of another size.
         """
         if state["mean_D"].shape != self.mean_D.shape:
             raise ConfigError(

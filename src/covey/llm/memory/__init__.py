@@ -1,1 +1,1 @@
-"""Memory predicted before a run: `dimensions` of a model, `estimate` of the peak."""
+"""Memory prediction before a run: the `dimensions` of a model and the `estimate` of the peak."""

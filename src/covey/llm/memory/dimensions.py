@@ -1,4 +1,4 @@
-"""The sizes of a model from its `config.json` alone: no weight is read, none is allocated."""
+"""Reads the dimensions of a model from its `config.json` alone, without reading or allocating weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Dimensions:
     """Dimensions of a decoder that determine its memory."""
 
     parameters: int  # all weights, tied ones once
-    trunk_parameters: int  # those below the output layer; tied embeddings belong to the trunk
+    trunk_parameters: int  # weights below the output layer, with tied embeddings
     hidden: int
     layers: int
     heads: int
@@ -47,12 +47,12 @@ class Dimensions:
     head_dim: int
     intermediate: int
     vocabulary: int
-    feed_forward_kept: int  # tensors as wide as `intermediate` that autograd keeps of a layer
-    is_tied: bool  # the output layer is the embedding table
+    feed_forward_kept: int  # number of tensors of width `intermediate` that autograd keeps per layer
+    is_tied: bool  # the output layer shares the embedding's weights
     has_rms_norm: bool  # computed in fp32, which keeps more than torch's own LayerNorm
-    has_head_norms: bool  # queries and keys are normalised as well
-    packed_parameters: int  # that decoding on a CPU copies into another order
-    has_kernels: bool  # covey's own, on a CPU
+    has_head_norms: bool  # queries and keys are normalised too
+    prepacked_parameters: int  # weights that decoding on a CPU copies (prepacks)
+    has_kernels: bool  # covey's kernels support the model on a CPU
 
     @property
     def query(self) -> int:
@@ -66,7 +66,7 @@ class Dimensions:
 
 
 def read_dimensions(model_config: dict[str, Any], model: str = "of this config.json") -> Dimensions:
-    """The dimensions of the model that the dict of a `config.json` describes; `model` names it in messages.
+    """The dimensions of the model with this `config.json`; `model` is its name in messages.
 
     transformers builds the model on torch's meta device, where tensors have shapes and no memory, so the weights of
     every architecture that it knows are counted exactly.
@@ -84,7 +84,7 @@ def read_dimensions(model_config: dict[str, Any], model: str = "of this config.j
 
 def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions:
     text = config.get_text_config()
-    # A recurrent model has no attention heads. Its state is counted as one head, which is more than it needs.
+    # A recurrent model has no attention heads. Its state is counted as one head, which overestimates it.
     heads, hidden = int(getattr(text, "num_attention_heads", 1)), int(text.hidden_size)
     layers, vocabulary = int(text.num_hidden_layers), int(text.vocab_size)
     for name, value in (("heads", heads), ("hidden units", hidden), ("layers", layers), ("tokens", vocabulary)):
@@ -107,7 +107,7 @@ def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions
         is_tied=head is not None and head.weight is module.get_input_embeddings().weight,
         has_rms_norm=any("RMSNorm" in type(part).__name__ for part in module.modules()),
         has_head_norms="q_norm" in names,
-        packed_parameters=sum(part.weight.numel() for part in module.modules() if type(part) is nn.Linear),
+        prepacked_parameters=sum(part.weight.numel() for part in module.modules() if type(part) is nn.Linear),
         has_kernels=is_llama_like(module),
     )
 
@@ -117,8 +117,10 @@ def _count(module: nn.Module) -> int:
 
 
 def _feed_forward_kept(text: Any, *, is_gated: bool) -> int:
-    """Gated: the gate, its activation, the other half, their product. Else: the activation's input and result; where
-    GELU is written out, x, x / 2, tanh and 1 + tanh besides the result.
+    """Number of tensors of width `intermediate` that autograd keeps.
+
+    Gated MLP: gate, activation, up projection and their product. Otherwise the activation's input and result; for a
+    GELU composed of operations x, x / 2, tanh, 1 + tanh and the result.
     """
     if is_gated:
         return 4
@@ -127,8 +129,9 @@ def _feed_forward_kept(text: Any, *, is_gated: bool) -> int:
 
 
 def find_model_config(model: str) -> dict[str, Any] | None:
-    """The `config.json` of a model by the name that a recipe gives it, or by its own path; None for a hub's model that
-    is not on this machine. Asks no hub.
+    """Find the `config.json` of a model by its name in a recipe, or by its own path, without asking a hub.
+
+    Returns None for a hub's model that is not on this machine.
 
     Raises:
         ConfigError: if there is no such model, or its config cannot be read.
@@ -147,7 +150,7 @@ def find_model_config(model: str) -> dict[str, Any] | None:
 
 
 def _cached_config(name: str) -> dict[str, Any] | None:
-    """The `config.json` of a hub's model, if it was downloaded before."""
+    """The `config.json` of a hub's model in the local cache, or None."""
     try:
         cached = try_to_load_from_cache(name, MODEL_CONFIG_FILE)
     except HFValidationError:
@@ -156,7 +159,7 @@ def _cached_config(name: str) -> dict[str, Any] | None:
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The dimensions in the head of a GGUF file, under the names of a `config.json`.
+    """The dimensions in a GGUF file's header, under the names of a `config.json`.
 
     Raises:
         ConfigError: if it is no GGUF file of a language model.

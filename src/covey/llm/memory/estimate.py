@@ -1,8 +1,8 @@
 """Predicts the memory of a run from a model's dimensions and the run's config, without reading a weight.
 
-`covey plan` and `covey check` print it. Tensors are counted as the code makes them, on the assumption that every prompt
-is `prompt_tokens` long and every completion uses the whole token limit. docs/memory.md explains the parts and compares
-them with what was measured.
+`covey plan` and `covey check` print it. Tensors are counted as the code allocates them, on the assumption that every
+prompt has `prompt_tokens` and every completion the maximal number of tokens. docs/memory.md explains the parts and
+compares them with measurements.
 
 Shapes: N tokens of a microbatch, S prompts and R rollouts in it, P tokens of a prompt, C fed tokens of a completion.
 """
@@ -20,28 +20,28 @@ from covey.llm.model.prefix_attention import SCORES_LIMIT
 from covey.llm.native.bindings import padded
 from covey.llm.sampler import CACHE_BYTES
 
-PROMPT_TOKENS = 64  # of a prompt, if none is given
-# Before any weight. CPU: Python, torch, transformers and what they allocate in a run, measured at 0.42 GiB. GPU: the
-# CUDA context and the kernels, outside of what torch counts.
+PROMPT_TOKENS = 64  # default length of a prompt
+# Without weights. CPU: Python, torch, transformers and their allocations in a run, measured at 0.42 GiB. GPU: the CUDA
+# context and the kernels, which torch does not count.
 PROGRAM_BYTES = {"cpu": 430 << 20, "cuda": 600 << 20}
-# On a CPU the C library's allocator gives freed memory back only in part: what the microbatches of an optimizer step
-# leave behind has holes that the next one, of other sizes, does not fill. As shares of activations and gradients,
-# measured (docs/memory.md); torch's own allocator on a GPU reports live tensors alone.
+# Fragmentation, as measured fractions of activations and gradients (docs/memory.md): on a CPU the C library's allocator
+# cannot reuse all memory of an optimizer step's microbatches for those of the next, which have other sizes. On a GPU
+# torch's allocator counts live tensors alone.
 HOLES_OF_ONE_MICROBATCH, HOLES_OF_SEVERAL = 0.1, 0.47
 
-SAMPLING = ("packed weights", "keys and values", "logits of a decoding step")
-UPDATE = ("activations", "logits", "holes between them")
+SAMPLING = ("prepacked weights", "keys and values", "logits of a decoding step")
+UPDATE = ("activations", "logits", "fragmentation")
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted bytes by part, each at its own largest."""
+    """Predicted bytes by part, each at its maximum."""
 
     parts: dict[str, int]
 
     @property
     def peak(self) -> int:
-        """The most bytes at one time: sampling and the update take turns, the rest stays."""
+        """The peak in bytes: the larger of sampling and update, which do not overlap, and the parts that remain."""
         staying = sum(size for name, size in self.parts.items() if name not in (*SAMPLING, *UPDATE))
         coming = (sum(self.parts[name] for name in phase) for phase in (SAMPLING, UPDATE))
         return staying + max(coming)
@@ -50,7 +50,7 @@ class MemoryPlan:
 def predict(
     size: Dimensions, config: RunConfig, *, device: str, width: int, prompt_tokens: int = PROMPT_TOKENS
 ) -> MemoryPlan:
-    """Predicted memory of a run by part.
+    """Predict the memory of a run by part.
 
     Args:
         device: "cpu" or "cuda".
@@ -67,7 +67,7 @@ def predict(
     fused = device == "cpu" and size.has_kernels
     activations = activation_bytes(size, width, prompts, rows, prompt_tokens, fed, fused=fused)
     if has_critic and config.critic.trunk == "policy" and not is_own_master:
-        activations += decisions * size.hidden * 4  # what the value head reads, in fp32
+        activations += decisions * size.hidden * 4  # the value head's input, in fp32
     is_only_one = rows == _group_size(config) * _groups_of_a_minibatch(config)
     holes = {"cpu": HOLES_OF_ONE_MICROBATCH if is_only_one else HOLES_OF_SEVERAL, "cuda": 0.0}[device]
     return MemoryPlan(
@@ -85,7 +85,7 @@ def predict(
             "critic's gradients": critic * 4,
             "activations": activations,
             "logits": _logit_bytes(size, config, device, width, decisions),
-            "holes between them": int(holes * (activations + 4 * (size.parameters + critic))),
+            "fragmentation": int(holes * (activations + 4 * (size.parameters + critic))),
         }
     )
 
@@ -114,8 +114,8 @@ def activation_bytes(
         fused: whether covey's kernels compute norms, gated MLPs and attention.
     """
     tokens = prompts * prompt_tokens + rows * fed
-    # The norm's input (in fp32 for an RMSNorm of torch's), what was normalised, and the result, which the next product
-    # reads. The kernel keeps its input, which between layers is fp32, and a number of each row.
+    # torch keeps the norm's input (in fp32 for an RMSNorm), the normalised input, and the result for the next product.
+    # The kernel keeps its input, which is fp32 between layers, and one number per row.
     normalised = (4 + width) if size.has_rms_norm and not fused else width
     norm = size.hidden * 4 + 4 if fused else size.hidden * normalised
     head_norms = (size.query + size.key_value) * normalised + (4 * (size.heads + size.kv_heads) if fused else 0)
@@ -132,7 +132,7 @@ def activation_bytes(
 
 
 def _attention_bytes(size: Dimensions, width: int, prompts: int, rows: int, prompt_tokens: int, fed: int) -> int:
-    """Of one layer, without the queries and the result, which are as wide as a token: see `PackedLayout.attend`."""
+    """Bytes of one layer's attention without queries and result, which are counted per token: `PackedLayout.attend`."""
     tokens, fed_tokens, seen = prompts * prompt_tokens + rows * fed, rows * fed, prompt_tokens + fed
     prompt_part = prompts * prompt_tokens * (size.query * width + size.heads * 4)
     if size.kv_heads == size.heads:
@@ -150,10 +150,10 @@ def _attention_bytes(size: Dimensions, width: int, prompts: int, rows: int, prom
 
 def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, decisions: int) -> int:
     """Bytes that `token_logprobs` and `exact_kl` hold: a chunk of the logits, and in backward the gradients of the
-    output layer and of the hidden states. Where torch computes, the part as logits in fp32 and as probabilities too.
+    output layer and of the hidden states. torch also holds the chunk as logits in fp32 and as probabilities.
 
-    `exact_kl` always has products and logits of policy and reference, and its gradient of the output layer waits for
-    the other one.
+    `exact_kl` always has logits of policy and reference, and holds its gradient of the output layer until the other
+    gradient is computed.
     """
     product = size.vocabulary * min(CHUNK, decisions) * width
     logits = 0 if width == 4 else product * 4 // width
@@ -171,7 +171,7 @@ def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, d
 
 
 def _sampling(size: Dimensions, config: RunConfig, device: str, width: int, prompt_tokens: int) -> dict[str, int]:
-    """The rows that are decoded together, chosen as `LanguageSampler` chooses them."""
+    """Bytes by part while sampling, for the number of rows that `LanguageSampler` decodes together."""
     sampling, group = config.sampling, _group_size(config)
     per_token = 2 * size.layers * size.key_value * width
     fitting = sampling.rows_at_once or CACHE_BYTES // (per_token * sampling.max_new_tokens)
@@ -179,12 +179,12 @@ def _sampling(size: Dimensions, config: RunConfig, device: str, width: int, prom
     rows = prompts * group
     has_kernels = device == "cpu" and size.has_kernels
     own = per_token * rows * padded(sampling.max_new_tokens)
-    if not has_kernels:  # when rows have ended, the keys of the others (at most 7 of 8, half of all) are copied
+    if not has_kernels:  # after some rows have ended, the keys of the others (at most 7 of 8, half of all) are copied
         own = own * 23 // 16
-    # The logits of this token and of the next one, and the probabilities of a few rows.
+    # Logits of this token and of the next one, and probabilities of up to ROWS rows.
     logits = size.vocabulary * (2 * rows * width + (0 if has_kernels else 2 * 4 * min(rows, ROWS)))
     return {
-        "packed weights": size.packed_parameters * width if device == "cpu" else 0,
+        "prepacked weights": size.prepacked_parameters * width if device == "cpu" else 0,
         "keys and values": own + per_token * prompts * prompt_tokens,
         "logits of a decoding step": logits,
     }

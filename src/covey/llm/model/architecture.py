@@ -10,31 +10,31 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Their layers: norm, attention with rotary positions, norm, gated SiLU. Nothing is scaled or capped.
+# Layers of RMSNorm, attention with rotary embedding, RMSNorm, SwiGLU, without scaling or capping.
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def is_llama_like(module: PreTrainedModel) -> bool:
-    """Whether the model is built as `LlamaLayers` and `NativeDecoder` expect."""
+    """True if the model has the layers that `LlamaLayers` and `NativeDecoder` compute."""
     config = module.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (
         config.model_type in FAMILIES
         and config.hidden_act == "silu"
         and kinds == {"full_attention"}
-        and len({parameter.dtype for parameter in module.parameters()}) == 1  # the kernels are told one type
+        and len({parameter.dtype for parameter in module.parameters()}) == 1  # the kernels support one type per model
         and all(type(layer) is nn.Linear for layer in module.modules() if hasattr(layer, "in_features"))
     )
 
 
-# Fields of a config that say how far attention looks back, or into what pieces it cuts a sequence.
+# Config fields of attention windows and chunks.
 _LIMITS_ATTENTION = re.compile(r"window|chunk|local|block|index|budget|sparse|compress|span|stride")
 
 
 def windows_of(config: Any) -> list[int]:
-    """Every number of tokens that a config names as a window, a chunk or the like.
+    """All window and chunk lengths in a config, in tokens.
 
-    A few that mean something else may be among them: a trial that is longer than needed does no harm.
+    It may include numbers with another meaning, because a longer trial than needed is no error.
     """
     return sorted({size for size in _windows(config.to_dict(), named=False) if size > 0})
 
@@ -55,9 +55,9 @@ def vocabulary_of(module: PreTrainedModel) -> int:
 
 
 def exact_length(config: Any) -> tuple[int, str] | None:
-    """The number of tokens up to which a row's numbers are its own, and why not beyond; None if there is no such limit.
+    """Longest row in tokens that does not depend on the other rows of its batch, and the reason; None without a limit.
 
-    Two kinds of rotary scaling choose the frequencies of all rows of a call by the longest one. Attention that selects
+    Two kinds of rotary scaling choose the frequencies of all rows by the longest row of a call. Attention that selects
     the keys with the highest scores depends on rounding if scores are equal.
     """
     config = config.get_text_config()
@@ -79,7 +79,7 @@ def exact_length(config: Any) -> tuple[int, str] | None:
 
 @dataclass(frozen=True)
 class Heads:
-    """Of a model's attention: how many, and how wide."""
+    """Number and width of a model's attention heads."""
 
     queries: int
     keys: int
@@ -122,7 +122,7 @@ class LayerModules:
         )
 
 
-# The names that architectures give the number of positions a model knows, the usual one first.
+# Config fields for the number of positions, the usual name first.
 POSITION_FIELDS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length", "max_target_positions",
     "seq_length", "model_max_length",

@@ -1,4 +1,4 @@
-"""Between text and token ids: chat templates, end tokens, completions as text."""
+"""Conversion between text and token ids: chat templates, end tokens, decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Message = dict[str, str]
 
 
 class TokenPrompt(str):
-    """A prompt that was given as token ids, which the model is given as they are; the rewards read its text."""
+    """A prompt given as token ids, which are fed unchanged; rewards get its text."""
 
     __slots__ = ("ids",)
     ids: tuple[int, ...]
@@ -27,24 +27,23 @@ class TokenPrompt(str):
 
 
 class Chat:
-    """Renders prompts for one model and reads its completions."""
+    """Encodes prompts for one model and decodes its completions."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int], embedded: int | None = None
     ) -> None:
-        """`embedded` is how many token ids the model has an embedding for; None does not check."""
+        """`embedded` is the number of token ids with an embedding; None: prompts are not checked."""
         self.tokenizer = tokenizer
         self.end_ids = end_ids
         self.embedded = embedded
 
     def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of a prompt: a string is taken as it stands, messages go through the model's chat template.
+        """Token ids of a prompt: a string is encoded unchanged, messages by the model's chat template.
 
-        What a tokenizer puts behind a text, such as an end token, is left out: a completion is to follow.
+        Tokens that a tokenizer appends to a text, such as an end token, are left out, because a completion follows.
 
         Raises:
-            ConfigError: if messages meet a model without a chat template, or one whose template gives no text, or the
-                prompt is empty.
+            ConfigError: for messages if the model has no chat template, or it cannot render them; for an empty prompt.
         """
         ids: Any
         if isinstance(prompt, TokenPrompt):
@@ -75,7 +74,7 @@ class Chat:
 
     @cached_property
     def _appended(self) -> tuple[int, ...]:
-        """The ids that the tokenizer puts behind every text of its own accord."""
+        """The ids that the tokenizer appends to every text."""
         plain, whole = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
         for begin in range(len(whole) - len(plain) + 1):
             if plain and whole[begin : begin + len(plain)] == plain:
@@ -83,10 +82,10 @@ class Chat:
         return ()
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The text of a chat, up to where the model's answer begins.
+        """Render the text of a chat, up to the beginning of the model's answer.
 
         Raises:
-            ConfigError: if the model has no chat template, or it gives no text.
+            ConfigError: if the model has no chat template, or it cannot render the chat.
         """
         if not self.tokenizer.chat_template:
             raise ConfigError(
@@ -109,7 +108,7 @@ class Chat:
             ) from error
 
     def decode(self, actions: Sequence[int]) -> str:
-        """The text of a completion, without the end token and other special tokens."""
+        """Decode a completion, without the end token and other special tokens."""
         return str(self.tokenizer.decode(list(actions), skip_special_tokens=True))
 
 
@@ -119,10 +118,10 @@ def _roles(messages: Sequence[Message]) -> str:
 
 
 def end_ids_of(config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a completion: those that the model, its generation config or its tokenizer declare.
+    """All ids that end a completion: the end tokens of the model, its generation config and its tokenizer.
 
     Raises:
-        ConfigError: for an end token that is no id.
+        ConfigError: for an end token that is not an id.
     """
     found: set[int] = set()
     for declared in (

@@ -1,8 +1,8 @@
-"""Chat templates, rendered so that none of them can stop a run: a template is a program that came with a model.
+"""Renders chat templates safely: a template is a program that came with a model.
 
-transformers renders them in a sandbox, where they reach no file and no Python object. But a program may also run
-forever, or fill the memory. So a template is rendered in a process of its own, with a limit of processor time and of
-memory, unless it is plainly finite: one that walks the messages and joins texts, as most do.
+transformers renders them in a sandbox without access to files and Python objects. But a program may also run forever,
+or exhaust memory. So a template is rendered in a process of its own with limits of processor time and memory, unless it
+is provably finite, like most templates, which iterate over the messages and join texts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-CPU_SECONDS = 3.0  # for one prompt, which takes a millisecond
-WALL_SECONDS = 60.0  # generous, for a machine that does other work
+CPU_SECONDS = 3.0  # for one prompt, which usually takes a millisecond
+WALL_SECONDS = 60.0  # long, for a machine with other load
 START_SECONDS = 120.0  # for the process to import transformers
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 1 << 24  # of a rendered prompt
@@ -37,20 +37,20 @@ FINITE_NODES = (
     nodes.Sub, nodes.Concat, nodes.Test, nodes.For, nodes.Filter, nodes.Call, nodes.Assign, nodes.Neg,
 )  # fmt: skip
 FINITE_FILTERS = {"trim", "length", "upper", "lower", "first", "last", "string", "default"}
-MOST_LOOPS = 2  # one inside the other: messages, and the parts of one
+MOST_LOOPS = 2  # nested loops: messages, and the parts of a message
 
 
 class TemplateFailed(Exception):
-    """A chat template gave no text; one line that says why."""
+    """A chat template cannot be rendered; one line with the reason."""
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any]) -> str:
-    """The text of a chat, up to where the model's answer begins.
+    """Render the text of a chat, up to the beginning of the model's answer.
 
     Args:
-        template: in Jinja, as a tokenizer has it.
+        template: the tokenizer's template, in Jinja.
         messages: with role and content.
-        special_tokens: the tokenizer's, by the names under which a template reads them.
+        special_tokens: name in templates -> the tokenizer's special token.
 
     Raises:
         TemplateFailed: if the template does not parse, refuses the messages, does not end or needs too much memory.
@@ -64,7 +64,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens:
 
 
 def reply_to(request: Mapping[str, Any]) -> dict[str, str]:
-    """The text of a request of `render`, or why there is none."""
+    """The text for a request of `render`, or the reason why there is none."""
     try:
         rendered: Any = render_jinja_template(
             conversations=[request["messages"]],
@@ -85,7 +85,7 @@ def reply_to(request: Mapping[str, Any]) -> dict[str, str]:
         return {"failed": f"asks for what there is not: {error.message}"}
     except TemplateError as error:
         return {"failed": f"refuses the messages: {error.message}"}
-    except Exception as error:  # a template computes, and what computes can raise anything
+    except Exception as error:  # a template is a program and can raise anything
         return {"failed": f"fails: {type(error).__name__}: {error}"}
     if len(text) > MOST_CHARACTERS:
         return {"failed": f"makes {len(text):,} characters of a prompt"}
@@ -104,10 +104,10 @@ def _too_much() -> str:
 
 @lru_cache(maxsize=64)
 def is_finite(template: str) -> bool:
-    """Whether a template's time and memory are plainly bounded by the length of the messages.
+    """True if a template's time and memory are provably bounded by the length of the messages.
 
-    It then has no function but `raise_exception`, no macro, no arithmetic that grows, at most two loops inside each
-    other, each over a part of the messages, and no variable that is built from texts.
+    It then has no function except `raise_exception`, no macro, no arithmetic that grows, at most two nested loops, each
+    over a part of the messages, and no variable that is built from texts.
     """
     environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
     try:
@@ -133,7 +133,7 @@ def _is_finite_node(node: nodes.Node) -> bool:
         return node.name in FINITE_FILTERS
     if isinstance(node, nodes.Call):
         return isinstance(node.node, nodes.Name) and node.node.name == "raise_exception"
-    if isinstance(node, nodes.Mod):  # of a number; a text before '%' is a format, which can be as wide as it likes
+    if isinstance(node, nodes.Mod):  # of numbers; for a text '%' is formatting, whose result has no bounded length
         left = node.left
         return isinstance(left, nodes.Getattr) and isinstance(left.node, nodes.Name) and left.node.name == "loop"
     if isinstance(node, nodes.For):
@@ -144,7 +144,7 @@ def _is_finite_node(node: nodes.Node) -> bool:
 
 
 def _is_part(node: nodes.Node | None) -> bool:
-    """A constant, a variable, or a part of one: nothing that is longer."""
+    """True for a constant, a variable, or a part of one, which is not longer."""
     if isinstance(node, (nodes.Getattr, nodes.Getitem, nodes.Filter)):
         return _is_part(node.node)
     return isinstance(node, (nodes.Name, nodes.Const))
@@ -156,9 +156,9 @@ def _loops(node: nodes.Node) -> int:
 
 
 class TemplateProcess:
-    """Renders in a child process, one request at a time. A child that fails is killed; the next request starts one.
+    """Renders in a child process, one request at a time. A child that fails is killed; the next request starts another.
 
-    The child ends when this process does, because its requests then end.
+    The child ends with this process, because its input then ends.
     """
 
     def __init__(self) -> None:
@@ -167,14 +167,14 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def render(self, request: Mapping[str, Any]) -> str:
-        """The text of one prompt.
+        """Render one prompt.
 
         Raises:
-            TemplateFailed: if the template gives none.
+            TemplateFailed: if the template cannot be rendered.
         """
         line = json.dumps(request, default=str).encode() + b"\n"
         with self._lock:
-            if self._owner != os.getpid():  # in a fork: the child and its replies belong to the parent
+            if self._owner != os.getpid():  # in a forked process: the child and its replies belong to the parent
                 self._process, self._owner = None, os.getpid()
             try:
                 if self._process is None:
@@ -188,7 +188,7 @@ class TemplateProcess:
                 raise TemplateFailed(f"has no process to be rendered in ({error.strerror})") from error
             except TemplateFailed:
                 raise
-            except BaseException:  # Ctrl-C: the reply may come later and is not read
+            except BaseException:  # such as Ctrl-C: a late reply must not be read as the next one
                 self.close()
                 raise
 
@@ -232,8 +232,8 @@ class TemplateProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # -P, so that no file of the working directory is imported by accident; a session of its own, so that the
-    # terminal's Ctrl-C does not reach it.
+    # -P, so that no file of the working directory is imported by accident; its own session, so that it does not
+    # receive the terminal's Ctrl-C.
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "covey.llm.model.chat_templates"],
         stdin=subprocess.PIPE,
@@ -246,14 +246,14 @@ def _start() -> subprocess.Popen[bytes]:
 
 @lru_cache(maxsize=1)
 def _worker() -> TemplateProcess:
-    """The one child of this process."""
+    """The single child of this process."""
     worker = TemplateProcess()
     atexit.register(worker.close)
     return worker
 
 
 def main() -> None:
-    """The child: reply to every request that is a line of JSON."""
+    """Main function of the child: reply to every request, one line of JSON each."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -263,8 +263,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     for line in requests:
         request = json.loads(line)
-        # The default action ends the process even while it computes in C. Processor time, so that a machine that
-        # does other work changes nothing.
+        # The default action ends the process even during a call of C. The limit is processor time, which does not
+        # depend on other load of the machine.
         signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
         reply = json.dumps(reply_to(request) if request else {}).encode() + b"\n"
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -273,7 +273,7 @@ def main() -> None:
 
 
 def _virtual_bytes() -> int:
-    """The address space that this process has taken; 0 where the system does not say."""
+    """Size of this process's address space in bytes; 0 if it is unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

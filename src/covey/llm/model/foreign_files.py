@@ -1,4 +1,4 @@
-"""Files that other programs wrote, such as models: whatever a library raises while it reads one becomes one line."""
+"""Reads files of other programs, such as models: any exception of a library while it reads one becomes one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.config import ConfigError
 from covey.config.faults import machine_error
 from covey.config.files import LONGEST_MODEL_CONFIG, read_json, walk
 
-LARGEST_SIZE = 2**40  # of an integer in a config.json
+LARGEST_SIZE = 2**40  # largest integer in a config.json
 MOST_LAYERS = 1000  # real models have up to a few hundred
 MOST_EXPERTS = 10_000
 
@@ -23,16 +23,16 @@ _LIMITS = ((re.compile("layer|block|depth"), MOST_LAYERS), (re.compile("expert")
 
 @contextmanager
 def reading(what: str, advice: str = "the file may be damaged") -> Iterator[None]:
-    """Turn any exception of the block into a ConfigError; transformers logs nothing but errors meanwhile.
+    """Turn any exception of the block into a ConfigError; transformers logs only errors in the block.
 
-    Libraries document hardly any of their exceptions, and a damaged file can bring out all of Python's.
+    Libraries document few of their exceptions, and a damaged file may raise any.
 
     Args:
-        what: cannot be done, at the beginning of the message, such as "model 'x' cannot be loaded".
-        advice: at its end.
+        what: beginning of the message, such as "model 'x' cannot be loaded".
+        advice: end of the message.
 
     Raises:
-        ConfigError: for a file that is not what it should be.
+        ConfigError: for an invalid file.
         MachineError: for a fault of the machine.
     """
     verbosity = transformers_logging.get_verbosity()
@@ -53,10 +53,10 @@ def reading(what: str, advice: str = "the file may be damaged") -> Iterator[None
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """The object in a `config.json`.
+    """Read the object in a `config.json`.
 
     Raises:
-        ConfigError: if it cannot be read, holds no object, or a number that no model has.
+        ConfigError: if it cannot be read, is no object, or has a number that no model has.
     """
     config = read_json(path, LONGEST_MODEL_CONFIG, strict=False)  # some have infinities
     if not isinstance(config, dict):
@@ -66,7 +66,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 
 def check_model_config(config: dict[str, Any], where: str) -> None:
-    """Refuse numbers that no model has, before something is built of them: a billion layers take hours.
+    """Refuse numbers that no model has before a model is built, because a billion layers take hours.
 
     Raises:
         ConfigError: beginning with `where`.

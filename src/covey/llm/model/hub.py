@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, as folders on this machine: the only place that asks the hub."""
+"""Downloads models of the Hugging Face hub; the only module that asks the hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 
 from covey.config import ConfigError
 
-ANSWER_SECONDS = 8.0  # for the hub to say whether it has a model; the download itself has no deadline
+ANSWER_SECONDS = 8.0  # deadline of the hub's answer; the download itself has none
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja"]  # no pickle
 NOT_HERE = (
     "name a folder or a .gguf file, or download it where there is a network (hf download {name} --local-dir FOLDER) "
@@ -29,7 +29,7 @@ _log = logging.getLogger("covey")
 
 
 def cached_folder(name: str) -> Path | None:
-    """The folder of a hub's model that was downloaded before; None if it was not, or not to the end. Asks no hub."""
+    """The local folder of a hub's model without asking the hub; None if it is not downloaded completely."""
     try:
         return Path(snapshot_download(name, local_files_only=True, allow_patterns=FILES))
     except (LocalEntryNotFoundError, HFValidationError, OSError, ValueError):
@@ -37,13 +37,13 @@ def cached_folder(name: str) -> Path | None:
 
 
 def download(name: str) -> Path:
-    """The folder of a hub's model, downloaded if the hub has a newer version than this machine.
+    """Download a hub's model if the hub has a newer version than this machine; returns its folder.
 
-    The hub is asked once, with a deadline. If it does not answer, or `HF_HUB_OFFLINE` is set, the version that was
-    downloaded before serves.
+    The hub is asked once, with a deadline. If it does not answer, or `HF_HUB_OFFLINE` is set, the local version is
+    used.
 
     Raises:
-        ConfigError: if the hub has no such model, or does not answer and the model was never downloaded.
+        ConfigError: if the hub has no such model, or does not answer and there is no local version.
     """
     offline = constants.is_offline_mode()
     failure = "HF_HUB_OFFLINE is set" if offline else ""
@@ -83,11 +83,11 @@ def download(name: str) -> Path:
 
 
 def _ask(name: str) -> None:
-    """Ask the hub for a model, in a thread: a name server, a proxy or a hub that accepts and never answers can each
-    hold a request for longer than its own time limit.
+    """Ask the hub for a model, in a thread, because a name server, a proxy or a hub that never answers can delay a
+    request beyond its own time limit.
 
     Raises:
-        TimeoutError: at the deadline. Exception: whatever asking raises.
+        TimeoutError: at the deadline. Exception: any of the request.
     """
     answers: SimpleQueue[Exception | None] = SimpleQueue()
 

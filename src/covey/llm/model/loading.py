@@ -1,4 +1,4 @@
-"""Loading models by the names that recipes, commands and scripts give them, and taking over those in memory."""
+"""Loads models by name for recipes, commands and scripts, and wraps models that are already in memory."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from covey.llm.model.pretrained import (
 )
 from covey.runtime.checkpoint import CheckpointFolder
 
-BUFFERS_FILE = "buffers.safetensors"  # in a run's architecture folder: what a model keeps beside its parameters
+BUFFERS_FILE = "buffers.safetensors"  # in a run's architecture folder: the model's persistent buffers
 GENERATION_FILE = "generation_config.json"
 
 
 @dataclass
 class LoadedModel:
-    """A causal language model, how it talks, and where it came from."""
+    """A causal language model with its chat and its source."""
 
     module: PreTrainedModel
     chat: Chat
@@ -65,18 +65,18 @@ class Description:
     config: PreTrainedConfig
     module: PreTrainedModel  # on the meta device
     tokenizer: Any
-    weights: WeightFiles | None  # None: those of a run's checkpoint
+    weights: WeightFiles | None  # None: the weights of a run's checkpoint
 
 
 def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Load a model by the name that a recipe gives it.
+    """Load a model by its name in a recipe.
 
     Args:
         name: `smollm2-135m`, a folder in Hugging Face's layout, a `.gguf` file, a hub name, a run folder of covey (its
-            model or, where the run was stopped, its newest checkpoint) or one of its checkpoints.
+            model or, if the run was stopped, its newest checkpoint) or one of its checkpoints.
 
     Raises:
-        ConfigError: if nothing is found under the name, or what is found is no causal language model that is whole.
+        ConfigError: if nothing has this name, or it is no complete causal language model.
     """
     source = locate_model(resolve_checkpoint(name))
     described = describe_model(model_folder(source), name, has_weights=source.kind is not ModelKind.CHECKPOINT)
@@ -92,19 +92,19 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
         module.generation_config = read_generation_config(described.folder, name)
     module.name_or_path = module.config.name_or_path = str(described.folder)
     check_weights(module, name)
-    module.to(device)  # type: ignore[arg-type]  # transformers hides torch's own signature
+    module.to(device)  # type: ignore[arg-type]  # transformers hides torch's signature
     return _ready(module, described.tokenizer, str(described.folder), name)
 
 
 def describe_model(folder: Path, name: str, *, has_weights: bool = True) -> Description:
-    """Everything of a model but its weights, checked; of the weights, the headers of their files.
+    """Read and check a model without its weights; of the weights only the headers of their files.
 
     Args:
-        name: names the model in messages.
+        name: the model's name in messages.
         has_weights: False for the architecture of a run, whose weights are in its checkpoints.
 
     Raises:
-        ConfigError: for the first thing that is wrong.
+        ConfigError: for the first fault.
     """
     check_config(read_model_config(folder / MODEL_CONFIG_FILE), name)
     check_tokenizer_files(folder, name)
@@ -121,10 +121,10 @@ def describe_model(folder: Path, name: str, *, has_weights: bool = True) -> Desc
 
 
 def check_model_files(name: str) -> None:
-    """Tokenizer and config of a model, without reading its weights, downloading or converting it.
+    """Check tokenizer and config of a model, without reading its weights, downloading or converting it.
 
     Raises:
-        ConfigError: for the first thing that is wrong.
+        ConfigError: for the first fault.
     """
     source = locate_model(resolve_checkpoint(name))
     if source.kind is ModelKind.GGUF:
@@ -135,8 +135,8 @@ def check_model_files(name: str) -> None:
 
 
 def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
-    """Tokenizer and config of a model without its weights; None if they are not on this machine or unusable, which
-    `load_model` tells.
+    """Tokenizer and config of a model without its weights; None if they are not on this machine or unusable, in which
+    case `load_model` raises the error.
     """
     try:
         source = locate_model(resolve_checkpoint(name))
@@ -149,12 +149,12 @@ def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
 
 
 def resolve_checkpoint(name: str) -> str:
-    """`name` as it can be found from any working directory; for the folder of a stopped run its newest checkpoint.
+    """`name` in a form that is valid in any working directory; for the folder of a stopped run its newest checkpoint.
 
-    A run writes down where it began. Were that a folder that another run goes on filling, it could not be resumed.
+    A run records its model, and can be resumed only if that does not change. The folder of a stopped run may change.
 
     Raises:
-        ConfigError: if there is no such model, or the run has saved nothing that is whole.
+        ConfigError: if there is no such model, or the run has no complete checkpoint.
     """
     source = locate_model(name)
     if source.kind is not ModelKind.RUN:
@@ -168,10 +168,10 @@ def resolve_checkpoint(name: str) -> str:
 
 
 def model_folder(source: ModelSource) -> Path:
-    """The folder with a model's config and tokenizer. Converts a GGUF file on first use; downloads a hub's model.
+    """The folder with a model's config and tokenizer. Converts a GGUF file at first use; downloads a hub's model.
 
     Raises:
-        ConfigError: with the way to put it right.
+        ConfigError: with the fix.
     """
     if source.kind is ModelKind.EMBEDDED:
         return converted(embedded_file())
@@ -185,10 +185,10 @@ def model_folder(source: ModelSource) -> Path:
 
 
 def find_model(name: str) -> str:
-    """The folder that holds config and tokenizer, and for all but checkpoints the weights, of the model `name`.
+    """The folder with config and tokenizer of the model `name`, and except for checkpoints with its weights.
 
     Raises:
-        ConfigError: with the way to put it right.
+        ConfigError: with the fix.
     """
     return str(model_folder(locate_model(name)))
 
@@ -206,7 +206,7 @@ def _weights(source: ModelSource, described: Description) -> Iterator[dict[str, 
 
 
 def _check_count(module: nn.Module, weights: WeightFiles, name: str) -> None:
-    """Refuse files with fewer numbers than the architecture has, before memory is taken for those that are missing."""
+    """Refuse files with fewer numbers than the architecture, before memory is allocated for the missing ones."""
     needed = sum(parameter.numel() for parameter in module.parameters())
     if needed <= weights.numbers:
         return
@@ -229,16 +229,16 @@ def _do_not_fit(name: str, misfits: list[str]) -> str:
 
 @torch.no_grad()
 def load_checkpoint_weights(module: nn.Module, origin: Origin, optimizer: str, advice: str) -> None:
-    """Give a module the weights that a checkpoint holds: the masters of an optimizer, rounded as that run rounded them.
+    """Load a checkpoint's weights into a module: the masters of an optimizer, rounded to the module's precision.
 
     Args:
-        module: with the same parameters as the one in that run.
-        origin: names the checkpoint.
-        optimizer: under which name the checkpoint holds its state.
-        advice: what to do where the parameters are others.
+        module: a module with the parameters of the one in that run.
+        origin: the run and its checkpoint.
+        optimizer: name of the optimizer's state in the checkpoint.
+        advice: the fix in the message, if the parameters differ.
 
     Raises:
-        ConfigError: where the checkpoint is damaged or its weights are those of another module.
+        ConfigError: if the checkpoint is damaged or its weights belong to another module.
     """
     assert origin.step is not None
     masters = CheckpointFolder(origin.checkpoints).tensors(origin.step, f"{optimizer}/masters")
@@ -253,7 +253,7 @@ def load_checkpoint_weights(module: nn.Module, origin: Origin, optimizer: str, a
 
 
 def save_architecture(module: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Write what a run's checkpoints do not hold of its model: config, tokenizer and the buffers that are saved."""
+    """Write the parts of a model that checkpoints do not have: config, tokenizer and persistent buffers."""
     module.config.save_pretrained(folder)
     if module.can_generate() and module.generation_config is not None:
         module.generation_config.save_pretrained(folder)
@@ -264,7 +264,7 @@ def save_architecture(module: PreTrainedModel, tokenizer: Any, folder: Path) -> 
 
 
 def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to a model's state, as the correction of a router's scores does."""
+    """The persistent buffers of a model, such as the correction of a router's scores."""
     state, parameters = module.state_dict(), dict(module.named_parameters(remove_duplicate=False))
     return {name: buffer for name, buffer in module.named_buffers() if name in state and name not in parameters}
 
@@ -279,14 +279,14 @@ def _load_buffers(module: nn.Module, folder: Path) -> None:
 
 
 def wrap_model(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
-    """A model that a script has already in memory; it is used as it is, on its device, in its precision.
+    """Wrap a model that is already in memory; it keeps its device and precision.
 
     Args:
         module: a causal language model of transformers.
-        tokenizer: its own; None loads the one that lies where the model came from.
+        tokenizer: the model's tokenizer; None loads it from the model's source.
 
     Raises:
-        ConfigError: for something else, or where no tokenizer is found.
+        ConfigError: for any other module, or if no tokenizer is found.
     """
     if not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is None:
         raise ConfigError(
@@ -307,12 +307,12 @@ def wrap_model(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
 
 
 def _ready(module: PreTrainedModel, tokenizer: Any, source: str, name: str) -> LoadedModel:
-    if not is_llama_like(module):  # which is causal; in bf16 the trial takes seconds on some processors
+    if not is_llama_like(module):  # Llama-like models are causal; in bf16 the trial takes seconds on some processors
         check_forward(module, name)
     for part in module.modules():
         if isinstance(part, nn.Embedding):
-            # torch gives a padding row no gradient. Where pad is also the end token, as on many models, the
-            # policy could then not learn how it reads its own end.
+            # torch gives the padding row of an embedding no gradient. In many models it is also the end token,
+            # whose embedding would then not be trained.
             part.padding_idx = None
     try:
         end_ids = end_ids_of(module.config, module.generation_config, tokenizer)

@@ -1,5 +1,5 @@
-"""A model's own forward pass over one sequence, without padding, cache or extra arguments: the numbers that every
-faster way of covey has to give.
+"""A model's own forward pass over one sequence, without padding, cache or extra arguments: the reference for every
+faster implementation.
 
 Shapes: L tokens, T decisions (the last tokens), V vocabulary.
 """
@@ -24,14 +24,14 @@ def next_token_logits(module: nn.Module, tokens_L: Tensor, decisions: int) -> Te
 
 
 class PlainPasses:
-    """Plain forward passes of a model whose weights stay as they are: no sequence is computed twice."""
+    """Cached plain forward passes of a model whose weights do not change."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module = module
         self.known: dict[tuple[int, ...], Tensor] = {}  # logits_LV after each token of a sequence
 
     def after(self, sequences: list[list[int]]) -> list[Tensor]:
-        """logits_LV after each token of every sequence. One pass serves all sequences that it begins with."""
+        """logits_LV after each token of every sequence. A sequence that is a prefix of another needs no pass."""
         for tokens in sorted(map(tuple, sequences), key=len, reverse=True):
             if not any(begins(known, tokens) for known in self.known):
                 tokens_L = torch.tensor([*tokens, 0], device=self.module.device)
@@ -43,12 +43,12 @@ class PlainPasses:
 
 
 def begins(whole: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
-    """Whether a sequence begins with these tokens."""
+    """True if a sequence begins with these tokens."""
     return whole[: len(tokens)] == tokens
 
 
 def accepted(module: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that the forward pass of this model has by name. Some models refuse others."""
+    """The arguments that this model's forward pass has by name, because some models refuse others."""
     names = _parameters(type(module).forward)
     return {name: value for name, value in arguments.items() if name in names}
 

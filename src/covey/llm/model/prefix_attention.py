@@ -1,11 +1,11 @@
 """Attention over token sequences that share their prompt.
 
-The rollouts of a group begin with the same prompt. Its tokens pass through the model once, beside the tokens of all
-completions, as one long row of tokens without padding: every product of the model but attention treats tokens one by
-one. Only attention has to know which token may look at which, and that is what a layout tells it.
+The rollouts of a group begin with the same prompt. Its tokens are fed once, in one row with the tokens of all
+completions, without padding. All operations of the model except attention treat tokens independently. The mask of
+attention, which tokens may attend to which, is given by a layout.
 
-transformers hands extra keyword arguments of a model's forward down to its attention function. That is how a layout
-travels: `model(..., layout=layout)` with the attention implementation named "covey".
+transformers passes extra keyword arguments of a model's forward down to its attention function, so a layout is passed
+as `model(..., layout=layout)` with the attention implementation "covey".
 
 Shapes: N tokens, S prompts, P longest prompt, R rows (completions), L longest completion, H heads, K key-value heads,
 D head width.
@@ -29,12 +29,12 @@ from covey.llm.model.prefix_tree import build_prefix_tree, shared_prompt_prefix
 
 IMPLEMENTATION = "covey"
 
-# Up to this many attention scores a layer, plain products beat fused attention, and keeping them is cheap (32 MB).
+# Up to this number of attention scores per layer, plain products are faster than fused attention and need 32 MB.
 SCORES_LIMIT = 8 << 20
 
 
 class UnsupportedAttentionError(NotImplementedError):
-    """The model's attention does something that shared prompts are not written for."""
+    """The model's attention has a feature that shared prompts do not support."""
 
 
 class Layout(Protocol):
@@ -72,8 +72,8 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
 def forward(base: nn.Module, tokens_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
-    """hidden_NW of one row of tokens that attend as the layout tells; `base` is a decoder without its output layer."""
-    # A mask of four dimensions is passed on by transformers as it is, which spares building one that is not read.
+    """hidden_NW of one row of tokens with the layout as mask; `base` is a decoder without its output layer."""
+    # transformers passes a mask of four dimensions on unchanged, and does not build one that is never read.
     no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=tokens_N.device)
     output = base(
         input_ids=tokens_N[None],
@@ -89,12 +89,12 @@ def forward(base: nn.Module, tokens_N: Tensor, positions_N: Tensor, layout: Layo
 class PackedLayout:
     """Prompts, each followed by the completions of its group: one row of tokens, without padding.
 
-    What all prompts begin with alike (a system prompt, a template, examples) is fed once for all of them. The order of
-    the tokens is: that common beginning, the rest of every prompt, one after another, then the completions: what some
-    of a prompt's begin with alike, once for all of them, and then how each goes on.
+    The common prefix of all prompts (a system prompt, a template, examples) is fed once. The order of the tokens: the
+    common prefix, the suffix of every prompt, then the nodes of the prefix trees of the completions, parents before
+    children.
     """
 
-    keeps_prompts = False  # whether `keep_prompt` does anything
+    keeps_prompts = False  # True if `keep_prompt` stores anything
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class PackedLayout:
         prompt_of_row: Sequence[int] = (),
         device: torch.device | None = None,
     ) -> None:
-        """All completions of a prompt follow those of the prompts before."""
+        """Completions are ordered by prompt."""
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.prompt_of_row = list(prompt_of_row)
         self.device = device
@@ -118,11 +118,11 @@ class PackedLayout:
         begins += [self.prompt_lengths[segment.prompt] + segment.begin for segment in self.nodes]
         spans = zip(begins, (*parts, *written), strict=True)
         self.positions = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in spans]).to(device)
-        self.mask: Tensor | None = None  # of the fused path, made when first needed
+        self.mask: Tensor | None = None  # of the fused path, created when first needed
 
     @cached_property
     def sequences(self) -> Tensor:
-        """[sequences, 3] int32: first token, length, and which sequence it continues, or -1. Each follows that one."""
+        """[sequences, 3] int32: first token, length, and index of the parent sequence or -1; parents come first."""
         lengths = [self.common, *(length - self.common for length in self.prompt_lengths)]
         firsts = [0, *accumulate(lengths)]
         of_prompts: list[list[int]] = [[] for _ in self.prompt_lengths]
@@ -130,7 +130,7 @@ class PackedLayout:
             of_prompts[segment.prompt].append(number)
         made = [(0, self.common, -1)] if self.common else []
         beginning = len(made) - 1
-        places: dict[int, int] = {}  # of segments, among what is made
+        places: dict[int, int] = {}  # node -> index of its sequence
         for prompt, nodes in enumerate(of_prompts):
             made.append((firsts[1 + prompt], lengths[1 + prompt], beginning))
             of_prompt = len(made) - 1
@@ -142,7 +142,7 @@ class PackedLayout:
 
     @cached_property
     def segment_firsts(self) -> list[int]:
-        """The first token of every segment."""
+        """Index of the first token of every node."""
         return list(accumulate((segment.length for segment in self.nodes), initial=int(self.prompt_ends[-1]) + 1))[:-1]
 
     @cached_property
@@ -157,19 +157,19 @@ class PackedLayout:
 
     @cached_property
     def prompt_suffixes(self) -> RaggedPadding:
-        """Of the prompts, behind their common beginning."""
+        """Padding of the prompts' suffixes after their common prefix."""
         ends = list(accumulate(length - self.common for length in self.prompt_lengths))
         return RaggedPadding([torch.arange(*span) for span in pairwise([0, *ends])], self.device)
 
     @cached_property
     def leaf_rows(self) -> list[int]:
-        """The completions that no other continues, which together have all tokens."""
+        """Rows of the completions that are no prefix of another; together they have all tokens."""
         continued = {segment.parent for segment in self.nodes}
         return sorted(segment.rows[0] for number, segment in enumerate(self.nodes) if number not in continued)
 
     @cached_property
     def completions(self) -> RaggedPadding:
-        """The leaves, whole: what some of them begin with alike is in every one."""
+        """Padding of the leaf completions; shared prefixes are repeated in each row."""
         split = int(self.prompt_ends[-1]) + 1
         return RaggedPadding([self.places[row] - split for row in self.leaf_rows], self.device)
 
@@ -183,7 +183,7 @@ class PackedLayout:
         return SharedPrefixAttention(torch.tensor(self.prompt_lengths, device=self.device), self.prompt_of_leaf)
 
     def keep_prompt(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
-        """For every layer's keys, which are rotated, and values of the prompts; the sampler's prefill stores them."""
+        """Called with every layer's rotated keys and values of the prompts; the sampler's prefill stores them."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         split = self.common + self.prompt_suffixes.tokens
@@ -201,7 +201,7 @@ class PackedLayout:
         return torch.cat(out)
 
     def whole_prompts(self, flat: Tensor) -> Tensor:
-        """[K, common beginning and rests, D] -> [K, S, P, D], 0 at padding."""
+        """[K, common prefix and suffixes, D] -> [K, S, P, D], 0 at padding."""
         prompt_suffixes = self.prompt_suffixes.pad(flat[:, self.common :])
         if not self.common:
             return prompt_suffixes
@@ -210,7 +210,7 @@ class PackedLayout:
         )
 
     def _attend_to_prompts(self, query: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, scaling: float) -> list[Tensor]:
-        """The tokens of the prompts: of the common beginning, [common, H, D], and of the rests."""
+        """Attention of the prompts' tokens: [common, H, D] of the common prefix, and that of the suffixes."""
         heads, common = query.shape[0], self.common
         key, value = _repeat(key_KSPD, heads), _repeat(value_KSPD, heads)
         if not common:
@@ -230,7 +230,7 @@ class PackedLayout:
     def _attend_by_products(
         self, query_HRLD: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Short completions: plain products, in which the rows of a group read their prompt's keys together."""
+        """Attention of short completions by plain products, in which the rows of a group share their prompt's keys."""
         heads, length, kv_heads = query_HRLD.shape[0], query_HRLD.shape[2], key.shape[0]
         groups = kv_heads, heads // kv_heads
         query_KRMD = (query_HRLD * scaling).unflatten(0, groups).transpose(1, 2).flatten(2, 3).contiguous()
@@ -242,7 +242,7 @@ class PackedLayout:
     def _attend_fused(
         self, query_HRLD: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Long completions: torch's fused attention, which keeps no scores but wants a prompt's keys in every row."""
+        """Attention of long completions by torch's fused attention: stores no scores, but copies the prompt's keys."""
         heads, length = query_HRLD.shape[0], query_HRLD.shape[2]
         key = torch.cat([key_KSPD[:, self.prompt_of_leaf], key], dim=2)
         value = torch.cat([value_KSPD[:, self.prompt_of_leaf], value], dim=2)
@@ -257,9 +257,9 @@ class PackedLayout:
 
 
 class SharedPrefixAttention:
-    """Rows and the prompts that they share, for products in which the rows of a prompt stand side by side.
+    """Attention of rows to shared prompts by products in which the rows of a prompt are adjacent.
 
-    Every row has a slot in a [S, most rows of one prompt] rectangle. Rows are ordered by prompt.
+    Every row has a slot in a [S, maximal rows per prompt] rectangle. Rows are ordered by prompt.
     """
 
     def __init__(self, prompt_lengths_S: Tensor, prompt_of_row: Tensor) -> None:
@@ -284,7 +284,7 @@ class SharedPrefixAttention:
     ) -> Tensor:
         """Attention of M queries per key-value head (already scaled) to the row's prompt and to its own T tokens.
 
-        `own_mask_MT` is True where a query must not look. One softmax runs over both parts, in fp32 within.
+        `own_mask_MT` is True at keys that a query must not attend to. One softmax in fp32 covers both parts.
         """
         kv_heads, rows = query_KRMD.shape[:2]
         prompt_scores = self._together(query_KRMD) @ prompt_key_KSPD.flatten(0, 1).transpose(1, 2)
@@ -302,7 +302,7 @@ class SharedPrefixAttention:
         return torch.baddbmm(of_prompts, own_weights, own_value_KRTD.flatten(0, 1)).unflatten(0, (kv_heads, rows))
 
     def _together(self, rows_KRMX: Tensor) -> Tensor:
-        """[K, R, M, X] -> [K x S, slots x M, X]: the rows of a prompt side by side."""
+        """[K, R, M, X] -> [K x S, slots x M, X], with the rows of a prompt adjacent."""
         rows = rows_KRMX
         if not self.even:
             rows = _Scatter.apply(rows, self.places, self.prompts * self.width)
@@ -315,10 +315,10 @@ class SharedPrefixAttention:
 
 
 class RaggedPadding:
-    """Between tokens laid end to end and rows of them, padded to one width. Rows may have tokens in common."""
+    """Converts between packed tokens and rows padded to one width. Rows may share tokens."""
 
     def __init__(self, places: list[Tensor], device: torch.device | None) -> None:
-        """`places`: which tokens each row consists of. Each token is in some row."""
+        """`places`: indices of each row's tokens. Each token is in at least one row."""
         self.rows, self.width = len(places), max(map(len, places), default=0)
         inside = torch.arange(self.width) < torch.tensor([len(row) for row in places], dtype=torch.int64)[:, None]
         cells = inside.flatten().nonzero()[:, 0]
@@ -345,12 +345,12 @@ class RaggedPadding:
 
 
 class _Repeats:
-    """Of which column each copy is, and, the other way round, every column's first copy, its second, and so on."""
+    """The column of each copy, and for every column its first copy, its second, and so on."""
 
     def __init__(self, of: Tensor, device: torch.device | None) -> None:
         order = of.argsort(stable=True)
         counts = of.bincount()
-        number = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of[order]]  # among the copies of its column
+        number = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of[order]]  # index among the copies of its column
         self.tokens = len(counts)
         self.of = of.to(device)
         self.first = order[number == 0].to(device)
@@ -359,8 +359,8 @@ class _Repeats:
 
 
 class _Copy(torch.autograd.Function):
-    """Some columns several times. Their gradients are added up one copy after another: always in the same order, which
-    on a GPU an accumulation by index has not, and in fp32."""
+    """Repeat columns. The gradients of a column's copies are added in fp32 and in a fixed order, which an accumulation
+    by index on a GPU does not have."""
 
     @staticmethod
     def forward(ctx: Any, columns: Tensor, copies: _Repeats) -> Tensor:
@@ -377,7 +377,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Columns to distinct places of a larger tensor. Its gradient is a plain gather, not an accumulation."""
+    """Write columns to distinct places of a larger tensor. The gradient is a plain gather, not an accumulation."""
 
     @staticmethod
     def forward(ctx: Any, columns: Tensor, places: Tensor, size: int) -> Tensor:
@@ -391,7 +391,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Columns from distinct places of a larger tensor. Its gradient is a plain scatter, not an accumulation."""
+    """Read columns from distinct places of a larger tensor. The gradient is a plain scatter, not an accumulation."""
 
     @staticmethod
     def forward(ctx: Any, columns: Tensor, places: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The only place that calls transformers' loaders, each so that no code of a model's own runs and no hub is asked.
+"""Calls transformers' loaders, always without running a model's own code or asking a hub.
 
-What transformers raises about files that somebody else wrote is told in one line that names the model.
+Exceptions of transformers about a model's files become one line that names the model.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from covey.config import ConfigError
 from covey.llm.model.foreign_files import reading
 
-ENCODERS = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # if not told to be causal
+ENCODERS = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # unless is_decoder is set
 SAFELY: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
 def config_of(fields: Mapping[str, Any], model: str) -> PreTrainedConfig:
-    """The config that the content of a `config.json` describes.
+    """Build the config from the content of a `config.json`.
 
     Raises:
-        ConfigError: if transformers cannot make a config of it.
+        ConfigError: if transformers cannot build a config from it.
     """
     with reading(f"model {model}: its config.json describes no language model known here"):
         fields = {name: value for name, value in fields.items() if name not in ("quantization_config", "auto_map")}
@@ -47,10 +47,10 @@ def config_of(fields: Mapping[str, Any], model: str) -> PreTrainedConfig:
 
 
 def read_config(folder: Path, model: str) -> PreTrainedConfig:
-    """The config in a folder.
+    """Read the config in a folder.
 
     Raises:
-        ConfigError: if transformers cannot make a config of it.
+        ConfigError: if transformers cannot build a config from it.
     """
     with reading(f"model {model}: its config.json cannot be loaded"):
         config = AutoConfig.from_pretrained(str(folder), **SAFELY)
@@ -59,7 +59,7 @@ def read_config(folder: Path, model: str) -> PreTrainedConfig:
 
 
 def read_tokenizer(folder: Path, model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder.
+    """Read the tokenizer in a folder.
 
     Raises:
         ConfigError: if it cannot be loaded.
@@ -71,7 +71,7 @@ def read_tokenizer(folder: Path, model: str) -> PreTrainedTokenizerBase:
 
 
 def read_generation_config(folder: Path, model: str) -> GenerationConfig:
-    """The generation config in a folder.
+    """Read the generation config in a folder.
 
     Raises:
         ConfigError: if it cannot be loaded.
@@ -118,14 +118,14 @@ def skeleton(config: PreTrainedConfig, model: str) -> PreTrainedModel:
 def build(
     kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: Mapping[str, Any], dtype: torch.dtype, model: str
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model with the weights that are given, and what does not fit: one text for each kind of misfit.
+    """Build a model with the given weights; returns it and one text for each kind of mismatch.
 
     Args:
         kind: the class of its `skeleton`.
-        tensors: by the names that a checkpoint of transformers gives them.
+        tensors: name -> tensor, with the names of a transformers checkpoint.
 
     Raises:
-        ConfigError: if transformers cannot load them at all.
+        ConfigError: if transformers cannot load them.
     """
     with reading(f"model {model}: its weights cannot be loaded"):
         loaded: Any = kind.from_pretrained(
@@ -135,7 +135,7 @@ def build(
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
-            attn_implementation=None,  # a config may name one that is code of its own
+            attn_implementation=None,  # a config may name an implementation from its own code
             **SAFELY,
         )
     module, info = loaded
@@ -151,20 +151,20 @@ def build(
 
 
 def trunk_class(config: PreTrainedConfig, model: str) -> type[PreTrainedModel]:
-    """The class of a decoder without its output layer, as a critic is built on."""
+    """The class of a decoder without its output layer, for a critic."""
     with reading(f"model {model}: its config.json describes no decoder known here"), torch.device("meta"):
         return type(AutoModel.from_config(config, trust_remote_code=False))
 
 
 @contextmanager
 def _bars_on_terminals_only() -> Iterator[None]:
-    """Progress bars of libraries write to standard error even where that is a file, as one line without an end."""
+    """Context manager that hides libraries' progress bars if standard error is no terminal."""
     with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model, in bf16, and tokenizer of a GGUF file.
+    """Read the model, in bf16, and the tokenizer of a GGUF file.
 
     Raises:
         ConfigError: if the file is damaged, its architecture is unknown, or a weight is missing.
@@ -178,8 +178,8 @@ def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         missing = sorted(info["missing_keys"]) + sorted(entry[0] for entry in info["mismatched_keys"])
         if missing:
             raise ConfigError(f"model {file}: {len(missing)} weights are missing from the GGUF file ({missing[0]})")
-        # The loaded model counts as quantised and refuses to be saved, so its weights move to a fresh one.
+        # transformers treats the loaded model as quantised and cannot save it, so its weights are moved to a new one.
         fields = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-        plain = skeleton(type(loaded.config)(**fields), str(file))  # without the time that random weights would take
+        plain = skeleton(type(loaded.config)(**fields), str(file))  # meta: no random weights
         plain.load_state_dict(loaded.bfloat16().state_dict(), assign=True)
         return plain, tokenizer

@@ -2,9 +2,9 @@
 
 builtin                   the rewards that come with covey
 runner                    calls a function under a deadline: in this process or through a worker
-worker                    the process in which a function of the user's own runs
-reward_call               one call and the check of what it returns
-process_state             what a function may change of its process by accident, put back
-step_splitter             where the reasoning steps of a completion end
-unfinished_call           a note while a function is called, for the run that resumes
+worker                    the process in which a user's function runs
+reward_call               one call and the check of its results
+process_state             process state that a function may change by accident, saved and restored
+step_splitter             splits completions into reasoning steps
+unfinished_call           a record of the current call, for a run that is resumed
 """

@@ -1,8 +1,8 @@
-"""The built-in rewards: right number, right text, right form, right countdown expression. 1 for right, 0 for wrong
-(`covey.config.llm.BINARY_REWARDS`), but for `digits` and `step_numbers`, which give partial credit.
+"""The built-in rewards: number, text, format and countdown expression. They are 1 for right and 0 for wrong
+(`covey.config.llm.BINARY_REWARDS`), except `digits` and `step_numbers`, which give partial credit.
 
 They have TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list of float`, so they also work
-in other trainers. They never evaluate a completion as code, and what they do is bounded by its length.
+in other trainers. They never evaluate a completion as code, and their time is bounded by its length.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-LONGEST_NUMBER = 100  # characters; longer ones are no answer
-LONGEST_EXPRESSION = 200  # characters; keeps the arithmetic of a countdown answer small
+LONGEST_NUMBER = 100  # characters; longer numbers are not read
+LONGEST_EXPRESSION = 200  # characters; bounds the arithmetic of a countdown answer
 
-# A sign counts only where it cannot be a minus between two numbers. The quantifiers that end in + are possessive:
-# they never give a digit back, so "12" is not read as "1" to please what follows.
+# A sign counts only if it cannot be a minus between two numbers. Quantifiers that end in + are possessive: they do not
+# backtrack, so "12" is never matched as "1".
 _NUMBER = (
     r"(?:(?<![A-Za-z0-9_)\]}])(?P<sign>[-+−–]))?(?P<currency>[$€£]?)(?<![A-Za-z_])(?<![0-9])"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3}){1,30}+(?![0-9])|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)"
     r"(?P<exponent>[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z]))?(?:/(?P<divisor>[0-9]++)(?!\.[0-9]))?"
 )
 _ANY_NUMBER = re.compile(_NUMBER)
-# "The answer is **57**", but not the 47 of "the answer is 47 + 10 = 57": that is read as its last number.
+# "The answer is **57**", but not the 47 of "the answer is 47 + 10 = 57", which is read as its last number.
 _ANSWER_IS = re.compile(
     r"(?i:\banswer)\W{0,4}(?:(?i:is)|:|=)[\s*_`$(\\:=]{0,10}" + _NUMBER + r"(?!\s*[-+−–*×/÷=^]\s*[0-9(])"
 )
@@ -37,7 +37,7 @@ _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}")
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion: itself, or the content of its chat messages."""
+    """The text of a completion: the string itself, or the content of its chat messages."""
     return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
 
@@ -45,12 +45,12 @@ def completion_text(completion: Any) -> str:
 
 
 def read_number(text: str) -> Fraction | None:
-    """The number that a text gives as its answer, exactly; None if there is none.
+    """Read the number that a text states as its answer, exactly; None if there is none.
 
-    Read in this order, the last of a kind where there are several: `\\boxed{5}`, `<answer>5</answer>`, `#### 5`,
-    "answer is 5"; without any of these the last number of the text. Understands thousands' commas, decimals, signs
-    (the Unicode minus too), currency signs, fractions such as 3/4 or \\frac{3}{4}, and exponents such as 1.5e3.
-    Does no algebra: in "2^5" it reads 5.
+    Forms in order of precedence, each at its last occurrence: `\\boxed{5}`, `<answer>5</answer>`, `#### 5`,
+    "answer is 5"; without any of these the last number of the text. Accepts thousands' commas, decimals, signs (the
+    Unicode minus too), currency signs, fractions such as 3/4 or \\frac{3}{4}, and exponents such as 1.5e3. Does no
+    algebra: in "2^5" it reads 5.
     """
     marked = [_last_boxed(text), _last_group(_ANSWER_TAG, text), _last_group(_HASHES, text)]
     for inner in marked:
@@ -101,25 +101,25 @@ def _last_boxed(text: str) -> str | None:
 
 
 def numeric(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
-    """1 where the number that the completion gives (`read_number`) equals the one of the answer column, exactly.
+    """1 if the number in the completion (`read_number`) equals the one in the answer column exactly, else 0.
 
     Raises:
-        ValueError: if the column is missing or an answer holds no number.
+        ValueError: if the column is missing or an answer has no number.
     """
     pairs = _numbers(completions, answer_column, columns)
     return [float(given == right) for given, right in pairs]
 
 
 def digits(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
-    """Share of the right number's places, its sign among them, that the given number has right.
+    """Fraction of the places of the right number, with its sign, that the given number has right.
 
-    Partial credit: 157 for 156 earns 3/4 (sign and two digits), 31 for -31 earns 2/3. A group in which every answer is
-    wrong teaches nothing under `numeric`; under this one the answers that got a digit or the sign right lead. Digits
-    are counted from the right and the longer number has the places, so that more digits earn nothing. Give it beside
-    `numeric`, which stays the score.
+    Partial credit: 157 for 156 gives 3/4 (sign and two digits), 31 for -31 gives 2/3. With `numeric` a group of wrong
+    answers has no gradient; with this reward, answers with a right digit or sign have a higher advantage. Digits are
+    aligned at the right and counted over the longer number, so that more digits give no more reward. Use it together
+    with `numeric`, which remains the score.
 
     Raises:
-        ValueError: if the column is missing or an answer holds no number.
+        ValueError: if the column is missing or an answer has no number.
     """
     return [_right_places(given, right) for given, right in _numbers(completions, answer_column, columns)]
 
@@ -135,7 +135,7 @@ def _right_places(given: Fraction | None, right: Fraction) -> float:
 def _numbers(
     completions: Sequence[Any], answer_column: str, columns: dict[str, Any]
 ) -> list[tuple[Fraction | None, Fraction]]:
-    """The number that each completion gives, and the right one."""
+    """Pairs of the number in each completion and the right one."""
     pairs = []
     for completion, answer in zip(completions, _column(columns, answer_column), strict=True):
         right = read_number(str(answer))
@@ -148,12 +148,12 @@ def _numbers(
 def step_numbers(
     completions: Sequence[Any], steps: Sequence[Sequence[str]], *, answer_column: str = "answer", **columns: Any
 ) -> list[list[float]]:
-    """For each step 1 where the number that it gives (`read_number`) equals the one at its place in the answer column.
+    """For each step 1 if its number (`read_number`) equals the one at its position in the answer column, else 0.
 
-    The column holds a list of the right intermediate results. A step beyond the list earns 0.
+    The column has a list of the right intermediate results. A step beyond the list gets 0.
 
     Raises:
-        ValueError: if the column is missing, or holds something that is no list of numbers.
+        ValueError: if the column is missing, or has a value that is not a list of numbers.
     """
     return [
         [float(number < len(right) and read_number(text) == right[number]) for number, text in enumerate(texts)]
@@ -176,7 +176,7 @@ def _right_steps(answers: Any) -> list[Fraction | None]:
 
 
 def exact(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
-    """1 where the completion is the answer, white space at both ends apart. Case and inner spaces count.
+    """1 if the completion is the answer, apart from white space at both ends; case and inner spaces matter.
 
     Raises:
         ValueError: if the column is missing.
@@ -189,9 +189,9 @@ def exact(completions: Sequence[Any], *, answer_column: str = "answer", **column
 
 
 def format_match(completions: Sequence[Any], *, pattern: str) -> list[float]:
-    """1 where the regular expression matches the whole completion; a dot matches a line end too.
+    """1 if the regular expression matches the whole completion; a dot also matches a line end.
 
-    A pattern may take exponential time on a hostile completion, so the grader calls this in a process with a deadline.
+    A pattern may need exponential time for some completions, so the grader calls this in a process with a deadline.
     """
     compiled = re.compile(pattern, re.DOTALL)
     return [float(compiled.fullmatch(completion_text(completion)) is not None) for completion in completions]
@@ -208,14 +208,14 @@ def _column(columns: dict[str, Any], name: str) -> Any:
 
 
 def overlong(completion_ids: Sequence[Sequence[int]], *, max_new_tokens: int, overlong_tokens: int) -> list[float]:
-    """0 as long as a completion ends well before the token limit, then down evenly to -1 at the limit.
+    """Length penalty: 0 up to `overlong_tokens` before the token limit, then linear to -1 at the limit.
 
-    R = 0 where |y| <= L - C;  (L - C - |y|) / C above      DAPO (arXiv 2503.14476), eq. 13
+    R = 0 if |y| <= L - C, else (L - C - |y|) / C      DAPO (arXiv 2503.14476), eq. 13
 
     Args:
-        completion_ids: |y| tokens each, the end token included.
+        completion_ids: |y| tokens each, with the end token.
         max_new_tokens: L; no completion is longer.
-        overlong_tokens: C, the tokens before the limit that cost something; above 0.
+        overlong_tokens: C, the number of penalised tokens before the limit; above 0.
     """
     free = max_new_tokens - overlong_tokens
     return [min(0.0, (free - len(ids)) / overlong_tokens) for ids in completion_ids]
@@ -230,11 +230,11 @@ def countdown(
     target: Sequence[int],
     operators: Sequence[Sequence[str]] | None = None,
 ) -> list[float]:
-    """1 where the completion's expression has the target as its value and uses each given number at most once.
+    """1 if the completion's expression has the target as its value and uses each given number at most once.
 
-    The expression stands in the last `<answer>` or `\\boxed`, or else on the last line; a label before it
-    ("Answer:") and "= 24" after it are left out. Whole numbers, + - * /, unary minus and parentheses are allowed,
-    of the operators only those of the column `operators`, if there is one.
+    The expression is in the last `<answer>` or `\\boxed`, or else on the last line, without a label before it
+    ("Answer:") and "= 24" after it. Whole numbers, + - * /, unary minus and parentheses are allowed; if there is a
+    column `operators`, only its operators.
     """
     allowed = operators if operators is not None else [tuple("+-*/")] * len(completions)
     return [
@@ -244,7 +244,7 @@ def countdown(
 
 
 def solves_countdown(text: str, numbers: Sequence[int], target: int, operators: Sequence[str] = tuple("+-*/")) -> bool:
-    """Whether the text's expression reaches the target by the rules of `countdown`."""
+    """True if the text's expression reaches the target by the rules of `countdown`."""
     expression = _find_expression(text)
     # Letters, dots, commas and underscores never reach the parser.
     if len(expression) > LONGEST_EXPRESSION or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
@@ -271,14 +271,14 @@ def _find_expression(text: str) -> str:
 
 
 class _NotAllowed(Exception):
-    """The expression has something besides numbers and the allowed operators."""
+    """The expression has elements other than numbers and the allowed operators."""
 
 
 _OPERATORS: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 def _value(node: ast.expr, operators: Sequence[str], used: Counter[int]) -> Fraction:
-    """The value of a whitelisted syntax tree; notes its numbers in `used`."""
+    """The value of a whitelisted syntax tree; counts its numbers in `used`."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used[node.value] += 1
         return Fraction(node.value)

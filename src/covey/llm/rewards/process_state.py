@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-TIMER_TOLERANCE_SECONDS = 1.0  # a timer that was on and is off by less is taken for the same
+TIMER_TOLERANCE_SECONDS = 1.0  # a running timer that differs by less is considered unchanged
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 
 
 class ProcessState:
     """Working folder, file mode mask, locale, resource limits, recursion limit and timers; torch's default type and
-    number of threads if torch is loaded. Limits that a function raises stay as it set them.
+    number of threads if torch is loaded. Limits that a function raised are not restored.
     """
 
     def __init__(self) -> None:
-        """Note the state as it is now."""
+        """Save the present state."""
         self._folder = _working_folder()
         self._mask = _file_mode_mask()
         self._locale = locale.setlocale(locale.LC_ALL)
@@ -39,7 +39,7 @@ class ProcessState:
         self._torch = (torch, torch.get_default_dtype(), torch.get_num_threads()) if torch else None
 
     def restore(self) -> bool:
-        """Put back what differs. Returns False if something cannot be put back, such as a lowered hard limit."""
+        """Restore the state. Returns False if a part cannot be restored, such as a lowered hard limit."""
         failed = False
         for step in self._steps():
             try:
@@ -49,7 +49,7 @@ class ProcessState:
         return not failed
 
     def _steps(self) -> Iterator[Callable[[], Any]]:
-        """Actions for what differs."""
+        """Actions that restore the parts that differ."""
         if sys.getrecursionlimit() < self._recursion:
             yield partial(sys.setrecursionlimit, self._recursion)
         for number, before in self._limits.items():

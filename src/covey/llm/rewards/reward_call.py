@@ -1,4 +1,4 @@
-"""Calls a reward function and checks what it returns, in the run's own process or in the worker of `reward_worker`.
+"""Calls a reward function and checks its results, in the run's process or in that of `worker.py`.
 
 This file imports the standard library only, so that the worker starts in milliseconds.
 """
@@ -17,9 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-LONGEST_MESSAGE = 300  # characters of an exception that are shown
-LARGEST_METRIC = 1e300  # so that the sum of all values of a step is finite too
-LONGEST_NAME = 100  # characters of the name of a logged metric or column
+LONGEST_MESSAGE = 300  # characters of an exception in a message
+LARGEST_METRIC = 1e300  # so that the sum over a step is finite
+LONGEST_NAME = 100  # characters in the name of a logged metric or column
 _OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("reward_call.py", "worker.py", "runner.py")}
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -40,7 +40,7 @@ class InvalidRewardOutput(Exception):
 class Results:
     """Values that one call of a reward function returned and logged."""
 
-    values: list[Any]  # one float or None per completion; of a step reward one list of floats or None
+    values: list[Any]  # one float or None per completion; for a step reward one list of floats or None
     metrics: Mapping[str, list[float]]  # `log_metric`: all values of each name
     extras: Mapping[str, list[Any]]  # `log_extra`: one value per completion for each column
 
@@ -56,16 +56,16 @@ class Log:
         self.error: InvalidRewardOutput | None = None
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Record a number; a run reports the mean over the calls of a step, of those that are finite."""
+        """Record a number; a run reports the mean of the finite numbers over the calls of a step."""
         where = self._checked_name("log_metric", name)
         number = None if isinstance(value, str) else _float_of(value)
         if number is None:
             raise self._wrong(f"called {where} with {shown(value)}: a number is needed")
-        if abs(number) <= LARGEST_METRIC:  # NaN is not
+        if abs(number) <= LARGEST_METRIC:  # False for NaN
             self.metrics.setdefault(name, []).append(number)
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Record one value for every completion, which stands beside it in the run's files."""
+        """Record one value for every completion, which is written with it to the run's files."""
         where = self._checked_name("log_extra", column)
         items = list_of(values, self.count)
         if items is None:
@@ -77,7 +77,7 @@ class Log:
         self.extras[column] = [self._plain(where, item) for item in items]
 
     def _plain(self, where: str, item: Any) -> Any:
-        """A value as JSON holds it: a scalar of NumPy or torch is a number."""
+        """A value in JSON's types; a scalar of NumPy or torch becomes a number."""
         if item is not None and not isinstance(item, (bool, int, float, str, list, tuple, dict)):
             item = item.item() if hasattr(item, "item") and not getattr(item, "shape", ()) else item
         try:
@@ -106,14 +106,14 @@ def call_function(
     With `step_counts`, the number of reasoning steps of every completion, it returns one list or None per completion,
     with one float for each step.
 
-    A function without `**kwargs` gets only the arguments that it names. Beside the columns these are `trainer_state`
-    (its `global_step` is the number of updates behind the weights that wrote the completions), `log_metric(name,
-    value)` and `log_extra(column, values)`.
+    A function without `**kwargs` gets only the arguments that it names. In addition to the columns these are
+    `trainer_state` (its `global_step` is the number of updates of the weights that sampled the completions),
+    `log_metric(name, value)` and `log_extra(column, values)`.
 
     Raises:
-        WrongResults: for the wrong count, or something that is no number.
+        InvalidRewardOutput: for a wrong count, or a value that is not a number.
         TypeError: if the function needs an argument that is no column of the data.
-        Exception: whatever the function raises.
+        Exception: any that the function raises.
     """
     count = len(arguments["completions"])  # the function may change its arguments
     log = Log(count)
@@ -132,11 +132,11 @@ def call_function(
 
 
 def call_on_text(function: Callable[..., Any], text: str) -> list[int]:
-    """The positions that a boundary function gives for one text.
+    """Call a boundary function on one text; returns its positions.
 
     Raises:
-        WrongResults: for something that is no list of whole numbers.
-        Exception: whatever the function raises.
+        InvalidRewardOutput: if they are not a list of whole numbers.
+        Exception: any that the boundary function raises.
     """
     return checked_positions(function(text), len(text))
 
@@ -161,11 +161,11 @@ def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any], global
     return {name: value for name, value in given.items() if takes_all or name in named}
 
 
-# ---- what a function may return ----
+# ---- checks of the results ----
 
 
 def checked_values(results: Any, count: int, step_counts: Sequence[int] | None = None) -> list[Any]:
-    """Results of a reward function as plain floats and None; arguments and errors as of `call_function`."""
+    """Results of a reward function as plain floats and None; arguments and errors as in `call_function`."""
     values = list_of(results, count)
     if values is None:
         what = "numbers" if step_counts is None else "lists"
@@ -178,7 +178,7 @@ def checked_values(results: Any, count: int, step_counts: Sequence[int] | None =
 
 
 def checked_positions(results: Any, length: int) -> list[int]:
-    """Results of a boundary function as plain whole numbers. Raises WrongResults for anything else."""
+    """Results of a boundary function as plain integers. Raises InvalidRewardOutput for anything else."""
     positions = list_of(results, length + 1)
     if positions is None or len(positions) > length + 1:
         raise InvalidRewardOutput(f"returned {shown(results)} instead of a list of positions in the text")
@@ -191,7 +191,7 @@ def checked_positions(results: Any, length: int) -> list[int]:
 
 
 def list_of(results: Any, count: int) -> list[Any] | None:
-    """The first `count` + 1 items of anything that has an order, generators too; None for anything else."""
+    """The first `count` + 1 items of an ordered iterable, also of a generator; None for any other value."""
     if isinstance(results, (str, bytes, bytearray, Mapping, set, frozenset)):
         return None
     try:
@@ -202,7 +202,7 @@ def list_of(results: Any, count: int) -> list[Any] | None:
 
 
 def _length_of(results: Any, items: list[Any], count: int) -> str:
-    """The length, as far as it is known; `items` are those that `list_of` took."""
+    """The length as far as it is known; `items` is the result of `list_of`."""
     if len(items) <= count:
         return str(len(items))
     return str(len(results)) if type(results) in (list, tuple) else f"{len(items)} or more"
@@ -254,7 +254,7 @@ def _float_of(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """The type of a value and the beginning of its repr, in one printable line, whatever its methods do."""
+    """The type of a value and the beginning of its repr, in one printable line, even if its methods raise."""
     if value is None:
         return "None"
     try:
@@ -275,7 +275,7 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without control characters, so that it cannot steer a terminal; line ends and tabs stay."""
+    """The text without control characters except line ends and tabs."""
     return _CONTROL_CHARACTER.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -284,7 +284,7 @@ def one_printable_line(text: str) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The first line of code that is neither covey's nor that of Python's own machinery."""
+    """The first line of the traceback that is neither in covey nor in the import system or asyncio."""
     step = error.__traceback__
     while step is not None:
         name = step.tb_frame.f_code.co_filename

@@ -31,15 +31,15 @@ from covey.llm.rewards.reward_call import (
     printable,
 )
 
-LOAD_LEAST_SECONDS = 10.0  # to import the file with the function, which may import torch; more if a call may take more
-MOST_OUTPUT_CHARACTERS = 1 << 18  # that a function may print in one call; the rest is left out
+LOAD_LEAST_SECONDS = 10.0  # to import the function's file, which may import torch; longer if a call's deadline is
+MOST_OUTPUT_CHARACTERS = 1 << 18  # printed output of one call; the rest is left out
 
 
 T = TypeVar("T")
 
 
 class RewardHung(Exception):
-    """A function hangs in this process, where nothing can stop it."""
+    """A function hangs in this process, so it cannot be stopped."""
 
 
 class RewardRunner(Protocol):
@@ -48,21 +48,21 @@ class RewardRunner(Protocol):
     def call(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
     ) -> Results:
-        """One float or None per completion; with `step_counts` one list of so many floats or None.
+        """One float or None per completion; with `step_counts` one list of that length or None.
 
         Raises:
-            CallFailed: for this call.
-            WrongResults, Hanging: if there is no point in another call.
+            RewardCallError: if this call failed.
+            InvalidRewardOutput, RewardHung: if every further call would fail too.
         """
 
     def close(self) -> None:
-        """Let go of what the calls needed."""
+        """Release the resources of the calls."""
 
 
 class InProcess:
-    """Calls a function in a thread of this process. One that hangs cannot be killed there, so it stops the run.
+    """Calls a function in a thread of this process. A function that hangs cannot be killed, so it ends the run.
 
-    The function gets a copy of its arguments, and what it changes of the process is put back (`ProcessState`).
+    The function gets a copy of its arguments, and its changes of the process state are reverted (`ProcessState`).
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -82,9 +82,9 @@ class InProcess:
             except InvalidRewardOutput as error:
                 errors.append(error)
             except BaseException as error:
-                errors.append(RewardCallError(one_line(error)))  # here, because its text may take forever too
+                errors.append(RewardCallError(one_line(error)))  # in this thread, because its str() may hang too
             finally:
-                if os.getpid() != process:  # a child that the function forked must not go on as a second run
+                if os.getpid() != process:  # a child that the function forked must not continue as a second run
                     os._exit(0)
 
         thread = threading.Thread(target=work, daemon=True, name="covey-reward")
@@ -101,29 +101,29 @@ class InProcess:
         raise errors[0]
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Does nothing: there are no resources between calls."""
 
 
 def _copied(value: Any) -> Any:
-    """Lists and dicts anew: they belong to the data, which a function must not change for later calls."""
+    """Copy lists and dicts, which belong to the data, so that a function cannot change later calls."""
     if type(value) in (list, tuple):
         return type(value)(_copied(item) for item in value)
     return {key: _copied(item) for key, item in value.items()} if type(value) is dict else value
 
 
 class RewardProcess:
-    """A function named `file.py:function` or `module:function`, in a process of its own (`reward_worker`).
+    """A function named `file.py:function` or `module:function`, in a process of its own (`worker.py`).
 
-    The process starts with the first call and again after it was ended. It ends with `close`, with the run's own
-    process, however that ends, and after a call that leaves it in doubt: one that ran out of time, died, or replied out
-    of turn. A call that fails in a process that answered before is made once more in a new one, because an earlier call
-    may be to blame; only one that ran out of time is not.
+    The process starts at the first call and again after it was ended. It ends at `close`, at any end of the run's
+    process, and after a call that timed out, ended the process or sent an unexpected reply. A call that fails in a
+    process that answered before is repeated once in a new one, because an earlier call may be the cause. A call that
+    timed out is not repeated.
 
-    What the function prints goes to stderr.
+    Output of the function is printed to stderr.
     """
 
     def __init__(self, function: str, load_seconds: float = LOAD_LEAST_SECONDS) -> None:
-        """The function is not loaded yet. `load_seconds` is what importing its file may take, at least ten."""
+        """The function is loaded at the first call. `load_seconds`: deadline of importing its file, at least 10."""
         self.function = function
         self.load_seconds = max(load_seconds, LOAD_LEAST_SECONDS)
         self._worker: _Worker | None = None
@@ -131,11 +131,11 @@ class RewardProcess:
     def call(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
     ) -> Results:
-        """One call of a reward function, within `seconds`; arguments and results are those of `call_function`.
+        """Call the reward function with a deadline; arguments and results as in `call_function`.
 
         Raises:
-            CallFailed: if the function raised or its process ended. TookTooLong: at the deadline.
-            WrongResults: if it returned something else.
+            RewardCallError: if the function raised or its process ended. RewardTimeout: at the deadline.
+            InvalidRewardOutput: if it returned anything else.
         """
         counts = None if step_counts is None else list(step_counts)
         request = {"arguments": arguments, "global_step": global_step, "step_counts": counts}
@@ -143,11 +143,11 @@ class RewardProcess:
         return self._ask(request, seconds, lambda reply: _results(reply, count, counts))
 
     def call_on_text(self, text: str, seconds: float) -> list[int]:
-        """One call of a boundary function, within `seconds`. Errors as in `call`."""
+        """Call the boundary function with a deadline; errors as in `call`."""
         return self._ask({"text": text}, seconds, lambda reply: checked_positions(reply["results"], len(text)))
 
     def close(self) -> None:
-        """End the process and whatever it started."""
+        """End the process and all processes that it started."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end()
@@ -208,7 +208,7 @@ class RewardProcess:
 
 
 def _reply_to(number: str, line: bytes) -> dict[str, Any]:
-    """The reply that has the number of the request: anything else was written by something else than the worker."""
+    """Parse the reply with the number of the request; any other line was not written by the worker."""
     with contextlib.suppress(ValueError, RecursionError):
         reply = json.loads(line)
         if isinstance(reply, dict) and reply.get("id") == number:
@@ -219,10 +219,10 @@ def _reply_to(number: str, line: bytes) -> dict[str, Any]:
 
 
 def _results(reply: dict[str, Any], count: int, step_counts: Sequence[int] | None) -> Results:
-    """The results in a reply, checked again: the function had the process that checked them in its hands.
+    """The results in a reply, checked again, because the function could change the process that checked them.
 
     Raises:
-        WrongResults: as `call_function`.
+        InvalidRewardOutput: as `call_function`.
     """
     log = Log(count)
     for name, numbers in reply["metrics"].items():
@@ -234,14 +234,14 @@ def _results(reply: dict[str, Any], count: int, step_counts: Sequence[int] | Non
 
 
 class _Worker:
-    """One life of the process: supervisor and worker, with the pipes to them."""
+    """A started process: supervisor and worker, with the pipes to them."""
 
     def __init__(self) -> None:
         self.mark = secrets.token_hex(16)
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
-        # Run by its path and with -P, so that neither the package nor this folder is imported by accident. A session
-        # of its own keeps the terminal's Ctrl-C from it.
+        # Run by its path and with -P, so that neither the package nor this folder is imported by accident. In its own
+        # session it does not receive the terminal's Ctrl-C.
         self.supervisor = subprocess.Popen(
             [sys.executable, "-P", worker.__file__, str(requests), str(replies)],
             stdin=subprocess.PIPE,
@@ -259,7 +259,7 @@ class _Worker:
         self.output = _Output(self.supervisor.stdout.fileno())
 
     def exchange(self, line: bytes, seconds: float) -> bytes:
-        """Send a line and return the next one, under one deadline; what is printed meanwhile goes to stderr.
+        """Send a line and return the next one, under one deadline; output in the meantime is printed to stderr.
 
         Raises:
             TimeoutError: at the deadline. EOFError, BrokenPipeError: if the other end is closed.
@@ -285,14 +285,14 @@ class _Worker:
                         if not read:
                             raise EOFError
                         reply += read
-                        # No reply is so long as this limit: it is refused.
+                        # Longer than any valid reply, so it is refused.
                         whole = b"\n" in read or len(reply) > worker.MOST_REPLY_BYTES
                     elif not self.output.pass_on():
                         selector.unregister(self.output.descriptor)
         return bytes(reply)
 
     def end(self) -> None:
-        """End the supervisor, which ends everything below it first; if it was killed itself, find that by its mark."""
+        """End the supervisor, which first ends its descendants; if it was killed itself, find them by their mark."""
         assert self.supervisor.stdin is not None
         self.supervisor.stdin.close()
         self.supervisor.send_signal(signal.SIGCONT)  # the function may have stopped it
@@ -312,7 +312,7 @@ class _Worker:
         os.close(self.replies)
 
     def last_words(self) -> str:
-        """Exit status after `end`: the supervisor's, which is the worker's."""
+        """Description of the exit status after `end`; the supervisor exits with the worker's."""
         code = self.supervisor.returncode
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
@@ -330,7 +330,7 @@ class _Output:
         os.set_blocking(descriptor, False)
 
     def pass_on(self) -> bool:
-        """Print what is there; False at the end."""
+        """Print the available output; False at its end."""
         try:
             read = os.read(self.descriptor, 1 << 16)
         except BlockingIOError:
@@ -340,13 +340,13 @@ class _Output:
         text = printable(self._decoder.decode(read).replace("\r\n", "\n"))
         rest = len(text) - self.left
         self.left = max(-rest, 0)
-        text = text if rest < 0 else text[: len(text) - rest] + "\n(what else the function prints is left out)\n"
+        text = text if rest < 0 else text[: len(text) - rest] + "\n(further output of the function is left out)\n"
         with contextlib.suppress(OSError, ValueError):  # the reader of stderr may be gone
             sys.stderr.write(text)
             sys.stderr.flush()
         return bool(read)
 
     def drain(self) -> None:
-        """Print what came last."""
+        """Print the remaining output."""
         while self.pass_on():
             pass

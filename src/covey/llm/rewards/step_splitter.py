@@ -1,7 +1,7 @@
-"""Process supervision: where the reasoning steps of a completion end, in characters and in tokens.
+"""Process supervision: splits completions into reasoning steps, by characters and by tokens.
 
-A step reward is told the texts of the steps and gives one number for each (`RewardConfig.per_step`). Where such numbers
-come from is open: a rule now, a process reward model with the same signature later.
+A step reward gets the texts of the steps and returns one number for each (`RewardConfig.per_step`). It may be a rule or
+a process reward model with the same signature.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from covey.llm.rewards.runner import RewardProcess
 
 Boundary = Callable[[str], Sequence[int]]  # text -> positions (in characters) after its steps
 
-BOUNDARY_SECONDS = 10.0  # for one text, by a function of the user's own
+BOUNDARY_SECONDS = 10.0  # deadline of a user's boundary function, for one text
 
-# What follows a step: white space belongs to the step before it, so that no step is empty.
+# White space belongs to the step before it, so that no step is empty.
 _LINE = re.compile(r"(?<=\S)[^\S\n]*\n\s*")
 _PARAGRAPH = re.compile(r"(?<=\S)[^\S\n]*\n[^\S\n]*\n\s*")
 _SENTENCE = re.compile(r"[.!?][\"')\]*]*\s+|(?<=\S)[^\S\n]*\n\s*")
@@ -27,18 +27,18 @@ _LIST_NUMBER = re.compile(r"\s*[0-9]+[.]\s+")
 
 
 def lines(text: str) -> list[int]:
-    """A step is a line; empty lines are none."""
+    """A step is a line; empty lines are not steps."""
     return [match.end() for match in _LINE.finditer(text)]
 
 
 def paragraphs(text: str) -> list[int]:
-    """A step ends where an empty line follows."""
+    """A step ends before an empty line."""
     return [match.end() for match in _PARAGRAPH.finditer(text)]
 
 
 def sentences(text: str) -> list[int]:
-    """A step ends after a full stop, an exclamation mark or a question mark that white space follows, and with its
-    line; the number of a list item, as in "2. Add 5", is no sentence.
+    """A step ends after a full stop, an exclamation mark or a question mark before white space, and at a line's end.
+    The number of a list item, as in "2. Add 5", is no sentence.
     """
     ends: list[int] = []
     for match in _SENTENCE.finditer(text):
@@ -52,24 +52,24 @@ RULES: dict[str, Boundary] = {"line": lines, "paragraph": paragraphs, "sentence"
 
 
 class StepSplitter:
-    """Cuts completions into reasoning steps: after the positions that a rule or a function gives, and at their end.
+    """Splits completions into reasoning steps: at the positions of a rule or a function, and at their end.
 
-    Every completion has at least one step. A step ends at the token that completes its text; steps that end within the
-    same token are one, and the end token belongs to the last step. If the policy did not decide that token (a tool's
+    Every completion has at least one step. A step ends at the token that completes its text. Steps that end within the
+    same token are one step, and the end token belongs to the last step. If the policy did not decide that token (a tool's
     output), the step ends at the last decision before it, and a step without any decision is part of its neighbour.
     """
 
     def __init__(self, boundary: str) -> None:
-        """`boundary` is a key of `RULES`, or `file.py:function`, called in a process of its own, text by text."""
+        """`boundary` is a key of `RULES`, or `file.py:function`, which a process of its own calls for each text."""
         self.boundary = boundary
-        self.chat: Chat | None = None  # known once the model is loaded; until then steps have no tokens
+        self.chat: Chat | None = None  # set when the model is loaded; before that steps have no tokens
         self._process = None if boundary in RULES else RewardProcess(boundary)
 
     def split(self, rollout: Rollout) -> list[str]:
-        """The texts of a rollout's steps; joined they are its text. Sets `step_ends` where the tokens are known.
+        """The texts of a rollout's steps, whose concatenation is its text. Sets `step_ends` if the tokens are known.
 
         Raises:
-            CallFailed: if the boundary function fails on this text. WrongResults: if it gives no positions in it.
+            RewardCallError: if the boundary function fails. InvalidRewardOutput: if it returns invalid positions.
         """
         positions = self._positions(rollout.text)
         if self.chat is not None:
@@ -103,7 +103,7 @@ class StepSplitter:
 def token_ends(
     decode: Callable[[Sequence[int]], str], tokens: Sequence[int], positions: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """The tokens that complete the text up to each position; a token may hold a part of a character, or several steps.
+    """The tokens that complete the text up to each position; a token may be a part of a character, or several steps.
 
     Args:
         decode: token ids -> text.
@@ -111,12 +111,12 @@ def token_ends(
         positions: in characters of the decoded text, ascending.
 
     Returns:
-        (positions, token indices) of the steps that end before the last token, no two of them in the same one.
+        (positions, token indices) of the steps that end before the last token, at most one per token.
     """
     text = decode(tokens)
     ends: dict[int, int] = {}
     for position in positions:
-        # Found by halving: once a beginning is complete, further tokens leave it as it is.
+        # Binary search: further tokens do not change a prefix of the text that is complete.
         ends[
             bisect_left(range(len(tokens)), True, key=lambda k: decode(tokens[: k + 1]).startswith(text[:position]))
         ] = position

@@ -1,4 +1,4 @@
-"""A note in the run folder while reward functions are called: if one ends the run's process, a resumed run says so."""
+"""A file in the run folder during reward calls: if a call ends the run's process, the resumed run reports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALL_FILE = "unfinished_call.json"
 
 @dataclass(frozen=True)
 class NotedGrader:
-    """Implements `covey.data.Grader`: a grader whose calls leave `file` behind if the process ends in one."""
+    """A `covey.data.Grader` whose `file` exists during a call, and so remains if the process ends in one."""
 
     grader: RewardGrader
     file: Path
@@ -29,7 +29,7 @@ class NotedGrader:
             self.file.unlink(missing_ok=True)
 
     def take_note(self) -> str:
-        """One line on a call that was not finished, which is then forgotten; empty if there was none."""
+        """Return one line about an unfinished call and delete the file; empty if there was none."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             names = json.loads(self.file.read_text())
             self.file.unlink()

@@ -1,15 +1,15 @@
-"""The process in which a reward function of the user's own runs: `RewardProcess` in runner.py starts it.
+"""The process in which a user's reward function runs; `RewardProcess` in runner.py starts it.
 
-A thread that hangs cannot be stopped, a process can, so only a process gives a real deadline. There are two:
+A process that hangs can be killed, a thread cannot, so only a process enforces a deadline. There are two processes:
 
     the run  <-- requests and replies, one line of JSON each -->  the worker, which calls the function
        \\__ its standard input, which ends with the run _________  the supervisor, the parent of the worker
 
-The supervisor never runs the user's code. It ends the worker and everything that the function started if the run asks
-for it, if the run's process ends, however that happens, and if the worker ends. On Linux it finds these processes in
-any session, because orphans become its children (PR_SET_CHILD_SUBREAPER); elsewhere it ends its process group.
+The supervisor never runs the user's code. It ends the worker and all processes that the function started if the run
+requests it, if the run's process ends in any way, and if the worker ends. On Linux it finds these processes in any
+session, because orphans become its children (PR_SET_CHILD_SUBREAPER); elsewhere it ends its process group.
 
-The function is trusted: the processes are there for the deadline and for crashes. They are not a sandbox.
+The function is trusted: the processes enforce the deadline and contain crashes. They are not a sandbox.
 
 This file and the two that it loads import the standard library only, so that the worker starts in milliseconds.
 """
@@ -32,15 +32,15 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-MOST_REPLY_BYTES = 1 << 26  # of one reply, columns of log_extra included
-MARK = "COVEY_REWARD_PROCESS"  # an environment variable of the supervisor and of everything below it
-BROKEN = 213  # exit code of a worker that cannot answer any more
+MOST_REPLY_BYTES = 1 << 26  # limit of one reply, with the columns of log_extra
+MARK = "COVEY_REWARD_PROCESS"  # an environment variable of the supervisor and its descendants
+BROKEN = 213  # exit code of a worker that can no longer reply
 END_SECONDS = 5.0  # for killed processes to disappear
 _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # of Linux's prctl
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):
-    """Compiles the file as it is. Bytecode on disk may be of another text of the same second and the same length."""
+    """Compiles the present text of the file. Cached bytecode may be of another text of the same second and length."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -59,7 +59,7 @@ def _module_at(path: Path, name: str) -> ModuleType:
 
 if TYPE_CHECKING or __package__:
     from covey.llm.rewards import process_state, reward_call
-else:  # run by its path: neither the package nor this folder is to be on the function's search path
+else:  # run by its path, so that neither the package nor this folder is on the function's search path
     reward_call = _module_at(Path(__file__).with_name("reward_call.py"), "covey_reward_call")
     process_state = _module_at(Path(__file__).with_name("process_state.py"), "covey_process_state")
 
@@ -94,32 +94,32 @@ class _Server:
         self.requests, self.replies = os.fdopen(requests, "rb", closefd=False), replies
         self.pipe = _identity(replies)
         self.function: Callable[..., Any] | None = None
-        # What the function reads is nothing; the supervisor's standard input is not for it.
+        # The function's standard input is empty, because the supervisor needs its own.
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where memory runs out, the kernel ends this process and not the run
+            file.write("1000")  # if memory runs out, the kernel ends this process and not the run
 
     def serve(self) -> NoReturn:
         while line := self.requests.readline():
             request = json.loads(line)
             state = process_state.ProcessState()
             reply = self._answer(request)
-            # What a module sets up while it is imported is meant to stay.
+            # State that the module changes at its import is kept.
             sound = "load" in request or state.restore()
             self._send({"id": request["id"], "last": not sound, **reply})
         os._exit(0)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Results, or why there are none. A child that the function forked ends here instead of answering too."""
+        """Results, or the reason why there are none. A child that the function forked ends here without a reply."""
         code = 0
         try:
             reply = self._call(request)
         except reward_call.InvalidRewardOutput as error:
             reply = {"wrong": str(error)}
-        except SystemExit as error:  # a failed call like any other, but the way of a forked child to end
+        except SystemExit as error:  # a failed call, or the end of a forked child
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             reply = {"failed": reward_call.one_line(error)}
         except BaseException as error:
@@ -148,7 +148,7 @@ class _Server:
         if len(line) > MOST_REPLY_BYTES:
             wrong = f"logged more than fits into a reply of {MOST_REPLY_BYTES >> 20} MiB"
             line = json.dumps({"id": reply["id"], "last": False, "wrong": wrong}).encode() + b"\n"
-        if _identity(self.replies) != self.pipe:  # the function closed it and opened something in its place
+        if _identity(self.replies) != self.pipe:  # the function closed it and opened another file with its number
             os._exit(BROKEN)
         view = memoryview(line)
         while view:
@@ -161,15 +161,15 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function behind `file.py:function` or `module:function`.
+    """Import the function named `file.py:function` or `module:function`.
 
     Raises:
-        AttributeError: if the module has no such function. Exception: whatever importing the module raises.
+        AttributeError: if the module has no such function. Exception: any that importing the module raises.
     """
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
         path = Path(source).expanduser().resolve()
-        sys.dont_write_bytecode = True  # nothing is left beside the user's files
+        sys.dont_write_bytecode = True  # no __pycache__ beside the user's files
         sys.path.insert(0, str(path.parent))
         module = _module_at(path, f"reward_file_{path.stem}")
     else:
@@ -184,8 +184,8 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def _supervise(worker: int) -> NoReturn:
-    """Wait for the end of the worker or of the run, end everything else, and end as the worker did."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # SIGKILL and SIGSTOP excepted, as ever
+    """Wait for the end of the worker or of the run, end all descendants, and exit with the worker's status."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # SIGKILL and SIGSTOP remain
     run_ended = threading.Event()
     threading.Thread(target=_await_the_run, args=(worker, run_ended), daemon=True).start()
     while True:
@@ -204,7 +204,7 @@ def _supervise(worker: int) -> NoReturn:
 
 
 def _await_the_run(worker: int, run_ended: threading.Event) -> None:
-    """The run holds the other end of the standard input, which ends when the run closes it or is killed."""
+    """Wait for the end of standard input, whose other end the run closes, also if it is killed."""
     while os.read(0, 1):
         pass
     run_ended.set()
@@ -214,8 +214,8 @@ def _await_the_run(worker: int, run_ended: threading.Event) -> None:
 
 
 def _end_descendants() -> None:
-    """Kill until there is nothing to wait for: a process may start others until it is killed, and its orphans become
-    children of this one.
+    """Kill descendants until there are no children: a process may start others until it is killed, and its orphans
+    become children of this one.
     """
     deadline = time.monotonic() + END_SECONDS
     while time.monotonic() < deadline:
@@ -229,10 +229,10 @@ def _end_descendants() -> None:
 
 
 def end_marked(mark: str) -> None:
-    """Kill the processes whose environment has the mark: the last resort if the supervisor itself was killed."""
+    """Kill the processes whose environment has the mark, if the supervisor itself was killed."""
     deadline = time.monotonic() + END_SECONDS
     absent = 0
-    while absent < 2 and time.monotonic() < deadline:  # one look may miss a process that starts another and ends
+    while absent < 2 and time.monotonic() < deadline:  # a single scan may miss a process that starts another and ends
         found = marked_processes(mark)
         _kill(found)
         absent = 0 if found else absent + 1
@@ -246,7 +246,7 @@ def _kill(processes: list[int]) -> None:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Processes whose environment has the mark; none where there is no /proc."""
+    """Processes whose environment has the mark; empty without /proc."""
     wanted = f"{MARK}={mark}".encode()
     return [process for process in _processes() if wanted in _read(process, "environ").split(b"\0")]
 
@@ -279,7 +279,7 @@ def _read(process: int, name: str) -> bytes:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux's prctl; nothing if there is none."""
+    """Call Linux's prctl; no effect on other systems."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 

@@ -1,4 +1,4 @@
-"""The tasks of the language-model world: where prompts come from and what is known of their answers."""
+"""Tasks of language models: sources of prompts with the data for their rewards."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _TASKS: dict[type, Callable[..., Task]] = {
 
 
 def build_task(config: Any) -> Task:
-    """The task that a config object of `covey.config.TASK_CONFIGS` describes.
+    """Build the task of a config of `covey.config.TASK_CONFIGS`.
 
     Raises:
-        ConfigError: if its fields are impossible, or its data cannot be read.
+        ConfigError: if its fields are invalid, or its data cannot be read.
     """
     return _TASKS[type(config)](**vars(config))
 

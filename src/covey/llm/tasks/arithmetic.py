@@ -1,4 +1,4 @@
-"""Sums, differences and products of small numbers: the task that shows within minutes whether training works."""
+"""Sums, differences and products of small numbers: a task on which training shows an effect within minutes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from covey.config import ArithmeticConfig, ConfigError, RewardConfig
 from covey.data import Start
 from covey.llm.tasks.generated import GeneratedTask, Problem, checked
 
-CHOICES_OF_OPERATORS = 200  # before a task without negative answers counts as impossible
-DRAWS_OF_NUMBERS = 100  # for one choice of operators, before another is made
+CHOICES_OF_OPERATORS = 200  # after which a task without negative answers is refused as impossible
+DRAWS_OF_NUMBERS = 100  # for one choice of operators, before the next choice
 
 Products = list[tuple[int, list[int]]]  # sign and factors of every term
 
@@ -21,14 +21,14 @@ class Arithmetic(GeneratedTask):
     """Questions like "What is 47 + 38?".
 
     Number of terms, digits of each operand and each operator are drawn evenly from their lists. A number of d digits
-    is drawn evenly from 10^(d-1) to 10^d - 1. Products bind first. Unless `negative` is set, numbers are drawn until
-    the answer is not below 0. Two expressions that differ only in the order of their terms or factors are always on the
-    same side of the held-out split.
+    is drawn evenly from 10^(d-1) to 10^d - 1. Products have precedence. Unless `negative` is set, numbers are redrawn
+    until the answer is not below 0. Two expressions that differ only in the order of their terms or factors are always
+    on the same side of the held-out split.
 
     >>> Arithmetic(digits=(1, 2), operators=("+",))
 
     Raises:
-        ConfigError: if a field's value is impossible.
+        ConfigError: if a field's value is invalid.
     """
 
     name = "arithmetic"
@@ -42,7 +42,7 @@ class Arithmetic(GeneratedTask):
         for _ in range(CHOICES_OF_OPERATORS):
             count = rng.choice(self.config.terms)
             operators = [rng.choice(self.config.operators) for _ in range(count - 1)]
-            # Numbers are drawn again before operators are, so that these stay evenly spread where they can.
+            # Numbers are redrawn first, so that operators remain uniformly distributed if possible.
             for _ in range(DRAWS_OF_NUMBERS):
                 numbers = [_number(rng, rng.choice(self.config.digits)) for _ in range(count)]
                 products = _signed_products(numbers, operators)
@@ -60,7 +60,7 @@ class Arithmetic(GeneratedTask):
         )
 
     def held_out(self, count: int) -> list[Start]:
-        """As in every generated task, with operands of `held_out_digits` where that is set."""
+        """As `GeneratedTask.held_out`, with operands of `held_out_digits` if it is set."""
         if not self.config.held_out_digits:
             return super().held_out(count)
         narrowed = replace(self.config, digits=self.config.held_out_digits, held_out_digits=())

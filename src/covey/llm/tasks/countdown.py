@@ -1,4 +1,4 @@
-"""Countdown: reach a target from given numbers. The answer is an expression, so there are many right ones."""
+"""Countdown: reach a target from given numbers. Answers are expressions, and many are right."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem, che
 
 
 class Countdown(GeneratedTask):
-    """Always solvable: the target is the value of a random expression over all the given numbers.
+    """Solvable problems: the target is the value of a random expression over all the given numbers.
 
     Every intermediate result of that expression is a whole number and not negative; the target is at most ten times
-    the largest number and none of the given ones. The column `answer` holds the expression; any other solution that
-    uses each number at most once and only the listed operators is right too.
+    the largest number and none of the given ones. The column `answer` is this expression; any other solution that uses
+    each number at most once and only the listed operators is right too.
 
     >>> Countdown(numbers=4, operators=("+", "-", "*", "/"))
 
     Raises:
-        ConfigError: if a field's value is impossible, or no problem can be made from the fields.
+        ConfigError: if a field's value is invalid, or the fields allow no problem.
     """
 
     name = "countdown"

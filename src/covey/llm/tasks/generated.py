@@ -1,7 +1,7 @@
-"""Base of the generated tasks: draws that are a function of their arguments, and a held-out side.
+"""Base of the generated tasks: draws that are a function of their arguments, and a held-out split.
 
-A hash of a problem's content decides which side it belongs to, about 1 in 10 being held out, so the two sides are
-disjoint whatever the seeds are, and stay disjoint between differently configured tasks of one kind.
+A hash of a problem's content decides its side of the split; about 1 in 10 is held out. So the two sides are disjoint
+for all seeds, also between differently configured tasks of one kind.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from covey.data import Start
 Config = TypeVar("Config")
 
 HELD_OUT_ONE_IN = 10
-GIVE_UP_AFTER = 50_000  # draws in a row that bring nothing new
+GIVE_UP_AFTER = 50_000  # consecutive draws without a new problem
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with what its reward needs."""
+    """One question with the columns for its reward."""
 
-    key: str  # the content that decides the side; equal for problems that give each other away, as 3 + 5 and 5 + 3
+    key: str  # the content that decides the side; equal for equivalent problems, as 3 + 5 and 5 + 3
     question: str
     columns: dict[str, Any]
-    examples: tuple[tuple[str, str], ...] = ()  # questions and answers shown before, as earlier turns of the chat
+    examples: tuple[tuple[str, str], ...] = ()  # questions and answers before it, as earlier turns of the chat
 
 
 def is_held_out(key: str) -> bool:
-    """Whether the problem with this key is kept from training."""
+    """True if the problem with this key is held out from training."""
     return stable_hash("side", key) % HELD_OUT_ONE_IN == 0
 
 
 class GeneratedTask(ABC):
-    """A task that makes up its problems; implements `covey.data.Task`."""
+    """A task that generates its problems; implements `covey.data.Task`."""
 
     name: str
     default_rewards: tuple[RewardConfig, ...]
@@ -48,14 +48,14 @@ class GeneratedTask(ABC):
         """A random problem of either side."""
 
     def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
-        """`count` training starts; each is a function of (seed, step, its index) alone: `before` changes nothing."""
+        """`count` training starts; each is a function of (seed, step, its index) alone; `before` is ignored."""
         return [
             _start(index, self._training_problem(random.Random(stable_hash("draw", seed, step, index))))
             for index in range(first, first + count)
         ]
 
     def held_out(self, count: int) -> list[Start]:
-        """The first `count` of this task's fixed sequence of different held-out problems, or all where it has fewer.
+        """The first `count` of this task's fixed sequence of different held-out problems, or all if it has fewer.
 
         Raises:
             ConfigError: if it has none.
@@ -91,10 +91,10 @@ def _start(index: int, problem: Problem) -> Start:
 
 
 def checked(config_type: type[Config], fields: dict[str, Any]) -> Config:
-    """A task's config from its fields, lists taken as tuples.
+    """Build a task's config from its fields; lists become tuples.
 
     Raises:
-        ConfigError: if a value is impossible.
+        ConfigError: if a value is invalid.
     """
     config = config_type(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
     check_fields(config, "task.")

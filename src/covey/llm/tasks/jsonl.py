@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file of the user's own, checked line by line before anything else starts."""
+"""Prompts from a user's JSONL file, checked line by line at the start of a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from covey.llm.tasks.prompt_limit import PromptLimit
 class Jsonl:
     """A JSONL file with a `prompt` column (string or chat messages) and any other columns; implements `Task`.
 
-    Other columns reach the rewards under their own names. Rows in the format of verl (`reward_model.ground_truth`
-    becomes the column `answer`) and of reasoning-gym (`question` becomes a user message) are taken too.
+    Other columns are passed to the rewards under their own names. Rows in the format of verl
+    (`reward_model.ground_truth` becomes the column `answer`) and of reasoning-gym (`question` becomes a user message)
+    are accepted too.
 
-    Held out are the lines of `held_out_path`, or else `held_out_fraction` of the different prompts of `path`, chosen by
-    a hash of the prompt, at least one. Training draws without replacement: each pass over the file has its own
-    order, a function of (seed, pass), so a resumed run needs no state.
+    The lines of `held_out_path` are held out; without one, `held_out_fraction` of the different prompts of `path`,
+    chosen by a hash of the prompt, at least one. Training draws without replacement: each pass over the file has its
+    own order, a function of (seed, pass), so a resumed run needs no state.
 
     >>> Jsonl(path="problems.jsonl", held_out_fraction=0.2)
 
@@ -46,7 +47,7 @@ class Jsonl:
         self._too_long = 0
 
     def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
-        """The `count` rows of a step that follow on those drawn `before`; steps count from 1."""
+        """The next `count` rows after the `before` rows drawn so far; steps count from 1."""
         size = len(self._training)
         begin = (step - 1) * count + first if before is None else before
         return [
@@ -55,7 +56,7 @@ class Jsonl:
         ]
 
     def held_out(self, count: int) -> list[Start]:
-        """The first `count` different held-out prompts, in an order chosen by hash; all where there are fewer."""
+        """The first `count` different held-out prompts in the order of a hash, or all if there are fewer."""
         different = {row.content: row for row in reversed(self._held_out)}
         rows = [different[content] for content in sorted(different, key=prompt_hash)]
         return [_start(index, row) for index, row in enumerate(rows[:count])]
@@ -72,14 +73,14 @@ class Jsonl:
         return f"{config.path}: {prompts}{lines} to train on, {held_out:,} held out ({where}){dropped}{long}"
 
     def keep_fitting(self, limit: PromptLimit | None, held_out_limit: PromptLimit) -> None:
-        """Leave out the lines whose prompts are too long for a model, or refuse the first, as the limits say.
+        """Drop the lines whose prompts are too long for a model, or refuse the first, according to the limits.
 
         Args:
-            limit: of training prompts; None: they do not matter.
-            held_out_limit: of held-out prompts, whose answers may be longer.
+            limit: for training prompts; None: they are not checked.
+            held_out_limit: for held-out prompts, whose answers may be longer.
 
         Raises:
-            ConfigError: naming file and line, for a prompt that is refused; if no line is left.
+            ConfigError: for a refused prompt, with file and line; if no line is left.
         """
         path = self.config.path
         if limit is not None:
@@ -112,10 +113,10 @@ class Rows(Jsonl):
 
     Args:
         rows: each with a `prompt` (string or chat messages) and any other columns.
-        held_out_fraction: share of the different prompts that is kept from training, at least one.
+        held_out_fraction: fraction of the different prompts that is held out from training, at least one.
 
     Raises:
-        ConfigError: naming the first row that is unusable; if there is one prompt only.
+        ConfigError: for the first unusable row; if there is only one prompt.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], held_out_fraction: float = 0.1):

@@ -13,17 +13,17 @@ from covey.llm.model.chat import Chat
 
 Note = Callable[[str], None]
 
-TRIED_BEFOREHAND = 256  # training starts of a task that makes up its prompts
-OTHER_DRAWS = 20  # in place of one start, before the task counts as unusable
-FAR = 1_000_003  # starts ahead, where a task draws another start from
-NOTED = 3  # prompts that were left out, each on a line of its own; further ones are counted
+TRIED_BEFOREHAND = 256  # number of training starts of a generating task that are checked before training
+OTHER_DRAWS = 20  # replacements that are drawn for one start before it is left out
+FAR = 1_000_003  # distance in starts at which a replacement is drawn
+NOTED = 3  # number of left-out prompts that are logged; further ones are only counted
 
 
 def length_fault(config: Any, prompt_tokens: int, max_new_tokens: int) -> str:
-    """Why a prompt of this many tokens cannot be completed by a model with this config; "" if it can.
+    """The reason why a model with this config cannot complete a prompt of this many tokens; "" if it can.
 
-    A model knows positions up to a limit. Beyond it some crash and others write nonsense. Up to another one, the
-    numbers of a row do not depend on the rows beside it.
+    Beyond the limit of its positions a model crashes or writes nonsense. Beyond a second limit of some architectures,
+    the numbers of a row depend on the other rows of its batch.
     """
     wanted = f"a prompt of {prompt_tokens} tokens and max_new_tokens = {max_new_tokens}"
     limit, exact = position_limit(config), exact_length(config)
@@ -39,15 +39,15 @@ def length_fault(config: Any, prompt_tokens: int, max_new_tokens: int) -> str:
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """Says of prompts whether a model can complete them."""
+    """Checks whether a model can complete a prompt."""
 
     chat: Chat
-    config: Any  # the model's, as transformers reads it
+    config: Any  # the model's config of transformers
     max_new_tokens: int
-    drop: bool = False  # what becomes of a prompt that is too long: dropped, or refused
+    drop: bool = False  # True: prompts that are too long are dropped; False: refused
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where no prompt could fit."""
+        """Raises ConfigError if no prompt can fit."""
         positions = position_limit(self.config)
         if positions is not None and self.max_new_tokens >= positions:
             raise ConfigError(
@@ -56,10 +56,10 @@ class PromptLimit:
             )
 
     def fault(self, prompt: Any) -> str:
-        """Why a prompt is too long; "" if it fits.
+        """The reason why a prompt is too long; "" if it fits.
 
         Raises:
-            ConfigError: if it is no prompt at all, empty, or refused by the chat template.
+            ConfigError: if it is no prompt, empty, or refused by the chat template.
         """
         if not isinstance(prompt, str) and not (
             isinstance(prompt, (list, tuple)) and prompt and all(isinstance(message, dict) for message in prompt)
@@ -68,10 +68,10 @@ class PromptLimit:
         return length_fault(self.config, len(self.chat.encode(prompt)), self.max_new_tokens)
 
     def taken(self, starts: Sequence[Start], note: Note) -> list[Start]:
-        """Of held-out starts those that fit; the others are refused or, where the run says so, left out.
+        """The held-out starts that fit; the others are refused or, if `drop` is set, left out.
 
         Raises:
-            ConfigError: naming the first prompt that is refused; if none is left.
+            ConfigError: for the first refused prompt; if none is left.
         """
         kept = []
         for start in starts:
@@ -88,11 +88,10 @@ class PromptLimit:
 
 
 class FittingTask:
-    """A task whose prompts are made up as they are drawn; other starts replace those that the model cannot take.
+    """A generating task in which starts that are too long for the model are replaced; implements `covey.data.Task`.
 
-    One such prompt does not end a run that has begun: where the task has no other start in its place, the step has one
-    group less. What replaces it is a function of the same arguments, so that a resumed run draws the same. Implements
-    `covey.data.Task`.
+    If the task has no replacement, the step has one group less. Replacements are a function of the arguments of `draw`,
+    so that a resumed run draws the same.
     """
 
     def __init__(self, task: Task, limit: PromptLimit, note: Note) -> None:
@@ -100,10 +99,10 @@ class FittingTask:
         self._left_out, self._told = 0, 0
 
     def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
-        """As the task's own, with every prompt such that the model can take it.
+        """As the task's own `draw`, without prompts that are too long for the model.
 
         Raises:
-            RunError: if none of them fits, nor what would replace them.
+            RunError: if neither they nor their replacements fit.
         """
         starts = self.task.draw(seed, step, count, first=first, before=before)
         found = [
@@ -136,7 +135,7 @@ class FittingTask:
             drawn_before = None if before is None else before + ahead
             try:
                 drawn = self.task.draw(seed, step, 1, first=start.index + ahead, before=drawn_before)[0]
-            except Exception:  # a task of the user's own may have no start so far ahead
+            except Exception:  # a user's task may have no start at this index
                 return None
         return None
 
@@ -148,7 +147,7 @@ class FittingTask:
 
 
 def _fault_of(limit: PromptLimit, start: Start) -> str:
-    """Why a start cannot be used, with the beginning of its prompt; "" if it can."""
+    """The reason why a start cannot be used, with the beginning of its prompt; "" if it can."""
     try:
         fault = limit.fault(start.prompt)
     except ConfigError as error:
@@ -162,14 +161,14 @@ def _beginning(prompt: Any) -> str:
 
 
 def refuse_first_starts(task: Task, limit: PromptLimit, seed: int, steps: int, count: int) -> None:
-    """Try the training starts of the first steps, so that most prompts that do not fit are found before training.
+    """Check the training starts of the first steps, so that most prompts that do not fit are found before training.
 
     Args:
-        steps: of the run.
-        count: starts of a step.
+        steps: number of steps of the run.
+        count: starts per step.
 
     Raises:
-        ConfigError: for the first that does not fit.
+        ConfigError: for the first prompt that does not fit.
     """
     for step in range(1, min(steps, -(-TRIED_BEFOREHAND // count)) + 1):
         for start in task.draw(seed, step, count, first=0, before=(step - 1) * count):

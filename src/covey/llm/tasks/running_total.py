@@ -1,4 +1,4 @@
-"""Running totals: several small steps, each on the result of the one before, so that one slip spoils the end."""
+"""Running totals: several small steps, each on the previous result, so that one error makes the final answer wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.llm.tasks.generated import GeneratedTask, Problem, checked
 
 Change = tuple[str, int]  # "+" or "-", and the number
 
-# Shown as earlier turns of the chat, at most as many as RunningTotalConfig.examples may ask for.
+# Earlier turns of the chat; RunningTotalConfig.examples has this number as its limit.
 EXAMPLES: tuple[tuple[int, tuple[Change, ...]], ...] = (
     (2, (("+", 3), ("-", 1), ("+", 4))),
     (5, (("-", 2), ("+", 4), ("-", 1))),
@@ -19,16 +19,16 @@ EXAMPLES: tuple[tuple[int, tuple[Change, ...]], ...] = (
 
 
 class RunningTotal(GeneratedTask):
-    """Questions like "7 - 4 + 9 + 5 step by step", to be answered with one line a step: "7 - 4 = 3", "3 + 9 = 12", ...
+    """Questions like "7 - 4 + 9 + 5 step by step", answered with one line per step: "7 - 4 = 3", "3 + 9 = 12", ...
 
-    Made for comparing process with outcome supervision: every line has one right total, whatever came before it. The
-    column `answer` holds the last total, `totals` the list of all. No total is below 0. Worked examples stand before
-    the question as earlier turns of the chat, and are never asked.
+    Made for comparing process with outcome supervision: every line has one right total, independent of the lines before
+    it. The column `answer` is the last total, `totals` the list of all. No total is below 0. Worked examples are
+    earlier turns of the chat, and are never asked.
 
     >>> RunningTotal(steps=(3, 4), largest=20)
 
     Raises:
-        ConfigError: if a field's value is impossible.
+        ConfigError: if a field's value is invalid.
     """
 
     name = "running_total"

@@ -1,4 +1,4 @@
-"""Little stories with a calculation in them: 1 to 4 steps, each on the result of the one before."""
+"""Word problems: short stories with a calculation of 1 to 4 steps, each on the previous result."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NAMES = (
 class Story:
     """The sentences of one kind of story.
 
-    `{n}` is the number of a step, `{who}` the one the story is about, `{other}` somebody else, `{things}` what is
-    counted. In a `chain` each step hands the story on to the other: the question asks for the last one's number.
+    `{n}` is the number of a step, `{who}` the person of the story, `{other}` another person, `{things}` the counted
+    objects. In a `chain` each step continues with the other person, and the question asks for the last one's number.
     """
 
     things: tuple[str, ...]
-    start: str  # gives the first number {a}
-    start_product: str  # gives the first result as {n} times {a}
+    start: str  # states the first number {a}
+    start_product: str  # states the first result as {n} times {a}
     gain: tuple[str, ...]
     lose: tuple[str, ...]
     multiply: tuple[str, ...]
@@ -92,14 +92,14 @@ STORIES = (
 class WordProblems(GeneratedTask):
     """Stories whose every intermediate result is a whole number and not negative.
 
-    The numbers in the text are between 2 and `largest`; results may be larger. The column `solution` holds the steps
-    ("12 + 5 = 17; 17 * 2 = 34"), which also decide the side of the held-out split: the same calculation in other
+    The numbers in the text are between 2 and `largest`; results may be larger. The column `solution` has the steps
+    ("12 + 5 = 17; 17 * 2 = 34"), which also decide the side of the held-out split: the same calculation in different
     words is never on both sides.
 
     >>> WordProblems(steps=(1, 2), largest=50)
 
     Raises:
-        ConfigError: if a field's value is impossible.
+        ConfigError: if a field's value is invalid.
     """
 
     name = "word_problems"
@@ -137,7 +137,7 @@ class WordProblems(GeneratedTask):
         return Problem(key=f"word problem {columns['solution']}", question=" ".join(text), columns=columns)
 
     def _step(self, rng: random.Random, value: int) -> tuple[str, int, int]:
-        """A possible operation on `value`: its sign, its number and its result."""
+        """A random valid operation on `value`: its sign, its number and its result."""
         largest = self.config.largest
         divisors = [number for number in range(2, min(largest, 10) + 1) if value and value % number == 0]
         possible = ["+"]
