@@ -13,8 +13,9 @@ from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate
 from covey.llm import sampler
 from covey.llm.generation.backend import probe_batch
-from covey.llm.generation.decoding import CacheDecoder, SharedPrefixDecoder
+from covey.llm.generation.hf_cache_decoder import CacheDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
+from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.generation.token_sampling import BLOCK, sample_tokens
 from covey.llm.model.chat import Chat, end_ids_of
 from covey.llm.model.logprobs import token_logprobs

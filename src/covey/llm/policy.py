@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from covey.core import kl
 from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, choose_backend
-from covey.llm.generation.decoding import Decoder
+from covey.llm.generation.decoder import Decoder
 from covey.llm.model.architecture import is_llama_like
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.critic import LanguageCritic
-from covey.llm.generation.decoding import CacheDecoder, SharedPrefixDecoder
+from covey.llm.generation.hf_cache_decoder import CacheDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
+from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.model import fused_layers, prefix_attention
 from covey.llm.model.chat import Chat
 from covey.llm.model.hidden_states import hidden_states_for_actions

@@ -9,8 +9,8 @@ import torch
 
 from covey.data import Start
 from covey.llm.generation import backend, token_sampling
-from covey.llm.generation.decoding import SharedPrefixDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
+from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.model import fused_layers
 from covey.llm.model import logprobs as logprobs_module
 from covey.llm.model.architecture import is_llama_like

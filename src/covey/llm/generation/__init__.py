@@ -1,8 +1,10 @@
 """Sampling from a language model.
 
-backend             the only place that chooses a decoder; the table of what runs
-decoding            the decoders' protocol and those on transformers' forward pass
-native_decoder      Llama-like models on a CPU, with covey's kernels: native_layers, else llama_layers
-token_sampling      one token of each row, from its logits
-prepacked_linear    weights in the order in which oneDNN multiplies few rows fastest
+backend                the only place that chooses a decoder; the table of what runs
+decoder                the `Decoder` protocol, and the prefill of prompts
+native_decoder         Llama-like models on a CPU, with covey's kernels; its layers are in native_layers
+shared_prefix_decoder  models whose attention takes a layout, with torch; llama_layers, else the model's own layers
+hf_cache_decoder       every other model, with transformers' cache or without any
+token_sampling         one token of each row, from its logits
+prepacked_linear       weights in the order in which oneDNN multiplies few rows fastest
 """

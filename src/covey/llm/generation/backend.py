@@ -27,8 +27,10 @@ from transformers import PreTrainedModel
 
 from covey.config import ConfigError
 from covey.data import Batch
-from covey.llm.generation.decoding import CacheDecoder, Decoder, FullForwardDecoder, SharedPrefixDecoder
+from covey.llm.generation.decoder import Decoder
+from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
+from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.model.architecture import Heads, exact_length, is_llama_like, position_limit, vocabulary_of, windows_of
 from covey.llm.model.hidden_states import hidden_states_for_actions, row_lengths, row_tokens
 from covey.llm.model.plain_forward import PlainPasses, exact_logprobs, next_token_logits

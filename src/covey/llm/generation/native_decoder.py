@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoding import prefill
+from covey.llm.generation.decoder import prefill
 from covey.llm.generation.native_layers import make_stack
 from covey.llm.model.architecture import Heads
 from covey.llm.native.bindings import AttentionArgs, Kernels, padded
