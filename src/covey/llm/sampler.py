@@ -1,6 +1,6 @@
 """Sampling groups of completions on the policy's own weights.
 
-Shapes: S prompts, R rows (rollouts), B branches (what some siblings have written alike so far), V vocabulary.
+Shapes: R rows (rollouts).
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from covey.config import ConfigError, RunError
 from covey.data import EndReason, Group, Rollout, Start
-from covey.llm.generation.token_sampling import sample_tokens
+from covey.llm.generation.batch import ContinuousBatch
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
@@ -99,69 +97,24 @@ class LanguageSampler:
         )
 
     def _decode(self, indices: list[int], prompts: list[tuple[int, ...]], rollouts: range, step: int) -> list[_Row]:
-        """All rows of all prompts, in order. Groups wait until there is room; rows that ended make some."""
-        device, group_size = self.policy.device, len(rollouts)
+        """All rows of all prompts, in order."""
+        group_size = len(rollouts)
         groups_R = np.repeat(np.array(indices, dtype=np.int64), group_size)
         rollouts_R = np.tile(np.array(rollouts, dtype=np.int64), len(prompts))
-        tokens_RT = np.empty((len(groups_R), self.max_new_tokens), dtype=np.int64)
-        logprobs_RT, uniforms_RT = (np.empty(tokens_RT.shape) for _ in range(2))
-        lengths_R = np.zeros(len(groups_R), dtype=np.int64)
         together = min(max(self._rows_together(prompts), group_size), len(groups_R))
-        decoder = self.policy.decoder(together, self.max_new_tokens)
-        end_ids = np.array(sorted(self.chat.end_ids), dtype=np.int64)
-        waiting = 0  # the first prompt that has no rows yet
-        inside = np.empty(0, dtype=np.int64)  # the rows that are being written
-        branches = np.empty(0, dtype=np.int64)  # of each, the decoder's row that stands for it, ascending
-        fed_B = torch.empty(0, dtype=torch.int64, device=device)
-        while len(inside) or waiting < len(prompts):
-            logits = [decoder.step(fed_B)] if len(inside) else []
-            admitted = min(min(decoder.free_rows(), together - len(inside)) // group_size, len(prompts) - waiting)
-            if admitted:
-                chosen = [list(prompt) for prompt in prompts[waiting : waiting + admitted]]
-                begun = 1 if decoder.can_fork else group_size
-                logits.append(decoder.prefill(chosen, begun).repeat_interleave(begun, dim=0))
-                new = np.arange(waiting * group_size, (waiting + admitted) * group_size)
-                uniforms_RT[new] = self._uniforms(step, groups_R[new], rollouts_R[new])
-                branches = np.append(branches, len(fed_B) + np.arange(len(new)) * begun // group_size)
-                inside = np.append(inside, new)
-                waiting += admitted
-            logits_BV = logits[0] if len(logits) == 1 else torch.cat(logits)
-            places = inside, lengths_R[inside]
-            tokens, logprobs_RT[places] = self._choose(logits_BV, branches, uniforms_RT[places])
-            tokens_RT[places] = tokens
-            lengths_R[inside] += 1
-            going = ~np.isin(tokens, end_ids) & (lengths_R[inside] < self.max_new_tokens)
-            inside, branches, tokens = inside[going], branches[going], tokens[going]
-            # Siblings that have written the same go on as one branch.
-            ways = branches * logits_BV.shape[1] + tokens
-            _, first, way_of_row = np.unique(ways, return_index=True, return_inverse=True)
-            parents, carried = branches[first], len(logits_BV)
-            ended = carried - len(np.unique(parents))
-            if len(parents) > carried - ended or ended > decoder.compact_threshold * carried or not len(parents):
-                decoder.select(torch.from_numpy(parents).to(device))
-                branches, fed = way_of_row, tokens[first]
-            else:
-                fed = np.zeros(carried, dtype=np.int64)  # to branches that ended, whatever
-                fed[parents] = tokens[first]
-            fed_B = torch.from_numpy(fed).to(device)
-        rows = zip(tokens_RT, logprobs_RT, lengths_R, strict=True)
-        return [_Row(tokens[:length].tolist(), logprobs[:length].tolist()) for tokens, logprobs, length in rows]
-
-    def _choose(
-        self, logits_BV: Tensor, branches: NDArray[np.int64], uniforms_R: NDArray[np.float64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Tokens and their log-probabilities of rows that stand on these branches."""
-        device = logits_BV.device
-        alone = np.array_equal(branches, np.arange(len(logits_BV)))
-        logits_RV = logits_BV if alone else logits_BV[torch.from_numpy(branches).to(device)]
+        batch = ContinuousBatch(
+            self.policy.decoder(together, self.max_new_tokens), prompts, self._uniforms(step, groups_R, rollouts_R),
+            together, self.temperature, self.chat.end_ids,
+        )  # fmt: skip
         try:
-            tokens_R, logprobs_R = sample_tokens(logits_RV, torch.from_numpy(uniforms_R).to(device), self.temperature)
+            while not batch.is_done:
+                batch.advance()
         except FloatingPointError:
             raise RunError(
                 "the model's logits are not finite, so no token can be drawn: its weights have diverged. Go back to an "
                 "earlier checkpoint and lower the learning rate"
             ) from None
-        return tokens_R.cpu().numpy(), logprobs_R.double().cpu().numpy()
+        return [_Row(*completion) for prompt in range(len(prompts)) for completion in batch.completions(prompt)]
 
     def _uniforms(self, step: int, groups_R: NDArray[np.int64], rollouts_R: NDArray[np.int64]) -> NDArray[np.float64]:
         """One for every decision that some rows may come to, [R, max_new_tokens]."""

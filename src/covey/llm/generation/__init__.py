@@ -1,6 +1,7 @@
 """Sampling from a language model.
 
 backend                the only place that chooses a decoder; the table of what runs
+batch                  continuous batching of completions over a prefix tree
 decoder                the `Decoder` protocol, and the prefill of prompts
 native_decoder         Llama-like models on a CPU, with covey's kernels; its layers are in native_layers
 shared_prefix_decoder  models whose attention takes a layout, with torch; llama_layers, else the model's own layers
