@@ -49,7 +49,7 @@ def main() -> None:
 def tokens_per_second(policy: LanguagePolicy, prompts: list[list[int]], lengths: list[int]) -> float:
     """Decode until every row has its length; rows that have it leave, as in `LanguageSampler`."""
     began = time.perf_counter()
-    decoder = policy.decoder(len(lengths), LONGEST)
+    decoder = policy.backend.decoder(policy.module, len(lengths), LONGEST)
     logits_RV = decoder.prefill(prompts, GROUP_SIZE).repeat_interleave(GROUP_SIZE, dim=0)
     left_R = torch.tensor(lengths)
     while True:

@@ -15,6 +15,7 @@ from covey.core.kl import k3
 from covey.core.loss_weights import token_mean
 from covey.core.schedules import constant
 from covey.data import Batch, Group, Start, collate
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.token_sampling import sample_tokens
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.model.chat import Chat
@@ -37,7 +38,7 @@ def make_sampler(kind: str = "llama", *, packed: bool = True, temperature: float
     policy.backend = replace(policy.backend, shares_prompts=packed)
     # every 6th token ends a completion, so that lengths differ
     chat = Chat(tiny_tokenizer(), frozenset(range(1, VOCABULARY, 6)))
-    return LanguageSampler(policy, chat, seed=5, max_new_tokens=10, temperature=temperature)
+    return LanguageSampler(LocalGenerator(policy), chat, seed=5, max_new_tokens=10, temperature=temperature)
 
 
 def sampled(sampler: LanguageSampler, size: int = 4, step: int = 1) -> list[Group]:
@@ -52,7 +53,7 @@ def full_logits(sampler: LanguageSampler, prompt, actions) -> Tensor:
     """Of every decision, from one ordinary forward over the whole sequence."""
     tokens = torch.tensor([*prompt, *actions])
     with torch.no_grad():
-        return sampler.policy.module(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
+        return sampler.generator.policy.module(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
 
 
 def chosen(logits: Tensor, actions) -> list[float]:
@@ -63,7 +64,7 @@ def chosen(logits: Tensor, actions) -> list[float]:
 def test_trl_3029_logprobs_not_divided_by_the_temperature(packed):
     sampler = make_sampler(packed=packed, temperature=0.5)
     groups = sampled(sampler)
-    said_BT = sampler.policy.evaluate(collate(groups)).logprobs_BT.detach()
+    said_BT = sampler.generator.policy.evaluate(collate(groups)).logprobs_BT.detach()
     for row, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
         logits = full_logits(sampler, rollout.context, rollout.actions)
         expected = chosen(logits / 0.5, rollout.actions)
@@ -80,7 +81,7 @@ def test_prime_rl_697_temperature_applied_to_logprobs(packed):
     for token, rollout in enumerate(group.rollouts):
         rollout.actions, rollout.behavior_logprobs = [token], [0.0]
     with torch.no_grad():
-        said_BT = sampler.policy.evaluate(collate([group])).logprobs_BT
+        said_BT = sampler.generator.policy.evaluate(collate([group])).logprobs_BT
     assert float(said_BT.exp().sum()) == pytest.approx(1.0, abs=1e-5)
 
     logits_RV = full_logits(sampler, group.rollouts[0].context, [0]).expand(2000, -1)
@@ -104,19 +105,19 @@ def test_liger_1082_fast_path_ignores_the_ratio_and_the_mask(algorithm):
     batch = collate(sampled(sampler))
     batch.mask_BT[::2, 1] &= batch.mask_BT[::2].sum(dim=1) < 3
     made = replace(algorithm(kl=KLPenalty(constant(0.2), k3)), aggregation=token_mean)
-    other = make_sampler(temperature=0.8, seed=1).policy
+    other = make_sampler(temperature=0.8, seed=1).generator.policy
     ready = prepare_batch(
-        batch, sampler.policy, other, made, kl_coefficient=0.2, optimizer_steps=1, mask_truncated=True
+        batch, sampler.generator.policy, other, made, kl_coefficient=0.2, optimizer_steps=1, mask_truncated=True
     )[0]  # fmt: skip
     with torch.no_grad():
         ready.proximal_logprobs_BT = other.evaluate(ready).logprobs_BT
     part = ready.select(torch.arange(1, len(ready)))
 
     def gradient(path: bool, change: Batch) -> list[Tensor]:
-        sampler.policy.backend = replace(sampler.policy.backend, shares_prompts=path)
-        sampler.policy.module.zero_grad()
-        made.loss(sampler.policy.evaluate(change), change, 0.2).loss.backward()
-        return [p.grad.clone() for p in sampler.policy.module.parameters()]
+        sampler.generator.policy.backend = replace(sampler.generator.policy.backend, shares_prompts=path)
+        sampler.generator.policy.module.zero_grad()
+        made.loss(sampler.generator.policy.evaluate(change), change, 0.2).loss.backward()
+        return [p.grad.clone() for p in sampler.generator.policy.module.parameters()]
 
     for fast, plain in zip(gradient(True, part), gradient(False, part), strict=True):
         assert (fast - plain).norm() <= 1e-4 * plain.norm().clamp(min=1e-4)
@@ -163,7 +164,7 @@ def test_trl_5224_completions_decoded_and_encoded_again():
     for row, rollout in enumerate(rollouts):
         assert batch.actions_BT[row][batch.mask_BT[row]].tolist() == list(rollout.actions)
     with torch.no_grad():
-        said_BT = sampler.policy.evaluate(batch).logprobs_BT
+        said_BT = sampler.generator.policy.evaluate(batch).logprobs_BT
     assert float((said_BT - batch.behavior_logprobs_BT)[batch.mask_BT].abs().max()) < 1e-4
 
 
@@ -184,21 +185,21 @@ def test_nemo_rl_2176_assistant_turns_of_the_prompt_trained_on():
 @EVERY_PATH
 def test_trl_5312_sampler_keeps_old_weights(dtype, packed):
     sampler = make_sampler(packed=packed)
-    sampler.policy.module.to(dtype)
-    optimizer = MasterAdamW(sampler.policy.module, lr=0.05)
+    sampler.generator.policy.module.to(dtype)
+    optimizer = MasterAdamW(sampler.generator.policy.module, lr=0.05)
     batch = collate(sampled(sampler))
-    sampler.policy.evaluate(batch).logprobs_BT.sum().backward()
+    sampler.generator.policy.evaluate(batch).logprobs_BT.sum().backward()
     assert optimizer.step(0.05).applied
     sampler.refresh(1)
     groups = sampled(sampler, step=2)
     assert all(rollout.version == 1 for group in groups for rollout in group.rollouts)
     after = collate(groups)
     with torch.no_grad():
-        gap_BT = (sampler.policy.evaluate(after).logprobs_BT - after.behavior_logprobs_BT).abs()
+        gap_BT = (sampler.generator.policy.evaluate(after).logprobs_BT - after.behavior_logprobs_BT).abs()
     assert float(gap_BT[after.mask_BT].mean()) < (1e-5 if dtype == torch.float32 else 0.02)
     stale = make_sampler(packed=packed)
     with torch.no_grad():
-        old_BT = (stale.policy.evaluate(after).logprobs_BT - after.behavior_logprobs_BT).abs()
+        old_BT = (stale.generator.policy.evaluate(after).logprobs_BT - after.behavior_logprobs_BT).abs()
     assert float(old_BT[after.mask_BT].mean()) > 0.1, "the step has to be large enough to see"
 
 

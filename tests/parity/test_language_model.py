@@ -11,9 +11,10 @@ import torch
 
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate
-from covey.llm import sampler
+from covey.llm.generation import local_generator
 from covey.llm.generation.backend import probe_batch
 from covey.llm.generation.hf_cache_decoder import CacheDecoder
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.generation.token_sampling import BLOCK, sample_tokens
@@ -35,7 +36,11 @@ def make_sampler(kind: str, *, new_tokens: int = 12, end_ids: frozenset[int] = f
     language_policy = LanguagePolicy(tiny_model(kind), **policy_options)
     chat = Chat(tiny_tokenizer(), end_ids)
     return LanguageSampler(
-        language_policy, chat, seed=5, max_new_tokens=new_tokens, temperature=language_policy.temperature
+        LocalGenerator(language_policy),
+        chat,
+        seed=5,
+        max_new_tokens=new_tokens,
+        temperature=language_policy.temperature,
     )
 
 
@@ -76,7 +81,7 @@ def test_behavior_logprobs_are_those_of_a_full_forward(kind, temperature, prompt
     for group in groups:
         for rollout in group.rollouts:
             lengths.add(len(rollout.actions))
-            expected = full_forward(made.policy.module, rollout.context, rollout.actions, temperature)
+            expected = full_forward(made.generator.policy.module, rollout.context, rollout.actions, temperature)
             assert torch.tensor(rollout.behavior_logprobs) == pytest.approx(expected, abs=1e-4)
     assert len(lengths) > 3, "the rows should have left at different times"
 
@@ -86,7 +91,7 @@ def test_both_decoders_sample_the_same_tokens(kind):
     made = make_sampler(kind, end_ids=frozenset(range(1, 85, 7)))
     starts = [Start(i, text) for i, text in enumerate(PROMPTS)]
     shared = made.sample(starts, 5, step=1)
-    made.policy.backend = replace(made.policy.backend, shares_prompts=False)
+    made.generator.policy.backend = replace(made.generator.policy.backend, shares_prompts=False)
     plain = made.sample(starts, 5, step=1)
     assert [[r.actions for r in g.rollouts] for g in shared] == [[r.actions for r in g.rollouts] for g in plain]
 
@@ -122,9 +127,9 @@ def test_packed_and_plain_evaluation_agree_with_their_gradients(kind, fused, pro
     made = make_sampler(kind, end_ids=frozenset(range(1, 85, 6)), temperature=0.8)
     batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(prompts)], 4, step=1)))
     batch = batch.select(torch.tensor([0, 1, 2, 3, 4, 6, 9, 15]))  # groups of unequal size
-    module = made.policy.module
+    module = made.generator.policy.module
     results = []
-    for evaluate in (made.policy._evaluate_packed, made.policy._evaluate_rows):
+    for evaluate in (made.generator.policy._evaluate_packed, made.generator.policy._evaluate_rows):
         module.zero_grad()
         evaluation = evaluate(batch)
         weights = torch.linspace(-1, 1, batch.mask_BT.numel()).view_as(evaluation.logprobs_BT)
@@ -142,7 +147,7 @@ def test_packed_and_plain_evaluation_agree_with_their_gradients(kind, fused, pro
 def test_what_all_prompts_begin_with_is_fed_once(kind, monkeypatch):
     made = make_sampler(kind)
     fed = []
-    made.policy.module.base_model.register_forward_pre_hook(
+    made.generator.policy.module.base_model.register_forward_pre_hook(
         lambda _, given, named: fed.append(named["input_ids"].numel()), with_kwargs=True
     )
     groups = made.sample([Start(i, text) for i, text in enumerate(ALIKE)], 2, step=1)
@@ -150,7 +155,7 @@ def test_what_all_prompts_begin_with_is_fed_once(kind, monkeypatch):
     prompts = beginning + sum(length - beginning for length in lengths)
     assert fed[0] == prompts < sum(lengths)
     fed.clear()
-    made.policy.evaluate(collate(graded(groups)))
+    made.generator.policy.evaluate(collate(graded(groups)))
     assert fed == [prompts + sum(len(rollout.actions) - 1 for group in groups for rollout in group.rollouts)]
 
 
@@ -174,7 +179,7 @@ def test_evaluation_gives_back_the_behavior_logprobs(kind):
     made = make_sampler(kind)
     batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 4, step=1)))
     with torch.no_grad():
-        evaluation = made.policy.evaluate(batch)
+        evaluation = made.generator.policy.evaluate(batch)
     gap = (evaluation.logprobs_BT - batch.behavior_logprobs_BT)[batch.mask_BT]
     assert gap.abs().max() < 1e-4
 
@@ -182,9 +187,9 @@ def test_evaluation_gives_back_the_behavior_logprobs(kind):
 def test_undecided_columns_inside_a_row_are_fed_but_not_evaluated():
     made = make_sampler("llama")
     batch = collate(graded(made.sample([Start(0, "12+34")], 3, step=1)))
-    whole = made.policy.evaluate(batch).logprobs_BT
+    whole = made.generator.policy.evaluate(batch).logprobs_BT
     batch.mask_BT[:, 1] = False  # as a tool's answer would be
-    part = made.policy.evaluate(batch).logprobs_BT
+    part = made.generator.policy.evaluate(batch).logprobs_BT
     assert (part[:, 1] == 0).all()
     torch.testing.assert_close(part[batch.mask_BT], whole[batch.mask_BT], atol=1e-5, rtol=0)
 
@@ -192,7 +197,7 @@ def test_undecided_columns_inside_a_row_are_fed_but_not_evaluated():
 def test_microbatches_hold_every_row_once_and_their_limit():
     made = make_sampler("llama", end_ids=frozenset(range(1, 85, 4)), microbatch_tokens=40)
     batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 8, step=1)))
-    pieces = list(made.policy.microbatches(batch))
+    pieces = list(made.generator.policy.microbatches(batch))
     assert sorted(torch.cat(pieces).tolist()) == list(range(len(batch)))
     assert len(pieces) > 3
     for piece in pieces:
@@ -204,7 +209,7 @@ def test_microbatches_hold_every_row_once_and_their_limit():
 def test_an_empty_batch_has_no_microbatches():
     made = make_sampler("llama")
     batch = collate(graded(made.sample([Start(0, "1")], 2, step=1)))
-    assert list(made.policy.microbatches(batch.select(torch.tensor([], dtype=torch.int64)))) == []
+    assert list(made.generator.policy.microbatches(batch.select(torch.tensor([], dtype=torch.int64)))) == []
 
 
 # ---- what ends a completion ----
@@ -392,7 +397,7 @@ def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16():
     made = make_sampler("llama")
     groups = graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 8, step=1))
     batch = collate(groups)
-    exact, low = made.policy, LanguagePolicy(tiny_model("llama", dtype=torch.bfloat16))
+    exact, low = made.generator.policy, LanguagePolicy(tiny_model("llama", dtype=torch.bfloat16))
     with torch.no_grad():
         truth = exact._evaluate_rows(batch).logprobs_BT
         ours = (low._evaluate_packed(batch).logprobs_BT - truth)[batch.mask_BT].abs().mean()
@@ -403,9 +408,9 @@ def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16():
 def test_rows_at_once_is_chosen_by_memory(monkeypatch):
     made = make_sampler("llama")
     prompts = [tuple(range(5))] * 10
-    assert made._rows_together(prompts) > 40
-    monkeypatch.setattr(sampler, "CACHE_BYTES", 2 * 2 * 2 * 8 * 4 * 12 * 8)  # 8 rows of 12 tokens
-    assert made._rows_together(prompts) == 8
+    assert made.generator.rows_in_memory(prompts, 12) > 40
+    monkeypatch.setattr(local_generator, "CACHE_BYTES", 2 * 2 * 2 * 8 * 4 * 12 * 8)  # 8 rows of 12 tokens
+    assert made.generator.rows_in_memory(prompts, 12) == 8
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -31,6 +31,7 @@ from covey.experiment.build import (
 )
 from covey.experiment.evaluate_llm import HeldOut
 from covey.llm.critic import LanguageCritic
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import RewardGrader, WeightedReward, build_grader
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import (
@@ -211,8 +212,9 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
         loaded.module, temperature=sampling.temperature, microbatch_tokens=config.update.microbatch_tokens
     )
     sampler = LanguageSampler(
-        policy, loaded.chat, config.seed, sampling.max_new_tokens, sampling.temperature, sampling.rows_at_once
-    )
+        LocalGenerator(policy), loaded.chat, config.seed, sampling.max_new_tokens, sampling.temperature,
+        sampling.rows_at_once,
+    )  # fmt: skip
     return LoadedPolicy(policy, loaded.chat, sampler)
 
 

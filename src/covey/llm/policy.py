@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from covey.core import kl
 from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, choose_backend
-from covey.llm.generation.decoder import Decoder
 from covey.llm.model.architecture import is_llama_like
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
@@ -80,10 +79,6 @@ class LanguagePolicy:
         rows = in_order(batch.group_B.tolist(), [len(context) for context in batch.context], written)
         for piece in cut(rows, self.microbatch_tokens):
             yield torch.tensor([row.number for row in piece])
-
-    def decoder(self, rows: int, max_new_tokens: int) -> Decoder:
-        """A decoder on this policy's own weights, for this many rows at a time."""
-        return self.backend.decoder(self.module, rows, max_new_tokens)
 
     def save(self, folder: Path) -> None:
         """Write the weights and the config so that transformers loads them unchanged."""

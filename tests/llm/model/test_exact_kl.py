@@ -13,6 +13,7 @@ from torch import Tensor
 from covey.algorithms import KLPenalty, grpo
 from covey.core import kl, schedules
 from covey.data import Batch, Start, collate
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model import logprobs as heads
 from covey.llm.model.chat import Chat
 from covey.llm.model.exact_kl import exact_kl
@@ -118,7 +119,7 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(monkeypatch):
 
 def sampled_batch(policy: LanguagePolicy) -> Batch:
     sampler = LanguageSampler(
-        policy, Chat(tiny_tokenizer(), frozenset(range(1, 85, 6))), seed=5, max_new_tokens=10,
+        LocalGenerator(policy), Chat(tiny_tokenizer(), frozenset(range(1, 85, 6))), seed=5, max_new_tokens=10,
         temperature=policy.temperature,
     )  # fmt: skip
     groups = sampler.sample([Start(0, "12+34"), Start(1, "a quick brown fox")], 4, step=1)

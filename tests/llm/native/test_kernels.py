@@ -9,6 +9,7 @@ import torch
 
 from covey.data import Start
 from covey.llm.generation import backend, token_sampling
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.model import fused_layers
@@ -53,7 +54,14 @@ def make_sampler(kind: str, *, new_tokens: int = 40, rows_at_once: int = 0, ever
                 parameter += 0.3 * torch.randn(parameter.shape, generator=noise)
     language_policy = LanguagePolicy(model)
     chat = Chat(tiny_tokenizer(), frozenset(range(1, 85, every)))
-    return LanguageSampler(language_policy, chat, seed=5, max_new_tokens=new_tokens, rows_at_once=rows_at_once)
+    return LanguageSampler(
+        LocalGenerator(language_policy), chat, seed=5, max_new_tokens=new_tokens, rows_at_once=rows_at_once
+    )
+
+
+def decoder_of(sampler: LanguageSampler):
+    policy = sampler.generator.policy
+    return policy.backend.decoder(policy.module, 4, 8)
 
 
 def starts() -> list[Start]:
@@ -71,10 +79,10 @@ def logprobs_of(groups) -> torch.Tensor:
 @pytest.mark.parametrize("kind", FAST)
 def test_the_kernels_decode_what_torch_decodes(kind, torch_alone):
     made = make_sampler(kind, every=40)
-    assert isinstance(made.policy.decoder(4, 8), NativeDecoder)
+    assert isinstance(decoder_of(made), NativeDecoder)
     native = made.sample(starts(), 5, step=1)
     torch_alone()
-    assert isinstance(made.policy.decoder(4, 8), SharedPrefixDecoder)
+    assert isinstance(decoder_of(made), SharedPrefixDecoder)
     plain = made.sample(starts(), 5, step=1)
     assert actions(native) == actions(plain)
     assert max(map(len, actions(native))) > 32, "longer than what the kernels set aside at once"
@@ -91,7 +99,7 @@ def test_any_number_of_query_heads_may_share_a_key_head(heads, torch_alone):
         num_key_value_heads=heads[1], intermediate_size=50, max_position_embeddings=128,
     )  # fmt: skip
     made = LanguageSampler(
-        LanguagePolicy(AutoModelForCausalLM.from_config(config).eval()),
+        LocalGenerator(LanguagePolicy(AutoModelForCausalLM.from_config(config).eval())),
         Chat(tiny_tokenizer(), frozenset({1})), seed=1, max_new_tokens=12,
     )  # fmt: skip
     native = made.sample(starts(), 3, step=1)
@@ -114,7 +122,7 @@ def test_in_bf16_a_decoder_is_no_further_from_fp32_than_transformers(kind, kerne
         for rollout in group.rollouts:
             tokens = torch.tensor([*rollout.context, *rollout.actions])
             told = []
-            for model in (exact, low.policy.module):
+            for model in (exact, low.generator.policy.module):
                 with torch.no_grad():
                     logits = model(input_ids=tokens[None]).logits[0, len(rollout.context) - 1 : -1].float()
                 told.append(logits.log_softmax(1).gather(1, tokens[len(rollout.context) :, None])[:, 0])
@@ -395,7 +403,7 @@ def test_the_decoder_sees_weights_that_have_changed(torch_alone):
     made = make_sampler("llama")
     before = made.sample(starts(), 3, step=1)
     with torch.no_grad():
-        for parameter in made.policy.module.parameters():
+        for parameter in made.generator.policy.module.parameters():
             parameter.mul_(1.3)
     native = made.sample(starts(), 3, step=1)
     torch_alone()

@@ -1,5 +1,7 @@
-"""Sampling from a language model.
+"""Sampling from a language model: requests -> Generator -> completions.
 
+generator              the `Generator` protocol, its requests, completions and failures: all that a sampler knows
+local_generator        `LocalGenerator`, on the policy's own weights: requests -> batch -> decoder
 backend                the only place that chooses a decoder; the table of what runs
 batch                  continuous batching of completions over a prefix tree
 decoder                the `Decoder` protocol, and the prefill of prompts
