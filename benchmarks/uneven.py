@@ -53,7 +53,9 @@ def tokens_per_second(policy: LanguagePolicy, prompts: list[list[int]], lengths:
     logits_RV = decoder.prefill(prompts, GROUP_SIZE).repeat_interleave(GROUP_SIZE, dim=0)
     left_R = torch.tensor(lengths)
     while True:
-        tokens_R, _ = sample_tokens(logits_RV, torch.rand(len(left_R), dtype=torch.float64), 1.0)
+        tokens_R, _ = sample_tokens(
+            logits_RV, torch.rand(len(left_R), dtype=torch.float64), 1.0, policy.backend.kernels
+        )
         left_R = left_R - 1
         stay = (left_R > 0).nonzero()[:, 0]
         if not len(stay):

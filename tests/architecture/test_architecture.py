@@ -168,6 +168,13 @@ def test_the_check_for_decoders_can_fail(line):
     assert len(list(touches_a_decoder(ast.parse(line)))) == 1
 
 
+def test_kernels_are_looked_up_in_one_place():
+    """`choose_backend` hands them on: what computes is chosen once, and can be printed and recorded."""
+    outside = [path for path in FILES if SOURCE / "llm" / "native" not in path.parents]
+    users = [name_of(path) for path in outside if "kernels_for" in path.read_text(encoding="utf-8")]
+    assert users == ["src/covey/llm/generation/backend.py"]
+
+
 def test_files_are_short():
     lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}

@@ -15,6 +15,7 @@ from covey.core.kl import k3
 from covey.core.loss_weights import token_mean
 from covey.core.schedules import constant
 from covey.data import Batch, Group, Start, collate
+from covey.llm.generation.backend import Sampling, find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.token_sampling import sample_tokens
 from covey.llm.grader import GradingError, build_grader
@@ -35,7 +36,8 @@ def make_sampler(kind: str = "llama", *, packed: bool = True, temperature: float
     torch.set_num_threads(1)
     policy = LanguagePolicy(tiny_model(kind, seed=seed), temperature=temperature)
     assert policy.shares_prompts
-    policy.backend = replace(policy.backend, shares_prompts=packed)
+    if not packed:
+        policy.backend = replace(policy.backend, sampling=Sampling.PADDED_CACHE)
     # every 6th token ends a completion, so that lengths differ
     chat = Chat(tiny_tokenizer(), frozenset(range(1, VOCABULARY, 6)))
     return LanguageSampler(LocalGenerator(policy), chat, seed=5, max_new_tokens=10, temperature=temperature)
@@ -86,7 +88,7 @@ def test_prime_rl_697_temperature_applied_to_logprobs(packed):
 
     logits_RV = full_logits(sampler, group.rollouts[0].context, [0]).expand(2000, -1)
     places = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
-    tokens, logprobs = sample_tokens(logits_RV, places, 0.5)
+    tokens, logprobs = sample_tokens(logits_RV, places, 0.5, find_kernels(logits_RV.device))
     probability = dict(zip(tokens.tolist(), logprobs.exp().tolist(), strict=True))
     assert sum(probability.values()) == pytest.approx(1.0, abs=0.02)
 
@@ -114,7 +116,8 @@ def test_liger_1082_fast_path_ignores_the_ratio_and_the_mask(algorithm):
     part = ready.select(torch.arange(1, len(ready)))
 
     def gradient(path: bool, change: Batch) -> list[Tensor]:
-        sampler.generator.policy.backend = replace(sampler.generator.policy.backend, shares_prompts=path)
+        sampling = Sampling.NATIVE if path else Sampling.PADDED_CACHE
+        sampler.generator.policy.backend = replace(sampler.generator.policy.backend, sampling=sampling)
         sampler.generator.policy.module.zero_grad()
         made.loss(sampler.generator.policy.evaluate(change), change, 0.2).loss.backward()
         return [p.grad.clone() for p in sampler.generator.policy.module.parameters()]
@@ -210,7 +213,7 @@ def test_trl_7268_bf16_biases_the_entropy():
     hidden_NW = torch.randn(CHUNK, 64, generator=source).bfloat16()
     weight_VW = (0.3 * torch.randn(2000, 64, generator=source)).bfloat16()
     tokens_N = torch.randint(0, 2000, (CHUNK,), generator=source)
-    said = token_logprobs(hidden_NW, weight_VW, None, tokens_N, 1.0)
+    said = token_logprobs(hidden_NW, weight_VW, None, tokens_N, 1.0, find_kernels(hidden_NW.device))
     rounded, exact = (hidden_NW @ weight_VW.T).double(), hidden_NW.double() @ weight_VW.double().T
     for found_N, of_rounded_N, exact_N in zip(said, told(rounded, tokens_N), told(exact, tokens_N), strict=True):
         assert float((found_N - of_rounded_N).abs().max()) < 1e-4

@@ -12,12 +12,13 @@ import torch
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate
 from covey.llm.generation import local_generator
-from covey.llm.generation.backend import probe_batch
+from covey.llm.generation.backend import Sampling, find_kernels
 from covey.llm.generation.hf_cache_decoder import CacheDecoder
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.generation.token_sampling import BLOCK, sample_tokens
+from covey.llm.generation.trial import probe_batch
 from covey.llm.model.chat import Chat, end_ids_of
 from covey.llm.model.logprobs import token_logprobs
 from covey.llm.model.plain_forward import PlainPasses
@@ -27,6 +28,7 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from helpers.tiny_models import PLAIN, SHARED, tiny_model, tiny_tokenizer
 
+KERNELS = find_kernels(torch.device("cpu"))
 PROMPTS = ["12+34", "a quick brown fox", "7", "(1+2)"]
 ALIKE = [f"what is {prompt}?" for prompt in PROMPTS]  # what they begin with is fed once
 
@@ -91,7 +93,7 @@ def test_both_decoders_sample_the_same_tokens(kind):
     made = make_sampler(kind, end_ids=frozenset(range(1, 85, 7)))
     starts = [Start(i, text) for i, text in enumerate(PROMPTS)]
     shared = made.sample(starts, 5, step=1)
-    made.generator.policy.backend = replace(made.generator.policy.backend, shares_prompts=False)
+    made.generator.policy.backend = replace(made.generator.policy.backend, sampling=Sampling.PADDED_CACHE)
     plain = made.sample(starts, 5, step=1)
     assert [[r.actions for r in g.rollouts] for g in shared] == [[r.actions for r in g.rollouts] for g in plain]
 
@@ -270,7 +272,7 @@ def count_passes(module) -> list[int]:
 
 def test_a_policy_is_tried_in_few_passes():
     passes = count_passes(module := tiny_model("llama"))
-    assert LanguagePolicy(module).backend.sampling(module) == "native"
+    assert LanguagePolicy(module).backend.sampling is Sampling.NATIVE
     assert len(passes) <= 11, passes
 
 
@@ -343,7 +345,7 @@ def test_tokens_are_drawn_from_the_distribution():
     vocabulary, draws = 3 * BLOCK + 17, 60_000
     logits = torch.randn(1, vocabulary) * 2
     uniforms = torch.from_numpy((np.arange(draws) + 0.5) / draws)  # evenly spread: the counts must be exact
-    tokens, logprobs = sample_tokens(logits.expand(draws, -1), uniforms, 0.5)
+    tokens, logprobs = sample_tokens(logits.expand(draws, -1), uniforms, 0.5, KERNELS)
     probabilities = (logits[0].double() / 0.5).softmax(0)
     counts = torch.bincount(tokens, minlength=vocabulary)
     assert (counts - probabilities * draws).abs().max() < 1.5
@@ -355,7 +357,7 @@ def test_impossible_tokens_are_never_chosen(uniform):
     logits = torch.full((2, 2 * BLOCK + 5), -torch.inf)
     logits[0, [3, 270]] = 1.0
     logits[1, 511] = -2.0
-    tokens, logprobs = sample_tokens(logits, torch.full((2,), uniform, dtype=torch.float64), 1.0)
+    tokens, logprobs = sample_tokens(logits, torch.full((2,), uniform, dtype=torch.float64), 1.0, KERNELS)
     assert tokens[0] == (270 if uniform >= 0.5 else 3)
     assert tokens[1] == 511
     assert logprobs == pytest.approx([math.log(0.5), 0.0])
@@ -363,7 +365,7 @@ def test_impossible_tokens_are_never_chosen(uniform):
 
 def test_greedy_takes_the_likeliest_and_tells_its_logprob():
     logits = torch.tensor([[0.0, 2.0, 1.0]])
-    tokens, logprobs = sample_tokens(logits, torch.tensor([0.99], dtype=torch.float64), 0.0)
+    tokens, logprobs = sample_tokens(logits, torch.tensor([0.99], dtype=torch.float64), 0.0, KERNELS)
     assert tokens.tolist() == [1]
     assert logprobs == pytest.approx([2 - math.log(1 + math.e + math.e**2)])
 
@@ -382,12 +384,12 @@ def test_token_logprobs_and_their_gradients_do_not_depend_on_chunks(monkeypatch,
     tokens = torch.randint(11, (13,))
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / 0.7
     expected = logits.log_softmax(1)
-    logprobs, entropy = token_logprobs(hidden, weight, bias, tokens, 0.7)
+    logprobs, entropy = token_logprobs(hidden, weight, bias, tokens, 0.7, KERNELS)
     torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0])
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1))
 
     def function(*inputs: torch.Tensor) -> torch.Tensor:
-        results = token_logprobs(inputs[0], inputs[1], inputs[2] if with_bias else None, tokens, 0.7)
+        results = token_logprobs(inputs[0], inputs[1], inputs[2] if with_bias else None, tokens, 0.7, KERNELS)
         return results[0] + results[1] ** 2 if with_entropy else results[0]
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias) if with_bias else (hidden, weight))

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from covey.core import kl
 from covey.data import Batch, PolicyOutput
-from covey.llm.generation.backend import Backend, choose_backend
-from covey.llm.model.architecture import is_llama_like
+from covey.llm.generation.backend import Backend, Sampling, choose_backend
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
 from covey.llm.model.hidden_states import hidden_states_for_actions, row_lengths, row_tokens, spread
@@ -53,8 +52,8 @@ class LanguagePolicy:
         # the price of the anchor's forward pass.
         self.anchor: LanguagePolicy | None = None
         self.backend = choose_backend(module) if backend is None else backend
-        if self.shares_prompts and is_llama_like(module):
-            fuse(module)
+        if self.backend.sampling is Sampling.NATIVE:
+            fuse(module, self.backend.kernels)
 
     @property
     def shares_prompts(self) -> bool:
@@ -89,14 +88,15 @@ class LanguagePolicy:
         decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
         head = self.module.get_output_embeddings()
         logprobs_N, entropy_N = token_logprobs(
-            decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.temperature
+            decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.temperature, self.backend.kernels
         )
         kl_BT = None
         if self.anchor is not None and torch.is_grad_enabled():
             with torch.no_grad():
                 other_NW = hidden_states_for_actions(self.anchor.module.base_model, batch, packed=True).hidden_NW
             other_head = self.anchor.module.get_output_embeddings()
-            kl_BT = decided.spread(exact_kl(decided.hidden_NW, head, other_NW, other_head, self.temperature))
+            kl_N = exact_kl(decided.hidden_NW, head, other_NW, other_head, self.temperature, self.backend.kernels)
+            kl_BT = decided.spread(kl_N)
         return PolicyOutput(
             decided.spread(logprobs_N),
             decided.spread(entropy_N),

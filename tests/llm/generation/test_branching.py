@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.critic import LanguageCritic
+from covey.llm.generation import backend
 from covey.llm.generation.backend import Backend
 from covey.llm.generation.hf_cache_decoder import CacheDecoder
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
-from covey.llm.model import fused_layers, prefix_attention
+from covey.llm.model import prefix_attention
 from covey.llm.model.chat import Chat
 from covey.llm.model.hidden_states import hidden_states_for_actions
 from covey.llm.model.prefix_attention import PackedLayout
@@ -203,7 +204,7 @@ def gradients_of(policy: LanguagePolicy, batch: Batch, *, packed: bool) -> dict[
 
 def attend_by_torch(monkeypatch, scores_limit: int) -> None:
     """Without kernels: up to so many scores by products, beyond by fused attention."""
-    monkeypatch.setattr(fused_layers, "kernels_for", lambda *_: None)
+    monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
     monkeypatch.setattr(prefix_attention, "SCORES_LIMIT", scores_limit)
 
 

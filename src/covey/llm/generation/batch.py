@@ -23,6 +23,7 @@ from torch import Tensor
 
 from covey.llm.generation.decoder import Decoder
 from covey.llm.generation.token_sampling import sample_tokens
+from covey.llm.native.bindings import KernelSet
 
 
 class ContinuousBatch:
@@ -36,6 +37,7 @@ class ContinuousBatch:
         max_rows: int,
         temperature: float,
         end_ids: Collection[int],
+        kernels: KernelSet,
     ) -> None:
         """
         Args:
@@ -45,10 +47,11 @@ class ContinuousBatch:
             max_rows: number of completions that are open together, at least those of one prompt.
             temperature: 0 takes the likeliest token.
             end_ids: token ids that end a completion.
+            kernels: for the draw of tokens.
         """
         self.decoder, self.prompts, self.max_rows, self.temperature = decoder, prompts, max_rows, temperature
         self.group_size, self.max_new_tokens = len(uniforms_NT) // len(prompts), uniforms_NT.shape[1]
-        self.end_ids = np.array(sorted(end_ids), dtype=np.int64)
+        self.end_ids, self.kernels = np.array(sorted(end_ids), dtype=np.int64), kernels
         self.uniforms_NT = uniforms_NT
         self.tokens_NT = np.empty(uniforms_NT.shape, dtype=np.int64)
         self.logprobs_NT = np.empty(uniforms_NT.shape)
@@ -104,7 +107,7 @@ class ContinuousBatch:
         one_each = np.array_equal(self.branch_R, np.arange(len(logits_BV)))
         logits_RV = logits_BV if one_each else logits_BV[torch.from_numpy(self.branch_R).to(device)]
         uniforms_R = torch.from_numpy(self.uniforms_NT[place]).to(device)
-        tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, self.temperature)
+        tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, self.temperature, self.kernels)
         self.tokens_NT[place] = chosen_R = tokens_R.cpu().numpy()
         self.logprobs_NT[place] = logprobs_R.double().cpu().numpy()
         self.lengths_N[self.open_R] += 1

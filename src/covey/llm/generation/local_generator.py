@@ -86,6 +86,7 @@ class LocalGenerator:
             rows,
             settings.temperature,
             settings.end_ids,
+            self.policy.backend.kernels,
         )
 
     def _run(self, batch: ContinuousBatch, deadline_seconds: float | None, began: float) -> GenerationFailure | None:
