@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import platform
 
 import pytest
 import torch
@@ -426,3 +427,18 @@ def test_weights_of_two_types_are_left_to_torch():
     assert is_llama_like(model)
     model.model.norm.float()
     assert not is_llama_like(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_choice_names_the_instructions(dtype, torch_alone):
+    flags = cpu_info("flags").split()
+    low = [name for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")) if flag in flags]
+    wide = [name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags]
+    expected = [*(low if dtype == torch.bfloat16 else []), *wide, platform.machine()][0]
+    chosen = LanguagePolicy(tiny_model("llama", dtype=dtype)).backend
+    assert chosen.recorded() == {"update": "packed", "sampling": "native", "kernels": f"covey's, {expected}"}
+    assert f"sampling: native; kernels: covey's, {expected}; prompts are shared" in chosen.describe()
+    assert "which is slower" in LanguagePolicy(tiny_model("bloom")).backend.describe()
+    torch_alone()
+    alone = LanguagePolicy(tiny_model("llama", dtype=dtype)).backend
+    assert alone.recorded() == {"update": "packed", "sampling": "shared prefix", "kernels": "torch's"}
