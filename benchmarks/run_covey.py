@@ -11,6 +11,7 @@ from shape import make_prompts, read_shape, report
 from covey.algorithms import KLPenalty, grpo
 from covey.core.schedules import constant
 from covey.data import Start, collate
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.loading import load_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
@@ -40,7 +41,7 @@ def main() -> None:
 
     def step(number: int, new_tokens: int) -> tuple[float, float]:
         began = time.perf_counter()
-        sampler = LanguageSampler(policy, loaded.chat, 0, new_tokens)
+        sampler = LanguageSampler(LocalGenerator(policy), loaded.chat, 0, new_tokens)
         groups = sampler.sample(starts, shape.group_size, number)
         sampled = time.perf_counter()
         for group in groups:

@@ -49,11 +49,13 @@ def main() -> None:
 def tokens_per_second(policy: LanguagePolicy, prompts: list[list[int]], lengths: list[int]) -> float:
     """Decode until every row has its length; rows that have it leave, as in `LanguageSampler`."""
     began = time.perf_counter()
-    decoder = policy.decoder(len(lengths), LONGEST)
+    decoder = policy.backend.decoder(policy.module, len(lengths), LONGEST)
     logits_RV = decoder.prefill(prompts, GROUP_SIZE).repeat_interleave(GROUP_SIZE, dim=0)
     left_R = torch.tensor(lengths)
     while True:
-        tokens_R, _ = sample_tokens(logits_RV, torch.rand(len(left_R), dtype=torch.float64), 1.0)
+        tokens_R, _ = sample_tokens(
+            logits_RV, torch.rand(len(left_R), dtype=torch.float64), 1.0, policy.backend.kernels
+        )
         left_R = left_R - 1
         stay = (left_R > 0).nonzero()[:, 0]
         if not len(stay):

@@ -27,6 +27,7 @@ from torch import Tensor
 from covey.algorithms import KLPenalty, grpo
 from covey.core import schedules
 from covey.data import EndReason, Group, Rollout, collate
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.conversion import EMBEDDED
 from covey.llm.model.loading import load_model
 from covey.llm.native.bindings import SWITCH
@@ -77,8 +78,12 @@ def compute(way: str, folder: Path, problems: int) -> None:
     loaded = load_model(EMBEDDED, dtype=DTYPES[way[:4]], device=torch.device("cpu"))
     policy = LanguagePolicy(loaded.module)
     task = Arithmetic(digits=(2,), operators=("+", "-"))
-    greedy = LanguageSampler(policy, loaded.chat, SEED, NEW_TOKENS, temperature=0).sample(task.held_out(problems), 1, 0)
-    sampled = LanguageSampler(policy, loaded.chat, SEED, NEW_TOKENS).sample(task.draw(SEED, 1, PROMPTS), GROUP_SIZE, 1)
+    greedy = LanguageSampler(LocalGenerator(policy), loaded.chat, SEED, NEW_TOKENS, temperature=0).sample(
+        task.held_out(problems), 1, 0
+    )
+    sampled = LanguageSampler(LocalGenerator(policy), loaded.chat, SEED, NEW_TOKENS).sample(
+        task.draw(SEED, 1, PROMPTS), GROUP_SIZE, 1
+    )
     held_out = accuracy([numeric([g.rollouts[0].text], answer=[g.start.columns["answer"]])[0] for g in greedy])
     print(f"{way}: held-out accuracy {held_out['score']:.1%} ({held_out['low']:.1%} to {held_out['high']:.1%})")
     told = {"greedy": actions_of(greedy), "sampled": actions_of(sampled)}

@@ -226,6 +226,48 @@ def test_the_training_step_fits_on_a_screen():
     assert code_lines(step) <= LONGEST_TRAIN_STEP
 
 
+DECODER_MODULES = {"batch", "decoder", "hf_cache_decoder", "native_decoder", "native_layers", "shared_prefix_decoder"}
+
+
+def touches_a_decoder(tree):
+    """Lines that import a module of decoders, or ask for a decoder."""
+    for module, line in imported_modules(tree):
+        package, _, name = module.rpartition(".")
+        if package == "covey.llm.generation" and name in DECODER_MODULES:
+            yield line
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "covey.llm.generation":
+            yield from (node.lineno for alias in node.names if alias.name in DECODER_MODULES)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "decoder":
+            yield node.lineno
+
+
+def test_decoders_are_used_in_generation_only():
+    """Evaluation, commands and trainers go through a sampler or a `Generator`."""
+    outside = [path for path in FILES if SOURCE / "llm" / "generation" not in path.parents]
+    assert [f"{name_of(path)}:{line}" for path in outside for line in touches_a_decoder(parse(path))] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from covey.llm.generation.native_decoder import NativeDecoder",
+        "import covey.llm.generation.batch",
+        "from covey.llm.generation import decoder",
+        "policy.backend.decoder(module, 4, 8)",
+    ],
+)
+def test_the_check_for_decoders_can_fail(line):
+    assert len(list(touches_a_decoder(ast.parse(line)))) == 1
+
+
+def test_kernels_are_looked_up_in_one_place():
+    """`choose_backend` hands them on: what computes is chosen once, and can be printed and recorded."""
+    outside = [path for path in FILES if SOURCE / "llm" / "native" not in path.parents]
+    users = [name_of(path) for path in outside if "kernels_for" in path.read_text(encoding="utf-8")]
+    assert users == ["src/covey/llm/generation/backend.py"]
+
+
 def test_files_are_short():
     lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}

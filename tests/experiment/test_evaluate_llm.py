@@ -10,6 +10,7 @@ import pytest
 from covey.config import EvaluationConfig
 from covey.data import Start
 from covey.experiment.evaluate_llm import HeldOut
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
@@ -26,7 +27,7 @@ def test_weights_are_measured_once_and_new_ones_again():
         return groups
 
     sampler = LanguageSampler(
-        LanguagePolicy(tiny_model()), Chat(tiny_tokenizer(), frozenset({1})), seed=1, max_new_tokens=3
+        LocalGenerator(LanguagePolicy(tiny_model())), Chat(tiny_tokenizer(), frozenset({1})), seed=1, max_new_tokens=3
     )
     held_out = HeldOut(
         EvaluationConfig(problems=2, token_limits=(3, 5), every=4),
@@ -52,7 +53,7 @@ def test_weights_are_measured_once_and_new_ones_again():
 def test_an_answer_cut_at_a_limit_is_the_answer_with_that_limit():
     policy, chat = LanguagePolicy(tiny_model()), Chat(tiny_tokenizer(), frozenset(range(0, 90, 7)))
     starts = [Start(i, f"{i}+1") for i in range(12)]
-    long, short = (LanguageSampler(policy, chat, seed=3, max_new_tokens=limit) for limit in (9, 4))
+    long, short = (LanguageSampler(LocalGenerator(policy), chat, seed=3, max_new_tokens=limit) for limit in (9, 4))
     cut, written = long.shortened(long.sample(starts, 2, step=0), 4), short.sample(starts, 2, step=0)
     ends = set()
     for ours, theirs in zip(cut, written, strict=True):

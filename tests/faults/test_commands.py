@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.run_helpers import covey, write_recipe
 from helpers.tiny_models import tiny_folder
+
+# With covey's kernels, if a compiler is found.
+CHOICE = r"LlamaForCausalLM: update: (packed); sampling: (native|shared prefix); kernels: (covey's, [\w-]+|torch's);"
+
+
+def words_of(output: str) -> str:
+    """Without line breaks."""
+    return " ".join(output.split())
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +127,34 @@ def test_sample_answers_and_repeats_itself(folder):
     assert covey(*words, cwd=folder)[1] == output
 
 
-def test_check_prints_the_config_and_loads_no_model(folder):
+def test_check_prints_the_config_the_memory_and_the_code_that_would_run(folder):
     code, output = covey("check", "tiny.toml", "--group-size", 6, cwd=folder)
     assert code == 0, output
     assert "group_size = 6" in output
     assert "estimated memory" in output
+    assert re.search(CHOICE, words_of(output)), output
     assert "covey train tiny.toml --group-size 6" in output.splitlines()[-1]
+
+
+def test_check_says_that_the_code_for_a_model_of_the_hub_is_chosen_later(folder):
+    code, output = covey("check", "tiny.toml", "--model", "someone/absent", cwd=folder)
+    assert code == 0, output
+    assert "someone/absent is not on this machine yet: the code that computes it is chosen when" in words_of(output)
+
+
+def test_check_loads_no_model_that_is_too_large(folder):
+    words = "check", "tiny.toml", "--max-new-tokens", 60, "--prompts-per-step", 10**6, "--microbatch-tokens", 10**9
+    code, output = covey(*words, cwd=folder)
+    assert code == 0, output
+    assert "was not loaded, because a run needs more memory than this machine has" in words_of(output)
+
+
+def test_a_run_prints_and_stores_the_code_that_runs(folder):
+    code, output = covey("train", "tiny.toml", "--steps", 1, "--run-dir", "printed", cwd=folder)
+    assert code == 0, output
+    assert (chosen := re.search(CHOICE, words_of(output).partition("1/1")[0])), output
+    machine = json.loads((folder / "printed" / "summary.json").read_text())["machine"]
+    assert tuple(machine[key] for key in ("update", "sampling", "kernels")) == chosen.groups()
 
 
 def test_the_number_of_run_folders_goes_up(trained, folder):

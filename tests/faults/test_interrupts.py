@@ -29,7 +29,7 @@ main()
 MOMENTS = {
     "reading the recipe": Interrupt("covey.cli.main", "read_recipe"),
     "looking for the world": Interrupt("covey.experiment.run", "open_world"),
-    "compiling": Interrupt("covey.experiment.llm", "kernels_for"),
+    "compiling": Interrupt("covey.experiment.llm", "find_kernels"),
     "loading the model": Interrupt("covey.experiment.llm", "load_model"),
     "the first evaluation": Interrupt("covey.experiment.evaluate_llm", "HeldOut._measure"),
     "the first step": Interrupt("covey.train.loop", "collect", times=2),  # there the first only asks

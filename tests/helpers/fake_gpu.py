@@ -93,6 +93,8 @@ class Sending(TorchFunctionMode):
         if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             return function(*args, **kwargs).to(device)
+        if function is Tensor.__getitem__ and isinstance(args[1], list):  # torch would make an index without numbers
+            args = args[0], torch.tensor(args[1])
         return function(*args, **kwargs)
 
 

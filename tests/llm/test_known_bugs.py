@@ -15,6 +15,8 @@ from covey.core.kl import k3
 from covey.core.loss_weights import token_mean
 from covey.core.schedules import constant
 from covey.data import Batch, Group, Start, collate
+from covey.llm.generation.backend import Sampling, find_kernels
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.token_sampling import sample_tokens
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.model.chat import Chat
@@ -34,10 +36,11 @@ def make_sampler(kind: str = "llama", *, packed: bool = True, temperature: float
     torch.set_num_threads(1)
     policy = LanguagePolicy(tiny_model(kind, seed=seed), temperature=temperature)
     assert policy.shares_prompts
-    policy.backend = replace(policy.backend, shares_prompts=packed)
+    if not packed:
+        policy.backend = replace(policy.backend, sampling=Sampling.PADDED_CACHE)
     # every 6th token ends a completion, so that lengths differ
     chat = Chat(tiny_tokenizer(), frozenset(range(1, VOCABULARY, 6)))
-    return LanguageSampler(policy, chat, seed=5, max_new_tokens=10, temperature=temperature)
+    return LanguageSampler(LocalGenerator(policy), chat, seed=5, max_new_tokens=10, temperature=temperature)
 
 
 def sampled(sampler: LanguageSampler, size: int = 4, step: int = 1) -> list[Group]:
@@ -52,7 +55,7 @@ def full_logits(sampler: LanguageSampler, prompt, actions) -> Tensor:
     """Of every decision, from one ordinary forward over the whole sequence."""
     tokens = torch.tensor([*prompt, *actions])
     with torch.no_grad():
-        return sampler.policy.module(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
+        return sampler.generator.policy.module(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
 
 
 def chosen(logits: Tensor, actions) -> list[float]:
@@ -63,7 +66,7 @@ def chosen(logits: Tensor, actions) -> list[float]:
 def test_trl_3029_logprobs_not_divided_by_the_temperature(packed):
     sampler = make_sampler(packed=packed, temperature=0.5)
     groups = sampled(sampler)
-    said_BT = sampler.policy.evaluate(collate(groups)).logprobs_BT.detach()
+    said_BT = sampler.generator.policy.evaluate(collate(groups)).logprobs_BT.detach()
     for row, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
         logits = full_logits(sampler, rollout.context, rollout.actions)
         expected = chosen(logits / 0.5, rollout.actions)
@@ -80,12 +83,12 @@ def test_prime_rl_697_temperature_applied_to_logprobs(packed):
     for token, rollout in enumerate(group.rollouts):
         rollout.actions, rollout.behavior_logprobs = [token], [0.0]
     with torch.no_grad():
-        said_BT = sampler.policy.evaluate(collate([group])).logprobs_BT
+        said_BT = sampler.generator.policy.evaluate(collate([group])).logprobs_BT
     assert float(said_BT.exp().sum()) == pytest.approx(1.0, abs=1e-5)
 
     logits_RV = full_logits(sampler, group.rollouts[0].context, [0]).expand(2000, -1)
     places = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
-    tokens, logprobs = sample_tokens(logits_RV, places, 0.5)
+    tokens, logprobs = sample_tokens(logits_RV, places, 0.5, find_kernels(logits_RV.device))
     probability = dict(zip(tokens.tolist(), logprobs.exp().tolist(), strict=True))
     assert sum(probability.values()) == pytest.approx(1.0, abs=0.02)
 
@@ -104,17 +107,19 @@ def test_liger_1082_fast_path_ignores_the_ratio_and_the_mask(algorithm):
     batch = collate(sampled(sampler))
     batch.mask_BT[::2, 1] &= batch.mask_BT[::2].sum(dim=1) < 3
     made = replace(algorithm(kl=KLPenalty(constant(0.2), KLInLoss(k3))), aggregation=token_mean)
-    other = make_sampler(temperature=0.8, seed=1).policy
-    ready = prepare_batch(batch, sampler.policy, made, reference=other, kl_coefficient=0.2, mask_truncated=True)[0]
+    other = make_sampler(temperature=0.8, seed=1).generator.policy
+    options = {"reference": other, "kl_coefficient": 0.2, "mask_truncated": True}
+    ready = prepare_batch(batch, sampler.generator.policy, made, **options)[0]
     with torch.no_grad():
         ready.proximal_logprobs_BT = other.evaluate(ready).logprobs_BT
     part = ready.select(torch.arange(1, len(ready)))
 
     def gradient(path: bool, change: Batch) -> list[Tensor]:
-        sampler.policy.backend = replace(sampler.policy.backend, shares_prompts=path)
-        sampler.policy.module.zero_grad()
-        made.loss(sampler.policy.evaluate(change), change, 0.2).loss.backward()
-        return [p.grad.clone() for p in sampler.policy.module.parameters()]
+        sampling = Sampling.NATIVE if path else Sampling.PADDED_CACHE
+        sampler.generator.policy.backend = replace(sampler.generator.policy.backend, sampling=sampling)
+        sampler.generator.policy.module.zero_grad()
+        made.loss(sampler.generator.policy.evaluate(change), change, 0.2).loss.backward()
+        return [p.grad.clone() for p in sampler.generator.policy.module.parameters()]
 
     for fast, plain in zip(gradient(True, part), gradient(False, part), strict=True):
         assert (fast - plain).norm() <= 1e-4 * plain.norm().clamp(min=1e-4)
@@ -161,7 +166,7 @@ def test_trl_5224_completions_decoded_and_encoded_again():
     for row, rollout in enumerate(rollouts):
         assert batch.actions_BT[row][batch.mask_BT[row]].tolist() == list(rollout.actions)
     with torch.no_grad():
-        said_BT = sampler.policy.evaluate(batch).logprobs_BT
+        said_BT = sampler.generator.policy.evaluate(batch).logprobs_BT
     assert float((said_BT - batch.behavior_logprobs_BT)[batch.mask_BT].abs().max()) < 1e-4
 
 
@@ -182,21 +187,21 @@ def test_nemo_rl_2176_assistant_turns_of_the_prompt_trained_on():
 @EVERY_PATH
 def test_trl_5312_sampler_keeps_old_weights(dtype, packed):
     sampler = make_sampler(packed=packed)
-    sampler.policy.module.to(dtype)
-    optimizer = MasterAdamW(sampler.policy.module, lr=0.05)
+    sampler.generator.policy.module.to(dtype)
+    optimizer = MasterAdamW(sampler.generator.policy.module, lr=0.05)
     batch = collate(sampled(sampler))
-    sampler.policy.evaluate(batch).logprobs_BT.sum().backward()
+    sampler.generator.policy.evaluate(batch).logprobs_BT.sum().backward()
     assert optimizer.step(0.05).applied
     sampler.refresh(1)
     groups = sampled(sampler, step=2)
     assert all(rollout.version == 1 for group in groups for rollout in group.rollouts)
     after = collate(groups)
     with torch.no_grad():
-        gap_BT = (sampler.policy.evaluate(after).logprobs_BT - after.behavior_logprobs_BT).abs()
+        gap_BT = (sampler.generator.policy.evaluate(after).logprobs_BT - after.behavior_logprobs_BT).abs()
     assert float(gap_BT[after.mask_BT].mean()) < (1e-5 if dtype == torch.float32 else 0.02)
     stale = make_sampler(packed=packed)
     with torch.no_grad():
-        old_BT = (stale.policy.evaluate(after).logprobs_BT - after.behavior_logprobs_BT).abs()
+        old_BT = (stale.generator.policy.evaluate(after).logprobs_BT - after.behavior_logprobs_BT).abs()
     assert float(old_BT[after.mask_BT].mean()) > 0.1, "the step has to be large enough to see"
 
 
@@ -207,7 +212,7 @@ def test_trl_7268_bf16_biases_the_entropy():
     hidden_NW = torch.randn(CHUNK, 64, generator=source).bfloat16()
     weight_VW = (0.3 * torch.randn(2000, 64, generator=source)).bfloat16()
     tokens_N = torch.randint(0, 2000, (CHUNK,), generator=source)
-    said = token_logprobs(hidden_NW, weight_VW, None, tokens_N, 1.0)
+    said = token_logprobs(hidden_NW, weight_VW, None, tokens_N, 1.0, find_kernels(hidden_NW.device))
     rounded, exact = (hidden_NW @ weight_VW.T).double(), hidden_NW.double() @ weight_VW.double().T
     for found_N, of_rounded_N, exact_N in zip(said, told(rounded, tokens_N), told(exact, tokens_N), strict=True):
         assert float((found_N - of_rounded_N).abs().max()) < 1e-4

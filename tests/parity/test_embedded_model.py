@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from covey.data import Start, collate
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.conversion import EMBEDDED, embedded_file
 from covey.llm.model.loading import find_model, load_model
 from covey.llm.policy import LanguagePolicy
@@ -32,7 +33,9 @@ def exact():
 def sampled(loaded, starts, *, new_tokens: int = 24, seed: int = 1):
     policy = LanguagePolicy(loaded.module)
     assert policy.shares_prompts
-    groups = LanguageSampler(policy, loaded.chat, seed=seed, max_new_tokens=new_tokens).sample(starts, 4, step=1)
+    groups = LanguageSampler(LocalGenerator(policy), loaded.chat, seed=seed, max_new_tokens=new_tokens).sample(
+        starts, 4, step=1
+    )
     for group in groups:
         for number, rollout in enumerate(group.rollouts):
             rollout.reward = float(number)

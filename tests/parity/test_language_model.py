@@ -11,11 +11,14 @@ import torch
 
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate
-from covey.llm import sampler
-from covey.llm.generation.backend import probe_batch
-from covey.llm.generation.decoding import CacheDecoder, SharedPrefixDecoder
+from covey.llm.generation import local_generator
+from covey.llm.generation.backend import Sampling, find_kernels
+from covey.llm.generation.hf_cache_decoder import CacheDecoder
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.native_decoder import NativeDecoder
+from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.generation.token_sampling import BLOCK, sample_tokens
+from covey.llm.generation.trial import probe_batch
 from covey.llm.model.chat import Chat, end_ids_of
 from covey.llm.model.logprobs import token_logprobs
 from covey.llm.model.plain_forward import PlainPasses
@@ -25,6 +28,7 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from helpers.tiny_models import PLAIN, SHARED, tiny_model, tiny_tokenizer
 
+KERNELS = find_kernels(torch.device("cpu"))
 PROMPTS = ["12+34", "a quick brown fox", "7", "(1+2)"]
 ALIKE = [f"what is {prompt}?" for prompt in PROMPTS]  # what they begin with is fed once
 
@@ -34,7 +38,11 @@ def make_sampler(kind: str, *, new_tokens: int = 12, end_ids: frozenset[int] = f
     language_policy = LanguagePolicy(tiny_model(kind), **policy_options)
     chat = Chat(tiny_tokenizer(), end_ids)
     return LanguageSampler(
-        language_policy, chat, seed=5, max_new_tokens=new_tokens, temperature=language_policy.temperature
+        LocalGenerator(language_policy),
+        chat,
+        seed=5,
+        max_new_tokens=new_tokens,
+        temperature=language_policy.temperature,
     )
 
 
@@ -75,7 +83,7 @@ def test_behavior_logprobs_are_those_of_a_full_forward(kind, temperature, prompt
     for group in groups:
         for rollout in group.rollouts:
             lengths.add(len(rollout.actions))
-            expected = full_forward(made.policy.module, rollout.context, rollout.actions, temperature)
+            expected = full_forward(made.generator.policy.module, rollout.context, rollout.actions, temperature)
             assert torch.tensor(rollout.behavior_logprobs) == pytest.approx(expected, abs=1e-4)
     assert len(lengths) > 3, "the rows should have left at different times"
 
@@ -85,7 +93,7 @@ def test_both_decoders_sample_the_same_tokens(kind):
     made = make_sampler(kind, end_ids=frozenset(range(1, 85, 7)))
     starts = [Start(i, text) for i, text in enumerate(PROMPTS)]
     shared = made.sample(starts, 5, step=1)
-    made.policy.backend = replace(made.policy.backend, shares_prompts=False)
+    made.generator.policy.backend = replace(made.generator.policy.backend, sampling=Sampling.PADDED_CACHE)
     plain = made.sample(starts, 5, step=1)
     assert [[r.actions for r in g.rollouts] for g in shared] == [[r.actions for r in g.rollouts] for g in plain]
 
@@ -121,9 +129,9 @@ def test_packed_and_plain_evaluation_agree_with_their_gradients(kind, fused, pro
     made = make_sampler(kind, end_ids=frozenset(range(1, 85, 6)), temperature=0.8)
     batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(prompts)], 4, step=1)))
     batch = batch.select(torch.tensor([0, 1, 2, 3, 4, 6, 9, 15]))  # groups of unequal size
-    module = made.policy.module
+    module = made.generator.policy.module
     results = []
-    for evaluate in (made.policy._evaluate_packed, made.policy._evaluate_rows):
+    for evaluate in (made.generator.policy._evaluate_packed, made.generator.policy._evaluate_rows):
         module.zero_grad()
         evaluation = evaluate(batch)
         weights = torch.linspace(-1, 1, batch.mask_BT.numel()).view_as(evaluation.logprobs_BT)
@@ -141,7 +149,7 @@ def test_packed_and_plain_evaluation_agree_with_their_gradients(kind, fused, pro
 def test_what_all_prompts_begin_with_is_fed_once(kind, monkeypatch):
     made = make_sampler(kind)
     fed = []
-    made.policy.module.base_model.register_forward_pre_hook(
+    made.generator.policy.module.base_model.register_forward_pre_hook(
         lambda _, given, named: fed.append(named["input_ids"].numel()), with_kwargs=True
     )
     groups = made.sample([Start(i, text) for i, text in enumerate(ALIKE)], 2, step=1)
@@ -149,7 +157,7 @@ def test_what_all_prompts_begin_with_is_fed_once(kind, monkeypatch):
     prompts = beginning + sum(length - beginning for length in lengths)
     assert fed[0] == prompts < sum(lengths)
     fed.clear()
-    made.policy.evaluate(collate(graded(groups)))
+    made.generator.policy.evaluate(collate(graded(groups)))
     assert fed == [prompts + sum(len(rollout.actions) - 1 for group in groups for rollout in group.rollouts)]
 
 
@@ -173,7 +181,7 @@ def test_evaluation_gives_back_the_behavior_logprobs(kind):
     made = make_sampler(kind)
     batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 4, step=1)))
     with torch.no_grad():
-        evaluation = made.policy.evaluate(batch)
+        evaluation = made.generator.policy.evaluate(batch)
     gap = (evaluation.logprobs_BT - batch.behavior_logprobs_BT)[batch.mask_BT]
     assert gap.abs().max() < 1e-4
 
@@ -181,9 +189,9 @@ def test_evaluation_gives_back_the_behavior_logprobs(kind):
 def test_undecided_columns_inside_a_row_are_fed_but_not_evaluated():
     made = make_sampler("llama")
     batch = collate(graded(made.sample([Start(0, "12+34")], 3, step=1)))
-    whole = made.policy.evaluate(batch).logprobs_BT
+    whole = made.generator.policy.evaluate(batch).logprobs_BT
     batch.mask_BT[:, 1] = False  # as a tool's answer would be
-    part = made.policy.evaluate(batch).logprobs_BT
+    part = made.generator.policy.evaluate(batch).logprobs_BT
     assert (part[:, 1] == 0).all()
     torch.testing.assert_close(part[batch.mask_BT], whole[batch.mask_BT], atol=1e-5, rtol=0)
 
@@ -191,7 +199,7 @@ def test_undecided_columns_inside_a_row_are_fed_but_not_evaluated():
 def test_microbatches_hold_every_row_once_and_their_limit():
     made = make_sampler("llama", end_ids=frozenset(range(1, 85, 4)), microbatch_tokens=40)
     batch = collate(graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 8, step=1)))
-    pieces = list(made.policy.microbatches(batch))
+    pieces = list(made.generator.policy.microbatches(batch))
     assert sorted(torch.cat(pieces).tolist()) == list(range(len(batch)))
     assert len(pieces) > 3
     for piece in pieces:
@@ -203,7 +211,7 @@ def test_microbatches_hold_every_row_once_and_their_limit():
 def test_an_empty_batch_has_no_microbatches():
     made = make_sampler("llama")
     batch = collate(graded(made.sample([Start(0, "1")], 2, step=1)))
-    assert list(made.policy.microbatches(batch.select(torch.tensor([], dtype=torch.int64)))) == []
+    assert list(made.generator.policy.microbatches(batch.select(torch.tensor([], dtype=torch.int64)))) == []
 
 
 # ---- what ends a completion ----
@@ -264,7 +272,7 @@ def count_passes(module) -> list[int]:
 
 def test_a_policy_is_tried_in_few_passes():
     passes = count_passes(module := tiny_model("llama"))
-    assert LanguagePolicy(module).backend.sampling(module) == "native"
+    assert LanguagePolicy(module).backend.sampling is Sampling.NATIVE
     assert len(passes) <= 11, passes
 
 
@@ -337,7 +345,7 @@ def test_tokens_are_drawn_from_the_distribution():
     vocabulary, draws = 3 * BLOCK + 17, 60_000
     logits = torch.randn(1, vocabulary) * 2
     uniforms = torch.from_numpy((np.arange(draws) + 0.5) / draws)  # evenly spread: the counts must be exact
-    tokens, logprobs = sample_tokens(logits.expand(draws, -1), uniforms, 0.5)
+    tokens, logprobs = sample_tokens(logits.expand(draws, -1), uniforms, 0.5, KERNELS)
     probabilities = (logits[0].double() / 0.5).softmax(0)
     counts = torch.bincount(tokens, minlength=vocabulary)
     assert (counts - probabilities * draws).abs().max() < 1.5
@@ -349,7 +357,7 @@ def test_impossible_tokens_are_never_chosen(uniform):
     logits = torch.full((2, 2 * BLOCK + 5), -torch.inf)
     logits[0, [3, 270]] = 1.0
     logits[1, 511] = -2.0
-    tokens, logprobs = sample_tokens(logits, torch.full((2,), uniform, dtype=torch.float64), 1.0)
+    tokens, logprobs = sample_tokens(logits, torch.full((2,), uniform, dtype=torch.float64), 1.0, KERNELS)
     assert tokens[0] == (270 if uniform >= 0.5 else 3)
     assert tokens[1] == 511
     assert logprobs == pytest.approx([math.log(0.5), 0.0])
@@ -357,7 +365,7 @@ def test_impossible_tokens_are_never_chosen(uniform):
 
 def test_greedy_takes_the_likeliest_and_tells_its_logprob():
     logits = torch.tensor([[0.0, 2.0, 1.0]])
-    tokens, logprobs = sample_tokens(logits, torch.tensor([0.99], dtype=torch.float64), 0.0)
+    tokens, logprobs = sample_tokens(logits, torch.tensor([0.99], dtype=torch.float64), 0.0, KERNELS)
     assert tokens.tolist() == [1]
     assert logprobs == pytest.approx([2 - math.log(1 + math.e + math.e**2)])
 
@@ -376,12 +384,12 @@ def test_token_logprobs_and_their_gradients_do_not_depend_on_chunks(monkeypatch,
     tokens = torch.randint(11, (13,))
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / 0.7
     expected = logits.log_softmax(1)
-    logprobs, entropy = token_logprobs(hidden, weight, bias, tokens, 0.7)
+    logprobs, entropy = token_logprobs(hidden, weight, bias, tokens, 0.7, KERNELS)
     torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0])
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1))
 
     def function(*inputs: torch.Tensor) -> torch.Tensor:
-        results = token_logprobs(inputs[0], inputs[1], inputs[2] if with_bias else None, tokens, 0.7)
+        results = token_logprobs(inputs[0], inputs[1], inputs[2] if with_bias else None, tokens, 0.7, KERNELS)
         return results[0] + results[1] ** 2 if with_entropy else results[0]
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias) if with_bias else (hidden, weight))
@@ -391,7 +399,7 @@ def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16():
     made = make_sampler("llama")
     groups = graded(made.sample([Start(i, text) for i, text in enumerate(PROMPTS)], 8, step=1))
     batch = collate(groups)
-    exact, low = made.policy, LanguagePolicy(tiny_model("llama", dtype=torch.bfloat16))
+    exact, low = made.generator.policy, LanguagePolicy(tiny_model("llama", dtype=torch.bfloat16))
     with torch.no_grad():
         truth = exact._evaluate_rows(batch).logprobs_BT
         ours = (low._evaluate_packed(batch).logprobs_BT - truth)[batch.mask_BT].abs().mean()
@@ -402,9 +410,9 @@ def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16():
 def test_rows_at_once_is_chosen_by_memory(monkeypatch):
     made = make_sampler("llama")
     prompts = [tuple(range(5))] * 10
-    assert made._rows_together(prompts) > 40
-    monkeypatch.setattr(sampler, "CACHE_BYTES", 2 * 2 * 2 * 8 * 4 * 12 * 8)  # 8 rows of 12 tokens
-    assert made._rows_together(prompts) == 8
+    assert made.generator.rows_in_memory(prompts, 12) > 40
+    monkeypatch.setattr(local_generator, "CACHE_BYTES", 2 * 2 * 2 * 8 * 4 * 12 * 8)  # 8 rows of 12 tokens
+    assert made.generator.rows_in_memory(prompts, 12) == 8
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

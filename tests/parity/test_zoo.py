@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.data import Batch, Group, Start, collate
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.chat import Chat
 from covey.llm.model.plain_forward import accepted
 from covey.llm.policy import LanguagePolicy
@@ -92,7 +93,9 @@ def test_rotary_scaling_by_the_longest_row_is_refused_beyond_the_original_length
     scaling |= {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
     positions = 256 if scaling["rope_type"] == "longrope" else 64
     model = zoo_model("llama", rope_parameters=scaling, max_position_embeddings=positions)
-    sampler = LanguageSampler(LanguagePolicy(model), Chat(tiny_tokenizer(), frozenset({1})), 5, NEW_TOKENS)
+    sampler = LanguageSampler(
+        LocalGenerator(LanguagePolicy(model)), Chat(tiny_tokenizer(), frozenset({1})), 5, NEW_TOKENS
+    )
     short, long = Start(0, "1" * (64 - NEW_TOKENS)), Start(1, "1" * (65 - NEW_TOKENS))
     (group,) = sampler.sample([short], 2, step=1)
     assert len(group.rollouts[0].context) + NEW_TOKENS == 64
@@ -122,7 +125,7 @@ def check_family(kind: str, *, window: int | None = None, **fields: Any) -> None
         return
     assert kind not in REFUSED
     chat = Chat(tiny_tokenizer(), frozenset(range(1, VOCABULARY, 9)))
-    sampler = LanguageSampler(policy, chat, 5, NEW_TOKENS, TEMPERATURE)
+    sampler = LanguageSampler(LocalGenerator(policy), chat, 5, NEW_TOKENS, TEMPERATURE)
     starts = [Start(number, text) for number, text in enumerate(PROMPTS)]
     groups = sampler.sample(starts, 3, step=1)
     check_behavior(plain, groups)

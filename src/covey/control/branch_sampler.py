@@ -45,8 +45,8 @@ class BranchSampler(ControlSampler):
         trunks: S slots, for the episodes in which branches begin.
         horizon: number of decisions of a branch.
         decisions: number of decisions of a rollout, the first ones of its branch; the last of them gets the discounted
-            return of the rest. 1 if branches are compared by their outcomes, because only the first action was taken in a state
-            that all siblings share.
+            return of the rest. 1 if branches are compared by their outcomes, because only the first action was taken
+            in a state that all siblings share.
     """
 
     def __init__(

@@ -34,6 +34,8 @@ from covey.experiment.llm_components import (
     with_outputs,
 )
 from covey.llm.critic import LanguageCritic
+from covey.llm.generation.backend import find_kernels
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import RewardGrader, WeightedReward, build_grader
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import (
@@ -42,7 +44,6 @@ from covey.llm.model.loading import (
     resolve_checkpoint,
     save_architecture,
 )
-from covey.llm.native.bindings import kernels_for
 from covey.llm.policy import LanguagePolicy
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.sampler import LanguageSampler
@@ -197,15 +198,16 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
         ConfigError: where it cannot be found or loaded.
     """
     with ThreadPoolExecutor(1) as meanwhile:
-        meanwhile.submit(kernels_for, machine.dtype, machine.device)  # compiled at first use, which takes seconds
+        meanwhile.submit(find_kernels, machine.device)  # compiled at first use, which takes seconds
         loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
     sampling = config.sampling
     policy = LanguagePolicy(
         loaded.module, temperature=sampling.temperature, microbatch_tokens=config.update.microbatch_tokens
     )
     sampler = LanguageSampler(
-        policy, loaded.chat, config.seed, sampling.max_new_tokens, sampling.temperature, sampling.rows_at_once
-    )
+        LocalGenerator(policy), loaded.chat, config.seed, sampling.max_new_tokens, sampling.temperature,
+        sampling.rows_at_once,
+    )  # fmt: skip
     return LoadedPolicy(policy, loaded.chat, sampler)
 
 
@@ -313,7 +315,7 @@ class LLMBuilder:
             decision_budget=config.token_budget,
         )
         machine = environment(self.chosen.device, self.chosen.dtype)
-        machine |= loaded.policy.backend.recorded(loaded.policy.module)
+        machine |= loaded.policy.backend.recorded()
         return Experiment(
             parts, settings, held_out.measure, lambda run_dir: _save(run_dir, loaded, critics),
             machine, lambda: {"model": config.model},
@@ -324,7 +326,7 @@ class LLMBuilder:
         loaded = load_policy(self.config, self.chosen)
         module, tokenizer = loaded.policy.module, loaded.chat.tokenizer
         write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
-        display.note(loaded.policy.backend.describe(loaded.policy.module))
+        display.note(loaded.policy.backend.describe())
         return loaded
 
     def _tell_of_steps(self, display: Display) -> None:

@@ -102,15 +102,28 @@ def plan_memory(
 
 def check_memory(config: RunConfig) -> str:
     """The predicted memory of a recipe's run, by part, on the device and in the precision of this machine."""
-    model_config = find_model_config(config.model)
-    if model_config is None:
+    plan = _plan_here(config)
+    if plan is None:
         return f"estimated memory: unknown until {config.model} has been downloaded"
-    place = Place.of(config)
-    plan = predict(read_dimensions(model_config, config.model), config, device=place.device, width=place.dtype.itemsize)
     lines = [f"  {name:<{NAME_WIDTH}} {size / 2**30:6.2f} GiB" for name, size in plan.parts.items() if size]
     return "\n".join(
         [f"estimated memory: {plan.peak / 2**30:.1f} GiB at the most (sampling and update do not overlap)", *lines]
     )
+
+
+def fits_this_machine(config: RunConfig) -> bool:
+    """False if the predicted memory of a recipe's run is more than the device has."""
+    plan, memory = _plan_here(config), Place.of(config).memory
+    return plan is None or memory is None or plan.peak <= memory
+
+
+def _plan_here(config: RunConfig) -> MemoryPlan | None:
+    """None for a model that has not been downloaded."""
+    model_config = find_model_config(config.model)
+    if model_config is None:
+        return None
+    place = Place.of(config)
+    return predict(read_dimensions(model_config, config.model), config, device=place.device, width=place.dtype.itemsize)
 
 
 def _configs(fields: Sequence[str], algorithms: Sequence[str], critic_trunk: str | None) -> dict[str, RunConfig]:

@@ -250,8 +250,9 @@ def _summarise(
 
 
 def check(config: RunConfig | ControlConfig) -> list[str]:
-    """Check the data, the rewards and the model's files of a recipe, or its environment, without training or loading
-    a weight.
+    """Try out the data, the rewards and the model of a recipe, or its environment, without training.
+
+    A model is loaded if it is on this machine and fits into its memory.
 
     Returns:
         Notes for the user before the run, one line each.
@@ -263,7 +264,9 @@ def check(config: RunConfig | ControlConfig) -> list[str]:
     world = open_world(config)
     world.close()
     if isinstance(config, RunConfig):
+        from covey.experiment.backend_report import report_backend
         from covey.llm.model.loading import check_model_files
 
         check_model_files(config.model)
+        return [*world.notes, report_backend(config)]
     return list(world.notes)

@@ -4,7 +4,9 @@ From a prompt to a gradient:
 
     tasks.*.draw                       prompts with their columns
     sampler.LanguageSampler.sample     completions, token by token, with their log-probabilities
-        generation.backend             which decoder runs
+        generation.local_generator     requests to completions, or to failures
+        generation.batch               continuous batching; siblings share a row until they differ
+        generation.backend             which decoder runs, on which kernels
     grader.RewardGrader.grade          rewards.runner calls the reward functions under a deadline
     covey.data.collate                 rollouts as one Batch; from here on the code is that of environments
     covey.train.prepare                values, old and reference log-probabilities, advantages

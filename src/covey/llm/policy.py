@@ -17,9 +17,7 @@ from transformers import PreTrainedModel
 
 from covey.core import kl
 from covey.data import Batch, PolicyOutput
-from covey.llm.generation.backend import Backend, choose_backend
-from covey.llm.generation.decoding import Decoder
-from covey.llm.model.architecture import is_llama_like
+from covey.llm.generation.backend import Backend, Sampling, choose_backend
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
 from covey.llm.model.hidden_states import ActionHiddenStates, hidden_states_for_actions, row_lengths, row_tokens, spread
@@ -73,8 +71,8 @@ class LanguagePolicy:
         self.microbatch_tokens = microbatch_tokens
         self.extra = tuple(extra)
         self.backend = choose_backend(module) if backend is None else backend
-        if self.shares_prompts and is_llama_like(module):
-            fuse(module)
+        if self.backend.sampling is Sampling.NATIVE:
+            fuse(module, self.backend.kernels)
 
     def with_outputs(self, *extra: ExtraOutput) -> LanguagePolicy:
         """The same policy, on the same weights, with further outputs."""
@@ -110,10 +108,6 @@ class LanguagePolicy:
         for piece in cut(rows, self.microbatch_tokens):
             yield torch.tensor([row.number for row in piece])
 
-    def decoder(self, rows: int, max_new_tokens: int) -> Decoder:
-        """A decoder on this policy's own weights, for this many rows at a time."""
-        return self.backend.decoder(self.module, rows, max_new_tokens)
-
     def save(self, folder: Path) -> None:
         """Write the weights and the config so that transformers loads them unchanged."""
         self.module.save_pretrained(folder)
@@ -127,7 +121,7 @@ class LanguagePolicy:
         decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
         head = self.module.get_output_embeddings()
         logprobs_N, entropy_N = token_logprobs(
-            decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.temperature
+            decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.temperature, self.backend.kernels
         )
         extra: dict[str, Tensor] = {}
         for output in self.extra:
@@ -175,7 +169,9 @@ class KLToReference:
         with torch.no_grad():
             other_NW = hidden_states_for_actions(reference.base_model, batch, packed=True).hidden_NW
         head, other_head = policy.module.get_output_embeddings(), reference.get_output_embeddings()
-        return {"kl_BT": decided.spread(exact_kl(decided.hidden_NW, head, other_NW, other_head, policy.temperature))}
+        kernels = policy.backend.kernels
+        kl_N = exact_kl(decided.hidden_NW, head, other_NW, other_head, policy.temperature, kernels)
+        return {"kl_BT": decided.spread(kl_N)}
 
     def by_row(self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor) -> dict[str, Tensor]:
         if not torch.is_grad_enabled():

@@ -1,7 +1,4 @@
-"""Sampling groups of completions on the policy's own weights.
-
-Shapes: S prompts, R rows (rollouts), B branches (what some siblings have written alike so far), V vocabulary.
-"""
+"""Groups of completions for prompts: the chat template, a generator, and the rollouts made of what it returns."""
 
 from __future__ import annotations
 
@@ -9,55 +6,67 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from covey.config import ConfigError, RunError
 from covey.data import EndReason, Group, Rollout, Start
-from covey.llm.generation.token_sampling import sample_tokens
+from covey.llm.generation.generator import (
+    Completion,
+    FailureReason,
+    GenerationFailure,
+    GenerationRequest,
+    GenerationSettings,
+    Generator,
+    RandomKey,
+)
 from covey.llm.model.chat import Chat
-from covey.llm.policy import LanguagePolicy
-from covey.llm.tasks.prompt_limit import length_fault
-from covey.runtime.rng import uniforms
-
-# Keys and values of rows decoded together may take this much memory where the config leaves it open.
-CACHE_BYTES = 2 << 30
 
 
 @dataclass
 class LanguageSampler:
-    """Decodes `group_size` completions of every prompt.
+    """Samples `group_size` completions of every prompt; meets `covey.data.Sampler`.
 
     One uniform number per decision, a function of (seed, step, group, rollout, position), chooses its token: the same
     step of the same run makes the same choices, in whatever order and company its rows are decoded.
     """
 
-    policy: LanguagePolicy
+    generator: Generator
     chat: Chat
     seed: int
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy
-    rows_at_once: int = 0  # 0 chooses by memory
-    version: int = 0
+    rows_at_once: int = 0  # 0: the generator chooses
+    version: int = 0  # of the weights
+    deadline_seconds: float | None = None  # for one call of `sample`
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
-        """Groups in the order of `starts`. The end token, where one was sampled, is the last action."""
-        prompts = [self.chat.encode(start.prompt) for start in starts]
-        self._refuse_too_long(max(len(prompt) for prompt in prompts))
-        rollouts = range(first_rollout, first_rollout + group_size)
-        rows = self._decode([start.index for start in starts], prompts, rollouts, step)
+        """Groups in the order of `starts`. The end token, where one was sampled, is the last action.
+
+        Raises:
+            ConfigError: if a prompt is too long for the model.
+            RunError: if the logits are not finite, or the deadline passes.
+        """
+        settings = GenerationSettings(
+            self.max_new_tokens, self.temperature, self.chat.end_ids, self.version, self.rows_at_once,
+            self.deadline_seconds,
+        )  # fmt: skip
+        requests = [
+            GenerationRequest(
+                self.chat.encode(start.prompt), group_size, self._key(start, step, first_rollout), settings
+            )
+            for start in starts
+        ]
+        results = self.generator.generate(requests)
         return [
-            Group(start, [self._rollout(prompt, row) for row in rows[i * group_size : (i + 1) * group_size]])
-            for i, (start, prompt) in enumerate(zip(starts, prompts, strict=True))
+            Group(start, [self._rollout(request.prompt, completion) for completion in _completions(result)])
+            for start, request, result in zip(starts, requests, results, strict=True)
         ]
 
     def shortened(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
         """The groups that this sampler would have written with a lower token limit; not graded."""
 
-        def begin(rollout: Rollout) -> _Row:
-            return _Row(rollout.actions[:max_new_tokens], rollout.behavior_logprobs[:max_new_tokens])
+        def begin(rollout: Rollout) -> Completion:
+            tokens = rollout.actions[:max_new_tokens]
+            end = EndReason.STOP if tokens[-1] in self.chat.end_ids else EndReason.LENGTH
+            return Completion(tokens, rollout.behavior_logprobs[:max_new_tokens], end, rollout.version)
 
         return [
             Group(group.start, [self._rollout(rollout.context, begin(rollout)) for rollout in group.rollouts])
@@ -65,7 +74,8 @@ class LanguageSampler:
         ]
 
     def refresh(self, version: int) -> None:
-        """The weights are shared with the trainer: only their version is noted."""
+        """Sample from the policy's current weights from now on."""
+        self.generator.refresh(version)
         self.version = version
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,108 +85,32 @@ class LanguageSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to take over."""
 
-    def _refuse_too_long(self, prompt_tokens: int) -> None:
-        if fault := length_fault(self.policy.module.config, prompt_tokens, self.max_new_tokens):
-            raise ConfigError(fault)
+    def _key(self, start: Start, step: int, first_rollout: int) -> RandomKey:
+        return RandomKey(self.seed, step, start.index, first_rollout)
 
-    def _rows_together(self, prompts: Sequence[tuple[int, ...]]) -> int:
-        """Number of rows that fit into memory together."""
-        if self.rows_at_once:
-            return self.rows_at_once
-        backend = self.policy.backend
-        longest = max(len(prompt) for prompt in prompts) if not backend.shares_prompts else 0
-        return CACHE_BYTES // (backend.row_bytes + backend.token_bytes * (self.max_new_tokens + longest))
-
-    def _rollout(self, prompt: tuple[int, ...], row: _Row) -> Rollout:
-        ended = row.tokens[-1] in self.chat.end_ids
+    def _rollout(self, prompt: tuple[int, ...], completion: Completion) -> Rollout:
+        ended = completion.end is EndReason.STOP
         return Rollout(
             context=prompt,
-            actions=row.tokens,
-            behavior_logprobs=row.logprobs,
-            end=EndReason.STOP if ended else EndReason.LENGTH,
-            text=self.chat.decode(row.tokens[:-1] if ended else row.tokens),
-            version=self.version,
+            actions=completion.tokens,
+            behavior_logprobs=completion.logprobs,
+            end=completion.end,
+            text=self.chat.decode(completion.tokens[:-1] if ended else completion.tokens),
+            version=completion.version,
         )
 
-    def _decode(self, indices: list[int], prompts: list[tuple[int, ...]], rollouts: range, step: int) -> list[_Row]:
-        """All rows of all prompts, in order. Groups wait until there is room; rows that ended make some."""
-        device, group_size = self.policy.device, len(rollouts)
-        groups_R = np.repeat(np.array(indices, dtype=np.int64), group_size)
-        rollouts_R = np.tile(np.array(rollouts, dtype=np.int64), len(prompts))
-        tokens_RT = np.empty((len(groups_R), self.max_new_tokens), dtype=np.int64)
-        logprobs_RT, uniforms_RT = (np.empty(tokens_RT.shape) for _ in range(2))
-        lengths_R = np.zeros(len(groups_R), dtype=np.int64)
-        together = min(max(self._rows_together(prompts), group_size), len(groups_R))
-        decoder = self.policy.decoder(together, self.max_new_tokens)
-        end_ids = np.array(sorted(self.chat.end_ids), dtype=np.int64)
-        waiting = 0  # the first prompt that has no rows yet
-        inside = np.empty(0, dtype=np.int64)  # the rows that are being written
-        branches = np.empty(0, dtype=np.int64)  # of each, the decoder's row that stands for it, ascending
-        fed_B = torch.empty(0, dtype=torch.int64, device=device)
-        while len(inside) or waiting < len(prompts):
-            logits = [decoder.step(fed_B)] if len(inside) else []
-            admitted = min(min(decoder.free_rows(), together - len(inside)) // group_size, len(prompts) - waiting)
-            if admitted:
-                chosen = [list(prompt) for prompt in prompts[waiting : waiting + admitted]]
-                begun = 1 if decoder.can_fork else group_size
-                logits.append(decoder.prefill(chosen, begun).repeat_interleave(begun, dim=0))
-                new = np.arange(waiting * group_size, (waiting + admitted) * group_size)
-                uniforms_RT[new] = self._uniforms(step, groups_R[new], rollouts_R[new])
-                branches = np.append(branches, len(fed_B) + np.arange(len(new)) * begun // group_size)
-                inside = np.append(inside, new)
-                waiting += admitted
-            logits_BV = logits[0] if len(logits) == 1 else torch.cat(logits)
-            places = inside, lengths_R[inside]
-            tokens, logprobs_RT[places] = self._choose(logits_BV, branches, uniforms_RT[places])
-            tokens_RT[places] = tokens
-            lengths_R[inside] += 1
-            going = ~np.isin(tokens, end_ids) & (lengths_R[inside] < self.max_new_tokens)
-            inside, branches, tokens = inside[going], branches[going], tokens[going]
-            # Siblings that have written the same go on as one branch.
-            ways = branches * logits_BV.shape[1] + tokens
-            _, first, way_of_row = np.unique(ways, return_index=True, return_inverse=True)
-            parents, carried = branches[first], len(logits_BV)
-            ended = carried - len(np.unique(parents))
-            if len(parents) > carried - ended or ended > decoder.compact_threshold * carried or not len(parents):
-                decoder.select(torch.from_numpy(parents).to(device))
-                branches, fed = way_of_row, tokens[first]
-            else:
-                fed = np.zeros(carried, dtype=np.int64)  # to branches that ended, whatever
-                fed[parents] = tokens[first]
-            fed_B = torch.from_numpy(fed).to(device)
-        rows = zip(tokens_RT, logprobs_RT, lengths_R, strict=True)
-        return [_Row(tokens[:length].tolist(), logprobs[:length].tolist()) for tokens, logprobs, length in rows]
 
-    def _choose(
-        self, logits_BV: Tensor, branches: NDArray[np.int64], uniforms_R: NDArray[np.float64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Tokens and their log-probabilities of rows that stand on these branches."""
-        device = logits_BV.device
-        alone = np.array_equal(branches, np.arange(len(logits_BV)))
-        logits_RV = logits_BV if alone else logits_BV[torch.from_numpy(branches).to(device)]
-        try:
-            tokens_R, logprobs_R = sample_tokens(logits_RV, torch.from_numpy(uniforms_R).to(device), self.temperature)
-        except FloatingPointError:
-            raise RunError(
-                "the model's logits are not finite, so no token can be drawn: its weights have diverged. Go back to an "
-                "earlier checkpoint and lower the learning rate"
-            ) from None
-        return tokens_R.cpu().numpy(), logprobs_R.double().cpu().numpy()
+def _completions(result: list[Completion] | GenerationFailure) -> list[Completion]:
+    """A step needs all of its groups, so a failure ends it.
 
-    def _uniforms(self, step: int, groups_R: NDArray[np.int64], rollouts_R: NDArray[np.int64]) -> NDArray[np.float64]:
-        """One for every decision that some rows may come to, [R, max_new_tokens]."""
-        tokens = self.max_new_tokens
-        positions = np.tile(np.arange(tokens), len(groups_R))
-        numbers = uniforms(self.seed, step, groups_R.repeat(tokens), rollouts_R.repeat(tokens), positions)
-        return numbers.reshape(len(groups_R), tokens)
-
-
-@dataclass
-class _Row:
-    """A completion being written."""
-
-    tokens: list[int]
-    logprobs: list[float]
+    Raises:
+        ConfigError: if the prompt is too long, which the user can mend before a run.
+        RunError: for every other failure.
+    """
+    if not isinstance(result, GenerationFailure):
+        return result
+    error = ConfigError if result.reason is FailureReason.PROMPT_TOO_LONG else RunError
+    raise error(result.message)
 
 
 def greedy(sampler: LanguageSampler, max_new_tokens: int) -> LanguageSampler:

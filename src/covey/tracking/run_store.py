@@ -301,8 +301,8 @@ def answer_record(step: int, max_new_tokens: int, start: Start, rollout: Rollout
     ...  "reward": 0.0, "reward_parts": {"numeric": 0.0}, "score": 0.0, "tokens": 2, "truncated": False}
 
     "score" is the value that the evaluation averages, "reward" the weighted sum of "reward_parts"; null: not graded.
-    "truncated" is true if the token limit ended the answer. "tokens" counts those that the model sampled; "undecided" is as in
-    `rollout_record`.
+    "truncated" is true if the token limit ended the answer. "tokens" counts those that the model sampled; "undecided"
+    is as in `rollout_record`.
     """
     return {
         "step": step,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from covey.config import ConfigError, config_field
 from covey.config.fields import check_fields
 from covey.data import EndReason, Group, Policy, Rollout, Start
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.model.chat import Chat, TokenPrompt
 from covey.llm.model.checks import check_tokenizer
@@ -89,7 +90,7 @@ class LanguageTrainer:
         self.reference = self._frozen(ref_model)
         self.optimizer = self._optimizer_of(self.policy.module)
         self.sampler = LanguageSampler(
-            self.policy, self.chat, options.seed, options.max_new_tokens, options.temperature
+            LocalGenerator(self.policy), self.chat, options.seed, options.max_new_tokens, options.temperature
         )
         self.progress = Progress()
         self._samplings = 0  # each takes random numbers of its own

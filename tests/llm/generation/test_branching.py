@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.critic import LanguageCritic
-from covey.llm.generation.decoding import CacheDecoder, SharedPrefixDecoder
+from covey.llm.generation import backend
+from covey.llm.generation.backend import Backend
+from covey.llm.generation.hf_cache_decoder import CacheDecoder
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.native_decoder import NativeDecoder
-from covey.llm.model import fused_layers, prefix_attention
+from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
+from covey.llm.model import prefix_attention
 from covey.llm.model.chat import Chat
 from covey.llm.model.hidden_states import hidden_states_for_actions
 from covey.llm.model.prefix_attention import PackedLayout
@@ -35,7 +39,9 @@ COLD = 0.08  # a temperature at which siblings agree for a while
 def make_sampler(rows_at_once: int) -> LanguageSampler:
     chat = Chat(tiny_tokenizer(), frozenset(range(1, 85, 11)))
     policy = LanguagePolicy(tiny_model("llama"), temperature=COLD)
-    return LanguageSampler(policy, chat, seed=5, max_new_tokens=20, temperature=COLD, rows_at_once=rows_at_once)
+    return LanguageSampler(
+        LocalGenerator(policy), chat, seed=5, max_new_tokens=20, temperature=COLD, rows_at_once=rows_at_once
+    )
 
 
 def full_forward(model, rollout: Rollout) -> torch.Tensor:
@@ -53,7 +59,7 @@ def test_branches_change_no_choice_and_spare_rows(way, rows_at_once, monkeypatch
     made = make_sampler(rows_at_once)
     if way is not NativeDecoder:
         options = {"pads": True} if way is CacheDecoder else {}
-        monkeypatch.setattr(made.policy, "decoder", lambda rows, tokens: way(made.policy.module, rows, **options))
+        monkeypatch.setattr(Backend, "decoder", lambda self, module, rows, tokens: way(module, rows, **options))
     fed, plain_step = [], way.step
     monkeypatch.setattr(way, "step", lambda self, tokens: fed.append(len(tokens)) or plain_step(self, tokens))
     starts = [Start(i, text) for i, text in enumerate(["12+34", "a quick brown fox", "7", "(1+2)"])]
@@ -67,7 +73,7 @@ def test_branches_change_no_choice_and_spare_rows(way, rows_at_once, monkeypatch
     for rollout, again in zip(apart, together, strict=True):
         assert rollout.actions == again.actions
         assert rollout.behavior_logprobs == pytest.approx(again.behavior_logprobs, abs=1e-3)
-        expected = full_forward(made.policy.module, again)
+        expected = full_forward(made.generator.policy.module, again)
         assert torch.tensor(again.behavior_logprobs) == pytest.approx(expected, abs=1e-3)
     assert len({len(rollout.actions) for rollout in together}) > 2
 
@@ -198,7 +204,7 @@ def gradients_of(policy: LanguagePolicy, batch: Batch, *, packed: bool) -> dict[
 
 def attend_by_torch(monkeypatch, scores_limit: int) -> None:
     """Without kernels: up to so many scores by products, beyond by fused attention."""
-    monkeypatch.setattr(fused_layers, "kernels_for", lambda *_: None)
+    monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
     monkeypatch.setattr(prefix_attention, "SCORES_LIMIT", scores_limit)
 
 

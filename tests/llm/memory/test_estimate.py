@@ -22,10 +22,11 @@ from covey.config import (
 )
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.plan import check_memory, plan_memory
+from covey.llm.generation import backend
 from covey.llm.memory import estimate
 from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, find_model_config, read_dimensions
 from covey.llm.memory.estimate import MemoryPlan, activation_bytes, largest_microbatch, predict
-from covey.llm.model import fused_layers, prefix_attention
+from covey.llm.model import prefix_attention
 from covey.llm.policy import LanguagePolicy
 
 ROOT = Path(__file__).parents[3]
@@ -110,7 +111,7 @@ def test_activations_are_what_autograd_keeps(
     kind: str, kernels: bool, dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:
-        monkeypatch.setattr(fused_layers, "kernels_for", lambda *_: None)
+        monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
     monkeypatch.setattr(prefix_attention, "SCORES_LIMIT", limit)
     monkeypatch.setattr(estimate, "SCORES_LIMIT", limit)
     policy = LanguagePolicy(real_model(kind, dtype))

@@ -13,6 +13,8 @@ from torch import Tensor
 from covey.algorithms import KLFromOutput, KLPenalty, grpo
 from covey.core import kl, schedules
 from covey.data import Batch, Start, collate
+from covey.llm.generation.backend import find_kernels
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model import logprobs as heads
 from covey.llm.model.chat import Chat
 from covey.llm.model.exact_kl import exact_kl
@@ -25,6 +27,8 @@ from helpers.updates import one_update
 
 DECISIONS, WIDTH, VOCABULARY = 13, 7, 11
 DOUBLE = {"dtype": torch.float64}
+
+KERNELS = find_kernels(torch.device("cpu"))
 
 
 def inputs(with_bias: bool, seed: int = 0) -> tuple[Tensor, SimpleNamespace, Tensor, SimpleNamespace]:
@@ -57,7 +61,7 @@ def test_value_and_gradients_are_those_of_the_whole_matrix(monkeypatch, with_bia
     hidden, head, other, other_head = inputs(with_bias)
     learned = [tensor for tensor in (hidden, head.weight, head.bias) if tensor is not None]
     expected = dense(hidden, head, other, other_head, temperature)
-    found = exact_kl(hidden, head, other, other_head, temperature)
+    found = exact_kl(hidden, head, other, other_head, temperature, KERNELS)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     weights = torch.linspace(-1, 2, DECISIONS, **DOUBLE)
     for gradient, truth in zip(
@@ -69,14 +73,16 @@ def test_value_and_gradients_are_those_of_the_whole_matrix(monkeypatch, with_bia
 
     def function(*tensors: Tensor) -> Tensor:
         bias = tensors[2] if with_bias else None
-        return exact_kl(tensors[0], SimpleNamespace(weight=tensors[1], bias=bias), other, other_head, temperature)
+        return exact_kl(
+            tensors[0], SimpleNamespace(weight=tensors[1], bias=bias), other, other_head, temperature, KERNELS
+        )
 
     assert torch.autograd.gradcheck(function, learned)
 
 
 def test_zero_without_a_gradient_where_the_policies_are_one():
     hidden, head, *_ = inputs(True)
-    found = exact_kl(hidden, head, hidden, head, 0.7)
+    found = exact_kl(hidden, head, hidden, head, 0.7, KERNELS)
     assert found.tolist() == [0.0] * DECISIONS
     gradients = torch.autograd.grad(found.sum(), [hidden, head.weight, head.bias])
     assert all(float(gradient.abs().max()) < 1e-15 for gradient in gradients)
@@ -88,7 +94,7 @@ def test_the_mean_of_k1_over_many_samples_comes_near_it():
     others = torch.nn.functional.linear(other, other_head.weight).log_softmax(-1)[0]
     drawn = torch.multinomial(logprobs.exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(1))
     sampled = kl.k1(logprobs[drawn], others[drawn])
-    truth = exact_kl(hidden, head, other, other_head, 1.0)[0]
+    truth = exact_kl(hidden, head, other, other_head, 1.0, KERNELS)[0]
     assert float(sampled.mean()) == pytest.approx(float(truth.detach()), abs=4 * float(sampled.std()) / 200_000**0.5)
 
 
@@ -109,7 +115,7 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(monkeypatch):
     head = torch.nn.Linear(4, vocabulary)
     other, other_head = torch.randn(many, 4), torch.nn.Linear(4, vocabulary)
     with Watching():
-        exact_kl(hidden, head, other, other_head, 1.0).sum().backward()
+        exact_kl(hidden, head, other, other_head, 1.0, KERNELS).sum().backward()
     assert max(sizes) <= 8 * vocabulary
 
 
@@ -118,7 +124,7 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(monkeypatch):
 
 def sampled_batch(policy: LanguagePolicy) -> Batch:
     sampler = LanguageSampler(
-        policy, Chat(tiny_tokenizer(), frozenset(range(1, 85, 6))), seed=5, max_new_tokens=10,
+        LocalGenerator(policy), Chat(tiny_tokenizer(), frozenset(range(1, 85, 6))), seed=5, max_new_tokens=10,
         temperature=policy.temperature,
     )  # fmt: skip
     groups = sampler.sample([Start(0, "12+34"), Start(1, "a quick brown fox")], 4, step=1)

@@ -466,7 +466,7 @@ def test_a_damaged_conversion_is_made_anew(damage, tmp_path, monkeypatch):
 def test_a_model_without_room_for_its_hidden_width_has_a_critic_as_wide_as_its_output(tmp_path):
     from covey.data import Batch
     from covey.llm.critic import LanguageCritic
-    from covey.llm.generation.backend import probe_batch
+    from covey.llm.generation.trial import probe_batch
 
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **COMMON, **FAMILIES["opt"]))
     batch: Batch = probe_batch(list(range(60)), 16)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from covey.data import EndReason, Group, Rollout, Start, collate
-from covey.llm.model import fused_layers
+from covey.llm.generation import backend
 from covey.llm.model.fused_layers import Attention
 from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import Kernels, kernels_for
@@ -108,7 +108,7 @@ def test_the_gradients_are_those_of_plain_attention(kind, threads, beginning, mo
     used.clear()
     got = gradients_of(policy, batch, packed=True)
     assert len(used) == 2, "one for each layer"
-    monkeypatch.setattr(fused_layers, "kernels_for", lambda *_: None)
+    monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
     expected = gradients_of(LanguagePolicy(tiny_model(kind)), batch, packed=False)
     for name, gradient in expected.items():
         assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm(), name

@@ -238,6 +238,7 @@ def test_a_compiler_that_never_ends_is_given_up(fresh, tmp_path, monkeypatch, ca
 
 def test_without_a_compiler_torch_decodes_and_one_line_says_so(fresh, tmp_path, monkeypatch, caplog):
     from covey.data import Start
+    from covey.llm.generation.local_generator import LocalGenerator
     from covey.llm.model.chat import Chat
     from covey.llm.policy import LanguagePolicy
     from covey.llm.sampler import LanguageSampler
@@ -245,7 +246,7 @@ def test_without_a_compiler_torch_decodes_and_one_line_says_so(fresh, tmp_path, 
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     chat = Chat(tiny_tokenizer(), frozenset({1}))
-    made = LanguageSampler(LanguagePolicy(tiny_model("llama")), chat, seed=5, max_new_tokens=4)
+    made = LanguageSampler(LocalGenerator(LanguagePolicy(tiny_model("llama"))), chat, seed=5, max_new_tokens=4)
     for step in (1, 2):
         made.sample([Start(0, "1+2")], 2, step=step)
     assert only_line(caplog) == f"{REASON}no C++ compiler was found"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import platform
 
 import pytest
 import torch
 
 from covey.data import Start
 from covey.llm.generation import backend, token_sampling
-from covey.llm.generation.decoding import SharedPrefixDecoder
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.native_decoder import NativeDecoder
+from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.model import fused_layers
-from covey.llm.model import logprobs as logprobs_module
 from covey.llm.model.architecture import is_llama_like
 from covey.llm.model.chat import Chat
 from covey.llm.model.logprobs import token_logprobs
@@ -24,6 +25,7 @@ from covey.runtime.device import cpu_info
 from helpers.tiny_models import PLAIN, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
+KERNELS = backend.find_kernels(CPU)
 FAST = ("llama", "qwen2", "qwen3")
 PROMPTS = ["12+34", "a quick brown fox jumps over the lazy dog, and again", "7", "(1+2)"]
 
@@ -37,9 +39,13 @@ def one_thread():
 def torch_alone(monkeypatch):
     """A function that disables the kernels for the rest of the test."""
 
-    def switch() -> None:
-        for module in (backend, token_sampling, logprobs_module, fused_layers):
-            monkeypatch.setattr(module, "kernels_for", lambda *_: None)
+    def switch(sampler: LanguageSampler | None = None) -> None:
+        monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
+        if sampler is not None:
+            module = sampler.generator.policy.module
+            for part in module.modules():
+                vars(part).pop("forward", None)
+            sampler.generator.policy = LanguagePolicy(module)
 
     return switch
 
@@ -53,7 +59,14 @@ def make_sampler(kind: str, *, new_tokens: int = 40, rows_at_once: int = 0, ever
                 parameter += 0.3 * torch.randn(parameter.shape, generator=noise)
     language_policy = LanguagePolicy(model)
     chat = Chat(tiny_tokenizer(), frozenset(range(1, 85, every)))
-    return LanguageSampler(language_policy, chat, seed=5, max_new_tokens=new_tokens, rows_at_once=rows_at_once)
+    return LanguageSampler(
+        LocalGenerator(language_policy), chat, seed=5, max_new_tokens=new_tokens, rows_at_once=rows_at_once
+    )
+
+
+def decoder_of(sampler: LanguageSampler):
+    policy = sampler.generator.policy
+    return policy.backend.decoder(policy.module, 4, 8)
 
 
 def starts() -> list[Start]:
@@ -71,10 +84,10 @@ def logprobs_of(groups) -> torch.Tensor:
 @pytest.mark.parametrize("kind", FAST)
 def test_the_kernels_decode_what_torch_decodes(kind, torch_alone):
     made = make_sampler(kind, every=40)
-    assert isinstance(made.policy.decoder(4, 8), NativeDecoder)
+    assert isinstance(decoder_of(made), NativeDecoder)
     native = made.sample(starts(), 5, step=1)
-    torch_alone()
-    assert isinstance(made.policy.decoder(4, 8), SharedPrefixDecoder)
+    torch_alone(made)
+    assert isinstance(decoder_of(made), SharedPrefixDecoder)
     plain = made.sample(starts(), 5, step=1)
     assert actions(native) == actions(plain)
     assert max(map(len, actions(native))) > 32, "longer than what the kernels set aside at once"
@@ -91,11 +104,11 @@ def test_any_number_of_query_heads_may_share_a_key_head(heads, torch_alone):
         num_key_value_heads=heads[1], intermediate_size=50, max_position_embeddings=128,
     )  # fmt: skip
     made = LanguageSampler(
-        LanguagePolicy(AutoModelForCausalLM.from_config(config).eval()),
+        LocalGenerator(LanguagePolicy(AutoModelForCausalLM.from_config(config).eval())),
         Chat(tiny_tokenizer(), frozenset({1})), seed=1, max_new_tokens=12,
     )  # fmt: skip
     native = made.sample(starts(), 3, step=1)
-    torch_alone()
+    torch_alone(made)
     plain = made.sample(starts(), 3, step=1)
     assert actions(native) == actions(plain)
     torch.testing.assert_close(logprobs_of(native), logprobs_of(plain), atol=1e-5, rtol=0)
@@ -114,7 +127,7 @@ def test_in_bf16_a_decoder_is_no_further_from_fp32_than_transformers(kind, kerne
         for rollout in group.rollouts:
             tokens = torch.tensor([*rollout.context, *rollout.actions])
             logprobs = []
-            for model in (exact, low.policy.module):
+            for model in (exact, low.generator.policy.module):
                 with torch.no_grad():
                     logits = model(input_ids=tokens[None]).logits[0, len(rollout.context) - 1 : -1].float()
                 logprobs.append(logits.log_softmax(1).gather(1, tokens[len(rollout.context) :, None])[:, 0])
@@ -165,15 +178,14 @@ def test_every_row_has_the_logits_of_its_own_tokens(heads, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("vocabulary", [5, 256, 257, 1500])
-def test_the_kernel_draws_the_tokens_that_torch_draws(dtype, temperature, vocabulary, torch_alone):
+def test_the_kernel_draws_the_tokens_that_torch_draws(dtype, temperature, vocabulary):
     torch.manual_seed(vocabulary)
     logits = (3 * torch.randn(300, vocabulary)).to(dtype)
     logits[::3, vocabulary // 2 :] = -torch.inf
     uniforms = torch.rand(300, dtype=torch.float64)
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
-    ours = token_sampling.sample_tokens(logits, uniforms, temperature)
-    torch_alone()
-    theirs = token_sampling.sample_tokens(logits, uniforms, temperature)
+    ours = token_sampling.sample_tokens(logits, uniforms, temperature, KERNELS)
+    theirs = token_sampling.sample_tokens(logits, uniforms, temperature, bindings.TORCH_ALONE)
     assert torch.equal(ours[0], theirs[0])
     torch.testing.assert_close(ours[1], theirs[1], atol=2e-6, rtol=1e-6)
 
@@ -190,7 +202,7 @@ def gradients_of(model, tokens) -> dict[str, torch.Tensor]:
 def test_fused_norms_and_mlps_have_the_gradients_of_their_own(kind, threads):
     torch.set_num_threads(threads)
     own, fused_one = tiny_model(kind), tiny_model(kind)
-    fused_layers.fuse(fused_one)
+    fused_layers.fuse(fused_one, KERNELS)
     tokens = torch.randint(3, 80, (3, 21))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
@@ -212,7 +224,7 @@ def test_fused_bf16_gradients_are_no_further_from_fp32_and_always_the_same():
     results = []
     for _ in range(2):
         model = tiny_model("llama", dtype=torch.bfloat16)
-        fused_layers.fuse(model)
+        fused_layers.fuse(model, KERNELS)
         results.append(gradients_of(model, tokens))
     assert all(torch.equal(results[0][name], results[1][name]) for name in exact)
 
@@ -224,7 +236,7 @@ def test_fused_bf16_gradients_are_no_further_from_fp32_and_always_the_same():
 
 def test_the_sum_through_all_layers_is_kept_in_fp32():
     model = tiny_model("llama", dtype=torch.bfloat16)
-    fused_layers.fuse(model)
+    fused_layers.fuse(model, KERNELS)
     kinds = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda layer, given, out: kinds.append(out.dtype))
@@ -235,7 +247,7 @@ def test_the_sum_through_all_layers_is_kept_in_fp32():
 
 def test_with_a_layout_the_next_norm_adds_to_a_sum_in_fp32():
     model = tiny_model("llama", dtype=torch.bfloat16)
-    fused_layers.fuse(model)
+    fused_layers.fuse(model, KERNELS)
     sums = []
     model.set_attn_implementation("covey")
     model.model.norm.register_forward_pre_hook(lambda norm, given: sums.append(given[0].total))
@@ -246,7 +258,7 @@ def test_with_a_layout_the_next_norm_adds_to_a_sum_in_fp32():
 
 def test_a_copy_of_a_fused_model_reads_its_own_weights():
     model = tiny_model("llama")
-    fused_layers.fuse(model)
+    fused_layers.fuse(model, KERNELS)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for part in (other.model.norm, other.model.layers[0].mlp.up_proj):
@@ -259,7 +271,7 @@ def test_a_copy_of_a_fused_model_reads_its_own_weights():
 
 def test_a_fused_layer_leaves_other_types_to_its_own_forward():
     model = tiny_model("llama")
-    fused_layers.fuse(model)
+    fused_layers.fuse(model, KERNELS)
     double = copy.deepcopy(model).double()
     tokens = torch.randint(3, 80, (1, 5))
     plain = tiny_model("llama").double()(input_ids=tokens).logits
@@ -293,7 +305,7 @@ def test_amx_is_used_where_it_is_there():
 
 def test_a_weight_that_is_not_trained_gets_no_gradient():
     model, tokens = tiny_model("llama"), torch.randint(3, 80, (1, 20))
-    fused_layers.fuse(model)
+    fused_layers.fuse(model, KERNELS)
     whole = gradients_of(model, tokens)
     model.zero_grad()
     for name, parameter in model.named_parameters():
@@ -307,19 +319,15 @@ def test_a_weight_that_is_not_trained_gets_no_gradient():
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("vocabulary", [5, 300])
 @pytest.mark.parametrize("asked", ["logprobs", "entropy", "both"])
-def test_the_kernels_read_logits_and_their_gradients_as_torch_does(
-    vocabulary, temperature, asked, torch_alone, monkeypatch
-):
+def test_the_kernels_read_logits_and_their_gradients_as_torch_does(vocabulary, temperature, asked, monkeypatch):
     monkeypatch.setattr("covey.llm.model.logprobs.CHUNK", 7)
     torch.manual_seed(vocabulary)
     tokens = torch.randint(vocabulary, (23,))
     start = torch.randn(23, 6) * 2, torch.randn(vocabulary, 6), torch.randn(vocabulary)
     results = []
-    for alone in (False, True):
-        if alone:
-            torch_alone()
+    for kernels in (KERNELS, bindings.TORCH_ALONE):
         given = [tensor.clone().requires_grad_() for tensor in start]
-        logprobs, entropy = token_logprobs(*given, tokens, temperature)
+        logprobs, entropy = token_logprobs(*given, tokens, temperature, kernels)
         weights = torch.linspace(-1, 2, 23)
         terms = {"logprobs": logprobs @ weights, "entropy": entropy @ weights.flip(0)}
         (sum(terms.values()) if asked == "both" else terms[asked]).backward()
@@ -330,22 +338,18 @@ def test_the_kernels_read_logits_and_their_gradients_as_torch_does(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kernels", [KERNELS, bindings.TORCH_ALONE], ids=["kernels", "torch"])
 @pytest.mark.parametrize(
     ("vocabulary", "bad"),
     [(5, [torch.nan]), (300, [torch.nan] * 300), (300, [torch.inf]), (5, [-torch.inf] * 5), (513, [-torch.inf] * 513)],
 )
-def test_no_token_is_drawn_from_logits_that_define_no_distribution(
-    vocabulary, bad, kernels, temperature, dtype, torch_alone
-):
-    if not kernels:
-        torch_alone()
+def test_no_token_is_drawn_from_logits_that_define_no_distribution(vocabulary, bad, kernels, temperature, dtype):
     logits = torch.zeros(3, vocabulary, dtype=dtype)
     uniforms = torch.tensor([0.0, 0.999, 0.5], dtype=torch.float64)
-    token_sampling.sample_tokens(logits, uniforms, temperature)
+    token_sampling.sample_tokens(logits, uniforms, temperature, kernels)
     logits[1, : len(bad)] = torch.tensor(bad)
     with pytest.raises(FloatingPointError, match="1 rows of logits"):
-        token_sampling.sample_tokens(logits, uniforms, temperature)
+        token_sampling.sample_tokens(logits, uniforms, temperature, kernels)
 
 
 def test_what_is_not_a_number_stays_none():
@@ -395,10 +399,10 @@ def test_the_decoder_sees_weights_that_have_changed(torch_alone):
     made = make_sampler("llama")
     before = made.sample(starts(), 3, step=1)
     with torch.no_grad():
-        for parameter in made.policy.module.parameters():
+        for parameter in made.generator.policy.module.parameters():
             parameter.mul_(1.3)
     native = made.sample(starts(), 3, step=1)
-    torch_alone()
+    torch_alone(made)
     assert actions(native) == actions(made.sample(starts(), 3, step=1)) != actions(before)
 
 
@@ -423,3 +427,18 @@ def test_weights_of_two_types_are_left_to_torch():
     assert is_llama_like(model)
     model.model.norm.float()
     assert not is_llama_like(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_choice_names_the_instructions(dtype, torch_alone):
+    flags = cpu_info("flags").split()
+    low = [name for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")) if flag in flags]
+    wide = [name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags]
+    expected = [*(low if dtype == torch.bfloat16 else []), *wide, platform.machine()][0]
+    chosen = LanguagePolicy(tiny_model("llama", dtype=dtype)).backend
+    assert chosen.recorded() == {"update": "packed", "sampling": "native", "kernels": f"covey's, {expected}"}
+    assert f"sampling: native; kernels: covey's, {expected}; prompts are shared" in chosen.describe()
+    assert "which is slower" in LanguagePolicy(tiny_model("bloom")).backend.describe()
+    torch_alone()
+    alone = LanguagePolicy(tiny_model("llama", dtype=dtype)).backend
+    assert alone.recorded() == {"update": "packed", "sampling": "shared prefix", "kernels": "torch's"}

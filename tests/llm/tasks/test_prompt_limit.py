@@ -12,6 +12,7 @@ from covey.config import ConfigError, EvaluationConfig, JsonlConfig, RunConfig, 
 from covey.data import Start
 from covey.experiment.llm import LLMBuilder
 from covey.experiment.run import check, run
+from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
@@ -42,7 +43,7 @@ def limit(new_tokens=6, *, drop=False, template=True):
 @pytest.mark.parametrize(("tokens", "new", "fits"), [(250, 6, True), (251, 6, False), (1, 255, True), (1, 256, False)])
 def test_prompt_and_completion_fill_the_positions_and_no_more(tokens, new, fits):
     assert (length_fault(tiny_model().config, tokens, new) == "") == fits
-    sampler = LanguageSampler(LanguagePolicy(tiny_model()), Chat(tiny_tokenizer(), frozenset()), 0, new)
+    sampler = LanguageSampler(LocalGenerator(LanguagePolicy(tiny_model())), Chat(tiny_tokenizer(), frozenset()), 0, new)
     if not fits:
         with pytest.raises(ConfigError, match="positions"):
             sampler.sample([Start(0, "x" * tokens)], 2, step=1)

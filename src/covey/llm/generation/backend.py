@@ -1,97 +1,120 @@
 """Selects the code that evaluates and samples a model. This is the only place where it is selected.
 
-| update  | sampling        | model                                                             | decoder              |
-|---------|-----------------|-------------------------------------------------------------------|----------------------|
-| packed  | native          | Llama-like, on a CPU with a compiler                              | `NativeDecoder`      |
-| packed  | shared prefix   | others whose attention takes a layout, and all of these on a GPU  | `SharedPrefixDecoder`|
-| by row  | padded cache    | other attention, and recurrent models whose state ignores padding | `CacheDecoder`       |
-| by row  | cache by length | models that padding changes                                       | `CacheDecoder`       |
-| by row  | no cache        | models whose cache does not give the numbers of a forward pass    | `FullForwardDecoder` |
-| refused | refused         | random, not autoregressive, without a gradient, with other inputs |                      |
+The ways are tried in this order:
 
-Nothing is concluded from an architecture's name: every row is tried on random tokens, in fp32, and has to give the
-logits of one plain forward pass over each sequence (`plain.py`). The rows are tried in this order. Prompts of the trial
-are longer than every window that the config names, because a window shows only beyond its length.
+| sampling        | decoder               | update | model                                                             |
+|-----------------|-----------------------|--------|-------------------------------------------------------------------|
+| native          | `NativeDecoder`       | packed | Llama-like, bf16 or fp32, on a CPU with kernels                   |
+| shared prefix   | `SharedPrefixDecoder` | packed | others whose attention takes a layout, and all of these on a GPU  |
+| padded cache    | `CacheDecoder`        | by row | other attention, and recurrent models whose state ignores padding |
+| cache by length | `CacheDecoder`        | by row | models that padding changes                                       |
+| no cache        | `FullForwardDecoder`  | by row | models whose cache does not give the numbers of a forward pass    |
+| refused         |                       |        | random, not autoregressive, without a gradient, with other inputs |
+
+Within a way, by dtype and by the instructions of the processor (`Kernels.instruction_set`):
+
+| sampling      | dtype, instructions        | layers while sampling                    | attention               |
+|---------------|----------------------------|------------------------------------------|-------------------------|
+| native        | bf16, AMX or AVX512-BF16   | `TiledStack`: one C++ call for a token   | C++                     |
+| native        | fp32, or AVX-512, AVX2     | `PackedStack`: oneDNN products, else C++ | C++                     |
+| shared prefix | Llama-like on a CPU        | `LlamaLayers`: oneDNN products and torch | `SharedPrefixAttention` |
+| shared prefix | others                     | `OwnForward`: transformers' layers       | `SharedPrefixAttention` |
+| the others    | any                        | transformers' layers                     | transformers' choice    |
+
+| part of the update         | native                              | shared prefix                | by row        |
+|----------------------------|-------------------------------------|------------------------------|---------------|
+| layers                     | `fused_layers`: C++                 | transformers'                | transformers' |
+| attention                  | C++, tiled as in FlashAttention     | `PackedLayout.attend`: torch | transformers' |
+| weight gradients of layers | C++ with AMX (no bias), else torch  | torch                        | torch         |
+| log-probabilities, entropy | `logprobs`: C++                     | C++ with kernels, else torch | torch         |
+
+Tokens are drawn by C++ from logits in bf16 or fp32 on a CPU with kernels, for every model, else by torch
+(`token_sampling`). A CPU has kernels if a C++ compiler is found and `COVEY_NATIVE` is not 0.
+
+Nothing is concluded from an architecture's name: every way is tried on random tokens, in fp32, and has to give the
+logits of one plain forward pass over each sequence (`plain_forward.py`). Prompts of the trial are longer than every
+window that the config names, because a window shows only beyond its length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from functools import partial
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.config import ConfigError
-from covey.data import Batch
-from covey.llm.generation.decoding import CacheDecoder, Decoder, FullForwardDecoder, SharedPrefixDecoder
+from covey.llm.generation.decoder import Decoder
+from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
-from covey.llm.model.architecture import Heads, exact_length, is_llama_like, position_limit, vocabulary_of, windows_of
-from covey.llm.model.hidden_states import hidden_states_for_actions, row_lengths, row_tokens
-from covey.llm.model.plain_forward import PlainPasses, exact_logprobs, next_token_logits
-from covey.llm.model.prefix_attention import IMPLEMENTATION
-from covey.llm.native.bindings import kernels_for
+from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
+from covey.llm.generation.trial import Trial, in_fp32
+from covey.llm.model.architecture import Heads, is_llama_like
+from covey.llm.native.bindings import KernelSet, kernels_for
 
-SAMPLING_BY_CACHE = ("padded cache", "cache by length", "no cache")
-# Longer windows are not tried, because that takes too long: a model that names one does not share prompts.
-LONGEST_TRIED = 64
-# Of log-probabilities in fp32, as a fraction of how far they are from their mean.
-TOLERANCE = 2e-4
-LEAST_TOKENS = 16  # of the longest row of a trial
+
+class Sampling(StrEnum):
+    """The first column of the table."""
+
+    NATIVE = "native"
+    SHARED_PREFIX = "shared prefix"
+    PADDED_CACHE = "padded cache"
+    CACHE_BY_LENGTH = "cache by length"
+    NO_CACHE = "no cache"
+
+
+SAMPLING_BY_CACHE = (Sampling.PADDED_CACHE, Sampling.CACHE_BY_LENGTH, Sampling.NO_CACHE)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The code that evaluates and samples a model."""
+    """The code that evaluates and samples a model, chosen once by `choose_backend`."""
 
-    shares_prompts: bool  # whether the prompt of a group is computed once, in the update and while sampling
-    by_cache: str = SAMPLING_BY_CACHE[0]  # how it is sampled if prompts are not shared
-    row_bytes: int = 0  # of a row's state while sampling, whatever its length
+    model: str  # the name of its class
+    sampling: Sampling
+    kernels: KernelSet  # for every step of the table that has them
+    instructions: str | None  # of the kernels for the model's weights; None: torch computes
+    row_bytes: int = 0  # of a row's state while sampling, at any length
     token_bytes: int = 0  # and of each of its tokens
 
-    def sampling(self, module: PreTrainedModel) -> str:
-        """The second column of the table."""
-        if not self.shares_prompts:
-            return self.by_cache
-        return "native" if _has_native_decoder(module) else "shared prefix"
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the prompt of a group is computed once, in the update and while sampling."""
+        return self.sampling not in SAMPLING_BY_CACHE
 
     def decoder(self, module: PreTrainedModel, rows: int, max_new_tokens: int) -> Decoder:
         """A decoder on the model's own weights, for this many rows at a time."""
-        sampling = self.sampling(module)
-        if sampling == "native":
-            kernels = kernels_for(module.dtype, module.device)
+        if self.sampling is Sampling.NATIVE:
+            kernels = self.kernels.of(next(module.parameters()))
             assert kernels is not None
             return NativeDecoder(module, kernels, rows, max_new_tokens)
-        if sampling == "shared prefix":
+        if self.sampling is Sampling.SHARED_PREFIX:
             return SharedPrefixDecoder(module, rows)
-        if sampling == "no cache":
+        if self.sampling is Sampling.NO_CACHE:
             return FullForwardDecoder(module, rows)
-        return CacheDecoder(module, rows, pads=sampling == "padded cache")
+        return CacheDecoder(module, rows, pads=self.sampling is Sampling.PADDED_CACHE)
 
-    def recorded(self, module: PreTrainedModel) -> dict[str, str]:
-        """The first two columns of the table and the kernels, as a run records them."""
+    def recorded(self) -> dict[str, str]:
+        """The choice as a run records it, in `summary.json` too, and compares it when it resumes."""
         return {
             "update": "packed" if self.shares_prompts else "by row",
-            "sampling": self.sampling(module),
-            "kernels": "torch's" if kernels_for(module.dtype, module.device) is None else "covey's",
+            "sampling": str(self.sampling),
+            "kernels": "torch's" if self.instructions is None else f"covey's, {self.instructions}",
         }
 
-    def describe(self, module: PreTrainedModel) -> str:
+    def describe(self) -> str:
         """One line for the user."""
-        kind = type(module).__name__
-        if self.shares_prompts:
-            return f"{kind}: prompts are shared within a group; sampling: {self.sampling(module)}"
-        return (
-            f"{kind}: prompts are not shared within a group, which is slower; "
-            f"sampling: transformers, {self.by_cache}; update: one rollout at a time"
-        )
+        prompts = "shared within a group" if self.shares_prompts else "not shared within a group, which is slower"
+        choice = "; ".join(f"{name}: {value}" for name, value in self.recorded().items())
+        return f"{self.model}: {choice}; prompts are {prompts}"
 
 
-def _has_native_decoder(module: PreTrainedModel) -> bool:
-    return is_llama_like(module) and kernels_for(module.dtype, module.device) is not None
+def find_kernels(device: torch.device) -> KernelSet:
+    """The kernels of a device. They are compiled at first use, which takes seconds."""
+    found = {dtype: kernels_for(dtype, device) for dtype in (torch.bfloat16, torch.float32)}
+    return KernelSet({dtype: kernels for dtype, kernels in found.items() if kernels is not None})
 
 
 @torch.no_grad()
@@ -101,303 +124,38 @@ def choose_backend(module: PreTrainedModel) -> Backend:
     Raises:
         ConfigError: if the model cannot be trained, in one line that names its architecture.
     """
-    trial = _Trial(module)
-    with _in_fp32(module):
+    trial = Trial(module)
+    with in_fp32(module):
         trial.refuse_unusable()
         shares = trial.shares_prompts()
     trial.refuse_without_gradient()
-    by_cache = SAMPLING_BY_CACHE[0]
+    kernels = find_kernels(module.device)
+    native = kernels.of(next(module.parameters()))
+    instructions = None if native is None else native.instruction_set
+    sampling = Sampling.NATIVE if native is not None and is_llama_like(module) else Sampling.SHARED_PREFIX
+    backend = Backend(type(module).__name__, sampling, kernels, instructions)
     if shares:
-        shares = trial.samples(Backend(True), exact=module.dtype in (torch.float32, torch.float64))
-        if not shares:
-            trial.restore_attention()
-    if not shares:
-        by_cache = trial.sampling_by_cache()
-    return trial.measured(Backend(shares, by_cache))
+        if trial.samples(partial(backend.decoder, module), exact=module.dtype in (torch.float32, torch.float64)):
+            return _with_token_bytes(backend, module)
+        trial.restore_attention()
+    return _sampled_by_cache(backend, module, trial)
 
 
-class _Trial:
-    """Random tokens, and the logits of the model's own forward pass."""
-
-    def __init__(self, module: PreTrainedModel) -> None:
-        self.module = module
-        self.attention = _attention_settings(module)
-        exact = exact_length(module.config)
-        if exact is not None and exact[0] < LEAST_TOKENS + 8:
-            raise ConfigError(
-                f"{type(module).__name__} cannot be trained: beyond {exact[0]} tokens {exact[1]}; choose another model"
-            )
-        limits = position_limit(module.config), None if exact is None else exact[0]
-        room = min((limit for limit in limits if limit is not None), default=1 << 62)
-        windows = [] if is_llama_like(module) else [size for size in windows_of(module.config) if size < room]
-        tried = [window for window in windows if window <= min(LONGEST_TRIED, room - 14)]
-        self.unseen = len(tried) < len(windows)
-        self.window = max(tried, default=0)
-        self.longest = max(LEAST_TOKENS, self.window + 6)
-        count = vocabulary_of(module)
-        ids = [(7 * i * i + 11 * i + 5) % count for i in range(2 * self.longest + 40)]
-        pad = getattr(module.config, "pad_token_id", None)
-        if isinstance(pad, int) and 0 <= pad < count:
-            ids[::11] = [pad] * len(ids[::11])  # to a policy it is a token like any other
-        self.ids = ids
-        self.device = module.device
-        self.plain = PlainPasses(module)
-
-    @property
-    def _advice(self) -> str:
-        """A few models work in fp32 only."""
-        exact = self.module.dtype in (torch.float32, torch.float64)
-        return "choose another model" if exact else "try --precision fp32, or choose another model"
-
-    def restore_attention(self) -> None:
-        for config, implementation in self.attention:
-            config._attn_implementation_internal = implementation
-
-    def refuse_unusable(self) -> None:
-        """Whatever the way it is computed, the model has to be an autoregressive function of tokens alone."""
-        name = type(self.module).__name__
-        ids, alike = self.ids, self.longest - 4
-        sequence, other = ids[: self.longest + 5], ids[:alike] + ids[self.longest : self.longest + 2]
-        sums = _sums(self.module)
-        try:
-            whole, forked = self.plain.after([sequence, other])
-        except Exception as error:  # whatever transformers raises for inputs that this model does not take
-            raise ConfigError(
-                f"{name} cannot be trained: its forward pass over tokens alone fails ({_first_line(error)}); "
-                "choose another model"
-            ) from error
-        if bool(whole.isnan().any()):
-            raise ConfigError(f"{name} cannot be trained: its logits are not numbers; the weights may be damaged")
-        if sums != _sums(self.module):
-            raise ConfigError(f"{name} cannot be trained: its forward pass changes its own weights")
-        if len(whole) == len(sequence) and _agree(forked[:alike], whole[:alike]):
-            return
-        # A random model gives two other passes as well, so a third one is needed only here, to tell the causes apart.
-        (again,) = PlainPasses(self.module).after([sequence])
-        if not _agree(again, whole):
-            raise ConfigError(f"{name} cannot be trained: two forward passes over the same tokens differ")
-        hint = "set is_decoder = true in its config.json" if _is_no_decoder(self.module) else "choose another model"
-        raise ConfigError(
-            f"{name} cannot be trained: its prediction of a token depends on the tokens after it, so it is not "
-            f"an autoregressive language model; {hint}"
-        )
-
-    def refuse_without_gradient(self) -> None:
-        """The forward pass of a few models is written so that no gradient can flow back through it."""
-        learning = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if not learning:
-            return
-        # A gradient of the embedding passes through all layers, without the time and the memory of every matrix's own.
-        embedding = [
-            parameter
-            for parameter in learning
-            if parameter is getattr(self.module.get_input_embeddings(), "weight", None)
-        ]
-        if not (self._has_gradient(embedding) or self._has_gradient(learning)):
-            raise ConfigError(
-                f"{type(self.module).__name__} cannot be trained: transformers' code for it has no gradient on this "
-                f"device; {self._advice}"
-            )
-
-    def _has_gradient(self, parameters: list[nn.Parameter]) -> bool:
-        """Whether a gradient reaches any of these."""
-        tokens_L = torch.tensor(self.ids[:8], device=self.device)
-        try:
-            with torch.enable_grad():
-                logits_TV = next_token_logits(self.module, tokens_L, 4)
-                gradients = torch.autograd.grad(exact_logprobs(logits_TV)[:, 0].sum(), parameters, allow_unused=True)
-        except Exception:  # Reformer asserts that it is in training mode
-            return False
-        return any(gradient is not None for gradient in gradients)
-
-    def shares_prompts(self) -> bool:
-        """Whether a packed forward pass gives the logits of the plain one; sets the model's attention if it does."""
-        if self.unseen or not _head_is_last(self.module, torch.tensor(self.ids[:8], device=self.device)):
-            return False
-        if not self.module._can_set_attn_implementation():
-            return False
-        try:
-            return all(self._packs(length) for length in sorted({LEAST_TOKENS, self.longest}))
-        except Exception:  # a layout that reaches code which was not written for it may raise anything
-            return False
-        finally:
-            if not self._shares:
-                self.restore_attention()
-
-    _shares = False
-
-    def _packs(self, length: int) -> bool:
-        batch = probe_batch(self.ids, length).to(self.device)
-        self._shares = False
-        self.restore_attention()
-        plain = self._plain_of(batch)
-        self.module.set_attn_implementation(IMPLEMENTATION)
-        decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
-        head: Any = self.module.get_output_embeddings()
-        self._shares = _agree(head(decided.hidden_NW)[decided.which_D], plain)
-        return self._shares
-
-    def _plain_of(self, batch: Batch) -> Tensor:
-        lengths = row_lengths(batch)
-        fed = [row_tokens(batch, row, length).tolist()[:-1] for row, length in enumerate(lengths)]
-        return torch.cat(
-            [
-                logits_LV[-length:][mask_T[:length]]
-                for logits_LV, length, mask_T in zip(self.plain.after(fed), lengths, batch.mask_BT, strict=True)
-            ]
-        )
-
-    def sampling_by_cache(self) -> str:
-        """The first way that gives the numbers of the plain forward pass, and that runs in the model's precision."""
-        for by_cache in SAMPLING_BY_CACHE:
-            backend = Backend(False, by_cache)
-            with _in_fp32(self.module):
-                fits = self.samples(backend, exact=True)
-            if fits and self.samples(backend, exact=False):
-                return by_cache
-        raise ConfigError(f"{type(self.module).__name__} cannot be sampled by covey: {self._advice}")
-
-    def samples(self, backend: Backend, *, exact: bool) -> bool:
-        """Decode a few rows: prompts of unequal lengths, rows that leave and that are copied, beyond every window.
-
-        Args:
-            exact: compare the logits with those of the plain forward pass.
-        """
-        try:
-            contexts, logits = self._decode(backend)
-            if not exact:
-                return not any(bool(logits_V.isnan().any()) for logits_V in logits)
-            plain = [logits_LV[-1] for logits_LV in self.plain.after(contexts)]
-        except Exception:  # a cache that a model does not support may raise anything
-            return False
-        return _agree(torch.stack(logits), torch.stack(plain))
-
-    def _decode(self, backend: Backend) -> tuple[list[list[int]], list[Tensor]]:
-        """Tokens fed to every row before each of its logits, and the logits."""
-        prompts = [self.ids[: self.longest], self.ids[self.longest : self.longest + max(3, self.window - 3)]]
-        decoder = backend.decoder(self.module, 4, 8)
-        size = 1 if decoder.can_fork else 2
-        logits_SV = decoder.prefill(prompts, size)
-        seen, found = [list(prompt) for prompt in prompts], list(logits_SV)
-        rows = [list(prompt) for prompt in prompts for _ in range(size)]
-        fresh = iter(self.ids[::-1])
-        for keep in ([0, 0, 1] if size == 1 else [0, 1, 2], None, [0, 2], None, [1], None):
-            if keep is not None:
-                decoder.select(torch.tensor(keep, device=self.device))
-                rows = [list(rows[row]) for row in keep]
-            for row in rows:
-                row.append(next(fresh))
-            logits_RV = decoder.step(torch.tensor([row[-1] for row in rows], device=self.device))
-            seen += [list(row) for row in rows]
-            found += list(logits_RV.clone())
-        return seen, found
-
-    def measured(self, backend: Backend) -> Backend:
-        """With the memory of a row."""
-        module = self.module
-        if backend.shares_prompts:
-            heads, layers = Heads.of(module), module.config.get_text_config().num_hidden_layers
-            return replace(backend, token_bytes=2 * layers * heads.keys * heads.width * module.dtype.itemsize)
-        short, long = (self._state_bytes(backend, length) for length in (4, 12))
-        token_bytes = max((long - short) // 8, 1)
-        return replace(backend, row_bytes=max(short - 4 * token_bytes, 0), token_bytes=token_bytes)
-
-    def _state_bytes(self, backend: Backend, length: int) -> int:
-        decoder = backend.decoder(self.module, 1, 1)
-        decoder.prefill([self.ids[:length]], 1)
-        assert isinstance(decoder, (CacheDecoder, FullForwardDecoder))
-        return decoder.state_bytes()
+def _sampled_by_cache(backend: Backend, module: PreTrainedModel, trial: Trial) -> Backend:
+    """The first way that gives the numbers of the plain forward pass, and that runs in the model's precision."""
+    for sampling in SAMPLING_BY_CACHE:
+        backend = replace(backend, sampling=sampling)
+        make_decoder = partial(backend.decoder, module)
+        with in_fp32(module):
+            fits = trial.samples(make_decoder, exact=True)
+        if fits and trial.samples(make_decoder, exact=False):
+            short, long = (trial.state_bytes(make_decoder, length) for length in (4, 12))
+            token_bytes = max((long - short) // 8, 1)
+            return replace(backend, row_bytes=max(short - 4 * token_bytes, 0), token_bytes=token_bytes)
+    raise ConfigError(f"{type(module).__name__} cannot be sampled by covey: {trial.advice}")
 
 
-def probe_batch(ids: list[int], length: int) -> Batch:
-    """Two groups of two short rollouts, whose longest row has `length` tokens. Their prompts begin alike."""
-    common = length - 8
-    one, other = (tuple(ids[:common] + rest) for rest in (ids[common : common + 4], ids[common + 6 : common + 8]))
-    actions_BT = torch.tensor(ids[common + 4 : common + 20]).view(4, 4)  # the first row is the first of `ids`
-    mask_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
-    return Batch.blank(
-        mask_BT, context=(one, one, other, other), actions_BT=actions_BT, group_B=torch.tensor([0, 0, 1, 1])
-    )
-
-
-def _agree(ours: Tensor, plain: Tensor) -> bool:
-    """Whether two tensors of logits are the same distributions but for rounding."""
-    ours, plain = exact_logprobs(ours), exact_logprobs(plain)
-    if ours.shape != plain.shape:
-        return False
-    finite = plain.isfinite()
-    spread = (plain - plain[finite].mean())[finite].abs().max()
-    gap = torch.where(ours == plain, 0.0, ours - plain).abs().max()  # both may be -inf
-    return bool(gap <= TOLERANCE * spread)
-
-
-def _sums(module: nn.Module) -> list[float]:
-    """Of every parameter: the same weights give the same sums, to the bit."""
-    return [float(parameter.sum()) for parameter in module.parameters()]
-
-
-def _head_is_last(module: PreTrainedModel, tokens_L: Tensor) -> bool:
-    """Whether logits are the output layer applied to the decoder's last hidden states, and nothing else.
-
-    Some models scale or cap what goes into their output layer or what comes out of it. With weights that give small
-    logits a cap hardly shows, so large values are put in their place.
-    """
-    head = module.get_output_embeddings()
-    base = module.base_model
-    if not isinstance(head, nn.Linear) or base is module:
-        return False
-    seen: dict[str, Tensor] = {}
-
-    def shout(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        seen["input"] = inputs[0]
-        seen["output"] = torch.linspace(-300, 300, output.numel(), device=output.device).view_as(output).to(output)
-        return seen["output"]
-
-    hook = head.register_forward_hook(shout)
-    try:
-        logits = module(input_ids=tokens_L[None]).logits
-        hidden = base(input_ids=tokens_L[None]).last_hidden_state
-        return torch.equal(logits, seen["output"].to(logits.dtype)) and torch.allclose(seen["input"], hidden, rtol=1e-4)
-    except Exception:  # an output or a base model of another form
-        return False
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def _in_fp32(module: nn.Module) -> Iterator[None]:
-    """Widen weights of lower precision, which loses nothing, and narrow them again, one after another."""
-    tensors = [
-        tensor
-        for tensor in (*module.parameters(), *module.buffers())
-        if tensor.dtype in (torch.bfloat16, torch.float16)
-    ]
-    kinds = [tensor.dtype for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.float()
-        yield
-    finally:
-        for tensor, kind in zip(tensors, kinds, strict=True):
-            tensor.data = tensor.data.to(kind)
-
-
-def _attention_settings(module: nn.Module) -> list[tuple[Any, str | None]]:
-    """Every config of the model and of its parts, with the attention that it names."""
-    configs: dict[int, Any] = {}
-    waiting: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in configs and hasattr(config, "_attn_implementation_internal"):
-            configs[id(config)] = config
-            waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return [(config, config._attn_implementation_internal) for config in configs.values()]
-
-
-def _is_no_decoder(module: PreTrainedModel) -> bool:
-    return getattr(module.config, "is_decoder", True) is False
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+def _with_token_bytes(backend: Backend, module: PreTrainedModel) -> Backend:
+    """With the memory of a token's keys and values."""
+    heads, layers = Heads.of(module), module.config.get_text_config().num_hidden_layers
+    return replace(backend, token_bytes=2 * layers * heads.keys * heads.width * module.dtype.itemsize)

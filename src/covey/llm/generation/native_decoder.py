@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoding import prefill
+from covey.llm.generation.decoder import prefill
 from covey.llm.generation.native_layers import make_stack
 from covey.llm.model.architecture import Heads
 from covey.llm.native.bindings import AttentionArgs, Kernels, padded
@@ -61,12 +61,12 @@ class NativeDecoder:
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
         hidden_SW, layout = prefill(self.module, prompts)
-        for place, length in enumerate(layout.prompt_lengths):
+        for prompt, length in enumerate(layout.prompt_lengths):
             shape = len(layout.keys), self.heads.keys, padded(length) * padded(self.heads.width)
             keys, values = hidden_SW.new_empty(2, *shape)
             shared = _SharedPrompt(keys, values, length)
             for layer, (key_KSPD, value_KSPD) in enumerate(zip(layout.keys, layout.values, strict=True)):
-                key, value = (part[:, place, :length].contiguous() for part in (key_KSPD, value_KSPD))
+                key, value = (part[:, prompt, :length].contiguous() for part in (key_KSPD, value_KSPD))
                 self.kernels.store_prompt_kv(key, value, shared.keys[layer], shared.values[layer])
             self.prompts += [shared] * group_size
         slots = [self.free.pop() for _ in range(len(prompts) * group_size)]
@@ -93,7 +93,7 @@ class NativeDecoder:
         hidden_RW = self.base.embed_tokens(tokens_R).float()
         angles = self.base.rotary_emb(hidden_RW, (self.lengths_R + self.decoded_R)[None].long())
         cosine, sine = (part.to(self.kernels.dtype).contiguous() for part in angles)
-        place = AttentionArgs(
+        args = AttentionArgs(
             cosine=cosine.data_ptr(), sine=sine.data_ptr(), prompt_keys=self.keys_R.data_ptr(),
             prompt_values=self.values_R.data_ptr(), prompt_lengths=self.lengths_R.data_ptr(),
             slots=self.slots_R.data_ptr(), decoded=self.decoded_R.data_ptr(),
@@ -101,7 +101,7 @@ class NativeDecoder:
             capacity=self.capacity, threads=torch.get_num_threads(), scaling=self.heads.width**-0.5,
             epsilon=self.epsilon,
         )  # fmt: skip
-        logits_RV = self.stack.step(hidden_RW, place, self.own_keys, self.own_values)
+        logits_RV = self.stack.step(hidden_RW, args, self.own_keys, self.own_values)
         self.decoded_R += 1
         return logits_RV
 

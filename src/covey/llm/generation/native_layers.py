@@ -24,16 +24,16 @@ from covey.llm.native.bindings import PAD, AttentionArgs, DecodeStepArgs, Kernel
 class Stack(Protocol):
     """The layers and the head, for new tokens at different places of their rows."""
 
-    def step(self, hidden_RW: Tensor, place: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
-        """logits_RV from the tokens' embeddings (fp32, overwritten). `place` tells all but the tokens' own numbers;
-        `own_keys` and `own_values` are [layers, ...]."""
+    def step(self, hidden_RW: Tensor, args: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
+        """logits_RV from the tokens' embeddings (fp32, overwritten). `args` holds every kernel argument but the
+        pointers of this step and of its layers; `own_keys` and `own_values` are [layers, ...]."""
 
     def head(self, hidden_RW: Tensor) -> Tensor:
         """logits_RV from what the last norm gave."""
 
 
 def make_stack(module: PreTrainedModel, kernels: Kernels, rows: int) -> Stack:
-    """For at most so many rows."""
+    """The layers for at most this many rows."""
     return TiledStack(module, kernels, rows) if kernels.has_avx512_bf16 else PackedStack(module, kernels)
 
 
@@ -47,20 +47,20 @@ class PackedStack:
         self.norm = base.norm.weight.detach()
         self.head = PackedLinear(module.get_output_embeddings())  # type: ignore[arg-type]
 
-    def step(self, hidden_RW: Tensor, place: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
-        kernels, epsilon = self.kernels, place.epsilon
+    def step(self, hidden_RW: Tensor, args: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
+        kernels, epsilon = self.kernels, args.epsilon
         normed_RW = torch.empty_like(hidden_RW, dtype=kernels.dtype)
-        attended = normed_RW.new_empty(len(hidden_RW), place.heads * place.head_dim)
-        place.out, place.out_row_stride = attended.data_ptr(), attended.shape[1]
+        attended = normed_RW.new_empty(len(hidden_RW), args.heads * args.head_dim)
+        args.out, args.out_row_stride = attended.data_ptr(), attended.shape[1]
         added_RW: Tensor | None = None
         for number, layer in enumerate(self.layers):
             parts = layer.parts
             kernels.add_rmsnorm(hidden_RW, added_RW, parts.input_norm, epsilon, hidden_RW, normed_RW)
             qkv = layer.qkv(normed_RW)
-            place.layer, place.qkv, place.qkv_row_stride = number, qkv.data_ptr(), qkv.shape[1]
-            place.query_norm, place.key_norm = address_of(parts.query_norm), address_of(parts.key_norm)
-            place.own_keys, place.own_values = own_keys[number].data_ptr(), own_values[number].data_ptr()
-            kernels.decode_attention(place)
+            args.layer, args.qkv, args.qkv_row_stride = number, qkv.data_ptr(), qkv.shape[1]
+            args.query_norm, args.key_norm = address_of(parts.query_norm), address_of(parts.key_norm)
+            args.own_keys, args.own_values = own_keys[number].data_ptr(), own_values[number].data_ptr()
+            kernels.decode_attention(args)
             attended_RW = layer.output(attended)
             kernels.add_rmsnorm(hidden_RW, attended_RW, parts.inner_norm, epsilon, hidden_RW, normed_RW)
             gate, up = layer.gate_up(normed_RW).chunk(2, dim=1)
@@ -85,16 +85,16 @@ class TiledStack:
         self.buffers = [torch.zeros(-(-rows // 16) * 16, padded(size), dtype=kernels.dtype) for size in sizes]
         self.norm = base.norm.weight.detach()
 
-    def step(self, hidden_RW: Tensor, place: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
+    def step(self, hidden_RW: Tensor, args: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
         logits_RV = hidden_RW.new_empty(len(hidden_RW), self.linear_head.outputs, dtype=self.kernels.dtype)
         normed, qkv, attended, gated = self.buffers
-        place.qkv, place.qkv_row_stride = qkv.data_ptr(), qkv.shape[1]
-        place.out, place.out_row_stride = attended.data_ptr(), attended.shape[1]
-        place.own_keys, place.own_values = own_keys.data_ptr(), own_values.data_ptr()
+        args.qkv, args.qkv_row_stride = qkv.data_ptr(), qkv.shape[1]
+        args.out, args.out_row_stride = attended.data_ptr(), attended.shape[1]
+        args.own_keys, args.own_values = own_keys.data_ptr(), own_values.data_ptr()
         self.kernels.decode_step(
             DecodeStepArgs(
                 layers=self.layers, layer_count=len(self.layers), norm=self.norm.data_ptr(), head=self.linear_head,
-                attention=place, own_layer_stride=own_keys.stride(0), hidden=hidden_RW.data_ptr(),
+                attention=args, own_layer_stride=own_keys.stride(0), hidden=hidden_RW.data_ptr(),
                 normed=normed.data_ptr(), qkv=qkv.data_ptr(), attended=attended.data_ptr(), gated=gated.data_ptr(),
                 logits=logits_RV.data_ptr(),
             )

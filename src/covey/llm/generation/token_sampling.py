@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from covey.llm.native.bindings import kernels_for
+from covey.llm.native.bindings import KernelSet
 
 BLOCK = 256  # width of a block: two short cumulative sums instead of one over the whole vocabulary
 ROWS = 32  # rows whose probabilities exist at a time: 6 MB at a vocabulary of 50,000 stays in the cache
 
 
-def sample_tokens(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits_RV: Tensor, uniforms_R: Tensor, temperature: float, kernels: KernelSet
+) -> tuple[Tensor, Tensor]:
     """Tokens drawn from softmax(logits / temperature), and their log-probabilities.
 
     token = min {v : sum_{w <= v} p_w > u}, found first among sums over blocks and then inside the block.
@@ -24,6 +26,7 @@ def sample_tokens(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> 
         logits_RV: of any float type; computed on in fp32 (fp64 stays).
         uniforms_R: in [0, 1), float64.
         temperature: 0 takes the likeliest token, whose log-probability is then reported at temperature 1.
+        kernels: draw the tokens if they serve logits of this type; torch does otherwise.
 
     Returns:
         tokens_R (int64) and logprobs_R (nats).
@@ -37,9 +40,8 @@ def sample_tokens(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> 
         _check_finite(total_R)
         tokens_R = z_RV.argmax(dim=1)
         return tokens_R, z_RV.gather(1, tokens_R[:, None])[:, 0] - total_R
-    kernels = kernels_for(logits_RV.dtype, logits_RV.device)
-    if kernels is not None:
-        return kernels.sample_tokens(logits_RV.contiguous(), uniforms_R, temperature)
+    if (native := kernels.of(logits_RV)) is not None:
+        return native.sample_tokens(logits_RV.contiguous(), uniforms_R, temperature)
     pieces = zip(logits_RV.split(ROWS), uniforms_R.split(ROWS), strict=True)
     tokens, logprobs = zip(*(_draw(logits, uniforms, temperature) for logits, uniforms in pieces), strict=True)
     return torch.cat(tokens), torch.cat(logprobs)

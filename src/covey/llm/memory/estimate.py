@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from covey.config import CRITIC_FREE, RunConfig
+from covey.llm.generation.local_generator import CACHE_BYTES
 from covey.llm.generation.token_sampling import ROWS
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.model.logprobs import CHUNK
 from covey.llm.model.microbatches import Row, cut
 from covey.llm.model.prefix_attention import SCORES_LIMIT
 from covey.llm.native.bindings import padded
-from covey.llm.sampler import CACHE_BYTES
 
 PROMPT_TOKENS = 64  # default length of a prompt
 # Without weights. CPU: Python, torch, transformers and their allocations in a run, measured at 0.42 GiB. GPU: the CUDA
@@ -171,7 +171,7 @@ def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, d
 
 
 def _sampling(size: Dimensions, config: RunConfig, device: str, width: int, prompt_tokens: int) -> dict[str, int]:
-    """Bytes by part while sampling, for the number of rows that `LanguageSampler` decodes together."""
+    """The rows that are decoded together, chosen as `LocalGenerator` chooses them."""
     sampling, group = config.sampling, _group_size(config)
     per_token = 2 * size.layers * size.key_value * width
     fitting = sampling.rows_at_once or CACHE_BYTES // (per_token * sampling.max_new_tokens)

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from covey.llm.model.logprobs import EVERY, LogitGradients, Logits
+from covey.llm.native.bindings import Kernels, KernelSet
 
 
 def exact_kl(
-    hidden_NW: Tensor, head: Any, reference_hidden_NW: Tensor, reference_head: Any, temperature: float
+    hidden_NW: Tensor,
+    head: Any,
+    reference_hidden_NW: Tensor,
+    reference_head: Any,
+    temperature: float,
+    kernels: KernelSet,
 ) -> Tensor:
     """KL of the policy to the reference at each decision: sum_v pi(v) (log pi(v) - log reference(v)), in nats.
 
@@ -28,6 +34,7 @@ def exact_kl(
         reference_hidden_NW: the reference's at the same positions; its width may be another.
         reference_head: the reference's output layer. No gradient flows into the reference.
         temperature: that the tokens were sampled at.
+        kernels: multiply the gradient of the output layer if they serve hidden states of this type.
 
     Returns:
         kl_N in fp32 (in fp64 for fp64 inputs), with a gradient to `hidden_NW` and `head`.
@@ -36,6 +43,7 @@ def exact_kl(
     return _ExactKL.apply(
         hidden_NW, head.weight, head.bias,
         reference_hidden_NW.detach(), reference_head.weight.detach(), reference_bias, temperature,
+        kernels.of(hidden_NW),
     )  # fmt: skip
 
 
@@ -50,6 +58,7 @@ class _ExactKL(torch.autograd.Function):
         reference_weight: Tensor,
         reference_bias: Tensor | None,
         temperature: float,
+        kernels: Kernels | None,
     ) -> Tensor:
         logits = Logits(hidden, weight, bias, temperature)
         others = Logits(reference_hidden, reference_weight, reference_bias, temperature)
@@ -63,7 +72,7 @@ class _ExactKL(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, bias, reference_hidden, reference_weight, reference_bias, log_total, other_log_total, kl
         )
-        ctx.temperature = temperature
+        ctx.temperature, ctx.kernels = temperature, kernels
         return kl
 
     @staticmethod
@@ -71,11 +80,11 @@ class _ExactKL(torch.autograd.Function):
         hidden, weight, bias, other_hidden, other_weight, other_bias, log_total, other_log_total, kl = ctx.saved_tensors
         logits = Logits(hidden, weight, bias, ctx.temperature)
         others = Logits(other_hidden, other_weight, other_bias, ctx.temperature)
-        gradients = LogitGradients(logits)
+        gradients = LogitGradients(logits, ctx.kernels)
         for part in logits.by_token():
             z, other = logits.divided(EVERY, part), others.divided(EVERY, part)
             slope = other.neg_().add_(z).add_((other_log_total - log_total - kl)[:, None])
             slope *= z.sub_(log_total[:, None]).exp_()
             slope.mul_(grad_kl[:, None] / ctx.temperature)
             gradients.add(part, logits.rounded(slope))
-        return *gradients.all(), None, None, None, None
+        return *gradients.all(), None, None, None, None, None

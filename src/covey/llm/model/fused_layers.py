@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 from covey.llm.model.prefix_attention import PackedLayout
-from covey.llm.native.bindings import Kernels, kernels_for
+from covey.llm.native.bindings import Kernels, KernelSet
 
 
-def fuse(module: nn.Module) -> None:
+def fuse(module: nn.Module, kernels: KernelSet) -> None:
     """Give the layers of `module` forwards that use the kernels; weights and names stay.
 
-    For models that `is_llama_like` knows. Where an input is of another type, or on another device, the modules' own
-    forwards serve.
+    For models that `is_llama_like` knows. If no kernels serve an input's type or device, the modules' own forwards do.
     """
     for part in module.modules():
         if forward := _forward_of(part):
-            part.forward = MethodType(forward, part)  # type: ignore[method-assign]
+            part.forward = MethodType(partial(forward, kernels=kernels), part)  # type: ignore[method-assign]
 
 
 def _forward_of(part: nn.Module) -> Any:
@@ -54,35 +53,37 @@ class PendingResidual(NamedTuple):
     added: Tensor
 
 
-def _layer_forward(layer: Any, hidden_states: Tensor | PendingResidual, **kwargs: Any) -> Tensor | PendingResidual:
+def _layer_forward(
+    layer: Any, hidden_states: Tensor | PendingResidual, *, kernels: KernelSet, **kwargs: Any
+) -> Tensor | PendingResidual:
     total, added = hidden_states if isinstance(hidden_states, PendingResidual) else (hidden_states, None)
-    kernels = _kernels_of(layer.input_layernorm, total)
-    if kernels is None:
+    native = _kernels_of(layer.input_layernorm, total, kernels)
+    if native is None:
         own: Tensor = type(layer).forward(layer, hidden_states, **kwargs)
         return own
-    total, normed = _add_and_normalise(total, added, layer.input_layernorm, kernels)
+    total, normed = _add_and_normalise(total, added, layer.input_layernorm, native)
     attended, _ = layer.self_attn(hidden_states=normed, **kwargs)
-    total, normed = _add_and_normalise(total, attended, layer.post_attention_layernorm, kernels)
+    total, normed = _add_and_normalise(total, attended, layer.post_attention_layernorm, native)
     added = layer.mlp(normed)
     if "layout" in kwargs:
         return PendingResidual(total, added)
     return total + added  # whoever else calls may look at what lies between the layers
 
 
-def _norm_forward(norm: Any, x: Tensor | PendingResidual) -> Tensor:
+def _norm_forward(norm: Any, x: Tensor | PendingResidual, *, kernels: KernelSet) -> Tensor:
     total, added = x if isinstance(x, PendingResidual) else (x, None)
-    kernels = _kernels_of(norm, total)
-    if kernels is None:
+    native = _kernels_of(norm, total, kernels)
+    if native is None:
         return type(norm).forward(norm, x)
-    if added is None and total.dtype == kernels.dtype:
-        return _Norm.apply(total.contiguous(), norm.weight, norm.variance_epsilon, kernels)
-    return _add_and_normalise(total, added, norm, kernels)[1]
+    if added is None and total.dtype == native.dtype:
+        return _Norm.apply(total.contiguous(), norm.weight, norm.variance_epsilon, native)
+    return _add_and_normalise(total, added, norm, native)[1]
 
 
-def _kernels_of(norm: Any, x: Tensor) -> Kernels | None:
+def _kernels_of(norm: Any, x: Tensor, kernels: KernelSet) -> Kernels | None:
     """RMSNorm of an input in the weights' precision, or of the residual stream."""
     fits = x.dtype in (norm.weight.dtype, torch.float32)
-    return kernels_for(norm.weight.dtype, x.device) if fits else None
+    return kernels.of(norm.weight) if fits else None
 
 
 def _add_and_normalise(total: Tensor, added: Tensor | None, norm: Any, kernels: Kernels) -> tuple[Tensor, Tensor]:
@@ -91,25 +92,30 @@ def _add_and_normalise(total: Tensor, added: Tensor | None, norm: Any, kernels: 
     return _AddNorm.apply(total.float().contiguous(), added, norm.weight, norm.variance_epsilon, kernels)
 
 
-def _mlp_forward(mlp: Any, x: Tensor) -> Tensor:
-    kernels = kernels_for(x.dtype, x.device)
-    if kernels is None or mlp.gate_proj.weight.dtype != x.dtype:
+def _mlp_forward(mlp: Any, x: Tensor, *, kernels: KernelSet) -> Tensor:
+    native = kernels.of(x)
+    if native is None or mlp.gate_proj.weight.dtype != x.dtype:
         return type(mlp).forward(mlp, x)
-    gated = _Gate.apply(*_products(x.flatten(0, -2), kernels, mlp.gate_proj, mlp.up_proj), kernels)
-    (out,) = _products(gated, kernels, mlp.down_proj)
+    gated = _Gate.apply(*_products(x.flatten(0, -2), native, mlp.gate_proj, mlp.up_proj), native)
+    (out,) = _products(gated, native, mlp.down_proj)
     return out.view_as(x)
 
 
 def _attention_forward(
-    attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
+    attention: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *,
+    kernels: KernelSet,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     angles = tuple(part.to(hidden_states.dtype) for part in position_embeddings)
     layout = kwargs.get("layout")
-    kernels = kernels_for(hidden_states.dtype, hidden_states.device)
-    if kernels is None or not isinstance(layout, PackedLayout) or attention.q_proj.weight.dtype != hidden_states.dtype:
+    native = kernels.of(hidden_states)
+    if native is None or not isinstance(layout, PackedLayout) or attention.q_proj.weight.dtype != hidden_states.dtype:
         return type(attention).forward(attention, hidden_states, angles, **kwargs)
     x_NW = hidden_states[0]
-    query, key, value = _products(x_NW, kernels, attention.q_proj, attention.k_proj, attention.v_proj)
+    query, key, value = _products(x_NW, native, attention.q_proj, attention.k_proj, attention.v_proj)
     if hasattr(attention, "q_norm"):
         query = attention.q_norm(query.unflatten(1, (-1, attention.head_dim))).flatten(1)
         key = attention.k_norm(key.unflatten(1, (-1, attention.head_dim))).flatten(1)
@@ -119,8 +125,8 @@ def _attention_forward(
         exact_KND = key_KND.float()
         rotated_KND = (exact_KND * cosine_ND + rotate_half(exact_KND) * sine_ND).to(key.dtype)
         layout.keep_prompt(attention.layer_idx, *(layout.whole_prompts(part) for part in (rotated_KND, value_KND)))
-    out = Attention.apply(query, key, value, angles_ND, layout.sequences, attention.scaling, kernels)
-    return _products(out, kernels, attention.o_proj)[0][None], None
+    out = Attention.apply(query, key, value, angles_ND, layout.sequences, attention.scaling, native)
+    return _products(out, native, attention.o_proj)[0][None], None
 
 
 def _products(x_NW: Tensor, kernels: Kernels, *layers: nn.Linear) -> tuple[Tensor, ...]:

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.llm.native.bindings import kernels_for
+from covey.llm.native.bindings import Kernels, KernelSet
 
 CHUNK = 512  # decisions whose logits exist at a time: 50 MB in bf16 at a vocabulary of 50,000
 
 
 def token_logprobs(
-    hidden_NW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, tokens_N: Tensor, temperature: float
+    hidden_NW: Tensor,
+    weight_VW: Tensor,
+    bias_V: Tensor | None,
+    tokens_N: Tensor,
+    temperature: float,
+    kernels: KernelSet,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token, and entropy of the distribution that it was drawn from, in nats.
 
@@ -29,20 +34,26 @@ def token_logprobs(
         weight_VW, bias_V: of the output layer.
         tokens_N: int64.
         temperature: that the tokens were sampled at.
+        kernels: compute what follows the product if they serve hidden states of this type.
 
     Returns:
         logprobs_N and entropy_N in fp32 (in fp64 for fp64 inputs). Gradients flow through both.
     """
-    return _TokenLogprobs.apply(hidden_NW, weight_VW, bias_V, tokens_N, temperature)
+    return _TokenLogprobs.apply(hidden_NW, weight_VW, bias_V, tokens_N, temperature, kernels.of(hidden_NW))
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        temperature: float,
+        kernels: Kernels | None,
     ) -> tuple[Tensor, Tensor]:
         logits = Logits(hidden, weight, bias, temperature)
-        kernels = kernels_for(hidden.dtype, hidden.device)
         logprobs = torch.empty(len(hidden), dtype=logits.exact, device=hidden.device)
         entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in logits.by_decision():
@@ -58,18 +69,18 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part] = z.gather(1, tokens[part, None])[:, 0] - log_total[part]
             entropy[part] = log_total[part] - torch.linalg.vecdot(p, z) / total
         ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.kernels = temperature, kernels
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
         logits = Logits(hidden, weight, bias, ctx.temperature)
-        gradients = LogitGradients(logits)
-        kernels = kernels_for(hidden.dtype, hidden.device)
+        kernels: Kernels | None = ctx.kernels
+        gradients = LogitGradients(logits, kernels)
         grad_logprobs, grad_entropy = (None if g is None else g.contiguous() for g in (grad_logprobs, grad_entropy))
         for part in logits.by_token():
             if kernels is not None:
@@ -89,7 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 here = (tokens >= part.start) & (tokens < part.stop)
                 grad_z[here, tokens[here] - part.start] += grad_logprobs[here]
             gradients.add(part, logits.rounded(grad_z.div_(ctx.temperature)))
-        return *gradients.all(), None, None
+        return *gradients.all(), None, None, None
 
 
 class Logits:
@@ -150,9 +161,8 @@ EVERY = slice(None)
 class LogitGradients:
     """From the gradients of the logits, a part of the vocabulary at a time, to those of all they were made from."""
 
-    def __init__(self, logits: Logits) -> None:
-        self.logits = logits
-        self.kernels = kernels_for(logits.hidden.dtype, logits.hidden.device)
+    def __init__(self, logits: Logits, kernels: Kernels | None) -> None:
+        self.logits, self.kernels = logits, kernels
         self.hidden = torch.zeros_like(logits.hidden, dtype=logits.exact)
         self.weight = torch.empty_like(logits.weight)
         self.bias = None if logits.bias is None else torch.empty_like(logits.bias)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,11 +22,13 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.llm.native.build import BuildError, find_compiler, load_library
+from covey.runtime.device import cpu_info
 
 PAD = 32  # `PAD` in simd.h: the KV cache and prepacked weights are padded to multiples of it
 SWITCH = "COVEY_NATIVE"  # environment variable; 0 disables the kernels
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}  # flag of /proc/cpuinfo: name
 _log = logging.getLogger("covey")
 
 
@@ -139,6 +142,14 @@ class Kernels:
             self._prepack_weight = entry("prepack_weight", address, number, number, address, number)
             self._linear = entry("linear", address, ctypes.POINTER(Linear), address, number, number)
             self._decode_step = entry("decode_step", ctypes.POINTER(DecodeStepArgs))
+
+    @property
+    def instruction_set(self) -> str:
+        """The instructions of the matrix products; the other kernels use the widest vectors of the processor."""
+        if self.has_amx or self.has_avx512_bf16:
+            return "AMX" if self.has_amx else "AVX512-BF16"
+        flags = cpu_info("flags").split()  # what -march=native compiles for
+        return next((name for flag, name in _VECTORS.items() if flag in flags), platform.machine())
 
     def add_rmsnorm(
         self,
@@ -329,6 +340,20 @@ def address_of(tensor: Tensor | None) -> int | None:
 def padded(count: int) -> int:
     """`count` rounded up to a multiple of `PAD`."""
     return -(-count // PAD) * PAD
+
+
+class KernelSet:
+    """The kernels of a device by storage type; none if torch computes alone."""
+
+    def __init__(self, kernels: Mapping[torch.dtype, Kernels]) -> None:
+        self._kernels = kernels
+
+    def of(self, tensor: Tensor) -> Kernels | None:
+        """The kernels for tensors of this type on this device."""
+        return self._kernels.get(tensor.dtype) if tensor.device.type == "cpu" else None
+
+
+TORCH_ALONE = KernelSet({})
 
 
 def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:

@@ -55,8 +55,9 @@ class StepSplitter:
     """Splits completions into reasoning steps: at the positions of a rule or a function, and at their end.
 
     Every completion has at least one step. A step ends at the token that completes its text. Steps that end within the
-    same token are one step, and the end token belongs to the last step. If the policy did not decide that token (a tool's
-    output), the step ends at the last decision before it, and a step without any decision is part of its neighbour.
+    same token are one step, and the end token belongs to the last step. If the policy did not decide that token (a
+    tool's output), the step ends at the last decision before it, and a step without any decision is part of its
+    neighbour.
     """
 
     def __init__(self, boundary: str) -> None:

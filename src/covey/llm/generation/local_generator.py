@@ -1,0 +1,128 @@
+"""Generates completions on the policy's own weights, in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.data import EndReason
+from covey.llm.generation.batch import ContinuousBatch
+from covey.llm.generation.generator import (
+    Completion,
+    FailureReason,
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+    GenerationSettings,
+)
+from covey.llm.policy import LanguagePolicy
+from covey.llm.tasks.prompt_limit import length_fault
+from covey.runtime.rng import uniforms
+
+# Keys and values of rows decoded together may take this much memory if the settings leave their number open.
+CACHE_BYTES = 2 << 30
+
+
+@dataclass
+class LocalGenerator:
+    """Implements `Generator`. The weights are the trainer's own tensors, so a refresh only notes their version."""
+
+    policy: LanguagePolicy
+    version: int = 0
+    clock: Callable[[], float] = time.monotonic  # in seconds
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """Requests with the same settings and number of completions are generated together."""
+        began = self.clock()
+        results: dict[int, GenerationResult] = {}
+        together: dict[tuple[int, GenerationSettings], list[int]] = {}
+        for number, request in enumerate(requests):
+            if failure := self._refusal(request):
+                results[number] = failure
+            else:
+                together.setdefault((request.completions, request.settings), []).append(number)
+        for numbers in together.values():
+            results |= zip(numbers, self._generate([requests[number] for number in numbers], began), strict=True)
+        return [results[number] for number in range(len(requests))]
+
+    def refresh(self, version: int) -> None:
+        self.version = version
+
+    def _refusal(self, request: GenerationRequest) -> GenerationFailure | None:
+        settings = request.settings
+        if settings.version != self.version:
+            message = f"completions by version {settings.version} of the weights are wanted, these are {self.version}"
+            return GenerationFailure(FailureReason.OTHER_WEIGHTS, message)
+        if fault := length_fault(self.policy.module.config, len(request.prompt), settings.max_new_tokens):
+            return GenerationFailure(FailureReason.PROMPT_TOO_LONG, fault)
+        return None
+
+    def _generate(self, requests: list[GenerationRequest], began: float) -> list[GenerationResult]:
+        """For requests with the same settings and number of completions."""
+        batch = self._batch(requests)
+        failure = self._run(batch, requests[0].settings.deadline_seconds, began)
+        results: list[GenerationResult] = []
+        for number, request in enumerate(requests):
+            if batch.is_complete(number):
+                results.append([self._completion(*made, request) for made in batch.completions(number)])
+            else:
+                assert failure is not None
+                results.append(failure)
+        return results
+
+    def _batch(self, requests: list[GenerationRequest]) -> ContinuousBatch:
+        settings, completions = requests[0].settings, requests[0].completions
+        prompts = [request.prompt for request in requests]
+        fitting = settings.max_rows or self.rows_in_memory(prompts, settings.max_new_tokens)
+        rows = min(max(fitting, completions), len(requests) * completions)
+        return ContinuousBatch(
+            self.policy.backend.decoder(self.policy.module, rows, settings.max_new_tokens),
+            prompts,
+            np.concatenate([_uniforms(request) for request in requests]),
+            rows,
+            settings.temperature,
+            settings.end_ids,
+            self.policy.backend.kernels,
+        )
+
+    def _run(self, batch: ContinuousBatch, deadline_seconds: float | None, began: float) -> GenerationFailure | None:
+        """Generate until all completions have ended, or up to a failure."""
+        try:
+            while not batch.is_done:
+                if deadline_seconds is not None and self.clock() - began >= deadline_seconds:
+                    return GenerationFailure(
+                        FailureReason.DEADLINE,
+                        f"the completions were not generated within their deadline of {deadline_seconds:g} s: allow "
+                        "more time, or lower max_new_tokens",
+                    )
+                batch.advance()
+        except FloatingPointError:
+            return GenerationFailure(
+                FailureReason.NON_FINITE_LOGITS,
+                "the model's logits are not finite, so no token can be drawn: its weights have diverged. Go back to an "
+                "earlier checkpoint and lower the learning rate",
+            )
+        return None
+
+    def rows_in_memory(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> int:
+        """Number of rows whose keys and values fit into `CACHE_BYTES` together."""
+        backend = self.policy.backend
+        longest = max(len(prompt) for prompt in prompts) if not backend.shares_prompts else 0
+        return CACHE_BYTES // (backend.row_bytes + backend.token_bytes * (max_new_tokens + longest))
+
+    def _completion(self, tokens: list[int], logprobs: list[float], request: GenerationRequest) -> Completion:
+        end = EndReason.STOP if tokens[-1] in request.settings.end_ids else EndReason.LENGTH
+        return Completion(tokens, logprobs, end, self.version)
+
+
+def _uniforms(request: GenerationRequest) -> NDArray[np.float64]:
+    """One number in [0, 1) for every decision of a request, [completions, max_new_tokens]."""
+    key, tokens = request.key, request.settings.max_new_tokens
+    rollouts = key.first_rollout + np.arange(request.completions)
+    positions = np.tile(np.arange(tokens), request.completions)
+    numbers = uniforms(key.seed, key.step, key.group, rollouts.repeat(tokens), positions)
+    return numbers.reshape(request.completions, tokens)

@@ -1,0 +1,299 @@
+"""Tries a model on random tokens: whether it can be trained, and which ways of computing it give its own logits.
+
+Shapes: L tokens of a sequence, R rows, S prompts, D decisions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from covey.config import ConfigError
+from covey.data import Batch
+from covey.llm.generation.decoder import Decoder
+from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
+from covey.llm.model.architecture import exact_length, is_llama_like, position_limit, vocabulary_of, windows_of
+from covey.llm.model.hidden_states import hidden_states_for_actions, row_lengths, row_tokens
+from covey.llm.model.plain_forward import PlainPasses, exact_logprobs, next_token_logits
+from covey.llm.model.prefix_attention import IMPLEMENTATION
+
+MakeDecoder = Callable[[int, int], Decoder]  # from a number of rows and max_new_tokens
+
+# Longer windows are not tried, because that takes too long: a model that names one does not share prompts.
+LONGEST_TRIED = 64
+# Of log-probabilities in fp32, as a fraction of how far they are from their mean.
+TOLERANCE = 2e-4
+LEAST_TOKENS = 16  # of the longest row of a trial
+
+
+class Trial:
+    """Random tokens, and the logits of the model's own forward pass."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+        self.attention = _attention_settings(module)
+        exact = exact_length(module.config)
+        if exact is not None and exact[0] < LEAST_TOKENS + 8:
+            raise ConfigError(
+                f"{type(module).__name__} cannot be trained: beyond {exact[0]} tokens {exact[1]}; choose another model"
+            )
+        limits = position_limit(module.config), None if exact is None else exact[0]
+        room = min((limit for limit in limits if limit is not None), default=1 << 62)
+        windows = [] if is_llama_like(module) else [size for size in windows_of(module.config) if size < room]
+        tried = [window for window in windows if window <= min(LONGEST_TRIED, room - 14)]
+        self.unseen = len(tried) < len(windows)
+        self.window = max(tried, default=0)
+        self.longest = max(LEAST_TOKENS, self.window + 6)
+        count = vocabulary_of(module)
+        ids = [(7 * i * i + 11 * i + 5) % count for i in range(2 * self.longest + 40)]
+        pad = getattr(module.config, "pad_token_id", None)
+        if isinstance(pad, int) and 0 <= pad < count:
+            ids[::11] = [pad] * len(ids[::11])  # to a policy it is a token like any other
+        self.ids = ids
+        self.device = module.device
+        self.plain = PlainPasses(module)
+
+    @property
+    def advice(self) -> str:
+        """A few models work in fp32 only."""
+        exact = self.module.dtype in (torch.float32, torch.float64)
+        return "choose another model" if exact else "try --precision fp32, or choose another model"
+
+    def restore_attention(self) -> None:
+        for config, implementation in self.attention:
+            config._attn_implementation_internal = implementation
+
+    def refuse_unusable(self) -> None:
+        """Whatever the way it is computed, the model has to be an autoregressive function of tokens alone."""
+        name = type(self.module).__name__
+        ids, alike = self.ids, self.longest - 4
+        sequence, other = ids[: self.longest + 5], ids[:alike] + ids[self.longest : self.longest + 2]
+        sums = _sums(self.module)
+        try:
+            whole, forked = self.plain.after([sequence, other])
+        except Exception as error:  # whatever transformers raises for inputs that this model does not take
+            raise ConfigError(
+                f"{name} cannot be trained: its forward pass over tokens alone fails ({_first_line(error)}); "
+                "choose another model"
+            ) from error
+        if bool(whole.isnan().any()):
+            raise ConfigError(f"{name} cannot be trained: its logits are not numbers; the weights may be damaged")
+        if sums != _sums(self.module):
+            raise ConfigError(f"{name} cannot be trained: its forward pass changes its own weights")
+        if len(whole) == len(sequence) and _agree(forked[:alike], whole[:alike]):
+            return
+        # A random model gives two other passes as well, so a third one is needed only here, to tell the causes apart.
+        (again,) = PlainPasses(self.module).after([sequence])
+        if not _agree(again, whole):
+            raise ConfigError(f"{name} cannot be trained: two forward passes over the same tokens differ")
+        hint = "set is_decoder = true in its config.json" if _is_no_decoder(self.module) else "choose another model"
+        raise ConfigError(
+            f"{name} cannot be trained: its prediction of a token depends on the tokens after it, so it is not "
+            f"an autoregressive language model; {hint}"
+        )
+
+    def refuse_without_gradient(self) -> None:
+        """The forward pass of a few models is written so that no gradient can flow back through it."""
+        learning = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if not learning:
+            return
+        # A gradient of the embedding passes through all layers, without the time and the memory of every matrix's own.
+        embedding = [
+            parameter
+            for parameter in learning
+            if parameter is getattr(self.module.get_input_embeddings(), "weight", None)
+        ]
+        if not (self._has_gradient(embedding) or self._has_gradient(learning)):
+            raise ConfigError(
+                f"{type(self.module).__name__} cannot be trained: transformers' code for it has no gradient on this "
+                f"device; {self.advice}"
+            )
+
+    def _has_gradient(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether a gradient reaches any of these."""
+        tokens_L = torch.tensor(self.ids[:8], device=self.device)
+        try:
+            with torch.enable_grad():
+                logits_TV = next_token_logits(self.module, tokens_L, 4)
+                gradients = torch.autograd.grad(exact_logprobs(logits_TV)[:, 0].sum(), parameters, allow_unused=True)
+        except Exception:  # Reformer asserts that it is in training mode
+            return False
+        return any(gradient is not None for gradient in gradients)
+
+    def shares_prompts(self) -> bool:
+        """Whether a packed forward pass gives the logits of the plain one; sets the model's attention if it does."""
+        if self.unseen or not _head_is_last(self.module, torch.tensor(self.ids[:8], device=self.device)):
+            return False
+        if not self.module._can_set_attn_implementation():
+            return False
+        try:
+            return all(self._packs(length) for length in sorted({LEAST_TOKENS, self.longest}))
+        except Exception:  # a layout that reaches code which was not written for it may raise anything
+            return False
+        finally:
+            if not self._shares:
+                self.restore_attention()
+
+    _shares = False
+
+    def _packs(self, length: int) -> bool:
+        batch = probe_batch(self.ids, length).to(self.device)
+        self._shares = False
+        self.restore_attention()
+        plain = self._plain_of(batch)
+        self.module.set_attn_implementation(IMPLEMENTATION)
+        decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
+        head: Any = self.module.get_output_embeddings()
+        self._shares = _agree(head(decided.hidden_NW)[decided.which_D], plain)
+        return self._shares
+
+    def _plain_of(self, batch: Batch) -> Tensor:
+        lengths = row_lengths(batch)
+        fed = [row_tokens(batch, row, length).tolist()[:-1] for row, length in enumerate(lengths)]
+        return torch.cat(
+            [
+                logits_LV[-length:][mask_T[:length]]
+                for logits_LV, length, mask_T in zip(self.plain.after(fed), lengths, batch.mask_BT, strict=True)
+            ]
+        )
+
+    def samples(self, make_decoder: MakeDecoder, *, exact: bool) -> bool:
+        """Decode a few rows: prompts of unequal lengths, rows that leave and that are copied, beyond every window.
+
+        Args:
+            exact: compare the logits with those of the plain forward pass.
+        """
+        try:
+            contexts, logits = self._decode(make_decoder)
+            if not exact:
+                return not any(bool(logits_V.isnan().any()) for logits_V in logits)
+            plain = [logits_LV[-1] for logits_LV in self.plain.after(contexts)]
+        except Exception:  # a cache that a model does not support may raise anything
+            return False
+        return _agree(torch.stack(logits), torch.stack(plain))
+
+    def _decode(self, make_decoder: MakeDecoder) -> tuple[list[list[int]], list[Tensor]]:
+        """Tokens fed to every row before each of its logits, and the logits."""
+        prompts = [self.ids[: self.longest], self.ids[self.longest : self.longest + max(3, self.window - 3)]]
+        decoder = make_decoder(4, 8)
+        size = 1 if decoder.can_fork else 2
+        logits_SV = decoder.prefill(prompts, size)
+        seen, found = [list(prompt) for prompt in prompts], list(logits_SV)
+        rows = [list(prompt) for prompt in prompts for _ in range(size)]
+        fresh = iter(self.ids[::-1])
+        for keep in ([0, 0, 1] if size == 1 else [0, 1, 2], None, [0, 2], None, [1], None):
+            if keep is not None:
+                decoder.select(torch.tensor(keep, device=self.device))
+                rows = [list(rows[row]) for row in keep]
+            for row in rows:
+                row.append(next(fresh))
+            logits_RV = decoder.step(torch.tensor([row[-1] for row in rows], device=self.device))
+            seen += [list(row) for row in rows]
+            found += list(logits_RV.clone())
+        return seen, found
+
+    def state_bytes(self, make_decoder: MakeDecoder, length: int) -> int:
+        """Memory of the state of a row with this many tokens."""
+        decoder = make_decoder(1, 1)
+        decoder.prefill([self.ids[:length]], 1)
+        assert isinstance(decoder, (CacheDecoder, FullForwardDecoder))
+        return decoder.state_bytes()
+
+
+def probe_batch(ids: list[int], length: int) -> Batch:
+    """Two groups of two short rollouts, whose longest row has `length` tokens. Their prompts begin alike."""
+    common = length - 8
+    one, other = (tuple(ids[:common] + rest) for rest in (ids[common : common + 4], ids[common + 6 : common + 8]))
+    actions_BT = torch.tensor(ids[common + 4 : common + 20]).view(4, 4)  # the first row is the first of `ids`
+    mask_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
+    return Batch.blank(
+        mask_BT, context=(one, one, other, other), actions_BT=actions_BT, group_B=torch.tensor([0, 0, 1, 1])
+    )
+
+
+def _agree(ours: Tensor, plain: Tensor) -> bool:
+    """Whether two tensors of logits are the same distributions but for rounding."""
+    ours, plain = exact_logprobs(ours), exact_logprobs(plain)
+    if ours.shape != plain.shape:
+        return False
+    finite = plain.isfinite()
+    spread = (plain - plain[finite].mean())[finite].abs().max()
+    gap = torch.where(ours == plain, 0.0, ours - plain).abs().max()  # both may be -inf
+    return bool(gap <= TOLERANCE * spread)
+
+
+def _sums(module: nn.Module) -> list[float]:
+    """Of every parameter: the same weights give the same sums, to the bit."""
+    return [float(parameter.sum()) for parameter in module.parameters()]
+
+
+def _head_is_last(module: PreTrainedModel, tokens_L: Tensor) -> bool:
+    """Whether logits are the output layer applied to the decoder's last hidden states, and nothing else.
+
+    Some models scale or cap what goes into their output layer or what comes out of it. With weights that give small
+    logits a cap hardly shows, so large values are put in their place.
+    """
+    head = module.get_output_embeddings()
+    base = module.base_model
+    if not isinstance(head, nn.Linear) or base is module:
+        return False
+    seen: dict[str, Tensor] = {}
+
+    def shout(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen["input"] = inputs[0]
+        seen["output"] = torch.linspace(-300, 300, output.numel(), device=output.device).view_as(output).to(output)
+        return seen["output"]
+
+    hook = head.register_forward_hook(shout)
+    try:
+        logits = module(input_ids=tokens_L[None]).logits
+        hidden = base(input_ids=tokens_L[None]).last_hidden_state
+        return torch.equal(logits, seen["output"].to(logits.dtype)) and torch.allclose(seen["input"], hidden, rtol=1e-4)
+    except Exception:  # an output or a base model of another form
+        return False
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def in_fp32(module: nn.Module) -> Iterator[None]:
+    """Widen weights of lower precision, which loses nothing, and narrow them again, one after another."""
+    tensors = [
+        tensor
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.dtype in (torch.bfloat16, torch.float16)
+    ]
+    kinds = [tensor.dtype for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, kind in zip(tensors, kinds, strict=True):
+            tensor.data = tensor.data.to(kind)
+
+
+def _attention_settings(module: nn.Module) -> list[tuple[Any, str | None]]:
+    """Every config of the model and of its parts, with the attention that it names."""
+    configs: dict[int, Any] = {}
+    waiting: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in configs and hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
+            waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return [(config, config._attn_implementation_internal) for config in configs.values()]
+
+
+def _is_no_decoder(module: PreTrainedModel) -> bool:
+    return getattr(module.config, "is_decoder", True) is False
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
