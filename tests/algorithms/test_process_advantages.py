@@ -15,7 +15,7 @@ from covey.core import kl, schedules
 from covey.core.baselines import group_centered, group_zscore, leave_one_out
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.experiment.run import run
-from covey.llm.grader import WeightedReward
+from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import Arithmetic
 from helpers.credits import REFERENCE_SEED, gradient_of, ready
 from helpers.gradients import same

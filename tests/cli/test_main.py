@@ -11,7 +11,8 @@ import pytest
 
 from covey.cli.main import main, parse
 from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, MachineError, RewardConfig, RunConfig, RunError
-from covey.config.recipe import describe_fields, write_config
+from covey.config.recipe import describe_fields
+from covey.config.recipe_writing import write_config
 from covey.experiment.advice import Launch
 from covey.tracking.reports import score_report
 from covey.tracking.run_store import RunStore

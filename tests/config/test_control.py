@@ -20,14 +20,9 @@ from covey.config import (
     RunConfig,
 )
 from covey.config.fields import iter_fields
-from covey.config.recipe import (
-    config_from_dict,
-    config_to_dict,
-    config_to_toml,
-    describe_fields,
-    read_recipe,
-)
+from covey.config.recipe import config_from_dict, describe_fields, read_recipe
 from covey.config.recipe_files import PACKAGED_RECIPES, find_recipe
+from covey.config.recipe_writing import config_to_dict, config_to_toml
 from covey.config.validate import USED_ONLY_BY, validate
 
 ENVIRONMENT = '[environment]\nid = "CartPole-v1"\n'

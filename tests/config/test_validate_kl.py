@@ -29,8 +29,8 @@ TWICE = UpdateConfig(epochs=2)
         ({"adaptive_kl_target": 0.0, "kl_coefficient": 0.1}, TWICE, "loss.adaptive_kl_target must be above 0"),
         ({"adaptive_kl_horizon": 500}, TWICE, "only adaptive_kl_target uses it"),
         ({"kl_warmup_steps": 5, "kl_coefficient": 0.0}, TWICE, "kl_coefficient is 0"),
-        ({"kl_anchor": "behavior", "kl_coefficient": 0.1}, UpdateConfig(), "their KL is 0: raise one of them"),
-        ({"kl_anchor": "behavior", "kl_estimator": "exact"}, TWICE, "use 'k3', or set kl_anchor to 'reference'"),
+        ({"kl_to": "behavior", "kl_coefficient": 0.1}, UpdateConfig(), "their KL is 0: raise one of them"),
+        ({"kl_to": "behavior", "kl_estimator": "exact"}, TWICE, "use 'k3', or set kl_to to 'reference'"),
         ({"importance_cap": 0.0}, TWICE, "loss.importance_cap must be above 0"),
     ],
 )
@@ -45,8 +45,8 @@ def test_what_would_not_pull_is_refused(loss, update, message):
     "loss",
     [
         {"adaptive_kl_target": 0.1, "kl_coefficient": 0.05, "adaptive_kl_horizon": 500, "kl_warmup_steps": 3},
-        {"kl_anchor": "behavior", "kl_coefficient": 0.05, "adaptive_kl_target": 0.01},
-        {"kl_anchor": "behavior", "kl_estimator": "k1"},
+        {"kl_to": "behavior", "kl_coefficient": 0.05, "adaptive_kl_target": 0.01},
+        {"kl_to": "behavior", "kl_estimator": "k1"},
         {"kl_estimator": "exact", "importance_cap": 2.0},
     ],
 )
@@ -65,6 +65,6 @@ def test_the_rules_hold_in_control():
     with pytest.raises(ConfigError, match=r"set loss\.kl_coefficient above 0"):
         validate(config_from_dict(tables))
     validate(config_from_dict(tables | {"loss": {"adaptive_kl_target": 0.1, "kl_coefficient": 0.05}}))
-    once = {"update": {"epochs": 1}, "loss": {"kl_anchor": "behavior", "kl_coefficient": 0.1}}
+    once = {"update": {"epochs": 1}, "loss": {"kl_to": "behavior", "kl_coefficient": 0.1}}
     with pytest.raises(ConfigError, match="raise one of them"):
         validate(config_from_dict(tables | once))

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from covey.config import ControlConfig
-from covey.config.recipe import config_from_dict, config_to_toml, read_tables, root_of
+from covey.config.recipe import config_from_dict, read_tables, root_of
 from covey.config.recipe_files import PACKAGED_RECIPES
+from covey.config.recipe_writing import config_to_toml
 from covey.llm.model.conversion import EMBEDDED
 from helpers.installed import Environment
 from helpers.pages import EXAMPLES, PAGES, ROOT, Block, blocks_of, whole_recipe, write_files

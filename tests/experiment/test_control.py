@@ -16,7 +16,7 @@ from PIL import Image
 import covey
 from covey.algorithms import KLInLoss, KLInReward, KLToBehavior
 from covey.cli.main import main
-from covey.config.recipe import write_config
+from covey.config.recipe_writing import write_config
 from covey.control import rollout_buffer
 from covey.control.policy import load_policy
 from covey.core import kl
@@ -146,7 +146,7 @@ def test_the_placement_of_the_kl_follows_from_its_estimator() -> None:
             loss = covey.ControlLossConfig(kl_coefficient=0.1, kl_estimator=estimator)
             to_reference = build_algorithm(name, loss, **options).kl.placement
             assert (type(to_reference), to_reference.estimator) == (placement, getattr(kl, estimator))
-            to_behavior = build_algorithm(name, replace(loss, kl_anchor="behavior"), **options).kl.placement
+            to_behavior = build_algorithm(name, replace(loss, kl_to="behavior"), **options).kl.placement
             assert (type(to_behavior), to_behavior.estimator) == (KLToBehavior, getattr(kl, estimator))
 
 
@@ -171,7 +171,7 @@ def test_a_kl_to_the_reference_holds_ppo_back(estimator: str | None, tmp_path: P
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
 def test_a_kl_to_who_acted_shortens_every_step(estimator: str, tmp_path: Path) -> None:
-    loss = {"kl_coefficient": 50.0, "kl_estimator": estimator, "kl_anchor": "behavior"}
+    loss = {"kl_coefficient": 50.0, "kl_estimator": estimator, "kl_to": "behavior"}
     moved = {}
     for name, tables in (("held", {"loss": loss}), ("free", {})):
         metrics = run_short(tmp_path / name, PPO, steps=6, update={"epochs": 10}, **tables)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from covey.config.recipe import write_config
+from covey.config.recipe_writing import write_config
 from helpers import toy_envs
 from helpers.run_helpers import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics
 

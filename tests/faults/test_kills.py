@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from covey.config import ConfigError
-from covey.config.recipe import write_config
+from covey.config.recipe_writing import write_config
 from covey.tracking.run_folder import FolderLock
 from helpers import toy_envs
 from helpers.run_helpers import (

@@ -12,7 +12,8 @@ import pytest
 
 from covey.config import ConfigError, RewardConfig
 from covey.data import EndReason, Group, Rollout, Start
-from covey.llm.grader import GradingError, WeightedReward, build_grader
+from covey.llm.grader import GradingError, build_grader
+from covey.llm.rewards.weighted_reward import WeightedReward
 
 # What the completion says is what the function does.
 FUNCTIONS = """

@@ -15,8 +15,9 @@ import torch
 
 from covey.config import ConfigError, RewardConfig
 from covey.data import EndReason, Group, Rollout, Start
-from covey.llm.grader import GradingError, WeightedReward, build_grader
+from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.runner import LOAD_LEAST_SECONDS, RewardProcess
+from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.rewards.worker import load_function
 from covey.tracking.metrics import find
 from covey.tracking.run_store import rollout_record

@@ -115,7 +115,7 @@ def go(parts: Components, settings: LoopConfig, progress: Progress | None = None
 def controlled(coefficient: float = 0.05, warmup: int = 0, to: str = "reference") -> tuple[KLPenalty, KLCoefficient]:
     loss = LossBase(
         kl_coefficient=coefficient, kl_warmup_steps=warmup, adaptive_kl_target=TARGET, adaptive_kl_horizon=HORIZON,
-        kl_anchor=to,
+        kl_to=to,
     )  # fmt: skip
     penalty = build_algorithm("grpo", loss).kl
     return penalty, build_kl_coefficient(penalty, loss)

@@ -21,17 +21,9 @@ from covey.config.faults import machine_error, path_error
 from covey.config.fields import check_text, command, printable
 from covey.config.files import user_path
 from covey.config.model_sources import find_origin, locate_model
-from covey.config.recipe import (
-    apply_overrides,
-    config_from_dict,
-    config_to_dict,
-    config_to_toml,
-    read_recipe,
-    read_tables,
-    root_of,
-    split_overrides,
-)
+from covey.config.recipe import apply_overrides, config_from_dict, read_recipe, read_tables, root_of, split_overrides
 from covey.config.recipe_files import describe_recipe, find_recipe, packaged_recipes
+from covey.config.recipe_writing import config_to_dict, config_to_toml
 from covey.config.terminal import fitted, say
 from covey.config.validate import validate
 from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched

@@ -41,8 +41,9 @@ from covey.config.faults import faults_of
 from covey.config.fields import plural
 from covey.config.files import shortened, user_path
 from covey.config.machine import processors
-from covey.config.recipe import config_to_dict, first_difference, read_recipe, split_overrides, task_name
+from covey.config.recipe import read_recipe, split_overrides
 from covey.config.recipe_files import find_recipe
+from covey.config.recipe_writing import config_to_dict, first_difference, task_name
 from covey.config.validate_size import check_threads
 from covey.experiment.advice import Launch
 from covey.tracking.run_folder import LOCK_FILE, FolderLock, check_run_dir, holds_run, write_atomically

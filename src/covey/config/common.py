@@ -59,7 +59,7 @@ class LossBase:
         "over all discrete actions",
         choices=("k1", "k2", "k3", "exact"),
     )
-    kl_anchor: str = config_field(
+    kl_to: str = config_field(
         "reference",
         "policy that the KL is taken to: the reference (the policy before training) or the one that sampled",
         choices=("reference", "behavior"),

@@ -183,7 +183,7 @@ def _no_clipping(config: Config) -> bool:
 
 def _is_on_policy(config: Config) -> bool:
     """True if the KL is to the policy that sampled, and the single update of a step uses that policy: the KL is 0."""
-    return config.loss.kl_anchor == "behavior" and config.update.epochs * config.update.minibatches == 1
+    return config.loss.kl_to == "behavior" and config.update.epochs * config.update.minibatches == 1
 
 
 def _no_kl(config: Config) -> bool:
@@ -282,8 +282,8 @@ RULES: dict[type, list[Rule]] = {
         Rule("evaluation.token_limits", ("sampling.max_new_tokens",), _token_limits),
         Rule("update.minibatches", ("sampling.prompts_per_step",), _minibatches),
         Rule(
-            "loss.kl_estimator", ("loss.kl_anchor",),
-            _if(lambda config: (config.loss.kl_anchor, config.loss.kl_estimator) == ("behavior", "exact"), default),
+            "loss.kl_estimator", ("loss.kl_to",),
+            _if(lambda config: (config.loss.kl_to, config.loss.kl_estimator) == ("behavior", "exact"), default),
         ),
         *_KL,
     ],

@@ -1,10 +1,9 @@
-"""Reads recipes: TOML and command-line overrides to a RunConfig or a ControlConfig, and back to TOML."""
+"""Reads recipes: TOML and command-line overrides to a RunConfig or a ControlConfig."""
 
 from __future__ import annotations
 
 import copy
 import difflib
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -18,6 +17,7 @@ from covey.config.fields import describe_type, did_you_mean, get_type_hints, pla
 from covey.config.files import read_toml
 from covey.config.foreign_names import answer
 from covey.config.recipe_files import find_recipe
+from covey.config.recipe_writing import plain, to_toml
 from covey.config.validate import validate
 
 _log = logging.getLogger(__name__)
@@ -313,71 +313,6 @@ def _refuse_unknown(table: dict[str, Any], hints: dict[str, Any], where: str, ro
         raise ConfigError(f"unknown field '{key}' {where}{advice}")
 
 
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """The config as nested dicts of plain values, ready for TOML or JSON; unset fields are left out.
-
-    `config_from_dict` reads it back to an equal config.
-    """
-    tables: dict[str, Any] = _plain(config)
-    if isinstance(config, RunConfig) and config.task is not None:
-        tables["task"] = {"name": task_name(config.task), **_plain(config.task)}
-    return tables
-
-
-def first_difference(first: Any, second: Any, where: str = "") -> str:
-    """The dotted name of the first value in which two nested tables differ; '' if they are equal."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        for key in [*first, *(key for key in second if key not in first)]:
-            name = f"{where}.{key}" if where else str(key)
-            if key not in first or key not in second:
-                return name
-            if found := first_difference(first[key], second[key], name):
-                return found
-        return ""
-    return "" if first == second else where
-
-
-def task_name(task: Any) -> str:
-    """The name of the task with this config, as in a recipe."""
-    return next(name for name, kind in TASK_CONFIGS.items() if kind is type(task))
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        pairs = ((item.name, getattr(value, item.name)) for item in fields(value))
-        return {name: _plain(item) for name, item in pairs if item is not None}
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
-
-
-def config_to_toml(config: Config) -> str:
-    """The config as TOML that reads back equal."""
-    tables = config_to_dict(config)
-    lines = [_line(name, value) for name, value in tables.items() if not isinstance(value, dict) and name != "rewards"]
-    for name, value in tables.items():
-        if isinstance(value, dict):
-            lines += ["", f"[{name}]", *(_line(key, item) for key, item in value.items())]
-    for reward in tables.get("rewards", ()):
-        lines += ["", "[[rewards]]", *(_line(key, item) for key, item in reward.items())]
-    return "\n".join(lines) + "\n"
-
-
-def write_config(config: Config, path: Path) -> None:
-    """Write the resolved config as TOML; `read_recipe` reads it back equal."""
-    path.write_text(config_to_toml(config), encoding="utf-8")
-
-
-def _line(name: str, value: Any) -> str:
-    return f"{name} = {_toml(value)}"
-
-
-def _toml(value: Any) -> str:
-    """A plain value in TOML. JSON's string escapes are TOML's; unprintable characters are escaped too."""
-    if isinstance(value, list):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
-
-
 def describe_fields(root: type = RunConfig) -> list[FieldHelp]:
     """Every field that a recipe can set: the top level first, then the tasks, the rewards and the other tables."""
     rows = _describe(root, "")
@@ -398,7 +333,7 @@ def _describe(kind: Any, section: str) -> list[FieldHelp]:
             continue
         choices = item.metadata["choices"]
         in_words = describe_type(hints[item.name])
-        default = "" if item.default is None else _toml(_plain(item.default))
+        default = "" if item.default is None else to_toml(plain(item.default))
         kind_text = " | ".join(choices) if choices and in_words == "text" else in_words
         rows.append(FieldHelp(section, item.name, kind_text, default, item.metadata["help"], item.metadata["advanced"]))
     return rows

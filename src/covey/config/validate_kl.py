@@ -29,10 +29,10 @@ def check_kl(loss: LossBase, update: UpdateBase, coefficient: float | None) -> N
     if loss.kl_warmup_steps and coefficient == 0:
         raise ConfigError("loss.kl_warmup_steps is set, but kl_coefficient is 0: take it out, or set kl_coefficient")
     once = update.epochs * update.minibatches == 1
-    if loss.kl_anchor == "behavior" and once and coefficient != 0:
+    if loss.kl_to == "behavior" and once and coefficient != 0:
         raise ConfigError(
-            "loss.kl_anchor is 'behavior', but with update.epochs and update.minibatches at 1 the policy is still the "
-            "one that sampled, and their KL is 0: raise one of them, or set kl_anchor to 'reference'"
+            "loss.kl_to is 'behavior', but with update.epochs and update.minibatches at 1 the policy is still the "
+            "one that sampled, and their KL is 0: raise one of them, or set kl_to to 'reference'"
         )
 
 
@@ -43,10 +43,10 @@ def check_language_kl(config: RunConfig) -> None:
         ConfigError: naming the field and the fix.
     """
     check_kl(config.loss, config.update, config.kl_coefficient)
-    if config.loss.kl_estimator == "exact" and config.loss.kl_anchor == "behavior":
+    if config.loss.kl_estimator == "exact" and config.loss.kl_to == "behavior":
         raise ConfigError(
-            "loss.kl_estimator = 'exact' with kl_anchor = 'behavior' would need the weights that sampled beside those "
-            "that learn: use 'k3', or set kl_anchor to 'reference'"
+            "loss.kl_estimator = 'exact' with kl_to = 'behavior' would need the weights that sampled beside those "
+            "that learn: use 'k3', or set kl_to to 'reference'"
         )
     if config.reference.refresh_fraction != 1 and not config.reference.refresh_every:
         raise ConfigError("reference.refresh_fraction is set, but nothing is refreshed: set reference.refresh_every")

@@ -99,7 +99,7 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
     coefficient = default.coefficient(1) if loss.kl_coefficient is None else loss.kl_coefficient
     estimator = KL_ESTIMATORS[loss.kl_estimator] if loss.kl_estimator else default.placement.estimator
     schedule = schedules.constant(coefficient, warmup_steps=loss.kl_warmup_steps)
-    penalty = KLPenalty(schedule, _kl_placement(loss.kl_anchor, estimator))
+    penalty = KLPenalty(schedule, _kl_placement(loss.kl_to, estimator))
     chosen = {name: value for name, value in options.items() if name in parameters}
     for field in ("clip_low", "clip_high", "dual_clip"):
         value = getattr(loss, field)

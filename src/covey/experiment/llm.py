@@ -36,7 +36,7 @@ from covey.experiment.llm_components import (
 from covey.llm.critic import LanguageCritic
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.grader import RewardGrader, WeightedReward, build_grader
+from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import (
     find_chat,
@@ -46,6 +46,7 @@ from covey.llm.model.loading import (
 )
 from covey.llm.policy import LanguagePolicy
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
+from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import Jsonl, build_task, task_of
 from covey.llm.tasks.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts

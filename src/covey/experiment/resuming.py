@@ -12,7 +12,8 @@ from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
 from covey.config.model_sources import CHECKPOINTS_FOLDER
-from covey.config.recipe import config_from_dict, config_to_dict, first_difference, read_tables, write_config
+from covey.config.recipe import config_from_dict, read_tables
+from covey.config.recipe_writing import config_to_dict, first_difference, write_config
 from covey.experiment.advice import Launch
 from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 from covey.tracking.console import Display

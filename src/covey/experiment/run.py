@@ -16,7 +16,7 @@ from covey.config import ConfigError, ControlConfig, MachineError, RunConfig
 from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
 from covey.config.inputs import input_checksums
-from covey.config.recipe import write_config
+from covey.config.recipe_writing import write_config
 from covey.config.validate import validate
 from covey.data import Task
 from covey.experiment import advice

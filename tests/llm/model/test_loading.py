@@ -240,7 +240,7 @@ def test_several_epochs_leave_the_old_policy_and_the_kl_to_it_is_felt(folder, tm
     config = config_for(
         tmp_path, "epochs", str(folder / "base"), steps=3, precision="fp32",
         update=UpdateConfig(learning_rate=2e-2, epochs=3),
-        loss=LossConfig(kl_anchor="behavior", kl_estimator=estimator, kl_coefficient=0.1),
+        loss=LossConfig(kl_to="behavior", kl_estimator=estimator, kl_coefficient=0.1),
     )  # fmt: skip
     validate(config, own_task=True)
     assert start(config) is not None

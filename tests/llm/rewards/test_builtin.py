@@ -15,8 +15,9 @@ from covey.comparison.compare import read_contestants, score_kind
 from covey.config import ConfigError, RewardConfig, RunConfig
 from covey.config.validate import check_reward
 from covey.data import EndReason, Group, Rollout, Start
-from covey.llm.grader import GradingError, WeightedReward, build_grader
+from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.builtin import countdown, digits, exact, format_match, numeric, read_number, solves_countdown
+from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import Arithmetic, Countdown, WordProblems
 
 

@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from covey.config import ConfigError, LossConfig, ProcessConfig, RewardConfig, RunConfig, RunningTotalConfig
 from covey.config.validate import validate
 from covey.data import EndReason, Group, Rollout, Start, collate
-from covey.llm.grader import GradingError, WeightedReward, build_grader
+from covey.llm.grader import GradingError, build_grader
 from covey.llm.model.chat import Chat
 from covey.llm.rewards.builtin import numeric, read_number, step_numbers
 from covey.llm.rewards.step_splitter import RULES, StepSplitter, lines, paragraphs, sentences, token_ends
+from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import RunningTotal
 
 BYTES = sorted(ByteLevel.alphabet())

@@ -5,6 +5,7 @@ runner                    calls a function under a deadline: in this process or 
 worker                    the process in which a user's function runs
 reward_call               one call and the check of its results
 process_state             process state that a function may change by accident, saved and restored
+weighted_reward           one term of a reward: a function, how it is called, its weight
 step_splitter             splits completions into reasoning steps
 unfinished_call           a record of the current call, for a run that is resumed
 """

@@ -1,0 +1,160 @@
+"""One term of a rollout's reward: a function, how it is called, and its weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.config import ConfigError, RewardConfig
+from covey.config.fields import check_fields
+from covey.config.validate import check_reward
+from covey.data import Group, Rollout, Start
+from covey.llm.rewards import builtin
+from covey.llm.rewards.runner import InProcess, RewardProcess, RewardRunner
+
+LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
+
+BUILT_IN: dict[str, Callable[..., list[Any]]] = {
+    "numeric": builtin.numeric,
+    "digits": builtin.digits,
+    "exact": builtin.exact,
+    "countdown": builtin.countdown,
+    "step_numbers": builtin.step_numbers,
+}
+
+
+@dataclass(frozen=True)
+class WeightedReward:
+    """One term of a rollout's reward."""
+
+    name: str
+    caller: RewardRunner
+    options: Mapping[str, Any]  # arguments from the config, not from the data
+    weight: float = 1.0
+    score: bool = False  # evaluations average this reward
+    timeout_seconds: float = 10.0
+    shaping: bool = False  # added by the run: counts only if one of the user's rewards has a value
+    per_step: bool = False  # a number for each reasoning step of a completion
+    binary: bool = False  # always 1 (right) or 0 (wrong), so its mean is an accuracy
+
+    @staticmethod
+    def from_function(
+        function: Callable[..., Any],
+        *,
+        weight: float = 1.0,
+        score: bool = False,
+        timeout_seconds: float = 60.0,
+        per_step: bool = False,
+        binary: bool = False,
+    ) -> WeightedReward:
+        """A reward from a Python callable with TRL's signature, called in a thread of this process.
+
+        Args:
+            score: evaluations average this reward; without one, the first of the run.
+            per_step: it returns a list for each completion, with one number for each reasoning step.
+            binary: it returns 1 (right) or 0 (wrong), so that its mean is an accuracy; else it is a score.
+
+        Raises:
+            ConfigError: if both binary and per_step are set.
+        """
+        if per_step and binary:
+            raise ConfigError("a reward per step is not binary: leave out per_step or binary")
+        name = getattr(function, "__name__", type(function).__name__)
+        return WeightedReward(
+            name, InProcess(function), {}, weight, score, timeout_seconds, per_step=per_step, binary=binary
+        )
+
+    @staticmethod
+    def from_config(config: RewardConfig) -> WeightedReward:
+        """A reward from its config: a built-in one, or a function by its name in a process of its own.
+
+        Raises:
+            ConfigError: if a field is invalid or the file is missing. The function itself is not loaded yet.
+        """
+        name = config.name or config.function.rpartition(":")[2]
+        check_reward(config, f"reward {name or '(no name)'}")
+        check_fields(config, f"reward {name}: ")
+        caller: RewardRunner
+        options: dict[str, Any] = {}
+        if config.function:
+            caller = RewardProcess(config.function, config.timeout_seconds)
+        elif config.name == "format":  # a regular expression may take exponential time
+            caller, options = RewardProcess(f"{builtin.__name__}:format_match"), {"pattern": config.pattern}
+        else:
+            caller = InProcess(BUILT_IN[config.name])
+            if config.name != "countdown":
+                options = {"answer_column": config.answer_column}
+        return WeightedReward(
+            name,
+            caller,
+            options,
+            config.weight,
+            config.score,
+            config.timeout_seconds,
+            per_step=config.is_per_step,
+            binary=config.is_binary,
+        )
+
+    @staticmethod
+    def overlong(max_new_tokens: int, overlong_tokens: int) -> WeightedReward:
+        """DAPO's length penalty of completions near the token limit, which a run adds to its rewards."""
+        options = {"max_new_tokens": max_new_tokens, "overlong_tokens": overlong_tokens}
+        return WeightedReward("overlong", InProcess(builtin.overlong), options, shaping=True)
+
+    def evaluate(self, groups: Sequence[Group], seconds: float) -> list[RewardResult]:
+        """Call the function once for all rollouts of `groups`; returns the results, and stores logs in the groups."""
+        rows = [(group.start, rollout) for group in groups for rollout in group.rollouts]
+        columns = dict.fromkeys(name for start, _ in rows for name in start.columns)
+        arguments = {
+            "prompts": [start.prompt for start, _ in rows],
+            "completions": [completion_of(start, rollout) for start, rollout in rows],
+            "completion_ids": [list(rollout.actions) for _, rollout in rows],
+            **{name: [start.columns.get(name) for start, _ in rows] for name in columns},
+            **self.options,
+        }
+        counts = None
+        if self.per_step:
+            steps = [list(rollout.step_texts or [rollout.text]) for _, rollout in rows]
+            arguments["steps"], counts = steps, [len(texts) for texts in steps]
+        results = self.caller.call(arguments, rows[0][1].version, seconds, counts)
+        for metric, numbers in results.metrics.items():
+            groups[0].logged.setdefault(f"{self.name}/{metric}", []).extend(numbers)
+        for column, values in results.extras.items():
+            for (_, rollout), value in zip(rows, values, strict=True):
+                rollout.extras.setdefault(self.name, {})[column] = value
+        return [_result_of(result, binary=self.binary) for result in results.values]
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Result of one reward for one rollout: a value, None on purpose, or an error."""
+
+    value: float | None
+    error: str = ""
+    steps: Sequence[float] = ()  # of a step reward: the reward of each step; `value` is their sum
+
+    @property
+    def score(self) -> float | None:
+        """The number that evaluations average: the value, or the mean over the steps of a step reward."""
+        return self.value / len(self.steps) if self.value is not None and self.steps else self.value
+
+
+def completion_of(start: Start, rollout: Rollout) -> Any:
+    """A completion in TRL's form: messages if the prompt is messages, else a string."""
+    return rollout.text if isinstance(start.prompt, str) else [{"role": "assistant", "content": rollout.text}]
+
+
+def _result_of(result: float | list[float] | None, *, binary: bool) -> RewardResult:
+    if result is None:
+        return RewardResult(None)
+    if binary and math.isfinite(result) and result not in (0, 1):  # type: ignore[arg-type]  # steps are not binary
+        return RewardResult(
+            None, f"returned {result:g}, but it is binary: let it return 0 or 1, or take out binary = true"
+        )
+    numbers = result if isinstance(result, list) else [result]
+    for number in numbers:
+        if not abs(number) <= LARGEST_REWARD:  # True for NaN
+            return RewardResult(None, f"returned {number}")
+    return RewardResult(math.fsum(numbers), steps=numbers) if isinstance(result, list) else RewardResult(result)
