@@ -35,9 +35,9 @@ def build(recipe: str, overrides: Sequence[str], folder: str) -> Experiment:
     config = read_recipe(recipe, overrides)
     assert isinstance(config, ControlConfig)
     config = replace(config, evaluation=replace(config.evaluation, every=0))
-    world = ControlBuilder(config)
-    display = Display(config.steps, world=world.name, score_kind=world.score_kind, title=recipe)
-    return world.build(RunStore(folder), display)
+    builder = ControlBuilder(config)
+    display = Display(config.steps, domain=builder.name, score_kind=builder.score_kind, title=recipe)
+    return builder.build(RunStore(folder), display)
 
 
 def reach(recipe: str, overrides: Sequence[str]) -> dict[str, float]:

@@ -103,7 +103,7 @@ def make_run(returns: list[float], *, seed: int = 0, final: float = 500.0, slow:
     steps = np.arange(1.0, len(returns) + 1)
     run = SeedRun(
         seed=seed,
-        world=CONTROL,
+        wording=CONTROL,
         spent={"episodes": 10 * steps, "environment steps": 1000 * steps, SECONDS: slow * steps},
         returns_S=np.array(returns, dtype=float),
         evaluations_S=np.full(len(returns), math.nan),
@@ -173,7 +173,7 @@ def write_run(folder: Path, records: list[dict], score: float = 480.0, kind: str
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     after = {"score": score, "low": score - 1, "high": score + 1, "count": 100}
-    told = {"world": "control" if kind == "return" else "language", "score_kind": kind}
+    told = {"domain": "control" if kind == "return" else "language", "score_kind": kind}
     summary = told | {"peak_memory_bytes": 123, "evaluations": [{"before": after, "after": after}]}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
@@ -183,7 +183,7 @@ def test_a_run_folder_is_read(tmp_path: Path) -> None:
     first = {"step": 1, "environment/episodes": 8, "environment/steps": 200, "time/step": 0.5, "score/mean": 25.0}
     second = {"step": 2, "environment/episodes": 8, "environment/steps": 500, "time/step": 0.25, "eval/score": 70.0}
     run = read_seed_run(write_run(tmp_path / "a", [first, second]), seed=3)
-    assert (run.seed, run.world, run.final, run.peak_bytes) == (3, CONTROL, 480.0, 123)
+    assert (run.seed, run.wording, run.final, run.peak_bytes) == (3, CONTROL, 480.0, 123)
     assert run.spent["episodes"].tolist() == [8, 8]
     assert run.spent["environment steps"].tolist() == [200, 500]
     assert run.spent[SECONDS].tolist() == [0.5, 0.75]
@@ -193,7 +193,7 @@ def test_a_run_folder_is_read(tmp_path: Path) -> None:
 
     records = [{"step": n, "decisions/sampled": 100, "time/step": 1.0, "score/mean": 0.5} for n in (1, 2)]
     language = read_seed_run(write_run(tmp_path / "b", records, score=0.5, kind="accuracy"), seed=0)
-    assert (language.world.world, language.world.kind) == ("language", ACCURACY)
+    assert (language.wording.domain, language.wording.kind) == ("language", ACCURACY)
     assert language.spent["tokens"].tolist() == [100, 200]
 
     (tmp_path / "a" / "summary.json").unlink()

@@ -64,7 +64,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_in_python_records_what_it_did(run_dir: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     metrics = read_metrics(run_dir)
-    assert (summary["world"], summary["environment"], summary["expected_return"]) == ("control", "CartPole-v1", 475.0)
+    assert (summary["domain"], summary["environment"], summary["expected_return"]) == ("control", "CartPole-v1", 475.0)
     assert summary["episodes"] == metrics[-1]["environment/episodes"] == 6 * 3 * 6
     assert summary["environment_steps"] == metrics[-1]["environment/steps"] == summary["decisions_sampled"]
     assert [line["step"] for line in metrics if "eval/score" in line] == [2, 4, 6]

@@ -100,7 +100,7 @@ def ended(run_dir: Path, verdict: str) -> dict[str, Any]:
     first, second = (
         dict(zip(("score", "low", "high"), values, strict=True)) | {"count": 3} for values in (before, after)
     )
-    changes = {} if expected is None and summary["world"] == "language" else {"expected_return": expected}
+    changes = {} if expected is None and summary["domain"] == "language" else {"expected_return": expected}
     return summary | changes | {"evaluations": [{"max_new_tokens": 6, "before": first, "after": second}]}
 
 

@@ -41,7 +41,7 @@ def test_a_run_folder_holds_all_that_was_promised(trained):
     names = {path.name for path in run_dir.iterdir()}
     assert names >= {"config.toml", "metrics.jsonl", "rollouts", "checkpoints", "model", "summary.json", "curve.png"}
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["world"], summary["score_kind"]) == ("language", "score"), "digits gives partial credit"
+    assert (summary["domain"], summary["score_kind"]) == ("language", "score"), "digits gives partial credit"
     assert [e["max_new_tokens"] for e in summary["evaluations"]] == [6, 9]
     for evaluation in summary["evaluations"]:
         for when in ("before", "after"):

@@ -28,7 +28,7 @@ main()
 """
 MOMENTS = {
     "reading the recipe": Interrupt("covey.cli.main", "read_recipe"),
-    "looking for the world": Interrupt("covey.experiment.run", "open_world"),
+    "opening the experiment": Interrupt("covey.experiment.run", "open_builder"),
     "compiling": Interrupt("covey.experiment.llm", "find_kernels"),
     "loading the model": Interrupt("covey.experiment.llm", "load_model"),
     "the first evaluation": Interrupt("covey.experiment.evaluate_llm", "HeldOut._measure"),

@@ -31,7 +31,7 @@ def train_quickly(job: SeedJob) -> dict[str, Any]:
     (job.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     after = {"score": level - job.seed, "low": 0.0, "high": 500.0, "count": 100}
     summary = {
-        "world": "control",
+        "domain": "control",
         "score_kind": "return",
         "peak_memory_bytes": 2**28,
         "evaluations": [{"before": after, "after": after}],

@@ -138,14 +138,14 @@ def train_quietly(
     config: ControlConfig, run_dir: Path, change: Callable[[Components], Components] = lambda parts: parts
 ) -> Components:
     """The whole training loop of a run, without evaluation and curve; `change` may exchange parts of it."""
-    world = ControlBuilder(config)
+    builder = ControlBuilder(config)
     try:
-        display = Display(config.steps, world=world.name, score_kind=world.score_kind, console=Console(quiet=True))
-        experiment = world.build(RunStore(run_dir), display)
+        display = Display(config.steps, domain=builder.name, score_kind=builder.score_kind, console=Console(quiet=True))
+        experiment = builder.build(RunStore(run_dir), display)
         parts = change(experiment.parts)
         train(parts, experiment.settings, Progress(), should_stop=lambda: False)
     finally:
-        world.close()
+        builder.close()
     return parts
 
 

@@ -129,7 +129,7 @@ def summary(before: tuple[float, float, float], after: tuple[float, float, float
     keys = ("score", "low", "high")
     first, second = ({**dict(zip(keys, values, strict=True)), "count": 256} for values in (before, after))
     return {
-        "world": "language",
+        "domain": "language",
         "score_kind": "accuracy",
         "run_dir": "runs/demo-001",
         "recipe": "demo",
@@ -167,7 +167,7 @@ CONTROL_METRICS = {
 def control_summary(before: tuple[float, float, float], after: tuple[float, float, float]) -> dict[str, Any]:
     first, second = (dict(zip(("score", "low", "high"), values, strict=True), count=100) for values in (before, after))
     return {
-        "world": "control",
+        "domain": "control",
         "score_kind": "return",
         "run_dir": "runs/pole-001",
         "recipe": "my recipes/pole.toml",
@@ -185,7 +185,7 @@ def control_summary(before: tuple[float, float, float], after: tuple[float, floa
 
 
 def test_control_is_told_in_its_own_words() -> None:
-    display = Display(300, world="control", score_kind="return", console=console())
+    display = Display(300, domain="control", score_kind="return", console=console())
     with display:
         display.record(1, CONTROL_METRICS, groups())
         display.record(2, CONTROL_METRICS, groups())  # within the same second
@@ -203,7 +203,7 @@ def test_control_is_told_in_its_own_words() -> None:
 
 
 def test_the_panel_of_control_keeps_the_last_value_of_what_is_not_measured_at_every_step() -> None:
-    display = Display(300, world="control", score_kind="return", console=console(terminal=True))
+    display = Display(300, domain="control", score_kind="return", console=console(terminal=True))
     with display:
         display.record(1, CONTROL_METRICS, groups())
         display.record(2, {**CONTROL_METRICS, "score/mean": 300.0, "eval/score": 401.5}, groups())
@@ -220,7 +220,7 @@ def test_samples_of_control_name_the_seed_and_the_return() -> None:
         text = f"{steps} steps, terminated"
         return Rollout(None, [0] * steps, [0.0] * steps, EndReason.TERMINATED, text, reward=float(steps))
 
-    display = Display(2, 1, world="control", score_kind="return", console=console())
+    display = Display(2, 1, domain="control", score_kind="return", console=console())
     display.record(1, {}, [Group(Start(0, 4711), [episode(9), episode(53)])])
     assert written(display).splitlines()[1:] == [
         "  seed      4711",
@@ -230,7 +230,7 @@ def test_samples_of_control_name_the_seed_and_the_return() -> None:
 
 
 def test_the_end_of_control_shows_returns_and_what_they_cost() -> None:
-    display = Display(world="control", score_kind="return", console=console())
+    display = Display(domain="control", score_kind="return", console=console())
     display.show_summary(control_summary((-1234.5, -1300.0, -1200.0), (0.5, 0.25, 9.0)), "Next: covey eval")
     text = written(display)
     for part in ("Mean return of 100 evaluation episodes", "CartPole-v1", "-1,234.5 (-1,300.0 to -1,200.0)",

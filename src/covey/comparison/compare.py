@@ -122,8 +122,8 @@ def _train_and_report(
     )
     if seeds < LEAST_SEEDS:
         _say(console, f"fewer than {LEAST_SEEDS} seeds: the curves will be drawn, but no difference will be claimed")
-    world = "control" if isinstance(contestants[0].config, ControlConfig) else "llm"
-    needed = ("covey.experiment.run", f"covey.experiment.{world}")
+    domain = "control" if isinstance(contestants[0].config, ControlConfig) else "llm"
+    needed = ("covey.experiment.run", f"covey.experiment.{domain}")
     side_by_side = ParallelRunner(train_seed, at_once, preload=needed, console=console)
     try:
         failures = side_by_side.run(missing)

@@ -130,7 +130,7 @@ class SeedRun:
     """One finished run, read from its folder. Arrays have one entry per training step."""
 
     seed: int
-    world: Wording
+    wording: Wording
     spent: dict[str, Floats]  # axis -> [S], cumulative cost after each step; seconds without evaluations
     returns_S: Floats  # mean score of the step's own rollouts; NaN if no episode ended
     evaluations_S: Floats  # greedy evaluation after the step; NaN if there was none
@@ -141,7 +141,7 @@ class SeedRun:
     @property
     def seconds_per_thousand(self) -> float:
         """Seconds of training for 1,000 episodes (or tokens)."""
-        return float(1000 * self.spent[SECONDS][-1] / max(self.spent[self.world.counted][-1], 1))
+        return float(1000 * self.spent[SECONDS][-1] / max(self.spent[self.wording.counted][-1], 1))
 
 
 def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
@@ -156,18 +156,18 @@ def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
         summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
         after = summary["evaluations"][0]["after"]
         final, count, peak = float(after["score"]), int(after["count"]), int(summary["peak_memory_bytes"])
-        world = find_wording(summary)
+        wording = find_wording(summary)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise path_error(error, f"{run_dir} holds no finished run that can be compared, delete it", run_dir) from error
     seconds = np.cumsum(_column(records, "time/step"))
-    if world.world == "control":
+    if wording.domain == "control":
         spent = (_column(records, "environment/episodes"), _column(records, "environment/steps"), seconds)
     else:
         spent = (_column(records, "step"), np.cumsum(_column(records, "decisions/sampled")), seconds)
     return SeedRun(
         seed=seed,
-        world=world,
-        spent=dict(zip(world.axes, spent, strict=True)),
+        wording=wording,
+        spent=dict(zip(wording.axes, spent, strict=True)),
         returns_S=_column(records, "score/mean"),
         evaluations_S=_column(records, "eval/score"),
         final=final,
@@ -187,7 +187,7 @@ def trailing_mean(run: SeedRun) -> Floats:
 
     Steps before the first 100 episodes have the mean of the episodes so far. A step is weighted by its episodes.
     """
-    if run.world.world != "control":
+    if run.wording.domain != "control":
         return run.returns_S
     ended_S = run.spent["episodes"]
     counts_S = np.where(np.isnan(run.returns_S), 0.0, np.diff(ended_S, prepend=0.0))
@@ -224,7 +224,7 @@ def find_threshold(run: SeedRun, threshold: float, *, evaluated: bool) -> Thresh
     measured_S[-1] = run.final
     (reached,) = np.nonzero(measured_S >= threshold)  # a comparison with NaN is False
     if not len(reached):
-        return Threshold(dict.fromkeys(run.world.axes, math.inf), kept=False)
+        return Threshold(dict.fromkeys(run.wording.axes, math.inf), kept=False)
     later = measured_S[reached[0] :]
     spent = {axis: float(values[reached[0]]) for axis, values in run.spent.items()}
     return Threshold(spent, kept=bool((later[~np.isnan(later)] >= threshold).all()))

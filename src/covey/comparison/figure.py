@@ -34,7 +34,7 @@ def draw_learning_curves(comparison: Comparison, path: Path) -> Path:
     Thin: each seed, unsmoothed. Thick: the smoothed interquartile mean over seeds with its 95 % band. A marker on the
     line of the threshold is the median cost at which seeds reached it.
     """
-    axes_names = comparison.world.axes
+    axes_names = comparison.wording.axes
     columns = max(1, min(len(comparison.runs), LEGEND_CHARACTERS // (8 + max(map(len, comparison.runs)))))
     rows = -(-len(comparison.runs) // columns)
     height = 5.7 + 0.25 * rows
@@ -45,7 +45,7 @@ def draw_learning_curves(comparison: Comparison, path: Path) -> Path:
     panels = figure.subplots(1, len(axes_names), sharey=True)
     for panel, axis in zip(panels, axes_names, strict=True):
         _draw_panel(panel, comparison, axis)
-    panels[0].set_ylabel(f"{comparison.world.kind.name} while training, sampled actions", color=MUTED, fontsize=10)
+    panels[0].set_ylabel(f"{comparison.wording.kind.name} while training, sampled actions", color=MUTED, fontsize=10)
     panels[0].yaxis.set_major_formatter(_score_ticks(comparison))
     seen = np.concatenate(
         [run.returns_S[~np.isnan(run.returns_S)] for runs in comparison.runs.values() for run in runs]
@@ -106,7 +106,7 @@ def _draw_threshold(panel: Axes, comparison: Comparison, axis: str) -> list[floa
 
 def draw_final_scores(comparison: Comparison, path: Path) -> Path:
     """Draw every seed's final score, and the interquartile mean with its 95 % interval; returns the picture's path."""
-    runs, kind = comparison.runs, comparison.world.kind
+    runs, kind = comparison.runs, comparison.wording.kind
     figure = Figure(figsize=(9, 1.9 + 0.85 * len(runs)), dpi=150, facecolor="white", layout="constrained")
     panel = figure.subplots()
     _decorate(panel, grid="x")
@@ -127,8 +127,8 @@ def draw_final_scores(comparison: Comparison, path: Path) -> Path:
     panel.set_ylim(len(runs) - 0.4, -0.6)
     panel.margins(x=0.06)
     count = next(iter(runs.values()))[0].final_count
-    what = comparison.world.count_measured(count)
-    panel.set_xlabel(f"final {comparison.world.kind.name}, mean of {what}", color=INK, fontsize=10)
+    what = comparison.wording.count_measured(count)
+    panel.set_xlabel(f"final {comparison.wording.kind.name}, mean of {what}", color=INK, fontsize=10)
     panel.xaxis.set_major_formatter(_score_ticks(comparison))
     panel.set_title(f"{comparison.subject}: final score of each seed", loc="left", fontsize=13, fontweight="bold",
                     color=INK, pad=22)  # fmt: skip
@@ -144,7 +144,7 @@ def _spread(count: int) -> np.ndarray:
 
 
 def _score_ticks(comparison: Comparison) -> FuncFormatter:
-    return FuncFormatter(lambda value, _: comparison.world.kind.write_tick(value))
+    return FuncFormatter(lambda value, _: comparison.wording.kind.write_tick(value))
 
 
 def _head(figure: Figure, comparison: Comparison, columns: int) -> None:
@@ -157,7 +157,7 @@ def _head(figure: Figure, comparison: Comparison, columns: int) -> None:
     if comparison.threshold is not None:
         note += f" Marker: median seed reaches {comparison.threshold:g}."
     inch = 1 / figure.get_figheight()
-    title = f"{comparison.subject}: {comparison.world.kind.name} by cost"
+    title = f"{comparison.subject}: {comparison.wording.kind.name} by cost"
     figure.text(0.012, 1 - 0.14 * inch, title, fontsize=15, fontweight="bold", color=INK, va="top")
     figure.text(0.012, 1 - 0.46 * inch, note, fontsize=10, color=MUTED, va="top")
     handles = []

@@ -41,9 +41,9 @@ class Comparison:
     machine: str = ""  # description of the machine that the seconds were measured on
 
     @property
-    def world(self) -> Wording:
+    def wording(self) -> Wording:
         """The texts for this kind of run."""
-        return next(iter(self.runs.values()))[0].world
+        return next(iter(self.runs.values()))[0].wording
 
     @property
     def evaluated(self) -> bool:
@@ -69,11 +69,11 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
             "seconds_per_thousand": median(run.seconds_per_thousand for run in runs),
         }
         if label in thresholds:
-            recipes[label] |= _describe_thresholds(thresholds[label], comparison.world)
+            recipes[label] |= _describe_thresholds(thresholds[label], comparison.wording)
     return {
         "subject": comparison.subject,
-        "score": comparison.world.kind.name,
-        "counted": comparison.world.counted,
+        "score": comparison.wording.kind.name,
+        "counted": comparison.wording.counted,
         "final_count": next(iter(comparison.runs.values()))[0].final_count,
         "threshold": comparison.threshold,
         "threshold_measured_by": "evaluation" if comparison.evaluated else "training",
@@ -99,8 +99,8 @@ def find_thresholds(comparison: Comparison) -> dict[str, list[Threshold]]:
     }
 
 
-def _describe_thresholds(found: Sequence[Threshold], world: Wording) -> dict[str, Any]:
-    spent = {axis: [one.spent[axis] for one in found] for axis in world.axes}
+def _describe_thresholds(found: Sequence[Threshold], wording: Wording) -> dict[str, Any]:
+    spent = {axis: [one.spent[axis] for one in found] for axis in wording.axes}
     return {
         "reached": sum(one.reached for one in found),
         "kept": sum(one.kept for one in found),
@@ -117,13 +117,13 @@ def _compare_pair(
     """The probability of improvement by every measure; lower is better in all except the first."""
     runs = comparison.runs
     measures = {
-        f"final {comparison.world.kind.name}": [[run.final for run in runs[label]] for label in (first, second)]
+        f"final {comparison.wording.kind.name}": [[run.final for run in runs[label]] for label in (first, second)]
     }
-    for axis in comparison.world.axes if thresholds else ():
+    for axis in comparison.wording.axes if thresholds else ():
         spent = [[-one.spent[axis] for one in thresholds[label]] for label in (first, second)]
         measures[f"{axis} to {comparison.threshold:g}"] = spent
     prices = [[-run.seconds_per_thousand for run in runs[label]] for label in (first, second)]
-    measures[f"seconds per 1,000 {comparison.world.counted}"] = prices
+    measures[f"seconds per 1,000 {comparison.wording.counted}"] = prices
     pairs = []
     for measure, (ours, theirs) in measures.items():
         chance = probability_of_improvement(ours, theirs)
@@ -160,7 +160,7 @@ def markdown_report(comparison: Comparison, summary: dict[str, Any]) -> str:
     ]
     sections = [_final_section(summary), _threshold_section(summary), _cost_section(summary), _pairs_section(summary)]
     body = [line for section in sections if section for line in ("", *section)]
-    return "\n".join([*head, *body, "", *_how_measured(summary, comparison.world)]) + "\n"
+    return "\n".join([*head, *body, "", *_how_measured(summary, comparison.wording)]) + "\n"
 
 
 def findings(summary: dict[str, Any]) -> list[str]:
@@ -276,8 +276,8 @@ def _pairs_section(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _how_measured(summary: dict[str, Any], world: Wording) -> list[str]:
-    score, after = summary["score"], world.count_measured(summary["final_count"])
+def _how_measured(summary: dict[str, Any], wording: Wording) -> list[str]:
+    score, after = summary["score"], wording.count_measured(summary["final_count"])
     lines = [
         "## How this was measured",
         "",
@@ -292,7 +292,7 @@ def _how_measured(summary: dict[str, Any], world: Wording) -> list[str]:
     ]
     if summary["threshold"] is not None:
         by_evaluation = summary["threshold_measured_by"] == "evaluation"
-        measure = "the evaluations while training" if by_evaluation else world.training_score
+        measure = "the evaluations while training" if by_evaluation else wording.training_score
         lines.append(f"- The threshold is compared with {measure}, and at the last step with the final {score}.")
     if summary["machine"]:
         lines.append(f"- Machine: {summary['machine']}.")

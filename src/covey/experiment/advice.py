@@ -118,12 +118,12 @@ def go_on(launch: Launch, run_dir: str | Path) -> str:
 
 def after_training(run: Finished, summary: dict[str, Any]) -> str:
     """One suggestion, according to the outcome of the first evaluation."""
-    world, found, expected = find_wording(summary), verdict(summary), summary.get("expected_return")
-    chosen = next(advice for advice in ADVICE[summary["world"]][found] if advice.possible(run))
+    wording, found, expected = find_wording(summary), verdict(summary), summary.get("expected_return")
+    chosen = next(advice for advice in ADVICE[summary["domain"]][found] if advice.possible(run))
     parts = [FINDINGS[found], f"Next: {chosen.words}: {chosen.command(run)}"]
     if expected is not None:
         reached = "reached" if found == "reached" else "not reached"
-        parts.insert(0, f"The expected return of {world.kind.write(expected)} is {reached}.")
+        parts.insert(0, f"The expected return of {wording.kind.write(expected)} is {reached}.")
     return " ".join(part for part in parts if part)
 
 

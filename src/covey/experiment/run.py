@@ -66,15 +66,15 @@ def run(
     rewards = _listed(rewards)
     validate(config, own_task=task is not None, own_rewards=bool(rewards))
     inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
-    world = open_world(config, task, rewards)
+    builder = open_builder(config, task, rewards)
     try:
         run_dir = config.run_dir or claim_run_dir(Path(recipe_name).stem)
         with RunStore(run_dir) as store, _faults_of_run(store):
             with faults_of(store.run_dir / CONFIG_FILE):
-                write_config(replace(world.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
-            return _execute(world, store, launch or Launch.from_python(recipe_name, task, rewards), inputs)
+                write_config(replace(builder.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
+            return _execute(builder, store, launch or Launch.from_python(recipe_name, task, rewards), inputs)
     finally:
-        world.close()
+        builder.close()
 
 
 def resume(
@@ -95,19 +95,19 @@ def resume(
         validate(config, own_task=task is not None, own_rewards=bool(rewards))
         inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
         refuse_changed_inputs(origin, inputs, config, store.run_dir)
-        world = open_world(config, task, rewards)
+        builder = open_builder(config, task, rewards)
         try:
             launch = advice.read_launch(store.run_dir) or Launch(str(store.run_dir / CONFIG_FILE))
-            return _execute(world, store, launch, inputs, origin, notes, resuming=True)
+            return _execute(builder, store, launch, inputs, origin, notes, resuming=True)
         finally:
-            world.close()
+            builder.close()
 
 
 def _listed(rewards: Reward | Sequence[Reward]) -> Sequence[Reward]:
     return tuple(rewards) if isinstance(rewards, Sequence) and not isinstance(rewards, str) else (rewards,)
 
 
-def open_world(
+def open_builder(
     config: RunConfig | ControlConfig, task: TaskSource | None = None, rewards: Sequence[Reward] = ()
 ) -> ExperimentBuilder:
     """The experiment builder of a config, whose light parts are checked.
@@ -128,7 +128,7 @@ def open_world(
 
 
 def _execute(
-    world: ExperimentBuilder,
+    builder: ExperimentBuilder,
     store: RunStore,
     launch: Launch,
     inputs: dict[str, str],
@@ -137,28 +137,28 @@ def _execute(
     *,
     resuming: bool = False,
 ) -> Summary | None:
-    config = world.config
+    config = builder.config
     display = Display(
         config.steps,
         config.show_rollouts_every,
         title=f"covey: {launch.title}",
-        world=world.name,
-        score_kind=world.score_kind,
+        domain=builder.name,
+        score_kind=builder.score_kind,
     )
-    display.note(f"{world.describe()}; everything goes to {store.run_dir}")
-    for line in (*world.notes, *notes):
+    display.note(f"{builder.describe()}; everything goes to {store.run_dir}")
+    for line in (*builder.notes, *notes):
         display.note(line)
-    set_last_words(lambda: f"interrupted. {_how_to_continue(world, store.run_dir, launch)}")
+    set_last_words(lambda: f"interrupted. {_how_to_continue(builder, store.run_dir, launch)}")
     try:
         with outlasting_output():
-            return _train(world, store, launch, inputs, display, origin, resuming=resuming)
+            return _train(builder, store, launch, inputs, display, origin, resuming=resuming)
     except KeyboardInterrupt:
         say_last_words()
         raise
 
 
 def _train(
-    world: ExperimentBuilder,
+    builder: ExperimentBuilder,
     store: RunStore,
     launch: Launch,
     inputs: dict[str, str],
@@ -167,11 +167,11 @@ def _train(
     *,
     resuming: bool,
 ) -> Summary | None:
-    experiment = world.build(store, display)
+    experiment = builder.build(store, display)
     parts, settings = experiment.parts, experiment.settings
     with display:
         if origin is None:  # the weights are the initial ones
-            origin = new_origin(launch, world.config, inputs, experiment.machine, experiment.measure("before"))
+            origin = new_origin(launch, builder.config, inputs, experiment.machine, experiment.measure("before"))
             write_atomically(store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
         progress = Progress()
         if resuming:
@@ -181,23 +181,23 @@ def _train(
         with stop_requests(display.note) as stopped:
             train(parts, settings, progress, should_stop=stopped)
         if stopped() or not settings.is_done(progress):
-            display.note(f"stopped after step {progress.step}. {_how_to_continue(world, store.run_dir, launch)}")
+            display.note(f"stopped after step {progress.step}. {_how_to_continue(builder, store.run_dir, launch)}")
             return None
         after = experiment.measure("after")
     write_folders(store.run_dir, experiment.save)
-    summary = _summarise(world, store, progress, origin, after) | experiment.facts()
+    summary = _summarise(builder, store, progress, origin, after) | experiment.facts()
     store.write_summary(summary)
     with faults_of(store.run_dir / CURVE_FILE):
         draw_curve(store.run_dir)
-    finished = advice.Finished(launch, world.config, str(store.run_dir), world.drawable())
+    finished = advice.Finished(launch, builder.config, str(store.run_dir), builder.drawable())
     display.show_summary(summary, advice.after_training(finished, summary))
     return summary
 
 
-def _how_to_continue(world: ExperimentBuilder, run_dir: Path, launch: Launch) -> str:
+def _how_to_continue(builder: ExperimentBuilder, run_dir: Path, launch: Launch) -> str:
     if holds_run(run_dir):
         return f"Go on with: {advice.go_on(launch, run_dir)}"
-    return f"Start again with: {advice.start(launch, world.config, {}, keep_folder=True)}"
+    return f"Start again with: {advice.start(launch, builder.config, {}, keep_folder=True)}"
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def _faults_of_run(store: RunStore) -> Iterator[None]:
 
 
 def _summarise(
-    world: ExperimentBuilder,
+    builder: ExperimentBuilder,
     store: RunStore,
     progress: Progress,
     origin: Origin,
@@ -231,12 +231,12 @@ def _summarise(
     steps = read_metrics(store.run_dir)
     measured = [*origin["before"], *after]
     return {
-        "world": world.name,
-        "score_kind": world.score_kind,
+        "domain": builder.name,
+        "score_kind": builder.score_kind,
         "run_dir": str(store.run_dir),
         "recipe": origin["recipe"],
-        "algorithm": world.config.algorithm,
-        "seed": world.config.seed,
+        "algorithm": builder.config.algorithm,
+        "seed": builder.config.seed,
         "steps": progress.step,
         "seconds": sum(step.get("time/step", 0.0) for step in steps) + sum(result["seconds"] for result in measured),
         "decisions_sampled": progress.decisions,
@@ -261,12 +261,12 @@ def check(config: RunConfig | ControlConfig) -> list[str]:
         ConfigError: for the first fault.
     """
     validate(config)
-    world = open_world(config)
-    world.close()
+    builder = open_builder(config)
+    builder.close()
     if isinstance(config, RunConfig):
         from covey.experiment.backend_report import report_backend
         from covey.llm.model.loading import check_model_files
 
         check_model_files(config.model)
-        return [*world.notes, report_backend(config)]
-    return list(world.notes)
+        return [*builder.notes, report_backend(config)]
+    return list(builder.notes)

@@ -38,7 +38,7 @@ QUIET_SECONDS = 1.0  # minimum interval between lines of a log, for quick steps
 class Display:
     """Shows a run. An `Observer` of the loop and a context manager.
 
-    `world` and `score_kind` select the texts (`covey.tracking.wording.find_wording`). With `total_steps` 0 there is no
+    `domain` and `score_kind` select the texts (`covey.tracking.wording.find_wording`). With `total_steps` 0 there is no
     panel, only notes and progress bars, for commands that do not train.
     """
 
@@ -47,14 +47,14 @@ class Display:
         total_steps: int = 0,
         show_rollouts_every: int = 0,
         *,
-        world: str = "language",
+        domain: str = "language",
         score_kind: str = "accuracy",
         title: str = "covey",
         console: Console | None = None,
     ) -> None:
         self.total_steps = total_steps
         self.show_rollouts_every = show_rollouts_every
-        self.world: Wording = find_wording({"world": world, "score_kind": score_kind})
+        self.wording: Wording = find_wording({"domain": domain, "score_kind": score_kind})
         self.title = title
         self.step = 0
         self.console = console or Console()
@@ -63,7 +63,7 @@ class Display:
         on_terminal = self.console.is_terminal and not self.console.is_dumb_terminal and self._notebook is None
         self.is_live = on_terminal or self._notebook is not None
         self.metrics: dict[str, float] = {}  # last value of every measured metric
-        self.history: dict[str, list[float]] = {name: [] for name in self.world.drawn}
+        self.history: dict[str, list[float]] = {name: [] for name in self.wording.drawn}
         self._last_line = -math.inf
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._last_record = time.monotonic()
@@ -86,12 +86,12 @@ class Display:
         self._pace.append(now - self._last_record)
         self._last_record = now
         self._take_in(step, metrics)
-        due = not self.world.quick or now - self._last_line >= QUIET_SECONDS or step == self.total_steps
+        due = not self.wording.quick or now - self._last_line >= QUIET_SECONDS or step == self.total_steps
         if not self.is_live and (due or "eval/score" in metrics):
             self._last_line = now
             self._say(self.step_line(metrics))
         if self.show_rollouts_every and step % self.show_rollouts_every == 0:
-            shown = sample_rollouts(step, groups, self.world.prompt)
+            shown = sample_rollouts(step, groups, self.wording.prompt)
             self._print(shown, soft_wrap=not self.console.is_terminal)
         self._draw(now=step == self.total_steps)
 
@@ -117,14 +117,14 @@ class Display:
         """A progress bar for `total` items; call the yielded function with the number of items just finished."""
         bar = _Bar(label, total, lambda: self._draw(now=False))
         self._bars.append(bar)
-        if not self.is_live and not self.world.quick:
+        if not self.is_live and not self.wording.quick:
             self._say(f"{label} ...")
         try:
             yield bar.advance
         finally:
             self._bars.remove(bar)
         seconds = time.monotonic() - bar.began
-        if not self.is_live and (not self.world.quick or seconds >= QUIET_SECONDS):
+        if not self.is_live and (not self.wording.quick or seconds >= QUIET_SECONDS):
             self._say(f"{label}: done in {seconds:.1f} s")
         self._last_record += seconds  # an evaluation does not count as time of a step
 
@@ -144,7 +144,7 @@ class Display:
         """One line for the last step, from its metrics."""
         width = len(str(self.total_steps))
         parts = [f"step {self.step:>{width}}/{self.total_steps}"]
-        parts += [f"{shown.label} {text}" for shown in self.world.shown if (text := written(shown, metrics))]
+        parts += [f"{shown.label} {text}" for shown in self.wording.shown if (text := written(shown, metrics))]
         left = self.seconds_left()
         return "  ".join(parts + ([f"left {clock(left)}"] if left is not None else []))
 
@@ -184,12 +184,12 @@ class Display:
         for _ in range(3):
             numbers.add_column(style="dim", no_wrap=True)
             numbers.add_column(justify="right", no_wrap=True, min_width=7)
-        texts = [(shown.label, written(shown, self.metrics)) for shown in self.world.shown]
+        texts = [(shown.label, written(shown, self.metrics)) for shown in self.wording.shown]
         cells = [(label, Text(text or "-", "bold")) for label, text in texts if text or not self.metrics]
         for row in range(0, len(cells), 3):
             numbers.add_row(*(part for cell in cells[row : row + 3] for part in cell))
         body: list[RenderableType] = [head, Text(), numbers]
-        drawn = [(name, shown) for name in self.history for shown in self.world.shown if shown.metrics == (name,)]
+        drawn = [(name, shown) for name in self.history for shown in self.wording.shown if shown.metrics == (name,)]
         for (name, shown), color in zip(drawn, ("green", "blue"), strict=True):
             values = self.history[name]
             if len(values) > 1:
@@ -290,10 +290,10 @@ def clock(seconds: float) -> str:
 
 def before_after_table(summary: dict[str, Any]) -> Table:
     """The evaluations before and after training, one row each."""
-    world = find_wording(summary)
-    measured = world.count_measured(summary["evaluations"][0]["after"]["count"])
-    table = Table(title=world.table_title.format(measured=measured), title_style="bold")
-    table.add_column(world.case, justify="right")
+    wording = find_wording(summary)
+    measured = wording.count_measured(summary["evaluations"][0]["after"]["count"])
+    table = Table(title=wording.table_title.format(measured=measured), title_style="bold")
+    table.add_column(wording.case, justify="right")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right", style="bold")
     table.add_column("change", justify="right")
@@ -301,10 +301,10 @@ def before_after_table(summary: dict[str, Any]) -> Table:
         before, after = evaluation["before"], evaluation["after"]
         style = "green" if is_above(after, before) else "red" if is_above(before, after) else "yellow"
         table.add_row(
-            world.case_of(summary, evaluation),
-            world.kind.write_interval(before),
-            world.kind.write_interval(after),
-            Text(world.kind.write_change(after["score"] - before["score"]), style),
+            wording.case_of(summary, evaluation),
+            wording.kind.write_interval(before),
+            wording.kind.write_interval(after),
+            Text(wording.kind.write_change(after["score"] - before["score"]), style),
         )
     return table
 

@@ -37,13 +37,13 @@ def draw_curve(run_dir: str | Path) -> Path:
     summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {}
     in_control = any(CONTROL.x_metric in record for record in records)
     by_metrics = ("control", "return") if in_control else ("language", "score")
-    world = find_wording(summary or dict(zip(("world", "score_kind"), by_metrics, strict=True)))
+    wording = find_wording(summary or dict(zip(("domain", "score_kind"), by_metrics, strict=True)))
 
     figure = Figure(figsize=(9, 6.4), dpi=160, facecolor="white", layout="constrained")
-    grid = figure.add_gridspec(2, len(world.panels), height_ratios=(2.6, 1))
-    _draw_main(figure.add_subplot(grid[0, :]), records, summary, world)
-    for column, candidates in enumerate(world.panels):
-        _draw_panel(figure.add_subplot(grid[1, column]), records, candidates, world)
+    grid = figure.add_gridspec(2, len(wording.panels), height_ratios=(2.6, 1))
+    _draw_main(figure.add_subplot(grid[0, :]), records, summary, wording)
+    for column, candidates in enumerate(wording.panels):
+        _draw_panel(figure.add_subplot(grid[1, column]), records, candidates, wording)
     path = run_dir / CURVE_FILE
     figure.savefig(path)
     return path
@@ -55,45 +55,45 @@ def points_of(records: Sequence[dict[str, Any]], name: str, x_metric: str) -> tu
     return [record[x_metric] for record in measured], [record[name] for record in measured]
 
 
-def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str, Any], world: Wording) -> None:
+def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str, Any], wording: Wording) -> None:
     """The large panel: the score."""
     has_scores = any(record.get("score/mean") is not None for record in records)
-    name, label = ("score/mean", world.kind.name) if has_scores else ("reward/mean", "reward")
+    name, label = ("score/mean", wording.kind.name) if has_scores else ("reward/mean", "reward")
     title = f"{summary['recipe']}: {label} while it trains" if "recipe" in summary else f"{label} while it trains"
     _decorate(axes, label)
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, pad=12)
-    axes.set_xlabel(world.x_label, color=MUTED, fontsize=9)
+    axes.set_xlabel(wording.x_label, color=MUTED, fontsize=9)
     _draw_series(
-        axes, *points_of(records, name, world.x_metric), TRAINING, f"training {label}, sampled (thin: each step)"
+        axes, *points_of(records, name, wording.x_metric), TRAINING, f"training {label}, sampled (thin: each step)"
     )
 
-    last = max((record[world.x_metric] for record in records), default=1)
-    checked = points_of(records, "eval/score", world.x_metric)
+    last = max((record[wording.x_metric] for record in records), default=1)
+    checked = points_of(records, "eval/score", wording.x_metric)
     evaluations = summary.get("evaluations", [])
     results = [evaluations[0]["before"], evaluations[0]["after"]] if evaluations else []
     if checked[0]:
         axes.plot(*checked, "o-", color=EVALUATION, markersize=4, linewidth=0.9, zorder=4,
                   label=None if results else "evaluation")  # fmt: skip
     if results:
-        _draw_before_after(axes, results, last, world)
+        _draw_before_after(axes, results, last, wording)
     if summary.get("expected_return") is not None:
         expected = summary["expected_return"]
         axes.axhline(expected, color=INK, linewidth=1, linestyle=(0, (5, 4)), zorder=1,
-                     label=f"expected return, {world.kind.write_label(expected)}")  # fmt: skip
+                     label=f"expected return, {wording.kind.write_label(expected)}")  # fmt: skip
     if has_scores:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: world.kind.write_tick(value)))
-        if world.kind.limits:
-            axes.set_ylim(world.kind.limits)
-    label_length = max((len(world.kind.write_label(result["score"])) for result in results), default=3)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: wording.kind.write_tick(value)))
+        if wording.kind.limits:
+            axes.set_ylim(wording.kind.limits)
+    label_length = max((len(wording.kind.write_label(result["score"])) for result in results), default=3)
     margin = max(last * (0.03 + 0.014 * label_length), 0.5)
     axes.set_xlim(-margin, last + margin)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc=world.legend, frameon=False, fontsize=9, labelcolor=INK)
+        axes.legend(loc=wording.legend, frameon=False, fontsize=9, labelcolor=INK)
 
 
-def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: float, world: Wording) -> None:
+def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: float, wording: Wording) -> None:
     """Draw the evaluations before and after training with their intervals and values."""
-    label = world.evaluation.format(measured=world.count_measured(results[1]["count"]))
+    label = wording.evaluation.format(measured=wording.count_measured(results[1]["count"]))
     label += " (95 % interval)" if results[1]["low"] is not None else ""
     for x, result, side in zip((0, last), results, (-1, 1), strict=True):
         score = result["score"]
@@ -102,18 +102,18 @@ def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: floa
             axes.plot([x] * 2, [result["low"], result["high"]], "_", color=EVALUATION, markersize=9, zorder=5)
         axes.plot(x, score, "o", color=EVALUATION, markersize=9, markeredgecolor="white", zorder=6,
                   label=label if side > 0 else None)  # fmt: skip
-        axes.annotate(world.kind.write_label(score), (x, score), xytext=(9 * side, 0), textcoords="offset points",
+        axes.annotate(wording.kind.write_label(score), (x, score), xytext=(9 * side, 0), textcoords="offset points",
                       va="center", ha="left" if side > 0 else "right", fontsize=12, fontweight="bold",
                       color=EVALUATION)  # fmt: skip
 
 
-def _draw_panel(axes: Axes, records: Sequence[dict[str, Any]], candidates: Sequence[Panel], world: Wording) -> None:
+def _draw_panel(axes: Axes, records: Sequence[dict[str, Any]], candidates: Sequence[Panel], wording: Wording) -> None:
     """Draw the first of the candidates that was measured, or the last of them."""
-    measured = [panel for panel in candidates if points_of(records, panel.metric, world.x_metric)[0]]
+    measured = [panel for panel in candidates if points_of(records, panel.metric, wording.x_metric)[0]]
     panel = measured[0] if measured else candidates[-1]
     _decorate(axes, panel.unit, ticks=4)
     axes.set_title(panel.title, loc="left", fontsize=9, color=INK)
-    _draw_series(axes, *points_of(records, panel.metric, world.x_metric), SMALL)
+    _draw_series(axes, *points_of(records, panel.metric, wording.x_metric), SMALL)
     axes.set_ylim(panel.low, panel.high)
 
 

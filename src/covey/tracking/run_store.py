@@ -179,7 +179,7 @@ class RunStore:
 
         The display and the curve read these keys of it; it may have others:
 
-            {"world": "language", "score_kind": "accuracy", "run_dir": "runs/arithmetic_grpo-001",
+            {"domain": "language", "score_kind": "accuracy", "run_dir": "runs/arithmetic_grpo-001",
              "recipe": "arithmetic_grpo", "seed": 0, "steps": 60, "seconds": 1310.2, "decisions_sampled": 184320,
              "peak_memory_bytes": 2417483776,
              "evaluations": [{"max_new_tokens": 12,
@@ -189,7 +189,7 @@ class RunStore:
         The first evaluation is the one at the training's token limit. "score_kind" is a key of
         `covey.tracking.score_kinds.SCORE_KINDS`, whose `estimate` computes the inner tables: "accuracy" if the reward
         is always right (1) or wrong (0), else "score". "low" and "high" are null for the score of a single problem,
-        which has no interval. With "world": "control" a score is a mean return ("score_kind": "return"), the count is
+        which has no interval. With "domain": "control" a score is a mean return ("score_kind": "return"), the count is
         that of the episodes, there is no "max_new_tokens", and there are four more keys:
 
             {"environment": "CartPole-v1", "environment_steps": 98304, "episodes": 1210, "expected_return": 475.0}

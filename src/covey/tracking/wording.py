@@ -39,7 +39,7 @@ class Panel:
 class Wording:
     """Texts for one kind of run. `{names}` in them are keys of `summary.json` or further format arguments."""
 
-    world: str  # "language" or "control"
+    domain: str  # "language" or "control"
     kind: ScoreKind  # of evaluations
     measured: str  # the unit that an evaluation counts, in the singular
     evaluation: str  # in the curve's legend
@@ -79,7 +79,7 @@ DEAD_GROUPS = Panel("groups/zero_advantage_fraction", "Groups with equal rewards
 
 def _language(kind: ScoreKind) -> Wording:
     return Wording(
-        world="language",
+        domain="language",
         kind=kind,
         measured="problem",
         evaluation=f"held-out {kind.name}, greedy, {{measured}}",
@@ -115,7 +115,7 @@ def _language(kind: ScoreKind) -> Wording:
 
 
 CONTROL = Wording(
-    world="control",
+    domain="control",
     kind=RETURN,
     measured="evaluation episode",
     evaluation="return, best actions, {measured}",
@@ -154,9 +154,9 @@ CONTROL = Wording(
     counted="episodes",
 )
 
-WORDINGS = {(one.world, one.kind.name): one for one in (_language(ACCURACY), _language(SCORE), CONTROL)}
+WORDINGS = {(one.domain, one.kind.name): one for one in (_language(ACCURACY), _language(SCORE), CONTROL)}
 
 
 def find_wording(summary: Mapping[str, Any]) -> Wording:
-    """The texts of a run, by the keys "world" and "score_kind" of its `summary.json`."""
-    return WORDINGS[summary["world"], summary["score_kind"]]
+    """The texts of a run, by the keys "domain" and "score_kind" of its `summary.json`."""
+    return WORDINGS[summary["domain"], summary["score_kind"]]

@@ -190,26 +190,26 @@ def test_ppo_goes_on_from_a_run_of_grpo_that_was_stopped(folder):
     assert any(not torch.equal(w, weights(str(folder / "stopped"))[n]) for n, w in weights(str(folder / "ppo")).items())
 
 
-def assembled(config: RunConfig, tmp_path: Path):
+def built(config: RunConfig, tmp_path: Path):
     from rich.console import Console
 
     from covey.tracking.console import Display
     from covey.tracking.run_store import RunStore
 
-    world = LLMBuilder(config, Arithmetic(digits=(1,)), [share_of_digits])
+    builder = LLMBuilder(config, Arithmetic(digits=(1,)), [share_of_digits])
     try:
-        display = Display(config.steps, world=world.name, score_kind=world.score_kind, console=Console(quiet=True))
-        return world.build(RunStore(tmp_path / "run"), display).parts
+        display = Display(config.steps, domain=builder.name, score_kind=builder.score_kind, console=Console(quiet=True))
+        return builder.build(RunStore(tmp_path / "run"), display).parts
     finally:
-        world.close()
+        builder.close()
 
 
 def test_the_reference_and_the_old_policy_are_the_checkpoint_too(folder, tmp_path):
-    parts = assembled(config_for(tmp_path, "next", str(folder / "stopped")), tmp_path)
+    parts = built(config_for(tmp_path, "next", str(folder / "stopped")), tmp_path)
     expected = masters(folder / "stopped", 3)
     assert_equal(dict(parts.policy.module.named_parameters()), expected)
     assert_equal(dict(parts.reference.module.named_parameters()), expected)
-    assert parts.critic is None
+    assert parts.critics == ()
 
 
 @pytest.mark.parametrize("trunk", ["own", "policy"])
@@ -218,21 +218,21 @@ def test_ppo_takes_over_the_critic_of_ppo(folder, tmp_path, trunk, monkeypatch):
         tmp_path, "first", str(folder / "base"), algorithm="ppo", steps=4, critic=CriticConfig(trunk=trunk)
     )
     assert start(first, monkeypatch, stop_after=2) is None
-    parts = assembled(replace(first, model=str(tmp_path / "first"), run_dir=str(tmp_path / "next")), tmp_path)
+    parts = built(replace(first, model=str(tmp_path / "first"), run_dir=str(tmp_path / "next")), tmp_path)
     saved = CheckpointFolder(tmp_path / "first" / "checkpoints").load(2)["critic_optimizer"]["masters"]
-    assert_equal(dict(parts.critic.module.named_parameters()), saved)
-    assert float(parts.critic.head.linear.weight.detach().abs().sum()) > 0
+    assert_equal(dict(parts.critics[0].module.named_parameters()), saved)
+    assert float(parts.critics[0].head.linear.weight.detach().abs().sum()) > 0
     other = "policy" if trunk == "own" else "own"
     with pytest.raises(ConfigError, match=r"set critic\.trunk as that run has it"):
-        assembled(replace(first, model=str(tmp_path / "first"), critic=CriticConfig(trunk=other)), tmp_path / other)
+        built(replace(first, model=str(tmp_path / "first"), critic=CriticConfig(trunk=other)), tmp_path / other)
 
 
 def test_ppo_takes_over_the_critic_of_a_finished_run(folder, tmp_path):
     first = config_for(tmp_path, "first", str(folder / "base"), algorithm="ppo", steps=2)
     assert start(first) is not None
-    parts = assembled(replace(first, model=resolve_checkpoint(str(tmp_path / "first"))), tmp_path)
+    parts = built(replace(first, model=resolve_checkpoint(str(tmp_path / "first"))), tmp_path)
     saved = CheckpointFolder(tmp_path / "first" / "checkpoints").load(2)["critic_optimizer"]["masters"]
-    assert_equal(dict(parts.critic.module.named_parameters()), saved)
+    assert_equal(dict(parts.critics[0].module.named_parameters()), saved)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
