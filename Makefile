@@ -48,12 +48,15 @@ train: $(STAMP)
 	@$(BIN)/covey train arithmetic_grpo
 
 test: $(STAMP)
+	@echo "The tests without the slow ones: about 8 minutes on two cores"
 	@$(BIN)/python -m pytest -m "not slow and not mutants" -n $(WORKERS) --dist loadscope
 
 mutants: $(STAMP)
+	@echo "The mutants: about 20 minutes on two cores"
 	@$(BIN)/python -m pytest -m mutants tests/architecture/test_mutants.py
 
 test-slow: $(STAMP)
+	@echo "All tests and mutants: some hours on two cores"
 	@$(BIN)/python -m pytest
 
 lint: $(STAMP)
