@@ -102,7 +102,7 @@ def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
     assert files(killed / last)["state.json"] == files(expected / last)["state.json"]
     state = json.loads((expected / last / "state.json").read_text())
     assert "reference" in state
-    assert state["progress"]["kl_coefficient"] != 0.1
+    assert state["kl_coefficient"]["next"] != 0.1
 
 
 def test_the_metrics_show_the_refreshes_and_the_controller(whole):

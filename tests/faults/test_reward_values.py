@@ -344,7 +344,7 @@ def test_groups_of_two_rounds_keep_what_was_logged(graded):
     joined = _joined(first, second)
     assert describe([joined])["reward/reward/x"] == 2.5
     assert len(joined.rollouts) == 4
-    assert describe([_joined(first, None)])["reward/reward/x"] == 1.0
+    assert describe([_joined(first, Group(first.start, []))])["reward/reward/x"] == 1.0
 
 
 def test_numbers_of_numpy_are_columns_like_any_other(graded):

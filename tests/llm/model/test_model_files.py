@@ -465,7 +465,7 @@ def test_a_damaged_conversion_is_made_anew(damage, tmp_path, monkeypatch):
 
 def test_a_model_without_room_for_its_hidden_width_has_a_critic_as_wide_as_its_output(tmp_path):
     from covey.data import Batch
-    from covey.llm.critic import LanguageCritic
+    from covey.llm.critic import LanguageCritic, SharedTrunkValues
     from covey.llm.generation.trial import probe_batch
 
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **COMMON, **FAMILIES["opt"]))
@@ -473,6 +473,7 @@ def test_a_model_without_room_for_its_hidden_width_has_a_critic_as_wide_as_its_o
     for own_trunk in (True, False):
         policy = LanguagePolicy(module)
         critic = LanguageCritic(policy, own_trunk=own_trunk)
-        values = critic.values(batch) if own_trunk else policy.evaluate(batch).values_BT
+        shared = policy.with_outputs(SharedTrunkValues(critic))
+        values = critic.values(batch) if own_trunk else shared.evaluate(batch).values_BT
         assert values.shape == batch.actions_BT.shape
         assert critic.head.linear.in_features == 16

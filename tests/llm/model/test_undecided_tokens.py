@@ -19,7 +19,8 @@ from covey.algorithms import KLInLoss, KLInReward, KLPenalty, grpo, ppo
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
-from covey.llm.model import fused_layers, logprobs, prefix_attention
+from covey.llm.generation import backend
+from covey.llm.model import prefix_attention
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
@@ -142,8 +143,7 @@ def compare_with_plain(kind: str, batch: Batch, **options) -> LanguagePolicy:
 @pytest.mark.parametrize("kind", SHARED)
 def test_packed_evaluation_is_that_of_a_plain_forward(kind, way, monkeypatch):
     if way != "kernels":
-        for module in (fused_layers, logprobs):
-            monkeypatch.setattr(module, "kernels_for", lambda *_: None)
+        monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
         monkeypatch.setattr(prefix_attention, "SCORES_LIMIT", {"products": 1 << 40, "fused": 0}[way])
     assert compare_with_plain(kind, some_batch()).shares_prompts
 
