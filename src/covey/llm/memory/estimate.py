@@ -13,15 +13,8 @@ from dataclasses import dataclass
 
 from covey.config import CRITIC_FREE, RunConfig
 from covey.llm import critic
-from covey.llm.generation import (
-    batch,
-    decoder,
-    local_generator,
-    native_decoder,
-    prepacked_linear,
-    shared_prefix_decoder,
-    token_sampling,
-)
+from covey.llm.generation import prepacked_linear
+from covey.llm.generation.sampling_bytes import sampling_bytes
 from covey.llm.memory import transformers_layers
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.model import exact_kl, fused_layers, hidden_states, logprobs, prefix_attention_bytes
@@ -128,9 +121,8 @@ def activation_bytes(
         layer += prefix_attention_bytes.kept_bytes(heads, prompts, rows, prompt_tokens, fed, width)
         norm = transformers_layers.norm_bytes(size, size.hidden, width)
     angles = 2 * size.head_dim * width  # cosine and sine of a token's position, for all layers
-    return (
-        size.layers * layer + tokens * (norm + angles) + hidden_states.kept_bytes(rows * (fed + 1), size.hidden, width)
-    )
+    decided = hidden_states.kept_bytes(rows * (fed + 1), size.hidden, width)
+    return size.layers * layer + tokens * (norm + angles) + decided
 
 
 def _critic_weights(size: Dimensions, config: RunConfig) -> int:
@@ -142,8 +134,7 @@ def _critic_weights(size: Dimensions, config: RunConfig) -> int:
 
 
 def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, decisions: int) -> int:
-    """Bytes that `token_logprobs` and `exact_kl` hold. The gradients of the KL wait for those of the
-    log-probabilities."""
+    """Bytes of `token_logprobs` and `exact_kl`; the gradients of the KL wait for those of the log-probabilities."""
     shape = decisions, size.hidden, size.vocabulary, width
     has_entropy_bonus = bool(config.loss.entropy_coefficient)
     needed = logprobs.buffer_bytes(*shape, native=device == "cpu", has_entropy_bonus=has_entropy_bonus)
@@ -153,21 +144,21 @@ def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, d
 
 
 def _sampling(size: Dimensions, config: RunConfig, device: str, width: int, prompt_tokens: int) -> dict[str, int]:
-    """The parts of sampling, for the rows that `LocalGenerator` decodes together."""
-    sampling, group = config.sampling, _group_size(config)
-    token_bytes = decoder.token_bytes(size.layers, size.attention_heads, width)
-    fitting = sampling.rows_at_once or local_generator.fitting_rows(token_bytes * sampling.max_new_tokens)
-    prompts = local_generator.rows_together(fitting, sampling.prompts_per_step, group) // group
-    shape = token_bytes, prompts * group, sampling.max_new_tokens, prompts, prompt_tokens
-    logits = batch.logits_bytes(prompts * group, size.vocabulary, width)
-    if device == "cpu" and size.has_kernels:
-        cache = native_decoder.cache_bytes(*shape)
-    else:
-        cache = shared_prefix_decoder.cache_bytes(*shape)
-        logits += token_sampling.buffer_bytes(prompts * group, size.vocabulary)
+    keys_and_values, logits = sampling_bytes(
+        size.attention_heads,
+        size.layers,
+        size.vocabulary,
+        width,
+        requests=config.sampling.prompts_per_step,
+        completions=_group_size(config),
+        max_rows=config.sampling.rows_at_once,
+        max_new_tokens=config.sampling.max_new_tokens,
+        prompt_tokens=prompt_tokens,
+        native=device == "cpu" and size.has_kernels,
+    )
     return {
         "prepacked weights": prepacked_linear.copy_bytes(size.prepacked_parameters, width, device),
-        "keys and values": cache,
+        "keys and values": keys_and_values,
         "logits of a decoding step": logits,
     }
 

@@ -204,6 +204,8 @@ def buffer_bytes(
 ) -> int:
     """Largest number of bytes that `token_logprobs` holds at a time, in the forward or in the backward pass.
 
+    The products that torch sums for the entropy, of the size of the probabilities, are not counted.
+
     Args:
         decisions, hidden, vocabulary: N, W and V.
         itemsize: bytes of a hidden state and of a weight.
