@@ -39,6 +39,16 @@ class ValueHead(nn.Module):
         return value_N
 
 
+def head_parameters(width: int) -> int:
+    """Number of weights of a `ValueHead`."""
+    return width + 1
+
+
+def head_input_bytes(decisions: int, width: int, itemsize: int) -> int:
+    """Bytes of the fp32 copy [N, W] that `ValueHead` reads; 0 if hidden states (`itemsize` bytes) are fp32."""
+    return 0 if itemsize == torch.float32.itemsize else decisions * width * torch.float32.itemsize
+
+
 class LanguageCritic:
     """Meets `covey.data.Critic`.
 

@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from covey.config import ConfigError
 
 NORM_ROW = 256  # see `total_norm`
+MASTER_DTYPE = torch.float32
 
 
 @dataclass(slots=True)
@@ -26,6 +27,20 @@ class StepResult:
 
     grad_norm: float  # of all gradients together, before clipping
     applied: bool  # False: no gradient, or one that is not finite, so nothing changed
+
+
+class StateBytes(NamedTuple):
+    """Bytes that `MasterAdamW` adds to a module's parameters."""
+
+    masters: int  # 0 if the parameters are their own masters
+    moments: int
+    gradients: int  # of the masters, during an update
+
+
+def state_bytes(parameters: int, itemsize: int) -> StateBytes:
+    """Bytes of masters, moments and gradients of a module with `parameters` numbers of `itemsize` bytes each."""
+    size = parameters * MASTER_DTYPE.itemsize
+    return StateBytes(masters=0 if itemsize == MASTER_DTYPE.itemsize else size, moments=2 * size, gradients=size)
 
 
 class MasterAdamW:
@@ -64,9 +79,9 @@ class MasterAdamW:
         self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=self._fused)
 
     def _master_of(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.dtype == torch.float32:
+        if parameter.dtype == MASTER_DTYPE:
             return parameter
-        master = parameter.detach().float()
+        master = parameter.detach().to(MASTER_DTYPE)
         handle = parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))
         weakref.finalize(self, handle.remove)  # so that a later optimizer of this module does not inherit the hook
         return master

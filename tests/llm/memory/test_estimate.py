@@ -113,7 +113,6 @@ def test_activations_are_what_autograd_keeps(
     if not kernels:
         monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
     monkeypatch.setattr(prefix_attention, "SCORES_LIMIT", limit)
-    monkeypatch.setattr(estimate, "SCORES_LIMIT", limit)
     policy = LanguagePolicy(real_model(kind, dtype))
     assert policy.shares_prompts
     size = read_dimensions(model_config(kind))

@@ -46,7 +46,7 @@ import torch
 from transformers import PreTrainedModel
 
 from covey.config import ConfigError
-from covey.llm.generation.decoder import Decoder
+from covey.llm.generation.decoder import Decoder, token_bytes
 from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
@@ -158,4 +158,4 @@ def _sampled_by_cache(backend: Backend, module: PreTrainedModel, trial: Trial) -
 def _with_token_bytes(backend: Backend, module: PreTrainedModel) -> Backend:
     """With the memory of a token's keys and values."""
     heads, layers = Heads.of(module), module.config.get_text_config().num_hidden_layers
-    return replace(backend, token_bytes=2 * layers * heads.keys * heads.width * module.dtype.itemsize)
+    return replace(backend, token_bytes=token_bytes(layers, heads, module.dtype.itemsize))

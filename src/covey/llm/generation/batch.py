@@ -133,3 +133,8 @@ class ContinuousBatch:
             of_parents, fed = fed, np.zeros(branches, dtype=np.int64)
             fed[parents] = of_parents
         self.fed_B = torch.from_numpy(fed).to(logits_BV.device)
+
+
+def logits_bytes(rows: int, vocabulary: int, itemsize: int) -> int:
+    """Bytes of the logits of a token: those of the branches, and a copy in the order of the open completions."""
+    return 2 * rows * vocabulary * itemsize

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from covey.llm.model.architecture import Heads
 from covey.llm.model.prefix_attention import PackedLayout, forward
 
 
@@ -35,6 +36,11 @@ class Decoder(Protocol):
 
     def select(self, rows: Tensor) -> None:
         """Go on with these rows only (int64 index, ascending). If `can_fork`, a row that is named twice becomes two."""
+
+
+def token_bytes(layers: int, heads: Heads, itemsize: int) -> int:
+    """Bytes of the keys and values of one token in all layers; each number has `itemsize` bytes."""
+    return 2 * layers * heads.keys * heads.width * itemsize
 
 
 def prefill(module: PreTrainedModel, prompts: list[list[int]]) -> tuple[Tensor, PrefillLayout]:

@@ -78,7 +78,7 @@ class LocalGenerator:
         settings, completions = requests[0].settings, requests[0].completions
         prompts = [request.prompt for request in requests]
         fitting = settings.max_rows or self.rows_in_memory(prompts, settings.max_new_tokens)
-        rows = min(max(fitting, completions), len(requests) * completions)
+        rows = rows_together(fitting, len(requests), completions)
         return ContinuousBatch(
             self.policy.backend.decoder(self.policy.module, rows, settings.max_new_tokens),
             prompts,
@@ -112,11 +112,21 @@ class LocalGenerator:
         """Number of rows whose keys and values fit into `CACHE_BYTES` together."""
         backend = self.policy.backend
         longest = max(len(prompt) for prompt in prompts) if not backend.shares_prompts else 0
-        return CACHE_BYTES // (backend.row_bytes + backend.token_bytes * (max_new_tokens + longest))
+        return fitting_rows(backend.row_bytes + backend.token_bytes * (max_new_tokens + longest))
 
     def _completion(self, tokens: list[int], logprobs: list[float], request: GenerationRequest) -> Completion:
         end = EndReason.STOP if tokens[-1] in request.settings.end_ids else EndReason.LENGTH
         return Completion(tokens, logprobs, end, self.version)
+
+
+def fitting_rows(row_bytes: int) -> int:
+    """Number of rows whose keys and values, of `row_bytes` bytes each, fit into `CACHE_BYTES` together."""
+    return CACHE_BYTES // row_bytes
+
+
+def rows_together(fitting: int, requests: int, completions: int) -> int:
+    """Number of rows that are decoded together: those that fit, at least the completions of one request."""
+    return min(max(fitting, completions), requests * completions)
 
 
 def _uniforms(request: GenerationRequest) -> NDArray[np.float64]:

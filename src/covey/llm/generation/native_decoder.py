@@ -32,6 +32,26 @@ class _SharedPrompt:
     length: int
 
 
+def capacity(max_new_tokens: int) -> int:
+    """Number of own tokens that a row has room for."""
+    return padded(max_new_tokens)
+
+
+def cache_bytes(token_bytes: int, rows: int, max_new_tokens: int, prompts: int, prompt_tokens: int) -> int:
+    """Bytes of the keys and values of all rows and of their prompts.
+
+    The padding of heads and prompts is not counted, so the number is exact if D and `prompt_tokens` are multiples of
+    `PAD`.
+
+    Args:
+        token_bytes: of one token, see `decoder.token_bytes`.
+        rows: R.
+        max_new_tokens: limit of a row.
+        prompts, prompt_tokens: S and P.
+    """
+    return token_bytes * (rows * capacity(max_new_tokens) + prompts * prompt_tokens)
+
+
 class NativeDecoder:
     """Rows that share their prompts' keys and values, each at its own place."""
 
@@ -45,7 +65,7 @@ class NativeDecoder:
         self.stack = make_stack(module, kernels, rows)
         self.heads = Heads.of(module)
         self.epsilon = module.config.get_text_config().rms_norm_eps
-        self.capacity = padded(max_new_tokens)
+        self.capacity = capacity(max_new_tokens)
         layers, kind = len(self.base.layers), kernels.dtype
         own = layers, rows, self.heads.keys, self.capacity * padded(self.heads.width)
         self.own_keys, self.own_values = (in_huge_pages(torch.empty(own, dtype=kind)) for _ in range(2))

@@ -31,6 +31,16 @@ def joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return torch.cat(weights).detach(), torch.cat(biases).detach() if biases else None
 
 
+def linear_layers(module: nn.Module) -> list[nn.Linear]:
+    """The layers whose weights decoding on a CPU copies."""
+    return [layer for layer in module.modules() if type(layer) is nn.Linear]
+
+
+def copy_bytes(weights: int, itemsize: int, device: str) -> int:
+    """Bytes of the prepacked copy of `weights` numbers of `itemsize` bytes; 0 if the device is not "cpu"."""
+    return weights * itemsize if device == "cpu" else 0
+
+
 class PackedLinear:
     """x -> x W' + b of one or several linear layers with the same input, side by side."""
 
@@ -49,8 +59,7 @@ class PackedLinears:
     """Inside `with`, the linear layers of a module multiply by packed weights, where that is possible."""
 
     def __init__(self, module: nn.Module) -> None:
-        linear = [layer for layer in module.modules() if type(layer) is nn.Linear and packs(layer.weight)]
-        self.packed = {layer: PackedLinear(layer) for layer in linear}
+        self.packed = {layer: PackedLinear(layer) for layer in linear_layers(module) if packs(layer.weight)}
 
     def __enter__(self) -> None:
         for layer, packed in self.packed.items():

@@ -22,7 +22,29 @@ from covey.llm.model.architecture import is_llama_like
 from covey.llm.model.prefix_attention import Layout, SharedPrefixAttention, forward
 from covey.llm.native.bindings import PAD
 
-GROWTH = PAD  # tokens for which rows are given room together, as in the kernels (`memory/estimate.py` counts on it)
+GROWTH = PAD  # tokens for which rows are given room together, as in the kernels
+
+
+def capacity(tokens: int) -> int:
+    """Number of own tokens that a row has room for while it has `tokens` of them."""
+    return -(-tokens // GROWTH) * GROWTH
+
+
+def cache_bytes(token_bytes: int, rows: int, max_new_tokens: int, prompts: int, prompt_tokens: int) -> int:
+    """Largest number of bytes of the keys and values of all rows and of their prompts.
+
+    `select` copies the keys of the remaining rows, then the values. Without forks, these are at most the fraction
+    1 - `compact_threshold` of the rows.
+
+    Args:
+        token_bytes: of one token, see `decoder.token_bytes`.
+        rows: R.
+        max_new_tokens: limit of a row.
+        prompts, prompt_tokens: S and P.
+    """
+    own = token_bytes * rows * capacity(max_new_tokens)
+    copied = int(own / 2 * (1 - SharedPrefixDecoder.compact_threshold))
+    return own + copied + token_bytes * prompts * prompt_tokens
 
 
 class SharedPrefixDecoder:
@@ -100,10 +122,10 @@ class _DecodingLayout:
 
     def next_positions(self) -> Tensor:
         """Positions of the tokens about to be fed, for which there is room from now on."""
-        if self.decoded == self.own_keys[0].shape[2]:
+        if missing := capacity(self.decoded + 1) - self.own_keys[0].shape[2]:
             for tensors in (self.own_keys, self.own_values):
                 for layer, tensor in enumerate(tensors):  # one by one: never all of them twice
-                    tensors[layer] = F.pad(tensor, (0, 0, 0, GROWTH))
+                    tensors[layer] = F.pad(tensor, (0, 0, 0, missing))
         self.decoded += 1
         room = torch.arange(self.own_keys[0].shape[2], device=self.prompt_of_row.device)
         self.unwritten_1T = (room >= self.decoded)[None]

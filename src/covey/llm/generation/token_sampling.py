@@ -47,6 +47,14 @@ def sample_tokens(
     return torch.cat(tokens), torch.cat(logprobs)
 
 
+def buffer_bytes(rows: int, vocabulary: int) -> int:
+    """Bytes of the probabilities of up to `ROWS` rows and of their padded copy, in fp32.
+
+    Only torch holds them, the kernels do not. The padding itself is not counted.
+    """
+    return 2 * min(rows, ROWS) * vocabulary * torch.float32.itemsize
+
+
 def _check_finite(total_R: Tensor) -> None:
     failed = int((~total_R.isfinite()).sum())
     if failed:

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from covey.config import ConfigError
 from covey.config.files import user_path
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind, locate_model
-from covey.llm.model.architecture import is_llama_like
+from covey.llm.generation.prepacked_linear import linear_layers
+from covey.llm.model.architecture import Heads, is_llama_like
 from covey.llm.model.folder import check_config
 from covey.llm.model.foreign_files import check_model_config, read_model_config, reading
 from covey.llm.model.pretrained import config_of, skeleton
@@ -53,6 +54,10 @@ class Dimensions:
     has_head_norms: bool  # queries and keys are normalised too
     prepacked_parameters: int  # weights that decoding on a CPU copies (prepacks)
     has_kernels: bool  # covey's kernels support the model on a CPU
+
+    @property
+    def attention_heads(self) -> Heads:
+        return Heads(self.heads, self.kv_heads, self.head_dim)
 
     @property
     def query(self) -> int:
@@ -107,7 +112,7 @@ def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions
         is_tied=head is not None and head.weight is module.get_input_embeddings().weight,
         has_rms_norm=any("RMSNorm" in type(part).__name__ for part in module.modules()),
         has_head_norms="q_norm" in names,
-        prepacked_parameters=sum(part.weight.numel() for part in module.modules() if type(part) is nn.Linear),
+        prepacked_parameters=sum(layer.weight.numel() for layer in linear_layers(module)),
         has_kernels=is_llama_like(module),
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.llm.model.logprobs import EVERY, LogitGradients, Logits
+from covey.llm.model.logprobs import EVERY, LogitGradients, Logits, chunk_bytes, gradient_bytes
 from covey.llm.native.bindings import Kernels, KernelSet
 
 
@@ -88,3 +88,24 @@ class _ExactKL(torch.autograd.Function):
             slope.mul_(grad_kl[:, None] / ctx.temperature)
             gradients.add(part, logits.rounded(slope))
         return *gradients.all(), None, None, None, None, None
+
+
+def buffer_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int) -> int:
+    """Bytes that the backward pass of `exact_kl` holds if the reference has the policy's dimensions.
+
+    These are two chunks of logits, the gradients of the policy, and the reference's hidden states.
+
+    Args:
+        decisions, hidden, vocabulary: N, W and V.
+        itemsize: bytes of a hidden state and of a weight.
+    """
+    chunks = 2 * chunk_bytes(decisions, vocabulary, itemsize)
+    return chunks + gradient_bytes(decisions, hidden, vocabulary, itemsize) + decisions * hidden * itemsize
+
+
+def returned_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int) -> int:
+    """Bytes of the gradients that the backward pass returns, [V, W] and [N, W]; arguments as in `buffer_bytes`.
+
+    They exist until autograd has added the gradients of the other losses.
+    """
+    return (vocabulary + decisions) * hidden * itemsize

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
+from covey.llm.model.architecture import Heads
 from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import Kernels, KernelSet
 
@@ -256,3 +257,25 @@ class _Gate(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate, dup = ctx.kernels.swiglu_backward(gate, up, d.contiguous())
         return dgate, dup, None
+
+
+def kept_bytes(heads: Heads, hidden: int, intermediate: int, itemsize: int, *, has_head_norms: bool) -> int:
+    """Bytes that autograd keeps of one token in one layer.
+
+    Args:
+        heads: H, K and D.
+        hidden, intermediate: widths of the residual stream and of the MLP.
+        itemsize: bytes of an activation and of a weight.
+        has_head_norms: whether queries and keys are normalised, as in Qwen3.
+    """
+    norms = 2 * (residual_norm_bytes(hidden) + hidden * itemsize)  # and the result of each, for the next products
+    query, key_value = heads.queries * heads.width, heads.keys * heads.width
+    attention = 2 * (query + key_value) * itemsize + 4 * heads.queries  # q, k, v, out and logsumexp
+    head_norms = (query + key_value) * itemsize + 4 * (heads.queries + heads.keys)  # inputs and 1 / rms
+    mlp = 3 * intermediate * itemsize  # gate, up and their product
+    return norms + attention + mlp + (head_norms if has_head_norms else 0)
+
+
+def residual_norm_bytes(hidden: int) -> int:
+    """Bytes that `_AddNorm` keeps of one token: the residual stream and 1 / rms, in fp32."""
+    return hidden * 4 + 4

@@ -63,6 +63,11 @@ def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -
     )
 
 
+def kept_bytes(decisions: int, hidden: int, itemsize: int) -> int:
+    """Bytes of `ActionHiddenStates.hidden_NW` for decisions that all differ."""
+    return decisions * hidden * itemsize
+
+
 def row_lengths(batch: Batch) -> list[int]:
     """Columns up to and with the last decision of each row."""
     return [int(n) for n in batch.mask_BT.shape[1] - batch.mask_BT.flip(1).int().argmax(dim=1)]

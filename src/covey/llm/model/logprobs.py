@@ -14,6 +14,7 @@ from torch import Tensor
 from covey.llm.native.bindings import Kernels, KernelSet
 
 CHUNK = 512  # decisions whose logits exist at a time: 50 MB in bf16 at a vocabulary of 50,000
+EXACT_BYTES = torch.float32.itemsize  # of a logit after the division by the temperature
 
 
 def token_logprobs(
@@ -114,7 +115,7 @@ class Logits:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
         self.hidden, self.weight, self.bias, self.temperature = hidden, weight, bias, temperature
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
-        self.size = min(CHUNK, len(hidden)) * len(weight)  # numbers of a part
+        self.size = chunk_size(len(hidden), len(weight))  # numbers of a part
         self._products: Tensor | None = None
         self._exact: Tensor | None = None
 
@@ -180,3 +181,40 @@ class LogitGradients:
     def all(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the hidden states, the weight and the bias."""
         return self.hidden.to(self.logits.hidden.dtype), self.weight, self.bias
+
+
+def chunk_size(decisions: int, vocabulary: int) -> int:
+    """Number of logits that exist at a time."""
+    return min(CHUNK, decisions) * vocabulary
+
+
+def chunk_bytes(decisions: int, vocabulary: int, itemsize: int) -> int:
+    """Bytes of the two buffers of `Logits` after `divided`: the products of `itemsize` bytes, and, if that is not fp32,
+    a copy in fp32."""
+    return chunk_size(decisions, vocabulary) * (itemsize + (0 if itemsize == EXACT_BYTES else EXACT_BYTES))
+
+
+def gradient_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int) -> int:
+    """Bytes of `LogitGradients` without a bias: [N, W] in fp32 and [V, W] of `itemsize` bytes."""
+    return decisions * hidden * EXACT_BYTES + vocabulary * hidden * itemsize
+
+
+def buffer_bytes(
+    decisions: int, hidden: int, vocabulary: int, itemsize: int, *, native: bool, has_entropy_bonus: bool
+) -> int:
+    """Largest number of bytes that `token_logprobs` holds at a time, in the forward or in the backward pass.
+
+    The products that torch sums for the entropy, of the size of the probabilities, are not counted.
+
+    Args:
+        decisions, hidden, vocabulary: N, W and V.
+        itemsize: bytes of a hidden state and of a weight.
+        native: whether covey's kernels compute what follows the product.
+        has_entropy_bonus: whether a gradient flows through the entropy.
+    """
+    gradients = gradient_bytes(decisions, hidden, vocabulary, itemsize)
+    if native:
+        return chunk_size(decisions, vocabulary) * itemsize + gradients
+    probabilities = chunk_size(decisions, vocabulary) * EXACT_BYTES
+    for_entropy = 2 * probabilities if has_entropy_bonus else 0  # the slope of the entropy, and its product with p
+    return chunk_bytes(decisions, vocabulary, itemsize) + max(probabilities, for_entropy + gradients)

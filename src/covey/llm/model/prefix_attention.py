@@ -86,6 +86,11 @@ def forward(base: nn.Module, tokens_N: Tensor, positions_N: Tensor, layout: Layo
     return hidden_NW
 
 
+def attends_by_products(heads: int, rows: int, length: int, prompt_tokens: int) -> bool:
+    """Whether completions of up to `length` tokens attend by plain products, see `SCORES_LIMIT`."""
+    return heads * rows * length * (prompt_tokens + length) <= SCORES_LIMIT
+
+
 class PackedLayout:
     """Prompts, each followed by the completions of its group: one row of tokens, without padding.
 
@@ -195,8 +200,8 @@ class PackedLayout:
         query_HRLD = self.completions.pad(query[:, split:])
         own_KRLD = self.completions.pad(key[:, split:]), self.completions.pad(value[:, split:])
         heads, rows, length = query_HRLD.shape[:3]
-        scores = heads * rows * length * (key_KSPD.shape[2] + length)
-        attend = self._attend_by_products if scores <= SCORES_LIMIT else self._attend_fused
+        by_products = attends_by_products(heads, rows, length, key_KSPD.shape[2])
+        attend = self._attend_by_products if by_products else self._attend_fused
         out.append(self.completions.unpad(attend(query_HRLD, key_KSPD, value_KSPD, *own_KRLD, scaling)))
         return torch.cat(out)
 

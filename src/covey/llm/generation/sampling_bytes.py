@@ -1,0 +1,57 @@
+"""Bytes that `LocalGenerator` allocates for some requests, composed from those of the modules that it uses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from covey.llm.generation import (
+    batch,
+    decoder,
+    local_generator,
+    native_decoder,
+    shared_prefix_decoder,
+    token_sampling,
+)
+from covey.llm.model.architecture import Heads
+
+
+class SamplingBytes(NamedTuple):
+    """Bytes of the buffers of one batch."""
+
+    keys_and_values: int
+    logits: int  # and the probabilities that tokens are drawn from
+
+
+def sampling_bytes(
+    heads: Heads,
+    layers: int,
+    vocabulary: int,
+    itemsize: int,
+    *,
+    requests: int,
+    completions: int,
+    max_rows: int,
+    max_new_tokens: int,
+    prompt_tokens: int,
+    native: bool,
+) -> SamplingBytes:
+    """Bytes for requests of equal size, with as many whole groups at a time as fit.
+
+    Args:
+        heads, layers, vocabulary: dimensions of the model.
+        itemsize: bytes of a key, a value and a logit.
+        requests, completions: number of prompts, and of completions of each.
+        max_rows: completions that are generated together; 0 if memory decides.
+        max_new_tokens, prompt_tokens: tokens of a completion and of a prompt.
+        native: `NativeDecoder` and covey's kernels if True, else `SharedPrefixDecoder` and torch.
+    """
+    token_bytes = decoder.token_bytes(layers, heads, itemsize)
+    fitting = max_rows or local_generator.fitting_rows(token_bytes * max_new_tokens)
+    prompts = local_generator.rows_together(fitting, requests, completions) // completions
+    rows = prompts * completions
+    logits = batch.logits_bytes(rows, vocabulary, itemsize)
+    cache_bytes = native_decoder.cache_bytes if native else shared_prefix_decoder.cache_bytes
+    return SamplingBytes(
+        cache_bytes(token_bytes, rows, max_new_tokens, prompts, prompt_tokens),
+        logits if native else logits + token_sampling.buffer_bytes(rows, vocabulary),
+    )
