@@ -4,7 +4,7 @@ loading                       from a name to model and tokenizer: pretrained, hu
 chat, chat_templates          between text and token ids
 architecture                  supported architectures and the modules of a layer
 prefix_tree, microbatches     the tree of shared prefixes; splitting a batch by memory
-prefix_attention              attention over packed rows that share a prefix
+prefix_attention, ragged      attention over packed rows that share a prefix; packed tokens as padded rows
 hidden_states, logprobs       the states that predict each decision, and their log-probabilities
 fused_layers                  layers of a Llama-like model with covey's kernels
 exact_kl                      KL over the whole vocabulary
