@@ -17,7 +17,7 @@ from covey.llm.generation import prepacked_linear
 from covey.llm.generation.sampling_bytes import sampling_bytes
 from covey.llm.memory import transformers_layers
 from covey.llm.memory.dimensions import Dimensions
-from covey.llm.model import exact_kl, fused_layers, hidden_states, logprobs, prefix_attention_bytes
+from covey.llm.model import exact_kl, fused_layers, hidden_states, logprobs, prefix_attention
 from covey.llm.model.microbatches import Row, cut
 from covey.runtime.optimizer import state_bytes
 
@@ -118,7 +118,7 @@ def activation_bytes(
         norm = fused_layers.residual_norm_bytes(size.hidden)
     else:
         layer = tokens * transformers_layers.kept_bytes(size, width)
-        layer += prefix_attention_bytes.kept_bytes(heads, prompts, rows, prompt_tokens, fed, width)
+        layer += prefix_attention.kept_bytes(heads, prompts, rows, prompt_tokens, fed, width)
         norm = transformers_layers.norm_bytes(size, size.hidden, width)
     angles = 2 * size.head_dim * width  # cosine and sine of a token's position, for all layers
     decided = hidden_states.kept_bytes(rows * (fed + 1), size.hidden, width)

@@ -8,7 +8,7 @@ from covey.llm.memory.dimensions import Dimensions
 def kept_bytes(size: Dimensions, itemsize: int) -> int:
     """Bytes kept of one token in one layer, without attention's keys, values and scores.
 
-    These are in `prefix_attention_bytes`. `itemsize`: bytes of an activation.
+    These are in `prefix_attention`. `itemsize`: bytes of an activation.
     """
     norms = 2 * (norm_bytes(size, size.hidden, itemsize) + size.hidden * itemsize)  # and the results
     queries_and_result = 2 * size.query * itemsize
