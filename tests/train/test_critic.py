@@ -151,7 +151,7 @@ def test_algorithm_and_critic_must_fit():
     batch, policy = collate(random_episodes()), ToyPolicy()
     with pytest.raises(ConfigError, match="ppo needs a critic"):
         prepare_batch(batch, policy, ppo(), **arguments)
-    with pytest.raises(ConfigError, match="grpo has no use for a critic"):
+    with pytest.raises(ConfigError, match="grpo has no value loss"):
         prepare_batch(batch, policy, grpo(kl=NO_KL), critics=(ToyCritic(),), **arguments)
 
 

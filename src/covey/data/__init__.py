@@ -1,4 +1,4 @@
-"""The nouns (Start, Rollout, Group, Batch) and the Protocols between the parts."""
+"""Data types (Start, Rollout, Group, Batch) and the Protocols of the components."""
 
 from covey.data.collate import collate
 from covey.data.protocols import Checkpoints, Critic, Grader, Observer, Policy, ReferenceUpdater, Sampler, Task

@@ -1,4 +1,4 @@
-"""From groups of rollouts to one padded batch."""
+"""Collation: groups of rollouts -> one padded batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from covey.data.types import Batch, Group, Rollout
 def collate(groups: list[Group]) -> Batch:
     """Stack every rollout of `groups` into a Batch of [B, T] columns, padded on the right.
 
-    Padding and undecided actions are marked by `mask_BT` alone: no token id has a special meaning here. If a rollout
-    has no step rewards, its last decision earns its reward.
+    Padding and undecided actions are marked by `mask_BT` alone: no token id has a special meaning here. The reward of a
+    rollout without step rewards is the reward of its last decision.
 
     Raises:
-        ValueError: if there is no rollout, a rollout without a decision, a decision mask of another length than its
-            actions, a step that ends outside its rollout or at an undecided action, or a step reward at one.
+        ValueError: if there is no rollout; or for a rollout without a decision, with a decision mask whose length is
+            not that of its actions, with a step that ends outside the rollout, or with a step end or a step reward at
+            an undecided action.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -56,7 +57,7 @@ def collate(groups: list[Group]) -> Batch:
 
 
 def _decisions(rollouts: list[Rollout], inside_BT: Tensor) -> tuple[Tensor, list[int]]:
-    """mask_BT, True at decisions, and the column of each rollout's last one; `inside_BT` is True at all actions.
+    """mask_BT, True at decisions, and the column of each rollout's last decision. `inside_BT` is True at all actions.
 
     The mask is `inside_BT` itself if no rollout has a decision mask.
     """
@@ -78,7 +79,7 @@ def _decisions(rollouts: list[Rollout], inside_BT: Tensor) -> tuple[Tensor, list
 
 
 def _step_ends(rollouts: list[Rollout], lengths: list[int], last_decisions: list[int]) -> Tensor:
-    """step_end_BT: the decisions that end a reasoning step; of a rollout without steps the last one."""
+    """step_end_BT: True at decisions that end a reasoning step; in a rollout without steps, at the last decision."""
     end_BT = torch.zeros(len(rollouts), max(lengths), dtype=torch.bool)
     for row, (rollout, length, last) in enumerate(zip(rollouts, lengths, last_decisions, strict=True)):
         ends = [last] if rollout.step_ends is None else list(rollout.step_ends)
@@ -89,7 +90,11 @@ def _step_ends(rollouts: list[Rollout], lengths: list[int], last_decisions: list
 
 
 def _check_undecided(present_BT: Tensor, mask_BT: Tensor, what: str) -> None:
-    """Refuse something that only a decision can have, present at an action that the policy did not decide."""
+    """Check that an attribute of decisions is absent from undecided actions.
+
+    Raises:
+        ValueError: naming `what` and the first undecided action at which `present_BT` is True.
+    """
     for row, column in (present_BT & ~mask_BT).nonzero().tolist():
         raise ValueError(f"rollout {row} has {what} action {column}, which the policy did not decide")
 

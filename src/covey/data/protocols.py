@@ -11,44 +11,51 @@ from covey.data.types import Batch, Group, PolicyOutput, Start
 
 
 class Task(Protocol):
-    """Source of starts. Draws are a function of their arguments alone, so a resumed run repeats them."""
+    """Source of starts. A draw depends on its arguments alone, so a resumed run repeats it."""
 
     def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
-        """`count` training starts of one step, their indices counted from `first`.
+        """Training starts of one step.
 
-        A step that needs more starts draws again, with `first` at the number that it has. `before` is how many starts
-        the run has drawn before these; None stands for (step - 1) * count + first, as where no step drew again. A
-        finite data set goes on from there, so that each of its rows comes once before any comes twice.
+        Args:
+            seed: of the run.
+            step: counts from 1.
+            count: number of starts to draw.
+            first: index of the first start in the step. A step that needs more starts draws again, with `first` equal
+                to the number that it has drawn.
+            before: number of starts that the run has drawn before these. None: (step - 1) * count + first, which holds
+                if every step draws once. A finite data set continues from there, so each of its rows is drawn once
+                before any row is drawn twice.
         """
 
     def held_out(self, count: int) -> list[Start]:
-        """`count` starts that training never sees, or if there are fewer, all of them."""
+        """`count` starts that are never drawn for training; all of them if there are fewer."""
 
 
 class Sampler(Protocol):
-    """Rolls the policy out."""
+    """Samples rollouts from the policy."""
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """`group_size` rollouts from each start. Randomness depends on (seed, step, start, rollout, position).
 
-        Rollouts count from `first_rollout`: eight at once are those of four and then four more from number 4.
+        Rollouts are numbered from `first_rollout`: one call for 8 rollouts gives the same rollouts as a call for 4 and
+        a call for 4 more with `first_rollout` = 4.
         """
 
     def refresh(self, version: int) -> None:
-        """Take over the policy's weights; later rollouts carry `version`."""
+        """Sample later rollouts with the policy's current weights, whose version is `version`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State that is carried from one step to the next beside the weights, for a checkpoint; often empty."""
+        """State beside the weights that persists between steps, for a checkpoint; often empty."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
 
 
 class Grader(Protocol):
-    """Fills in `reward`, `reward_parts` and `score` of every rollout."""
+    """Sets `reward`, `reward_parts` and `score` of every rollout."""
 
     def grade(self, groups: list[Group]) -> list[Group]:
-        """The same groups, graded. A rollout whose grading failed keeps `reward` None."""
+        """The same groups, graded. The reward of a rollout whose grading failed stays None."""
 
 
 class Policy(Protocol):
@@ -57,51 +64,51 @@ class Policy(Protocol):
     def evaluate(self, batch: Batch) -> PolicyOutput:
         """Log-probability and entropy of every decision, with gradients if they are enabled.
 
-        The batch lies on the CPU; the answer may lie on the policy's own device.
+        The batch is on the CPU; the output may be on the policy's device.
         """
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
-        """Row indices, in pieces small enough for one backward; every row exactly once."""
+        """Row indices of each microbatch, small enough for one backward pass; every row is in exactly one."""
 
 
 class Critic(Protocol):
     """Estimates the return from each state."""
 
     def values(self, batch: Batch) -> Tensor:
-        """values_BT: of the state before every decision, with gradients if they are enabled."""
+        """values_BT: value of the state before every decision, with gradients if they are enabled."""
 
     def bootstrap_values(self, batch: Batch) -> Tensor:
-        """bootstrap_value_B: of the state after the last decision of every row, whether or not the episode was over."""
+        """bootstrap_value_B: value of the state after the last decision of every row, even if the episode is over."""
 
 
 class ReferenceUpdater(Protocol):
     """Moves the weights of the reference towards those of the policy."""
 
     def after(self, step: int) -> None:
-        """Update the reference if this step is one after which it is due: a copy, or a moving average (EMA)."""
+        """Update the reference if an update is due after this step: a copy, or a moving average (EMA)."""
 
     def state_dict(self) -> dict[str, Any]:
         """The reference's weights, for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
 
 
 class Observer(Protocol):
-    """Records each step before the next one begins: the run store, the live display."""
+    """Records each step before the next one begins, such as the run store and the live display."""
 
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """One finished step; `step` counts from 1."""
+        """Record a finished step; `step` counts from 1."""
 
 
 class Checkpoints(Protocol):
-    """Keeps what a run needs to go on exactly where it stopped."""
+    """Stores the state from which a run resumes exactly."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint atomically; `step` steps are complete."""
+        """Write a checkpoint after `step` complete steps, atomically."""
 
     def latest(self) -> int | None:
-        """The step of the newest checkpoint that is whole; None if there is none."""
+        """The step of the newest complete checkpoint; None if there is none."""
 
     def load(self, step: int) -> dict[str, Any]:
-        """The state that was saved at `step`."""
+        """The state that was saved after `step` steps."""

@@ -1,6 +1,6 @@
 """The data types: Start, Rollout, Group, Batch and PolicyOutput.
 
-Shape legend: B rollouts (rows), T decisions (columns), V actions to choose from, A numbers in an action.
+Shapes: B rollouts (rows), T actions (columns), V possible actions, A components of an action vector.
 """
 
 from __future__ import annotations
@@ -15,64 +15,62 @@ from torch import Tensor
 
 
 class EndReason(StrEnum):
-    """Why a rollout ended. Only the first two are ends of the episode itself."""
+    """Reason for the end of a rollout. The episode itself is over only with STOP and TERMINATED."""
 
     STOP = "stop"  # the policy sampled an end token
     TERMINATED = "terminated"  # the environment reached a terminal state
-    LENGTH = "length"  # the token limit cut a completion
-    TRUNCATED = "truncated"  # a time limit cut an episode
-    CUT = "cut"  # the rollout is a fragment: the episode goes on in the next one
+    LENGTH = "length"  # the token limit truncated a completion
+    TRUNCATED = "truncated"  # a time limit truncated an episode
+    CUT = "cut"  # the rollout is a fragment: the episode continues in the next one
 
     @property
     def is_final(self) -> bool:
-        """True where the episode is over, so that no value may be bootstrapped."""
+        """True if the episode is over, so that no value may be bootstrapped."""
         return self in (EndReason.STOP, EndReason.TERMINATED)
 
     @property
     def is_limit(self) -> bool:
-        """True where a limit of tokens or of time stopped the rollout."""
+        """True if a token limit or a time limit stopped the rollout."""
         return self in (EndReason.LENGTH, EndReason.TRUNCATED)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The start that the rollouts of one group share.
+    """The initial state of the rollouts of one group: a prompt, or a reset seed of an environment.
 
     >>> Start(index=3, prompt=[{"role": "user", "content": "What is 2 + 2?"}], columns={"answer": "4"})
     """
 
-    index: int  # position of the start within its step; with the step it names the group
-    prompt: Any  # a string or chat messages; an environment seed in control
-    columns: Mapping[str, Any] = field(default_factory=dict)  # what the rewards may look at
+    index: int  # position of the start within its step; step and index identify the group
+    prompt: Any  # a string or chat messages; in control, a reset seed
+    columns: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the reward functions
 
 
 @dataclass(slots=True)
 class Rollout:
-    """One attempt: the decisions taken from a start, how likely each was, and what they earned.
+    """A completion or an episode: the actions from a start, their log-probabilities and their rewards.
 
-    The policy need not have decided every action. `decided` marks those that it did; the others, such as the tokens of
-    a tool's output, are context of the later decisions and have no loss.
+    `decided` marks the actions that the policy decided. Other actions, such as the tokens of a tool's output, are
+    context of later decisions and have no loss.
 
     >>> Rollout(context=(5, 9), actions=[7, 3, 4, 8], behavior_logprobs=[-0.2, 0.0, 0.0, -1.1], end=EndReason.STOP,
     ...         decided=[True, False, False, True])
     """
 
-    context: Any  # what the decisions rest on: the prompt's token ids; the T + 1 observations of an episode
-    actions: Any  # a sequence: token ids, the end token included; action numbers; action vectors
-    behavior_logprobs: Any  # a sequence: the log-probability of each action when it was sampled; unread if undecided
+    context: Any  # input of the decisions: the prompt's token ids; in control the T + 1 observations of the episode
+    actions: Any  # a sequence of token ids (with the end token), action indices or action vectors
+    behavior_logprobs: Any  # a sequence: log-probability of each action when it was sampled; unused if undecided
     end: EndReason
-    text: str = ""  # the completion as the rewards read it
-    decided: Sequence[bool] | None = None  # of each action, whether the policy decided it; None: it decided all
-    step_rewards: Any = None  # a sequence: what each action earned, 0 if undecided; None: one reward for the whole
-    step_texts: Sequence[str] | None = None  # the text, cut into reasoning steps
-    step_ends: Sequence[int] | None = None  # decisions that end a reasoning step, ascending; None: the whole is one
-    reward: float | None = None  # None: the grader failed, the rollout leaves its group
+    text: str = ""  # the completion as text, for the rewards
+    decided: Sequence[bool] | None = None  # for each action, whether the policy decided it; None: all of them
+    step_rewards: Any = None  # a sequence: reward of each action, 0 if undecided; None: one reward for the rollout
+    step_texts: Sequence[str] | None = None  # the texts of the reasoning steps
+    step_ends: Sequence[int] | None = None  # last decision of each reasoning step, ascending; None: one step
+    reward: float | None = None  # None: grading failed, and the rollout is excluded from its group
     reward_parts: dict[str, float | None] = field(default_factory=dict)
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # reward -> column -> value, by `log_extra`
-    score: float | None = (
-        None  # what evaluations average: a score, 1 or 0 where it is an accuracy; in control the return
-    )
-    version: int = 0  # of the weights that made it
+    score: float | None = None  # averaged in evaluations: 1 or 0 for an accuracy; in control the return
+    version: int = 0  # of the weights that generated it
 
     @property
     def decisions(self) -> int:
@@ -82,49 +80,47 @@ class Rollout:
 
 @dataclass(slots=True)
 class Group:
-    """Rollouts from one start; they are compared with each other and with nothing else."""
+    """Rollouts from one start, which are compared with each other."""
 
     start: Start
     rollouts: list[Rollout]
-    dropped: bool = False  # sampled in vain: another group was drawn in its place, nothing learns from this one
-    # Values that reward functions logged, by "reward/metric"; those of one call for several groups are in the first.
+    dropped: bool = False  # replaced by another group (dynamic sampling), and not part of the update
+    # Values that reward functions logged, by "reward/metric". One call may grade several groups: the first has them.
     logged: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Batch:
-    """Padded decisions of one training step; the only thing the mathematics ever sees.
+    """Padded rollouts of one training step, the input of all losses and advantages.
 
-    A row is one rollout and never crosses the end of an episode, a column is one action: a decision where `mask_BT` is
-    True. Undecided columns (padding, a tool's output) take part in no loss, ratio, KL, return or denominator; those
-    before a decision are still part of the context that a language model is fed.
+    A row is one rollout and never crosses the end of an episode. A column is one action: a decision where `mask_BT` is
+    True. Undecided columns (padding, a tool's output) are excluded from every loss, ratio, KL, return and denominator;
+    those before a decision are still input tokens of a language model.
     """
 
-    context: tuple[Any, ...]  # one per row, opaque to the mathematics
-    actions_BT: Tensor  # int64, undecided actions included; where an action is a vector, float32 [B, T, A]
-    mask_BT: Tensor  # bool, True where the policy decided
-    behavior_logprobs_BT: Tensor  # float32, by the sampler; 0 where undecided
-    reward_B: Tensor  # float32; 0 where `valid_B` is False
-    rewards_BT: Tensor  # float32, what each decision earned; without step rewards `reward_B` at the last one
-    valid_B: Tensor  # bool, False where grading failed: the row leaves its group
-    truncated_B: Tensor  # bool, True where the rollout stopped before its episode was over
-    group_B: Tensor  # int64, rows of one group share a number
-    step_end_BT: Tensor  # bool, True where a reasoning step ends; without steps at the last decision
+    context: tuple[Any, ...]  # one per row, read by the policy alone
+    actions_BT: Tensor  # int64, undecided actions included; float32 [B, T, A] if an action is a vector
+    mask_BT: Tensor  # bool, True at decisions
+    behavior_logprobs_BT: Tensor  # float32, of the sampler's policy, in nats; 0 at undecided columns
+    reward_B: Tensor  # float32; 0 if `valid_B` is False
+    rewards_BT: Tensor  # float32, reward of each decision; without step rewards, `reward_B` at the last decision
+    valid_B: Tensor  # bool, False if grading failed: the row is excluded from its group
+    truncated_B: Tensor  # bool, True if the rollout stopped before its episode was over
+    group_B: Tensor  # int64, index of the row's group
+    step_end_BT: Tensor  # bool, True at the end of a reasoning step; without steps, at the last decision
     advantages_BT: Tensor | None = None
-    returns_BT: Tensor | None = None  # what a critic should have said
-    values_BT: Tensor | None = None  # what it said before the update
-    bootstrap_value_B: Tensor | None = (
-        None  # what it says of the state after the last decision; 0 if the episode is over
-    )
-    reference_logprobs_BT: Tensor | None = None  # NaN on rows the reference did not evaluate
-    proximal_logprobs_BT: Tensor | None = None  # the old policy's, by the trainer
-    reference_all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action, if they are few
+    returns_BT: Tensor | None = None  # targets of the critic
+    values_BT: Tensor | None = None  # of the critic before the update
+    bootstrap_value_B: Tensor | None = None  # value of the state after the last decision; 0 if the episode is over
+    reference_logprobs_BT: Tensor | None = None  # in nats; NaN on rows that the reference did not evaluate
+    proximal_logprobs_BT: Tensor | None = None  # of the old policy, computed by the trainer, in nats
+    reference_all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action, if V is small
     proximal_all_logprobs_BTV: Tensor | None = None
-    loss_weights_BT: Tensor | None = None  # what each decision counts in the loss
+    loss_weights_BT: Tensor | None = None  # weight of each decision in the loss
 
     @classmethod
     def blank(cls, mask_BT: Tensor, **known: Any) -> Batch:
-        """A batch of which only the mask and `known` fields say something: zeros, no steps, every row valid."""
+        """A batch with this mask and the `known` fields; the other fields are zeros, and every row is valid."""
         zeros_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
         zeros_B = zeros_BT[:, 0]
         blank: dict[str, Any] = {
@@ -145,9 +141,10 @@ class Batch:
         return int(self.mask_BT.shape[0])
 
     def select(self, rows: Tensor) -> Batch:
-        """The rows named by an int64 index, with trailing columns without a decision cut off.
+        """Some rows, by an int64 index, without the trailing columns that have no decision in any of them.
 
-        Nothing depends on an action after the last decision of its row, so the cut changes no result.
+        Removing these columns changes no result, because nothing depends on an action after the last decision of its
+        row.
         """
         mask_BT = self.mask_BT[rows]
         decided_T = mask_BT.any(dim=0).nonzero()
@@ -161,14 +158,14 @@ class Batch:
         return replace(self, **picked)
 
     def restrict(self, decisions: Tensor) -> Batch:
-        """The same rows with only these decisions (indices into the flattened mask) in the loss."""
+        """The same rows with only these decisions in the loss; `decisions` are indices into the flattened mask."""
         mask_BT = torch.zeros_like(self.mask_BT)
         mask_BT.view(-1)[decisions] = True
         assert self.loss_weights_BT is not None
         return replace(self, mask_BT=mask_BT, loss_weights_BT=torch.where(mask_BT, self.loss_weights_BT, 0.0))
 
     def scale_loss(self, factor: float) -> Batch:
-        """The same rows with the loss weights times a factor."""
+        """The same rows with the loss weights multiplied by a factor."""
         assert self.loss_weights_BT is not None
         return replace(self, loss_weights_BT=self.loss_weights_BT * factor)
 
@@ -185,11 +182,11 @@ class PolicyOutput:
 
     logprobs_BT: Tensor
     entropy_BT: Tensor
-    all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action; only if they are few
-    values_BT: Tensor | None = None  # by a critic whose value head is on the policy's trunk
-    kl_BT: Tensor | None = None  # exact KL to the reference, by policies that compute it, if gradients are enabled
+    all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action; only if V is small
+    values_BT: Tensor | None = None  # of a critic whose value head is on the policy's trunk
+    kl_BT: Tensor | None = None  # exact KL to the reference, of policies that compute it, if gradients are enabled
 
     def scores(self) -> dict[str, Tensor]:
-        """The log-probabilities, by the name of the field."""
+        """The log-probabilities that are not None, by field name."""
         given = {"logprobs_BT": self.logprobs_BT, "all_logprobs_BTV": self.all_logprobs_BTV}
         return {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""A module whose weights follow those of another: the reference of a run, if it is updated."""
+"""Exponential moving average (EMA) of a module's weights, for the reference policy of a run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class EMAWeights:
 
         weight += fraction * (leader's weight - weight)
 
-    A moving average is kept in fp32, 4 bytes a weight beside a module of lower precision: bf16 has eight bits, so a
-    small fraction of a small difference would be rounded away at every step and the reference would stay where it is. A
-    copy needs no memory beside the module.
+    A moving average is stored in fp32, which takes 4 bytes per weight beside a module of lower precision. In bf16, with
+    its 8 significant bits, a small fraction of a small difference would be rounded to 0 and the reference would not
+    change. A copy (`fraction` = 1) needs no memory beside the module.
     """
 
     def __init__(self, module: nn.Module, leader: nn.Module, fraction: float, *, every: int = 1) -> None:
         """
         Args:
-            module: the reference; its parameters take no gradient.
-            leader: the policy, a module of the same shape.
-            fraction: above 0; 1 copies.
-            every: steps from one update to the next.
+            module: the reference; its parameters require no gradient.
+            leader: the policy, a module with the same parameters.
+            fraction: above 0; 1 copies the weights.
+            every: number of steps between updates.
         """
         self.fraction, self.every = fraction, every
         self.parameters = dict(module.named_parameters())
@@ -44,7 +44,7 @@ class EMAWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the weights by the fraction towards the leader's."""
+        """Interpolate between the weights and the leader's."""
         for name, weight in self.weights.items():
             leader = self.leader[name].detach().to(weight.dtype)
             weight.copy_(leader) if self.fraction == 1 else weight.lerp_(leader, self.fraction)
@@ -59,7 +59,7 @@ class EMAWeights:
         """Load saved weights, bit for bit.
 
         Raises:
-            ConfigError: if they are those of another module.
+            ConfigError: if their names or shapes are not those of the module.
         """
         shapes = {name: tuple(weight.shape) for name, weight in self.weights.items()}
         if shapes != {name: tuple(weight.shape) for name, weight in state.items()}:

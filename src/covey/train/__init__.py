@@ -6,8 +6,8 @@
         prepare.prepare_batch    values, KL in the reward, advantages, loss weights, old and reference log-probabilities
         update.update            for each learner: epochs -> minibatches -> microbatches -> optimizer step
 
-learners          what an update trains: the policy; with a value loss the critic
+learners          the models that an update trains: the policy; with a value loss also the critic
 kl_coefficient    a schedule, or a controller that keeps the KL near a target
 state             components, settings and progress of a run; checkpoints
-metrics           what a step measured
+metrics           the metrics of a step
 """

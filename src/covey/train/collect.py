@@ -1,8 +1,8 @@
-"""How the graded groups of one step are collected: `docs/groups.md` says what each way costs and does to the gradient.
+"""Collectors of the graded groups of one step. `docs/groups.md` compares their costs and their gradients.
 
 FixedGroups      every start gets the step's group size
-AdaptiveGroups   a few rollouts for every start, the rest of the budget for groups whose rewards vary
-DynamicSampling  groups whose rewards are all the same are replaced by those of further starts (DAPO)
+AdaptiveGroups   a few rollouts from every start, the rest of the budget for groups whose rewards differ
+DynamicSampling  groups whose rewards are all equal are replaced by groups from further starts (DAPO)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DEFAULT_MAX_FACTOR = 4
 class StepGroups:
     """The graded rollouts of one step."""
 
-    groups: list[Group]  # to learn from
-    dropped: list[Group] = field(default_factory=list)  # all rewards of the group are the same
-    unselected: list[Group] = field(default_factory=list)  # sampled before any reward was looked at, for fair means
+    groups: list[Group]  # for the update
+    dropped: list[Group] = field(default_factory=list)  # groups whose rewards are all equal
+    unselected: list[Group] = field(default_factory=list)  # sampled before any reward was known: unbiased means
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -35,15 +35,15 @@ class StepGroups:
         """Every group that was drawn, in the order of the draws."""
         return sorted(self.groups + self.dropped, key=lambda group: group.start.index)
 
-    def fractions_of_all(self, found: dict[str, float]) -> dict[str, float]:
+    def fractions_of_all(self, measured: dict[str, float]) -> dict[str, float]:
         """Rescale fractions that `prepare_batch` measured on the kept groups to all sampled groups."""
         if not self.dropped:
-            return found
+            return measured
         groups = len(self.groups) / len(self.all_groups)
         rollouts = _count(self.groups) / _count(self.all_groups)
-        return found | {
-            "groups/zero_advantage_fraction": 1.0 - (1.0 - found["groups/zero_advantage_fraction"]) * groups,
-            "update/rows": found["update/rows"] * rollouts,
+        return measured | {
+            "groups/zero_advantage_fraction": 1.0 - (1.0 - measured["groups/zero_advantage_fraction"]) * groups,
+            "update/rows": measured["update/rows"] * rollouts,
         }
 
 
@@ -51,7 +51,7 @@ class StepGroups:
 class GroupSource:
     """Draws, samples and grades the groups of one step.
 
-    Every choice is a function of the fields and of the rewards, so that a resumed run repeats it.
+    Every choice is a function of the fields and of the rewards, so a resumed run repeats it.
     """
 
     task: Task
@@ -60,25 +60,25 @@ class GroupSource:
     algorithm: Algorithm
     seed: int
     step: int
-    drawn: int  # starts that the run has drawn in the steps before
-    measure: Measure  # times a phase by the name of its metric
+    drawn: int  # number of starts that the run has drawn in earlier steps
+    measure: Measure  # times a phase; the argument is the name of its metric
 
     def draw(self, count: int, first: int = 0) -> list[Start]:
-        """The starts number `first` to `first + count` of the step."""
+        """`count` starts of the step, with indices from `first`."""
         return self.task.draw(self.seed, self.step, count, first=first, before=self.drawn + first)
 
     def rollouts(self, starts: Sequence[Start], size: int, *, first_rollout: int = 0) -> list[Group]:
-        """Graded groups."""
+        """Sample and grade `size` rollouts from each start, numbered from `first_rollout`."""
         with self.measure("time/sample"):
             groups = self.sampler.sample(starts, size, self.step, first_rollout)
         with self.measure("time/grade"):
             return self.grader.grade(groups)
 
     def have_signal(self, groups: list[Group]) -> list[bool]:
-        """For every group, whether some decision of it gets an advantage. A KL in the reward is not considered."""
+        """For each group, whether a decision of it has a non-zero advantage. A KL in the reward is not considered."""
         batch = collate(groups)
-        alive: list[bool] = has_signal(batch, self.algorithm.advantage(batch).advantages_BT).tolist()
-        return alive
+        signal_G: list[bool] = has_signal(batch, self.algorithm.advantage(batch).advantages_BT).tolist()
+        return signal_G
 
 
 class GroupSize(Protocol):
@@ -100,7 +100,7 @@ class FixedSize:
 
 @dataclass(frozen=True)
 class LinearSize:
-    """first + (last - first) (step - 1) / (steps - 1), rounded: `first` in step 1, `last` in the last step."""
+    """Linear schedule, rounded: first + (last - first) (step - 1) / (steps - 1)."""
 
     first: int
     last: int
@@ -133,44 +133,45 @@ class LogGroupSizes:
     collector: Collector
 
     def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
-        found = self.collector.collect(source, count, size)
-        return replace(found, metrics=group_sizes(found.groups) | found.metrics)
+        collected = self.collector.collect(source, count, size)
+        return replace(collected, metrics=group_sizes(collected.groups) | collected.metrics)
 
 
 @dataclass(frozen=True)
 class AdaptiveGroups:
-    """A first round for every start; the rest of `count * size` goes in equal parts to the groups that vary.
+    """Two rounds of sampling: a few rollouts from every start, then more for the groups with a non-zero advantage.
 
-    Two rounds are enough, because a group that varies goes on varying. What cannot be split evenly, or would make
-    groups larger than the maximum, is not spent. For algorithms that compare within groups: with a critic or a
-    baseline over the whole step, a group whose rewards are all the same teaches too.
+    The second round divides the rest of the budget of `count * size` rollouts equally among these groups. No third
+    round is needed, because the rewards of such a group stay different. A remainder that cannot be divided equally, or
+    that would exceed the maximal group size, is not used. For algorithms that compare rollouts within their group: with
+    a critic or a baseline over the whole step, a group whose rewards are all equal has a gradient too.
     """
 
-    initial_size: int  # rollouts of every start in the first round
+    initial_size: int  # rollouts from every start in the first round
     max_size: int = 0  # of a group; 0: DEFAULT_MAX_FACTOR times the step's group size
 
     def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
-        first, largest = self.initial_size, self.max_size or DEFAULT_MAX_FACTOR * size
-        judged = source.rollouts(source.draw(count), first)
-        live = [group for group, alive in zip(judged, source.have_signal(judged), strict=True) if alive]
-        left = count * (size - first)
-        more = min(left // len(live), largest - first) if live else 0
-        added = source.rollouts([group.start for group in live], more, first_rollout=first) if more else []
-        further = {group.start.index: group for group in added}
-        groups = [_joined(group, further.get(group.start.index, Group(group.start, []))) for group in judged]
-        unused = {"groups/unused_budget": float(left - more * len(live))}
-        return StepGroups(groups, unselected=judged, metrics=group_sizes(groups) | unused)
+        first, max_size = self.initial_size, self.max_size or DEFAULT_MAX_FACTOR * size
+        initial = source.rollouts(source.draw(count), first)
+        extended = [group for group, signal in zip(initial, source.have_signal(initial), strict=True) if signal]
+        budget = count * (size - first)
+        extra = min(budget // len(extended), max_size - first) if extended else 0
+        added = source.rollouts([group.start for group in extended], extra, first_rollout=first) if extra else []
+        added_by_start = {group.start.index: group for group in added}
+        groups = [_joined(group, added_by_start.get(group.start.index, Group(group.start, []))) for group in initial]
+        unused = {"groups/unused_budget": float(budget - extra * len(extended))}
+        return StepGroups(groups, unselected=initial, metrics=group_sizes(groups) | unused)
 
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Further starts in place of groups that do not vary: DAPO (arXiv 2503.14476), eq. 11.
+    """Dynamic sampling: groups without a non-zero advantage are replaced. DAPO (arXiv 2503.14476), eq. 11.
 
-    The step may end with fewer groups than `count`. If none varies, the last ones stay and teach nothing. For
-    algorithms that compare within groups, as `AdaptiveGroups`.
+    The step may end with fewer groups than `count`. If no group has a non-zero advantage, the last `count` groups are
+    kept and have no gradient. For algorithms that compare rollouts within their group, as `AdaptiveGroups`.
     """
 
-    max_resamples: int  # times that a step may draw further starts
+    max_resamples: int  # maximal number of further draws in a step
 
     def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
         kept: list[Group] = []
@@ -178,8 +179,8 @@ class DynamicSampling:
         groups = source.rollouts(source.draw(count), size)
         resamples = 0
         while True:
-            for group, alive in zip(groups, source.have_signal(groups), strict=True):
-                (kept if alive else dropped).append(group)
+            for group, signal in zip(groups, source.have_signal(groups), strict=True):
+                (kept if signal else dropped).append(group)
             if len(kept) == count or resamples == self.max_resamples:
                 break
             resamples += 1
@@ -188,19 +189,19 @@ class DynamicSampling:
             kept, dropped = dropped[-count:], dropped[:-count]
         dropped = [replace(group, dropped=True) for group in dropped]
         metrics = {"groups/drawn": float(len(kept) + len(dropped)), "groups/resamples": float(resamples)}
-        found = StepGroups(kept, dropped, metrics=metrics)
-        return replace(found, unselected=found.all_groups)
+        collected = StepGroups(kept, dropped, metrics=metrics)
+        return replace(collected, unselected=collected.all_groups)
 
 
-def _joined(group: Group, further: Group) -> Group:
+def _joined(group: Group, added: Group) -> Group:
     """A group with the rollouts of a second round."""
-    names = group.logged | further.logged
-    logged = {name: group.logged.get(name, []) + further.logged.get(name, []) for name in names}
-    return replace(group, rollouts=group.rollouts + further.rollouts, logged=logged)
+    names = group.logged | added.logged
+    logged = {name: group.logged.get(name, []) + added.logged.get(name, []) for name in names}
+    return replace(group, rollouts=group.rollouts + added.rollouts, logged=logged)
 
 
 def group_sizes(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of how many rollouts the groups have."""
+    """Metrics of the numbers of rollouts in the groups."""
     sizes = [len(group.rollouts) for group in groups]
     return {"groups/size_mean": fmean(sizes), "groups/size_max": float(max(sizes))}
 

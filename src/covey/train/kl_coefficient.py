@@ -16,7 +16,7 @@ class KLCoefficient(Protocol):
         """The coefficient of a step; steps count from 1."""
 
     def after(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
-        """Adapt the coefficient to the metrics of a finished step, which had this number of rollouts."""
+        """Adapt the coefficient to the metrics of a finished step with `rollouts` rollouts."""
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
@@ -43,10 +43,10 @@ class ScheduledCoefficient:
 
 
 class AdaptiveCoefficient:
-    """Keeps the KL near a target by moving its coefficient: Ziegler et al. (arXiv 1909.08593), section 2.2.
+    """Adaptive KL controller, which keeps the KL near a target: Ziegler et al. (arXiv 1909.08593), section 2.2.
 
-    It follows the schedule until the end of the warm-up. Until then the KL is penalised less than it will be, and a
-    coefficient that rose because of that would be too high afterwards.
+    The coefficient follows the schedule until the end of the warm-up. During the warm-up the KL is penalised less than
+    later, and a coefficient that rose because of this would be too high afterwards.
     """
 
     def __init__(self, schedule: Schedule, metric: str, *, target: float, horizon: int, first_step: int = 1) -> None:
@@ -54,9 +54,9 @@ class AdaptiveCoefficient:
         Args:
             schedule: the coefficient of the first steps.
             metric: name of the measured KL, in nats per decision.
-            target: the KL to keep, in nats per decision.
-            horizon: rollouts over which a KL that is off by a fifth moves the coefficient by a fifth.
-            first_step: the step after which the coefficient is adapted.
+            target: target KL, in nats per decision.
+            horizon: number of rollouts over which a KL that deviates by 20 % changes the coefficient by 20 %.
+            first_step: the first step after which the coefficient is adapted.
         """
         self.schedule, self.metric = schedule, metric
         self.target, self.horizon, self.first_step = target, horizon, first_step

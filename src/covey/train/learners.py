@@ -28,10 +28,10 @@ from covey.train.metrics import UpdateMetrics
 
 
 class Optimizer(Protocol):
-    """Holds the fp32 master weights of a module and the gradients that backward passes added up."""
+    """An optimizer of a module, with fp32 master weights and accumulated gradients."""
 
     def step(self, learning_rate: float) -> StepResult:
-        """Clip, apply and reset the gradients; a non-finite norm changes no weight."""
+        """Clip, apply and reset the gradients; if their norm is not finite, no weight changes."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class UpdatePlan:
 
     epochs: int = 1
     minibatches: int = 1
-    single_decisions: bool = False  # minibatches are drawn from all decisions; else groups stay whole
-    target_kl: float = math.inf  # KL(old || current), in nats per decision, that ends the policy's epochs of a step
-    critic_epochs: int = 0  # further passes in which only the critic is trained
+    single_decisions: bool = False  # minibatches are drawn from all decisions; otherwise groups stay whole
+    target_kl: float = math.inf  # KL(old || current), in nats per decision, above which the policy's epochs end early
+    critic_epochs: int = 0  # additional epochs in which only the critic is trained
     critic_warmup_steps: int = 0  # first steps in which only the critic is trained
 
     def policy_epochs(self, step: int) -> int:
-        """Passes in which the policy is trained; `step` counts from 1."""
+        """Number of epochs in which the policy is trained; `step` counts from 1."""
         return 0 if step <= self.critic_warmup_steps else self.epochs
 
     def optimizer_steps(self, step: int) -> int:
-        """Optimizer steps of the policy."""
+        """Number of optimizer steps of the policy."""
         return self.policy_epochs(step) * self.minibatches
 
 
@@ -63,25 +63,25 @@ class Learner(Protocol):
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
-        """Its optimizers, by the names that they have in a checkpoint."""
+        """The optimizers, by their names in a checkpoint."""
 
     def epochs(self, step: int) -> range:
-        """The numbers of its passes; the order of the minibatches is a function of (seed, step, epoch)."""
+        """The epoch numbers of a step; the order of the minibatches is a function of (seed, step, epoch)."""
 
     def microbatches(self, minibatch: Batch) -> Iterator[Tensor]:
-        """Row indices, in pieces small enough for one backward pass."""
+        """Row indices of each microbatch, small enough for one backward pass."""
 
     def backward(self, part: Batch, step: int, metrics: UpdateMetrics, measure: Measure) -> None:
-        """Add the gradient of the loss of a microbatch."""
+        """Accumulate the gradient of the loss of a microbatch."""
 
     def optimizer_step(self, step: int, metrics: UpdateMetrics) -> None:
-        """Apply the gradients of a minibatch."""
+        """Apply the accumulated gradients of a minibatch."""
 
     def end_epoch(self, metrics: UpdateMetrics) -> bool:
-        """Count a pass; returns whether the passes of this step end early."""
+        """Count an epoch; returns whether the epochs of this step end early."""
 
     def coefficients(self, step: int) -> dict[str, float]:
-        """Learning rate and coefficients of a step, as metrics."""
+        """Metrics: the learning rate and the coefficients of a step."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ class PolicyLearner:
 
 @dataclass(frozen=True)
 class CriticLearner:
-    """A critic, trained by the value loss of its algorithm. The policy's KL does not end its passes."""
+    """A critic, trained by the value loss of its algorithm. `target_kl` does not end its epochs."""
 
     critic: Critic
     optimizer: Optimizer
     algorithm: Algorithm
     plan: UpdatePlan
     learning_rate: Schedule
-    pieces: Callable[[Batch], Iterator[Tensor]]  # row indices small enough for one backward pass, as the policy's
+    split: Callable[[Batch], Iterator[Tensor]]  # row indices of each microbatch, as `Policy.microbatches`
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
@@ -148,7 +148,7 @@ class CriticLearner:
         return range(self.plan.epochs + self.plan.critic_epochs)
 
     def microbatches(self, minibatch: Batch) -> Iterator[Tensor]:
-        return self.pieces(minibatch)
+        return self.split(minibatch)
 
     def backward(self, part: Batch, step: int, metrics: UpdateMetrics, measure: Measure) -> None:
         with measure("time/critic"):
@@ -170,7 +170,7 @@ class CriticLearner:
 
 @dataclass(frozen=True)
 class SharedTrunkLearner(PolicyLearner):
-    """A policy with the critic's value head on its trunk: one backward pass for both losses."""
+    """A policy that shares its trunk with the critic's value head: one backward pass for both losses."""
 
     head_optimizer: Optimizer
     head_learning_rate: Schedule
@@ -192,7 +192,7 @@ class SharedTrunkLearner(PolicyLearner):
 
 @dataclass(frozen=True)
 class HeadLearner(CriticLearner):
-    """The value head of a critic on the policy's trunk, in the passes in which the policy is not trained."""
+    """The value head of a critic on the policy's trunk, in the epochs in which the policy is not trained."""
 
     def epochs(self, step: int) -> range:
         return range(self.plan.policy_epochs(step), self.plan.epochs + self.plan.critic_epochs)

@@ -1,4 +1,4 @@
-"""The training loop. It knows neither language models nor environments: everything that differs is in `Components`."""
+"""The training loop, independent of language models and environments: all differences are in `Components`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from covey.train.prepare import prepare_batch
 from covey.train.state import Components, LoopConfig, Progress, save_checkpoint
 from covey.train.update import update
 
-# A single bad batch is skipped; a run whose steps are all bad has broken.
+# An optimizer step with a non-finite gradient is skipped. After this number in a row, training has diverged.
 SKIPPED_STEPS_LIMIT = 5
 
 
 def train(run: Components, config: LoopConfig, progress: Progress, *, should_stop: Callable[[], bool]) -> None:
-    """Train until `config.is_done` or until `should_stop()`; either way a checkpoint of the last step is written.
+    """Train until `config.is_done` or `should_stop()`; in both cases, write a checkpoint of the last step.
 
     Raises:
-        RunError: after five optimizer steps in a row with a non-finite gradient.
+        RunError: after SKIPPED_STEPS_LIMIT steps in a row whose gradients were not finite.
     """
     saved = progress.step
     while not config.is_done(progress) and not should_stop():
@@ -44,7 +44,7 @@ def train(run: Components, config: LoopConfig, progress: Progress, *, should_sto
 
 
 def train_step(run: Components, config: LoopConfig, progress: Progress) -> tuple[dict[str, float], list[Group]]:
-    """One step: draw, sample, grade, prepare, update, refresh. Advances `progress`; returns metrics and rollouts."""
+    """One step: draw, sample, grade, prepare, update, refresh. Advances `progress`; returns metrics and groups."""
     step, clock = progress.step + 1, Clock()
     collected = collect(run, config, progress, clock)
     with clock.measure("time/prepare"):
@@ -54,18 +54,18 @@ def train_step(run: Components, config: LoopConfig, progress: Progress) -> tuple
             optimizer_steps=run.learners[0].plan.optimizer_steps(step), mask_truncated=config.mask_truncated,
         )  # fmt: skip
     with clock.measure("time/update"):
-        learned = update(run.learners, batch, seed=config.seed, step=step, measure=clock.measure)
+        updated = update(run.learners, batch, seed=config.seed, step=step, measure=clock.measure)
     with clock.measure("time/refresh"):
         run.sampler.refresh(progress.version + 1)
         run.reference_updater.after(step)
-    metrics = step_metrics(collected, prepared, learned, clock)
+    metrics = step_metrics(collected, prepared, updated, clock)
     progress.advance(collected.all_groups, metrics)
     run.kl_coefficient.after(step, metrics, sum(len(group.rollouts) for group in collected.all_groups))
     return metrics, collected.all_groups
 
 
 def collect(run: Components, config: LoopConfig, progress: Progress, clock: Clock) -> StepGroups:
-    """Graded groups of the next step, collected as `run.collector` does."""
+    """The graded groups of the next step, collected by `run.collector`."""
     step = progress.step + 1
     source = GroupSource(
         run.task, run.sampler, run.grader, run.algorithm, config.seed, step, progress.starts, clock.measure
@@ -74,16 +74,16 @@ def collect(run: Components, config: LoopConfig, progress: Progress, clock: Cloc
 
 
 def step_metrics(
-    collected: StepGroups, prepared: dict[str, float], learned: dict[str, float], clock: Clock
+    collected: StepGroups, prepared: dict[str, float], updated: dict[str, float], clock: Clock
 ) -> dict[str, float]:
-    """The metrics of a step: of its rollouts, its batch, its update and its times."""
+    """The metrics of a step: rollouts, batch, update, times and memory."""
     described = describe(collected.all_groups)
     return (
         described
         | describe_rewards(collected.unselected)
         | collected.metrics
         | collected.fractions_of_all(prepared)
-        | learned
+        | updated
         | clock.seconds
         | {
             "time/step": clock.total(),

@@ -1,4 +1,4 @@
-"""Metrics of a training step: what was sampled, what the critic predicted, what the update did."""
+"""Metrics of a training step: rollouts, values of the critic, update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of freshly graded rollouts: rewards, lengths, ends."""
+    """Metrics of graded rollouts: rewards, lengths, end reasons."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.decisions for rollout in rollouts]
     steps = [len(ends) for ends in _present(rollout.step_ends for rollout in rollouts)]
@@ -39,7 +39,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def describe_rewards(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean rewards of rollouts. Rollouts whose grading failed count in no mean."""
+    """Means of rewards and scores, without the rollouts whose grading failed."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = _present(rollout.reward for rollout in rollouts)
     scores = _present(rollout.score for rollout in rollouts)
@@ -54,7 +54,7 @@ def describe_rewards(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _present(values: Iterable[T | None]) -> list[T]:
-    """The values that are there: a reward is None if its grading failed."""
+    """The values that are not None; a reward is None if its grading failed."""
     return [value for value in values if value is not None]
 
 
@@ -71,14 +71,14 @@ def value_metrics(batch: Batch, returns_BT: Tensor | None, counted_BT: Tensor) -
 
 
 class UpdateMetrics:
-    """Sums over the decisions of an update, read as metrics at its end."""
+    """Accumulates the metrics of an update over its microbatches."""
 
     def __init__(self) -> None:
-        # Loss, clipped low, clipped high, entropy, KL to the old policy, decisions.
+        # Sums of loss, clipped low, clipped high, entropy, KL to the old policy, and number of decisions.
         self.sums = torch.zeros(6)
         self.sums_before_epoch = [0.0] * 6
         self.log_ratio_max = torch.tensor(0.0)
-        # One number a microbatch, read at the end, because reading waits for the device.
+        # One scalar per microbatch, read at the end of the update, because reading synchronizes with the device.
         self.critic_losses: list[Tensor] = []
         self.logged: dict[str, list[Tensor]] = {}
         self.logged_first: dict[str, list[Tensor]] = {}
@@ -108,7 +108,7 @@ class UpdateMetrics:
             self.logged.setdefault(name, []).append(value_BT[mask_BT].sum())
         if self.grad_norms or self.skipped:
             return
-        # Before the first optimizer step the trainer's policy is the one that sampled.
+        # Before the first optimizer step, trainer and sampler have the same weights.
         gap_N = (output.logprobs_BT - part.behavior_logprobs_BT)[mask_BT]
         self.mismatch += float(gap_N.abs().sum())
         self.mismatch_kl += float(k3(torch.zeros_like(gap_N), gap_N).sum())
@@ -157,8 +157,8 @@ class UpdateMetrics:
             metrics["mismatch/mean"] = self.mismatch / first_decisions
             metrics["mismatch/kl"] = self.mismatch_kl / first_decisions
             metrics["kl/behavior"] = kl / decisions
-        for found, count in ((self.logged_first, first_decisions), (self.logged, decisions)):
-            metrics |= {name: sum(map(float, values)) / count for name, values in found.items()}
+        for logged, count in ((self.logged_first, first_decisions), (self.logged, decisions)):
+            metrics |= {name: sum(map(float, values)) / count for name, values in logged.items()}
         if self.critic_losses:
             metrics["loss/value"] = float(sum(self.critic_losses)) / (self.critic_epochs * minibatches)
             metrics["update/critic_steps"] = float(self.critic_applied)

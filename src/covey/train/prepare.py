@@ -21,14 +21,14 @@ from covey.train.metrics import value_metrics
 
 
 class NoReference:
-    """In place of a reference policy if there is none: it evaluates nothing."""
+    """Null object for a run without a reference policy; implements `covey.data.Policy`."""
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Not called, because there are no microbatches."""
+        """Never called, because there are no microbatches."""
         raise NotImplementedError
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
-        """None."""
+        """No microbatches."""
         return iter(())
 
 
@@ -46,26 +46,27 @@ def prepare_batch(
     optimizer_steps: int = 1,
     mask_truncated: bool = False,
 ) -> tuple[Batch, dict[str, float]]:
-    """Everything that the update needs to know of a batch, computed once, before the first backward pass.
+    """Compute the inputs of the update, once per step: values, advantages, loss weights, old and reference
+    log-probabilities.
 
     Args:
-        batch: as collated; every row of the step.
-        policy: evaluates the old log-probabilities, if more than one optimizer step follows.
+        batch: all rows of the step, as `covey.data.collate` returns them.
+        policy: computes the old log-probabilities if the update has more than one optimizer step.
         algorithm: defines advantages, KL and loss weights.
-        reference: the policy that the KL is measured to.
+        reference: reference policy of the KL.
         critics: the critic of the algorithm's value loss; empty if the algorithm has none.
-        kl_coefficient: of this step.
-        optimizer_steps: of the policy, on this batch.
-        mask_truncated: leave rollouts that a limit cut out of the loss; their rewards stay in the baseline.
+        kl_coefficient: coefficient of this step.
+        optimizer_steps: number of optimizer steps of the policy on this batch.
+        mask_truncated: exclude truncated rollouts from the loss; the baseline still includes their rewards.
 
     Returns:
-        the rows that have a gradient, and metrics of the whole step. A row is kept if its advantage is not zero; or if
-        the loss has a KL or entropy term and some rollout of its group has a non-zero advantage; or if there is a
-        critic.
+        The rows that have a gradient, and metrics of the whole step. A row is kept if a decision of it has a non-zero
+        advantage; or if the loss has a KL or entropy term and some rollout of its group has a non-zero advantage; or if
+        there is a critic.
 
     Raises:
-        ConfigError: if the algorithm needs a reference policy or a critic that is missing, or gets a critic that it
-            does not train.
+        ConfigError: if the algorithm needs a reference policy or a critic that is missing, or if a critic is given to
+            an algorithm without a value loss.
     """
     kl = algorithm.kl.acting(kl_coefficient)
     _check_components(algorithm, kl, reference, critics, kl_coefficient)
@@ -112,10 +113,15 @@ def prepare_batch(
 
 @torch.no_grad()
 def score_rows(policy: Policy, batch: Batch, wanted_B: Tensor) -> dict[str, Tensor]:
-    """Log-probabilities that `policy` gives the decisions of the wanted rows, in nats.
+    """Log-probabilities of the decisions of some rows under `policy`, in nats.
+
+    Args:
+        policy: evaluates the rows, a microbatch at a time.
+        batch: the rows of the step.
+        wanted_B: bool, True at the rows to evaluate.
 
     Returns:
-        {"logprobs_BT"}, NaN on the other rows; with "all_logprobs_BTV", 0 on the other rows, if the policy's output has
+        "logprobs_BT", NaN on the other rows; and "all_logprobs_BTV", 0 on the other rows, if the policy's output has
         the log-probability of every action.
     """
     scores = {"logprobs_BT": torch.full_like(batch.behavior_logprobs_BT, math.nan)}
@@ -129,7 +135,7 @@ def score_rows(policy: Policy, batch: Batch, wanted_B: Tensor) -> dict[str, Tens
 
 
 def _by_microbatch(policy: Policy, batch: Batch, wanted_B: Tensor) -> Iterator[tuple[Tensor, Batch]]:
-    """The wanted rows in pieces that the policy can evaluate at once: their row indices, and the piece."""
+    """Microbatches of the wanted rows: (row indices, microbatch)."""
     wanted = wanted_B.nonzero()[:, 0]
     if not len(wanted):
         return
@@ -140,9 +146,9 @@ def _by_microbatch(policy: Policy, batch: Batch, wanted_B: Tensor) -> Iterator[t
 
 @torch.no_grad()
 def _with_values(batch: Batch, policy: Policy, critic: Critic) -> Batch:
-    """The batch with the critic's value of every state, and of the state after the last decision of each row.
+    """The batch with the critic's value of every state, and the bootstrap value of each row.
 
-    That value is 0 if the episode is over. A time limit or the end of a fragment does not end an episode.
+    The bootstrap value is 0 if the episode is over. A time limit or the end of a fragment does not end an episode.
     """
     values_BT = torch.zeros_like(batch.behavior_logprobs_BT)
     bootstrap_value_B = torch.zeros_like(batch.reward_B)
@@ -153,15 +159,15 @@ def _with_values(batch: Batch, policy: Policy, critic: Critic) -> Batch:
 
 
 def has_signal(batch: Batch, advantages_BT: Tensor) -> Tensor:
-    """Bool [groups]: whether some decision of the group has a non-zero advantage."""
+    """signal_G, bool: True if a decision of the group has a non-zero advantage."""
     signal_G = torch.zeros(int(batch.group_B.max()) + 1, dtype=torch.bool)
     signal_G[batch.group_B[(advantages_BT != 0).any(dim=1)]] = True
     return signal_G
 
 
 def _kl_metric(batch: Batch, reference_BT: Tensor) -> dict[str, float]:
-    """Mean k3 estimate of the KL to the reference, if it was evaluated, for every estimator that the algorithm uses:
-    k3 is never negative and has a low variance.
+    """Mean k3 estimate of the KL to the reference, if it was evaluated. It is k3 for every algorithm, because k3 is
+    never negative and has a low variance.
     """
     known_BT = batch.mask_BT & ~reference_BT.isnan()
     if not known_BT.any():
@@ -177,5 +183,5 @@ def _check_components(
             f"the KL coefficient is {kl_coefficient} but there is no reference policy: give one or set it to 0"
         )
     if algorithm.needs_critic != bool(critics):
-        has, lacks = ("has no use for a critic", "leave it out") if critics else ("needs a critic", "give it one")
-        raise ConfigError(f"the algorithm {algorithm.name} {has}: {lacks}")
+        fault, remedy = ("has no value loss", "leave the critic out") if critics else ("needs a critic", "give it one")
+        raise ConfigError(f"the algorithm {algorithm.name} {fault}: {remedy}")

@@ -1,4 +1,4 @@
-"""The components and settings of a run, its progress, and both in a checkpoint."""
+"""Components, settings and progress of a run, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.train.prepare import NO_REFERENCE
 
 
 class NeverUpdate:
-    """The reference stays as it is; implements `covey.data.ReferenceUpdater`."""
+    """Leaves the reference unchanged; implements `covey.data.ReferenceUpdater`."""
 
     def after(self, step: int) -> None:
         """Nothing to do."""
@@ -29,17 +29,17 @@ class NeverUpdate:
 
 
 class NoCheckpoints:
-    """Saves nothing; implements `covey.data.Checkpoints`."""
+    """Null object that saves nothing; implements `covey.data.Checkpoints`."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Nothing to do."""
 
     def latest(self) -> int | None:
-        """None."""
+        """None: there is no checkpoint."""
         return None
 
     def load(self, step: int) -> dict[str, Any]:
-        """Not possible."""
+        """Never called, because `latest` is None."""
         raise NotImplementedError
 
 
@@ -52,7 +52,7 @@ class Components:
     grader: Grader
     policy: Policy
     algorithm: Algorithm
-    learners: Sequence[Learner]  # the policy's first; with a value loss the critic's too
+    learners: Sequence[Learner]  # the policy's first; with a value loss also the critic's
     kl_coefficient: KLCoefficient
     critics: Sequence[Critic] = ()  # the critic, if the algorithm has a value loss
     reference: Policy = NO_REFERENCE
@@ -65,7 +65,7 @@ class Components:
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """The numbers of a run that the loop itself needs."""
+    """Settings of the training loop."""
 
     steps: int
     seed: int
@@ -73,7 +73,7 @@ class LoopConfig:
     group_size: GroupSize
     mask_truncated: bool = False
     checkpoint_every: int = 20
-    decision_budget: int = 0  # training also ends once this many decisions were sampled; 0: no limit
+    decision_budget: int = 0  # training also ends when this number of decisions was sampled; 0: no limit
 
     def is_done(self, progress: Progress) -> bool:
         """Whether training has ended."""
@@ -86,7 +86,7 @@ class Progress:
     """Progress of a run."""
 
     step: int = 0
-    version: int = 0  # of the weights: one more with every update
+    version: int = 0  # of the weights; every update adds 1
     decisions: int = 0  # sampled so far
     starts: int = 0  # drawn so far
     skipped_in_a_row: int = 0
@@ -102,7 +102,7 @@ class Progress:
 
 
 def _stateful(run: Components) -> dict[str, Any]:
-    """The components with a state, by its name in a checkpoint."""
+    """The components whose state is saved, by their names in a checkpoint."""
     optimizers = {name: item for learner in run.learners for name, item in learner.optimizers.items()}
     return optimizers | {
         "reference": run.reference_updater,
@@ -118,7 +118,7 @@ def save_checkpoint(run: Components, progress: Progress) -> None:
 
 
 def load_checkpoint(run: Components, state: dict[str, Any]) -> Progress:
-    """Restore a saved state; returns the progress that the run had made."""
+    """Restore a saved state; returns the progress of the run at that checkpoint."""
     progress = Progress(**state["progress"])
     for name, component in _stateful(run).items():
         component.load_state_dict(state[name])

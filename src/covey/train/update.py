@@ -1,4 +1,4 @@
-"""The update: from prepared batches to new weights.
+"""The update: trains the learners on the prepared batch of a step.
 
     learners -> epochs -> minibatches (one optimizer step each) -> microbatches (one backward pass each)
 
@@ -22,10 +22,19 @@ from covey.train.metrics import UpdateMetrics
 def update(
     learners: Sequence[Learner], batch: Batch, *, seed: int, step: int, measure: Measure = untimed
 ) -> dict[str, float]:
-    """Make the optimizer steps of one training step; returns its metrics. `measure` times their phases.
+    """Make the optimizer steps of one training step.
 
     The loss weights were computed for the whole step (`prepare_batch`). A minibatch multiplies them by the number of
-    minibatches, so that the mean of the minibatches' gradients is the gradient of the step, however it is cut.
+    minibatches, so that the mean of the minibatches' gradients is the gradient of the step for any division.
+
+    Args:
+        learners: the policy's first.
+        batch: the prepared batch of the step.
+        seed, step: with the epoch, they determine the order of the minibatches.
+        measure: times the phases.
+
+    Returns:
+        the metrics of the update.
     """
     metrics = UpdateMetrics()
     coefficients: dict[str, float] = {}
@@ -43,7 +52,7 @@ def update(
 
 
 def _minibatches(batch: Batch, plan: UpdatePlan, seed: int, step: int, epoch: int) -> Iterator[Batch]:
-    """The batch in the plan's number of pieces, in an order that is a function of (seed, step, epoch)."""
+    """The minibatches of an epoch, in an order that is a function of (seed, step, epoch)."""
     if not len(batch):
         return
     batch = batch.scale_loss(plan.minibatches)
@@ -66,6 +75,6 @@ def _shuffled(items: Tensor, seed: int, step: int, epoch: int) -> Tensor:
 
 
 def _microbatches(learner: Learner, minibatch: Batch) -> Iterator[Batch]:
-    """Pieces that are small enough for one backward pass."""
+    """The microbatches of a minibatch, small enough for one backward pass each."""
     for rows in learner.microbatches(minibatch):
         yield minibatch if len(rows) == len(minibatch) else minibatch.select(rows)
