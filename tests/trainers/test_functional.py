@@ -303,8 +303,8 @@ def test_ppo_takes_any_shape_a_mask_and_a_mean_entropy():
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"rewards": torch.zeros(3, 5)}, r"rewards has shape \[3, 5\]: one reward an answer is needed, \[3, 4\]"),
-        ({"old_policy_logprobs": torch.zeros(3, 4)}, "old_policy_logprobs has shape .* they must be alike"),
+        ({"rewards": torch.zeros(3, 5)}, r"rewards has shape \[3, 5\]: one reward per answer is needed, \[3, 4\]"),
+        ({"old_policy_logprobs": torch.zeros(3, 4)}, "old_policy_logprobs has shape .* they must be equal"),
         ({"mask": torch.ones(3, 4, 5, dtype=torch.bool)}, "mask has shape"),
         ({"policy_logprobs": torch.zeros(12)}, r"give \[batch, group_size\]"),
         ({"reference_logprobs": None}, "give reference_logprobs, or set kl_beta to 0"),

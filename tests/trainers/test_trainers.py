@@ -143,7 +143,7 @@ def test_prompts_may_be_token_ids():
     [
         (torch.tensor([4, 5, 6]), r"prompts has shape \[3\]: token ids have \[batch, length\]"),
         (torch.tensor([[0, 0]]), "a prompt is empty"),
-        (torch.tensor([[4, 9999]]), "a prompt has the token id 9999, the model knows 0 to"),
+        (torch.tensor([[4, 9999]]), "a prompt has the token id 9999, the model has 0 to"),
         ([[4, -7]], "a prompt has the token id -7"),
         (torch.tensor([[0.5]]), "'prompt' must be a string or a list of chat messages"),
     ],
@@ -291,7 +291,7 @@ def test_a_model_by_name_saves_what_it_learned(tmp_path):
         (lambda: GRPOTrainer(tiny_model()), "give tokenizer="),
         (lambda: GRPOTrainer(torch.nn.Linear(2, 2)), "a causal language model of transformers.* is a Linear"),
         (lambda: GRPOTrainer("/no/such/folder"), "there is no folder"),
-        (lambda: grpo_trainer().train(), "nothing to train on: give prompts"),
+        (lambda: grpo_trainer().train(), "there are no prompts to train on: give prompts"),
         (lambda: grpo_trainer(reward_function=None).training_step(["1"]), "there is no reward"),
         (
             lambda: GRPOTrainer(reward_funcs=len, train_dataset=[], args=object()),

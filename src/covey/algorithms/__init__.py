@@ -1,7 +1,7 @@
-"""Algorithms: what the gradient is.
+"""Policy-gradient algorithms.
 
-advantages    which numbers are compared with which: a batch -> advantages_BT
-kl_penalty    where a KL acts: in the reward or in the loss, to the reference or to the policy that sampled
+advantages    advantage estimators: a batch -> advantages_BT
+kl_penalty    KL penalties: in the reward or in the loss, to the reference or to the behavior policy
 algorithm     the composition: advantage x ratio x surrogate x KL x aggregation x value loss
 presets       grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, ppo
 """

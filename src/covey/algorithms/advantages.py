@@ -1,7 +1,7 @@
-"""Advantage estimators: which numbers are compared with which.
+"""Advantage estimators, and the credit assignments that build them.
 
-A credit takes a comparison (`core/baselines.py`) and makes an advantage estimator of a batch; an algorithm picks both.
-Shapes: B rollouts, T decisions.
+A credit assignment takes a baseline (`core/baselines.py`) and returns an advantage estimator. An algorithm chooses
+both. Shapes: B rollouts, T decisions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from covey.core import baselines, returns
 from covey.data import Batch
 
-# value_N, group_N, valid_N -> advantage_N: compares numbers with the others of their group
+# value_N, group_N, valid_N -> advantage_N: compares each value with the values of its group
 Baseline = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -27,11 +27,15 @@ class Advantages(NamedTuple):
 
 
 AdvantageEstimator = Callable[[Batch], Advantages]
-CreditAssignment = Callable[[Baseline], AdvantageEstimator]  # what is compared with what
+CreditAssignment = Callable[[Baseline], AdvantageEstimator]  # chooses the values and the groups of the baseline
 
 
 def outcome(compare: Baseline) -> AdvantageEstimator:
-    """Rollouts are compared by their rewards; all decisions of a rollout share its advantage. DeepSeekMath 4.1.2."""
+    """Outcome supervision: the rollouts of a group are compared by their rewards. DeepSeekMath (arXiv 2402.03300),
+    4.1.2.
+
+    All decisions of a rollout have its advantage.
+    """
 
     def estimate(batch: Batch) -> Advantages:
         advantage_B = compare(batch.reward_B, batch.group_B, batch.valid_B)
@@ -41,9 +45,13 @@ def outcome(compare: Baseline) -> AdvantageEstimator:
 
 
 def reward_to_go(compare: Baseline, *, gamma: float = 1.0) -> AdvantageEstimator:
-    """Decisions are compared by their discounted returns with all decisions of the group.
+    """Reward-to-go: decisions are compared by their discounted returns with all decisions of the group.
 
     A_{i,t} compares s_{i,t} = sum_{l >= 0} gamma^l r_{i,t+l}: REINFORCE's returns (Williams 1992) in GRPO's groups.
+
+    Args:
+        compare: the baseline.
+        gamma: discount per decision.
     """
 
     def estimate(batch: Batch) -> Advantages:
@@ -55,15 +63,15 @@ def reward_to_go(compare: Baseline, *, gamma: float = 1.0) -> AdvantageEstimator
 
 
 def reward_to_go_by_step(compare: Baseline, *, gamma: float = 1.0) -> AdvantageEstimator:
-    """Decisions are compared by their discounted returns with the siblings' decisions at the same step.
+    """Reward-to-go by time step: decisions are compared with the decisions of their group at the same time step.
 
-    As `reward_to_go`, with the rollouts of the group that had not ended before the step.
+    As `reward_to_go`, but only rollouts that have not ended before the time step are compared.
     """
 
     def estimate(batch: Batch) -> Advantages:
         returns_BT = returns.discounted_returns(batch.rewards_BT, batch.mask_BT, gamma)
         width = batch.mask_BT.shape[1]
-        # Steps are counted in decisions: the columns of siblings differ if undecided actions lie between them.
+        # Steps are counted in decisions, because undecided actions shift the columns of some rollouts.
         step_BT = batch.mask_BT.cumsum(dim=1) - batch.mask_BT.long()
         group_BT = batch.group_B[:, None] * width + step_BT
         return Advantages(_compare_decisions(compare, returns_BT, group_BT, batch))
@@ -72,9 +80,9 @@ def reward_to_go_by_step(compare: Baseline, *, gamma: float = 1.0) -> AdvantageE
 
 
 def within_episode(compare: Baseline, *, gamma: float = 0.99) -> AdvantageEstimator:
-    """Decisions are compared by their discounted returns with the other decisions of the same rollout.
+    """REINFORCE with whitened returns: decisions are compared by their discounted returns within their own rollout.
 
-    No sibling is needed. The form in which articles explain GRPO on CartPole; REINFORCE with whitened returns.
+    A group of one rollout suffices. Articles explain GRPO on CartPole in this form.
     """
 
     def estimate(batch: Batch) -> Advantages:
@@ -86,10 +94,11 @@ def within_episode(compare: Baseline, *, gamma: float = 0.99) -> AdvantageEstima
 
 
 def process(compare: Baseline) -> AdvantageEstimator:
-    """Every step's reward is compared with all step rewards of the group; a decision has the advantages of its own step
-    and of those after it.
+    """Process supervision: the reward of every reasoning step is compared with all step rewards of the group.
 
     A_{i,t} = sum_{index(j) >= t} (r_i^{index(j)} - mean(R)) / std(R)      DeepSeekMath (arXiv 2402.03300), 4.1.3
+
+    The advantage of a decision is the sum over its own step and all later steps.
     """
 
     def estimate(batch: Batch) -> Advantages:
@@ -103,8 +112,9 @@ def process(compare: Baseline) -> AdvantageEstimator:
 
 
 def process_by_step(compare: Baseline) -> AdvantageEstimator:
-    """Every step's reward is compared with the siblings' rewards for the same step, the first with the first ones; the
-    decisions of a step share its advantage, which later steps do not change.
+    """Process supervision by step number: the reward of step k is compared with the group's rewards of step k.
+
+    All decisions of a step have its advantage. Later steps do not change it.
     """
 
     def estimate(batch: Batch) -> Advantages:
@@ -115,11 +125,12 @@ def process_by_step(compare: Baseline) -> AdvantageEstimator:
 
 
 def process_return_to_go(compare: Baseline) -> AdvantageEstimator:
-    """The sum of a rollout's rewards from a step on is compared with the siblings' sums from their step of the same
-    number on; the decisions of a step share the result.
+    """Process supervision by return-to-go: the sum of the step rewards from step k on is compared within the group.
 
-    A_{i,k} compares s_{i,k} = sum_{j >= k} r_i^{index(j)}: returns (Williams 1992), a step at a time. A rollout that
-    stopped misses the rewards of the steps that it did not take, so stopping never looks good by itself.
+    A_{i,k} compares s_{i,k} = sum_{j >= k} r_i^{index(j)}: returns (Williams 1992), one per reasoning step.
+
+    All decisions of a step have its advantage. A rollout that has ended has no rewards of further steps, so an early
+    end is not an advantage by itself.
     """
 
     def estimate(batch: Batch) -> Advantages:
@@ -131,7 +142,7 @@ def process_return_to_go(compare: Baseline) -> AdvantageEstimator:
 
 
 def _by_step_number(compare: Baseline, value_BK: Tensor, steps: _Steps, batch: Batch) -> Advantages:
-    """Steps compared with the siblings' of the same number; the decisions of a step share its advantage."""
+    """Advantages of reasoning steps, each compared with the group's steps of the same number."""
     width = value_BK.shape[1]
     group_BK = batch.group_B[:, None] * width + torch.arange(width, device=batch.group_B.device)
     advantages_BK = _compared(compare, value_BK, group_BK, steps.counted_BK)
@@ -139,17 +150,17 @@ def _by_step_number(compare: Baseline, value_BK: Tensor, steps: _Steps, batch: B
 
 
 class _Steps(NamedTuple):
-    """The reasoning steps of a batch: K is a step's number in its rollout, from 0, at most one for each decision."""
+    """The reasoning steps of a batch. K is the index of a step in its rollout, from 0; there are at most T."""
 
-    reward_BK: Tensor  # all that the decisions of a step earned: the step's reward, and a KL where it is in the reward
-    counted_BK: Tensor  # bool, True where there is such a step and its rollout was graded
-    number_BT: Tensor  # the step that a decision belongs to; after the last step one that does not exist
-    end_BT: Tensor
+    reward_BK: Tensor  # sum of the rewards of a step's decisions, which include a KL in the reward
+    counted_BK: Tensor  # bool, True if the step exists and its rollout was graded
+    number_BT: Tensor  # index of the decision's step; after the last step, the index of a step that does not exist
+    end_BT: Tensor  # bool, True at the last decision of a step
 
 
 def _steps(batch: Batch) -> _Steps:
     end_BT = batch.step_end_BT & batch.mask_BT
-    number_BT = end_BT.cumsum(dim=1) - end_BT.long()  # of the steps that ended before this decision
+    number_BT = end_BT.cumsum(dim=1) - end_BT.long()  # number of steps that ended before this decision
     earned_BT = torch.where(batch.mask_BT, batch.rewards_BT, 0.0)
     reward_BK = torch.zeros_like(earned_BT).scatter_add(1, number_BT, earned_BT)
     exists_BK = torch.arange(end_BT.shape[1], device=end_BT.device) < end_BT.sum(dim=1, keepdim=True)
@@ -157,7 +168,13 @@ def _steps(batch: Batch) -> _Steps:
 
 
 def gae_advantage(*, gamma: float = 0.99, lam: float = 0.95, whiten: bool = True) -> AdvantageEstimator:
-    """Decisions are compared with what the critic expected: GAE (arXiv 1506.02438), whitened over the batch."""
+    """Generalized advantage estimation: GAE (arXiv 1506.02438), eq. 16.
+
+    Args:
+        gamma: discount per decision.
+        lam: 0 gives the one-step TD error, 1 the return minus the value.
+        whiten: normalize the advantages over all decisions of the batch.
+    """
 
     def estimate(batch: Batch) -> Advantages:
         assert batch.values_BT is not None
@@ -173,7 +190,10 @@ def gae_advantage(*, gamma: float = 0.99, lam: float = 0.95, whiten: bool = True
 
 
 def batch_normalized_returns(compare: Baseline, *, gamma: float = 1.0) -> AdvantageEstimator:
-    """Decisions are compared by what was earned from them on with every decision of the step, whatever its group."""
+    """Batch-normalized returns: decisions are compared by their discounted returns with all decisions of the batch.
+
+    REINFORCE++ (arXiv 2501.03262), section 3. Groups are ignored.
+    """
 
     def estimate(batch: Batch) -> Advantages:
         returns_BT = returns.discounted_returns(batch.rewards_BT, batch.mask_BT, gamma)
@@ -183,7 +203,7 @@ def batch_normalized_returns(compare: Baseline, *, gamma: float = 1.0) -> Advant
 
 
 def _compare_over_step(compare: Baseline, value_BT: Tensor, batch: Batch) -> Tensor:
-    """advantages_BT of single decisions, each compared with all of the step, whatever its group."""
+    """advantages_BT of single decisions, each compared with all decisions of the batch."""
     return _compare_decisions(compare, value_BT, torch.zeros_like(batch.mask_BT, dtype=torch.int64), batch)
 
 
@@ -193,7 +213,7 @@ def _compare_decisions(compare: Baseline, value_BT: Tensor, group_BT: Tensor, ba
 
 
 def _compared(compare: Baseline, value_BT: Tensor, group_BT: Tensor, counted_BT: Tensor) -> Tensor:
-    """The counted values compared, each within its own group; 0 elsewhere."""
+    """Advantages of the counted values, each within its own group; 0 elsewhere."""
     advantages_BT = torch.zeros_like(value_BT)
     if counted_BT.any():
         value_N = value_BT[counted_BT]

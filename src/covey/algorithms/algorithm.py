@@ -31,21 +31,21 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The loss of some rows, ready for backward, and what it was made of."""
+    """The scalar loss of some rows, and the tensors from which metrics are computed."""
 
     loss: Tensor
     log_ratio_BT: Tensor
     clipped_low_BT: Tensor
     clipped_high_BT: Tensor
-    # Further numbers of each decision, [B, T] by the name of the metric that is their mean over all decisions: of every
-    # pass, and of the passes before the first optimizer step.
+    # Further values per decision, [B, T] by metric name; the metric is their mean over the decisions. `logged` is read
+    # in every pass, `logged_first` only before the first optimizer step.
     logged: dict[str, Tensor] = field(default_factory=dict)
     logged_first: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A policy-gradient algorithm along six independent axes."""
+    """A policy-gradient algorithm, composed of independent parts."""
 
     name: str
     advantage: AdvantageEstimator
@@ -55,19 +55,26 @@ class Algorithm:
     kl: KLPenalty
     value_loss: ValueLoss | None = None  # None: there is no critic
     entropy_coefficient: float = 0.0  # of the entropy bonus
-    importance_cap: float | None = None  # of the weights between sampler and trainer; None: there are none
+    importance_cap: float | None = None  # cap of the importance weights of trainer over sampler; None: no weights
 
     @property
     def needs_critic(self) -> bool:
-        """Whether there is a value loss, and so a critic to train by it."""
+        """True if there is a value loss."""
         return self.value_loss is not None
 
     def loss(self, output: PolicyOutput, batch: Batch, kl_coefficient: float) -> LossTerms:
-        """(loss_weights_BT * (w_BT * surrogate_BT + kl_coefficient * kl_BT - entropy_coefficient * entropy_BT)).sum().
+        """Loss of the policy: a weighted sum over decisions.
 
-        The ratio's denominator is the old policy as the trainer evaluates it; where one optimizer step follows each
-        sampling, that is the current policy itself, so that the ratio is 1 and only its gradient matters. w_BT is 1, or
-        `ratios.importance_weight` of that old policy against the sampler.
+        (loss_weights_BT * (w_BT * surrogate_BT + kl_coefficient * kl_BT - entropy_coefficient * entropy_BT)).sum()
+
+        The denominator of the ratio is the old policy as the trainer evaluates it. If there is one optimizer step per
+        sampling, the old policy is the current one: the ratio is 1 and only its gradient matters. w_BT is 1, or
+        `ratios.importance_weight` of the old policy against the sampler.
+
+        Args:
+            output: of the current policy for `batch`, with gradient.
+            batch: prepared rows, on the device of `output`.
+            kl_coefficient: of this step.
         """
         assert batch.advantages_BT is not None
         assert batch.loss_weights_BT is not None
@@ -90,7 +97,7 @@ class Algorithm:
         return LossTerms(loss, log_ratio_BT.detach(), *clipped, logged, kl.measured(output))
 
     def critic_loss(self, values_BT: Tensor, batch: Batch) -> Tensor:
-        """(loss_weights_BT * coefficient * error_BT).sum() over the rows of `batch`; PPO (arXiv 1707.06347), eq. 9."""
+        """Value loss, a scalar: (loss_weights_BT * coefficient * error_BT).sum(). PPO (arXiv 1707.06347), eq. 9."""
         assert self.value_loss is not None
         assert batch.returns_BT is not None
         assert batch.values_BT is not None

@@ -1,4 +1,4 @@
-"""The KL penalty of an algorithm: its coefficient, and the place where it acts.
+"""KL penalty of an algorithm: its coefficient and its placement.
 
 | placement      | the KL                                                         | acts on                     |
 |----------------|----------------------------------------------------------------|-----------------------------|
@@ -26,12 +26,12 @@ from covey.data import Batch, PolicyOutput
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]  # logprobs_BT, reference_logprobs_BT -> kl_BT; or both BTV
 
-# If the KL is only logged, the reference evaluates every eighth group: enough for a curve, at an eighth of the cost.
+# If the KL is only logged, the reference evaluates one group in eight, at an eighth of the cost.
 LOG_KL_EVERY = 8
 
 
 class KLPlacement(Protocol):
-    """The place where a KL acts, and the rows that the reference has to evaluate for it."""
+    """Placement of a KL penalty, and the rows that the reference has to evaluate for it."""
 
     @property
     def estimator(self) -> KLEstimator:
@@ -39,35 +39,35 @@ class KLPlacement(Protocol):
 
     @property
     def metric(self) -> str:
-        """The measured KL that a controller of the coefficient follows."""
+        """Name of the metric that an adaptive controller of the coefficient reads."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there has to be a reference policy."""
+        """True if the penalty needs a reference policy."""
 
     @property
     def in_loss(self) -> bool:
-        """Whether it has a gradient of its own."""
+        """True if the KL is a term of the loss, with a gradient of its own."""
 
     def rows_for_reward(self, batch: Batch) -> Tensor:
         """Bool [B]: the rows that the reference evaluates before the advantages are computed."""
 
     def rows_for_loss(self, batch: Batch, kept_B: Tensor) -> Tensor:
-        """Bool [B]: the rows that the reference evaluates after that; `kept_B` are the rows of the update."""
+        """Bool [B]: the rows that the reference evaluates after that; `kept_B` marks the rows of the update."""
 
     def penalise(self, batch: Batch, reference_logprobs_BT: Tensor, coefficient: float) -> Batch:
-        """The batch with its KL subtracted from the rewards."""
+        """The batch with coefficient * KL subtracted from the rewards."""
 
     def add(self, loss_BT: Tensor, output: PolicyOutput, batch: Batch, coefficient: float) -> Tensor:
-        """The loss of each decision with the KL's added."""
+        """loss_BT + coefficient * kl_BT."""
 
     def measured(self, output: PolicyOutput) -> dict[str, Tensor]:
-        """The KL that the policy's output contains: kl_BT in nats, by the name of its metric."""
+        """kl_BT of the policy's output, in nats, by the name of its metric; empty if the output has none."""
 
 
 @dataclass(frozen=True)
 class _NoKL:
-    """No penalty; the base of the placements, which says what each of them leaves out."""
+    """No penalty; base class with the defaults of all placements."""
 
     estimator: KLEstimator = kl.k3
     metric = "kl"
@@ -95,10 +95,12 @@ NO_KL: KLPlacement = _NoKL()
 
 @dataclass(frozen=True)
 class KLInReward(_NoKL):
-    """The KL is subtracted from each decision's reward, without a gradient: DeepSeekMath (arXiv 2402.03300), eq. 2.
+    """KL to the reference, subtracted from each decision's reward: DeepSeekMath (arXiv 2402.03300), eq. 2.
+
+    It has no gradient of its own.
 
     Raises:
-        ConfigError: for the exact KL, which would have no effect here.
+        ConfigError: for the exact KL, which has no effect in the reward.
     """
 
     estimator: KLEstimator = kl.k1
@@ -125,9 +127,9 @@ class KLInReward(_NoKL):
 
 @dataclass(frozen=True)
 class KLInLoss(_NoKL):
-    """The KL to the reference is part of the loss: DeepSeekMath (arXiv 2402.03300), eq. 3 and 4.
+    """KL to the reference as a term of the loss: DeepSeekMath (arXiv 2402.03300), eq. 3 and 4.
 
-    `kl.exact` is for policies whose output has the log-probability of every action.
+    `kl.exact` needs a policy whose output has the log-probability of every action.
     """
 
     estimator: KLEstimator = kl.k3
@@ -147,9 +149,9 @@ class KLInLoss(_NoKL):
 
 @dataclass(frozen=True)
 class KLToBehavior(_NoKL):
-    """The KL to the policy that sampled is part of the loss: PPO (arXiv 1707.06347), eq. 8.
+    """KL(pi_old || pi) to the behavior policy as a term of the loss: PPO (arXiv 1707.06347), eq. 8.
 
-    It is KL(pi_old || pi): the decisions are sampled from pi_old, so the estimators are unbiased for this direction.
+    The decisions are sampled from pi_old, so the estimators are unbiased for this direction.
     """
 
     estimator: KLEstimator = kl.k3
@@ -160,16 +162,16 @@ class KLToBehavior(_NoKL):
         mask, current, other = _arguments(
             self.estimator, output, batch, batch.proximal_logprobs_BT, batch.proximal_all_logprobs_BTV
         )
-        if other is None:  # one optimizer step for each sampling: the two policies are the same
+        if other is None:  # one optimizer step per sampling: both policies are the same
             return loss_BT + coefficient * torch.zeros_like(output.logprobs_BT)
         return loss_BT + coefficient * self.estimator(torch.where(mask, other, 0.0), current)
 
 
 @dataclass(frozen=True)
 class KLFromOutput(_NoKL):
-    """The exact KL to the reference, computed by the policy's own forward pass (`PolicyOutput.kl_BT`), in the loss.
+    """Exact KL to the reference as a term of the loss, computed in the policy's forward pass (`PolicyOutput.kl_BT`).
 
-    For vocabularies, where the log-probabilities of every action would be too large to store.
+    For language models, because the log-probabilities of the whole vocabulary are too large to store.
     """
 
     estimator: KLEstimator = kl.exact
@@ -189,21 +191,23 @@ class KLFromOutput(_NoKL):
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """A KL penalty: a placement and its coefficient at every step. With the coefficient 0 the KL is only logged."""
+    """A KL penalty: a placement and a schedule of its coefficient. With the coefficient 0 the KL is only logged."""
 
     coefficient: schedules.Schedule = schedules.constant(0.0)
     placement: KLPlacement = KLInLoss()
 
     def acting(self, coefficient: float) -> KLPlacement:
-        """The placement of a step with this coefficient."""
+        """The placement in a step with this coefficient; `NO_KL` if it is 0."""
         return self.placement if coefficient else NO_KL
 
 
 def _arguments(
     estimator: KLEstimator, output: PolicyOutput, batch: Batch, other_BT: Tensor | None, other_BTV: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(mask, current, other) of an estimator: log-probabilities of the sampled actions, or of all actions if it is
-    exact. `current` is 0 where nothing was decided.
+    """Mask and log-probabilities for an estimator: [B, T] of the sampled actions, or [B, T, V] for the exact KL.
+
+    Returns:
+        (mask, current, other). `current` is 0 at undecided columns; `other` is None if the argument is.
     """
     if estimator is kl.exact:
         assert output.all_logprobs_BTV is not None

@@ -1,6 +1,6 @@
-"""The algorithms of the family, each composed as its paper says.
+"""Preset algorithms, each composed as in its paper.
 
-To add one, write a function like these that names its source.
+To add an algorithm, write a function of the same form with its source in the docstring.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def dr_grpo(
     entropy_coefficient: float = 0.0,
     credit: CreditAssignment = outcome,
 ) -> Algorithm:
-    """Dr.GRPO (arXiv 2503.20783), section 3.2: no division by the group's std nor by a rollout's length, no KL."""
+    """Dr.GRPO (arXiv 2503.20783), section 3.2: no division by the group's std or by the rollout's length, no KL.
+
+    `max_length` is the constant divisor in place of the length, in decisions.
+    """
     return Algorithm(
         name="dr_grpo",
         advantage=credit(baselines.group_centered),
@@ -66,9 +69,9 @@ def dapo(
     entropy_coefficient: float = 0.0,
     credit: CreditAssignment = outcome,
 ) -> Algorithm:
-    """DAPO (arXiv 2503.14476), eq. 8: more room above than below, every token counts the same, no KL.
+    """DAPO (arXiv 2503.14476), eq. 8: asymmetric clipping, the mean over tokens, no KL.
 
-    Its dynamic sampling and overlong shaping belong to the sampling of a run, which draws and pays for rollouts.
+    Its dynamic sampling and its overlong reward shaping are settings of a run's sampling and rewards.
     """
     return Algorithm(
         name="dapo",
@@ -90,7 +93,7 @@ def gspo(
     entropy_coefficient: float = 0.0,
     credit: CreditAssignment = outcome,
 ) -> Algorithm:
-    """GSPO (arXiv 2507.18071), eq. 5 and 7, clipped as in its section 5.1: one ratio per rollout."""
+    """GSPO (arXiv 2507.18071), eq. 5 and 7: one ratio per rollout, with the clip range of its section 5.1."""
     return Algorithm(
         name="gspo",
         advantage=credit(baselines.group_zscore),
@@ -110,9 +113,10 @@ def cispo(
     entropy_coefficient: float = 0.0,
     credit: CreditAssignment = outcome,
 ) -> Algorithm:
-    """CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4: the weight is clipped, not the gradient; no lower bound, no KL.
+    """CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4: the importance weight is clipped, not the gradient; no lower
+    bound, no KL.
 
-    The paper tunes the upper bound and does not print it; a weight of at most 5 is what TRL's documentation takes.
+    The paper does not give its upper bound. The default, a weight of at most 5, is that of TRL's documentation.
     """
     return Algorithm(
         name="cispo",
@@ -133,7 +137,7 @@ def reinforce_pp(
     kl: KLPenalty = KLPenalty(schedules.constant(0.01), KLInReward()),
     entropy_coefficient: float = 0.0,
 ) -> Algorithm:
-    """REINFORCE++ (arXiv 2501.03262), section 3: no groups; returns with the KL in them, whitened over the step."""
+    """REINFORCE++ (arXiv 2501.03262), section 3: no groups; returns with a KL in the reward, whitened per batch."""
     return Algorithm(
         name="reinforce_pp",
         advantage=batch_normalized_returns(baselines.group_zscore),
@@ -153,7 +157,7 @@ def rloo(
 ) -> Algorithm:
     """RLOO (arXiv 2402.14740), section 2: leave-one-out baseline, no clipping, k1 in the reward.
 
-    The paper sums over a completion's tokens, which is unbiased: `aggregation=loss_weights.constant_length(1)`.
+    The paper sums over the tokens of a completion, which is unbiased: `aggregation=loss_weights.constant_length(1)`.
     """
     return Algorithm(
         name="rloo",
@@ -169,7 +173,10 @@ def rloo(
 def reinforce(
     *, kl: KLPenalty = KLPenalty(), entropy_coefficient: float = 0.0, credit: CreditAssignment = outcome
 ) -> Algorithm:
-    """REINFORCE (Williams 1992) with the group's mean as its baseline; summed over tokens it is unbiased, as `rloo`."""
+    """REINFORCE (Williams 1992) with the group's mean as its baseline.
+
+    As for `rloo`, the sum over tokens is unbiased: `aggregation=loss_weights.constant_length(1)`.
+    """
     return Algorithm(
         name="reinforce",
         advantage=credit(baselines.group_centered),
@@ -194,8 +201,8 @@ def ppo(
     kl: KLPenalty = KLPenalty(placement=KLInReward()),
     entropy_coefficient: float = 0.0,
 ) -> Algorithm:
-    """PPO (arXiv 1707.06347), eq. 9, with GAE and a critic of its own; a KL, if there is one, is k1 in the reward
-    (DeepSeekMath, arXiv 2402.03300, eq. 2).
+    """PPO (arXiv 1707.06347), eq. 9, with GAE and a critic. An optional KL is k1 in the reward (DeepSeekMath, arXiv
+    2402.03300, eq. 2).
     """
     error = partial(returns.clipped_squared_error, clip=value_clip) if value_clip else returns.squared_error
     return Algorithm(

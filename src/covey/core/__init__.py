@@ -1,1 +1,1 @@
-"""Pure tensor mathematics: advantages, ratios, surrogates, KL, aggregation, schedules. Imports torch only."""
+"""Pure tensor mathematics, on torch alone: baselines, returns, ratios, policy losses, KL, loss weights, schedules."""

@@ -1,7 +1,7 @@
-"""Advantages: how much better a rollout did than its siblings.
+"""Group baselines: the advantage of a rollout relative to the other rollouts of its group.
 
-Shapes: B rollouts. `group_B` numbers the groups from 0; `valid_B` is False if grading failed; such a
-row has no advantage and does not count in its group.
+Shapes: B rollouts. `group_B` numbers the groups from 0. `valid_B` is False if grading failed; such a row has the
+advantage 0 and does not count in its group.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Rewards of a group whose relative difference is at most this differ by rounding only.
-# Dividing such residue by its own standard deviation would turn it into advantages of order one.
+# Rewards of a group with at most this relative difference are considered equal: they differ by rounding only.
+# Division of these differences by their standard deviation would give advantages of order 1.
 RELATIVE_RANGE = 1e-6
 
 
 def group_zscore(reward_B: Tensor, group_B: Tensor, valid_B: Tensor, *, eps: float = 1e-6, ddof: int = 0) -> Tensor:
-    """Reward of a rollout in standard deviations of its group.
+    """Z-score of a rollout's reward within its group.
 
     A_i = (r_i - mean(r)) / (std(r) + eps)      DeepSeekMath (arXiv 2402.03300), section 4.1.2
 
@@ -23,11 +23,11 @@ def group_zscore(reward_B: Tensor, group_B: Tensor, valid_B: Tensor, *, eps: flo
         reward_B: one reward per rollout, float.
         group_B: group of each rollout, int64.
         valid_B: rollouts whose reward is known, bool.
-        eps: keeps the division finite.
-        ddof: 0 is the population's standard deviation, 1 the sample's (Bessel).
+        eps: added to the standard deviation.
+        ddof: 0 for the population's standard deviation, 1 for the sample's (Bessel's correction).
 
     Returns:
-        advantage_B. Exactly 0 in groups whose rewards are all alike and on rows that are not valid.
+        advantage_B. Exactly 0 in groups whose rewards are all equal, and on rows that are not valid.
     """
     centred_B = group_centered(reward_B, group_B, valid_B)
     count_B = _per_row(valid_B.to(reward_B.dtype), group_B)
@@ -36,7 +36,7 @@ def group_zscore(reward_B: Tensor, group_B: Tensor, valid_B: Tensor, *, eps: flo
 
 
 def group_centered(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:
-    """Reward of a rollout above the mean of its group.
+    """Reward of a rollout minus the mean of its group.
 
     A_i = r_i - mean(r)      Dr.GRPO (arXiv 2503.20783), section 3.2; DeepSeekMath without the division
 
@@ -45,22 +45,22 @@ def group_centered(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor
     weight_B = valid_B.to(reward_B.dtype)
     reward_B = torch.where(valid_B, reward_B, 0.0)
     mean_B = _per_row(reward_B, group_B) / _per_row(weight_B, group_B).clamp(min=1)
-    return torch.where(valid_B & ~_alike(reward_B, group_B, valid_B), reward_B - mean_B, 0.0)
+    return torch.where(valid_B & ~_all_equal(reward_B, group_B, valid_B), reward_B - mean_B, 0.0)
 
 
 def leave_one_out(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:
-    """Reward of a rollout above the mean of the others in its group.
+    """Leave-one-out baseline: reward of a rollout minus the mean of the other rollouts of its group.
 
     A_i = r_i - 1/(G-1) sum_{j != i} r_j = G/(G-1) (r_i - mean(r))      RLOO (arXiv 2402.14740), section 2
 
-    Arguments and return as in `group_zscore`. A row without valid siblings gets 0.
+    Arguments and return as in `group_zscore`. The advantage is 0 if no other row of the group is valid.
     """
     count_B = _per_row(valid_B.to(reward_B.dtype), group_B)
     return group_centered(reward_B, group_B, valid_B) * count_B / (count_B - 1).clamp(min=1)
 
 
-def _alike(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:
-    """True on rows of groups whose valid rewards are equal but for rounding."""
+def _all_equal(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:
+    """True on rows of groups whose valid rewards are equal up to rounding."""
     groups = _groups(group_B)
     low = reward_B.new_full((groups,), torch.inf)
     high = reward_B.new_full((groups,), -torch.inf)
@@ -70,7 +70,7 @@ def _alike(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:
 
 
 def _per_row(value_B: Tensor, group_B: Tensor) -> Tensor:
-    """Sum of each row's group, laid out by row."""
+    """For each row, the sum over its group."""
     return value_B.new_zeros(_groups(group_B)).index_add(0, group_B, value_B)[group_B]
 
 

@@ -12,7 +12,7 @@ from covey.core.ratios import LOG_RATIO_LIMIT
 
 
 def k1(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
-    """-log x. Unbiased, of high variance, negative about half the time. DeepSeekMath eq. 2 puts it in the reward.
+    """-log x. Unbiased, of high variance, often negative. Used in the reward by DeepSeekMath (arXiv 2402.03300), eq. 2.
 
     Args:
         logprobs_BT: of the policy, in nats.
@@ -30,7 +30,7 @@ def k2(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
 
 
 def k3(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
-    """x - log x - 1. Unbiased, of low variance, never negative, 0 only at equality. DeepSeekMath eq. 4.
+    """x - log x - 1. Unbiased, of low variance, never negative. DeepSeekMath (arXiv 2402.03300), eq. 4.
 
     Arguments and return as in `k1`.
     """
@@ -46,7 +46,7 @@ def exact(logprobs_BTV: Tensor, reference_logprobs_BTV: Tensor) -> Tensor:
         reference_logprobs_BTV: the same under the reference.
 
     Returns:
-        kl_BT, in nats. Actions that the policy never takes add 0.
+        kl_BT, in nats. Actions with probability 0 under the policy add 0.
     """
     probability_BTV = logprobs_BTV.exp()
     gap_BTV = (logprobs_BTV - reference_logprobs_BTV).masked_fill(probability_BTV == 0, 0.0)

@@ -1,8 +1,8 @@
-"""Loss weights: how the losses of single decisions are averaged.
+"""Loss weights: the aggregation of the losses of single decisions into one number.
 
 The loss of a training step is (loss_weights_BT * loss_BT).sum(). The weights are computed once, from the mask of all
-decisions of the step and from global counts; cutting the step into minibatches, microbatches or ranks afterwards cannot
-change their sums. Shapes: B rollouts, T decisions.
+decisions of the step and from global counts, so a division of the step into minibatches, microbatches or ranks does not
+change their sum. Shapes: B rollouts, T decisions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 class Counts(NamedTuple):
     """Global counts of a training step, over all ranks."""
 
-    rollouts: int  # that decided anything
+    rollouts: int  # with at least one decision
     decisions: int
 
 
@@ -24,7 +24,7 @@ Aggregation = Callable[[Tensor, Counts], Tensor]
 
 
 def count(mask_BT: Tensor) -> Counts:
-    """The counts of one rank; with several ranks they are summed before any weight is made.
+    """The counts of one rank; with several ranks they are summed before the weights are computed.
 
     rollouts = |{i : sum_t m_{i,t} > 0}|, decisions = sum_{i,t} m_{i,t}
     """
@@ -35,7 +35,7 @@ def sequence_mean(mask_BT: Tensor, counts: Counts) -> Tensor:
     """Mean over a rollout's decisions, then over rollouts: w_{i,t} = 1 / (B |o_i|). DeepSeekMath eq. 3.
 
     Args:
-        mask_BT: decisions that count, bool.
+        mask_BT: decisions with a loss, bool.
         counts: of the whole training step.
 
     Returns:
@@ -56,7 +56,7 @@ def token_mean(mask_BT: Tensor, counts: Counts) -> Tensor:
 def constant_length(length: int) -> Aggregation:
     """Sum over a rollout's decisions divided by a constant, then mean over rollouts: w_{i,t} = 1 / (B length).
 
-    Dr.GRPO (arXiv 2503.20783), section 3.2: long and short rollouts weigh the same per decision.
+    Dr.GRPO (arXiv 2503.20783), section 3.2: the weight of a decision does not depend on the length of its rollout.
 
     Args:
         length: usually the token limit, in decisions.

@@ -1,7 +1,7 @@
 """Surrogate losses of the policy, one value per decision.
 
-Shapes: B rollouts, T decisions. Every surrogate takes (logprobs_BT, log_ratio_BT, advantages_BT), so that an
-algorithm can swap one for another, and uses what it needs.
+Shapes: B rollouts, T decisions. All surrogates have the arguments (logprobs_BT, log_ratio_BT, advantages_BT), so they
+are interchangeable; some arguments are unused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Surrogate(NamedTuple):
-    """Loss per decision, and where a clip bound took its gradient away (bool)."""
+    """Loss per decision, and the decisions at which the lower or the upper clip bound was active (bool)."""
 
     loss_BT: Tensor
     clipped_low_BT: Tensor
@@ -39,12 +39,12 @@ def ppo_clip(
         logprobs_BT: unused; the ratio carries the gradient.
         log_ratio_BT: log rho, in nats, with gradient.
         advantages_BT: no gradient.
-        clip_low, clip_high: how far the ratio may fall below and rise above 1.
-        dual_clip: bound on the ratio for negative advantages; None is off.
+        clip_low, clip_high: the ratio is clipped to 1 - clip_low and 1 + clip_high.
+        dual_clip: bound on the ratio for negative advantages; None for no bound.
 
     Returns:
-        the loss, and where the lower bound (negative advantage; `dual_clip` included) and the upper bound
-        (positive advantage) were active.
+        the loss; the decisions at which the lower bound was active (negative advantage; includes `dual_clip`); and
+        those at which the upper bound was active (positive advantage).
     """
     ratio_BT = log_ratio_BT.exp()
     bounded_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
@@ -69,16 +69,16 @@ def policy_gradient(logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Te
         advantages_BT: no gradient.
 
     Returns:
-        the loss; nothing is ever clipped.
+        the loss; no decision is clipped.
     """
-    nowhere_BT = torch.zeros_like(advantages_BT, dtype=torch.bool)
-    return Surrogate(-advantages_BT * logprobs_BT, nowhere_BT, nowhere_BT)
+    unclipped_BT = torch.zeros_like(advantages_BT, dtype=torch.bool)
+    return Surrogate(-advantages_BT * logprobs_BT, unclipped_BT, unclipped_BT)
 
 
 def cispo(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Tensor, *, cap: float, least: float = 0.0
 ) -> Surrogate:
-    """The policy gradient under a detached, clipped importance weight: no decision loses its gradient.
+    """The policy gradient with a detached, clipped importance weight: clipped decisions keep a gradient.
 
     -sg[clip(rho, least, cap)] A log pi(o)      CISPO (arXiv 2506.13585), eq. 4 and 5
 
@@ -90,7 +90,7 @@ def cispo(
         least: smallest weight; the paper sets no lower bound.
 
     Returns:
-        the loss, and where the weight was raised to `least` and lowered to `cap`.
+        the loss, the decisions whose weight was raised to `least`, and those whose weight was lowered to `cap`.
     """
     ratio_BT = log_ratio_BT.detach().exp()
     low_BT, high_BT = ratio_BT < least, ratio_BT > cap

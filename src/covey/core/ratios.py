@@ -1,7 +1,7 @@
 """Ratios of policies at the sampled decisions.
 
-Shapes: B rollouts, T decisions. The ratios to the old policy are returned as logarithms; `exp` happens once, in the
-surrogate.
+Shapes: B rollouts, T decisions. The ratios to the old policy are returned as logarithms; the surrogate exponentiates
+them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-# exp(20) is 5e8: beyond any clip range, and far from overflow in fp32.
+# exp(20) is 5e8: outside every clip range, and no overflow in fp32.
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -26,8 +26,8 @@ def token_log_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tenso
         mask_BT: decided columns, bool.
 
     Returns:
-        log_ratio_BT, 0 where undecided. Masked before anything is exponentiated: an overflow at padding would
-        otherwise turn into a NaN gradient although the loss stays finite.
+        log_ratio_BT, 0 where undecided. The mask is applied before any exponential, because an overflow at padding
+        would give a NaN gradient although the loss is finite.
     """
     log_ratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0.0)
     return log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -53,8 +53,9 @@ def importance_weight(
 
     w_{i,t} = min(cap, pi_trainer(o_{i,t}) / pi_sampler(o_{i,t}))      IMPALA (arXiv 1802.01561), section 4.1
 
-    Without a cap, the weighted mean over the sampler's decisions in a state is the trainer's own. A cap bounds its
-    variance, but adds a bias for decisions that are much less probable for the sampler than for the trainer.
+    Without a cap, a weighted mean over the sampler's decisions is an unbiased estimate of the mean under the trainer's
+    policy. A cap bounds its variance, but adds a bias for decisions that are much less probable for the sampler than
+    for the trainer.
 
     Args:
         logprobs_BT: of the old policy, as the trainer evaluates it, in nats.
@@ -63,8 +64,8 @@ def importance_weight(
         cap: largest weight; 2 is usual.
 
     Returns:
-        weight_BT, without a gradient, and capped_BT, True at the decisions whose ratio is above the cap. Where nothing
-        was decided the ratio is 1, and no cap is reported.
+        weight_BT, without a gradient, and capped_BT, True at the decisions whose ratio is above the cap. At undecided
+        columns weight_BT is min(1, cap) and capped_BT is False.
     """
     log_ratio_BT = token_log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT).detach()
     return log_ratio_BT.exp().clamp(max=cap), mask_BT & (log_ratio_BT > math.log(cap))

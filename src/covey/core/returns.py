@@ -1,7 +1,7 @@
-"""Returns, and advantages from a critic.
+"""Returns, generalized advantage estimation, and value losses.
 
-Shapes: B rollouts, T decisions. A row never crosses the end of an episode: after its last decision there is only one
-number, `bootstrap_value_B`. Undecided columns are skipped: the next column is the next decision.
+Shapes: B rollouts, T decisions. A row never crosses the end of an episode: everything after its last decision is in one
+number, `bootstrap_value_B`. Undecided columns are skipped: t + 1 is the next decision.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def discounted_returns(value_BT: Tensor, mask_BT: Tensor, factor: float) -> Tens
 
     s_t = sum_{l >= 0} factor^l x_{t+l}      Sutton and Barto (2018), eq. 3.8
 
-    Computed by doubling the reach of each sum (Hillis and Steele 1986), in log2(T) passes over the whole tensor.
+    Computed as a parallel prefix sum (Hillis and Steele 1986), in log2(T) passes over the whole tensor.
 
     Args:
         value_BT: x.
         mask_BT: decided columns, bool.
-        factor: per decision.
+        factor: discount per decision.
 
     Returns:
         s_BT, 0 where undecided.
@@ -35,15 +35,15 @@ def discounted_returns(value_BT: Tensor, mask_BT: Tensor, factor: float) -> Tens
 def gae(
     rewards_BT: Tensor, values_BT: Tensor, bootstrap_value_B: Tensor, mask_BT: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation.
+    """Generalized advantage estimation (GAE).
 
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = sum_l (gamma lam)^l delta_{t+l}      GAE (arXiv 1506.02438), eq. 16
 
     Args:
         rewards_BT: reward of each decision.
         values_BT: V of the state before each decision.
-        bootstrap_value_B: V after the last decision: 0 if the episode terminated, the critic's value if a time limit or
-            the end of a fragment stopped it.
+        bootstrap_value_B: V after the last decision: 0 if the episode terminated, the critic's value if the rollout
+            ended at a time limit or at the end of a fragment.
         mask_BT: decided columns, bool.
         gamma: discount per decision.
         lam: 0 gives A = delta, 1 gives A = return - V.
@@ -65,7 +65,7 @@ def gae(
 
 
 def squared_error(values_BT: Tensor, returns_BT: Tensor, old_values_BT: Tensor) -> Tensor:
-    """(V_t - R_t)^2. PPO (arXiv 1707.06347), eq. 9.
+    """Squared error of the values: (V_t - R_t)^2. PPO (arXiv 1707.06347), eq. 9.
 
     Args:
         values_BT: of the current critic, with gradient.
@@ -79,20 +79,20 @@ def squared_error(values_BT: Tensor, returns_BT: Tensor, old_values_BT: Tensor) 
 
 
 def clipped_squared_error(values_BT: Tensor, returns_BT: Tensor, old_values_BT: Tensor, *, clip: float) -> Tensor:
-    """max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2).
+    """Clipped value loss: max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2).
 
-    The critic gains nothing by moving further than `clip` in one update. GAE paper's trust region in PPO's form:
-    Engstrom et al. (arXiv 2005.12729), section 2. Arguments and return as in `squared_error`.
+    A change of V by more than `clip` in one update does not reduce the loss. Engstrom et al. (arXiv 2005.12729),
+    section 2. Arguments and return as in `squared_error`.
     """
     near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
     return torch.maximum((values_BT - returns_BT) ** 2, (near_BT - returns_BT) ** 2)
 
 
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """1 - Var(R - V) / Var(R): the fraction of the returns' variance that the critic explains (R²).
+    """Fraction of the returns' variance that the critic explains (R²): 1 - Var(R - V) / Var(R).
 
     Returns:
-        a scalar: 1 is perfect, 0 no better than a constant; 0 also if all returns are equal.
+        a scalar: 1 for exact values, 0 for constant values; 0 also if all returns are equal.
     """
     returns, errors = returns_BT[mask_BT], (returns_BT - values_BT)[mask_BT]
     if not len(returns) or returns.max() - returns.min() <= RELATIVE_RANGE * returns.abs().max():
@@ -101,7 +101,7 @@ def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -
 
 
 def _decided_first(mask_BT: Tensor) -> Tensor:
-    """Column indices of every row, the decided ones first and in order."""
+    """Column indices of every row: decided columns first, in their order."""
     return (~mask_BT).to(torch.uint8).argsort(dim=1, stable=True)
 
 

@@ -1,4 +1,4 @@
-"""Schedules over a run: functions of the step (the first step is 1), and an adaptive KL coefficient."""
+"""Schedules: functions of the training step, which counts from 1; and an adaptive KL coefficient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Schedule = Callable[[int], float]
 
 
 def constant(value: float, *, warmup_steps: int = 0) -> Schedule:
-    """value * min(1, step / warmup_steps): a linear warm-up (arXiv 1706.02677, section 2.2), then flat."""
+    """Linear warm-up (arXiv 1706.02677, section 2.2), then constant: value * min(1, step / warmup_steps)."""
 
     def schedule(step: int) -> float:
         return value * min(1.0, step / warmup_steps) if warmup_steps else value
@@ -18,9 +18,10 @@ def constant(value: float, *, warmup_steps: int = 0) -> Schedule:
 
 
 def linear(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
-    """Warm-up, then a straight line: value * (steps + 1 - step) / (steps + 1 - warmup_steps).
+    """Linear warm-up, then linear decay: value * (steps + 1 - step) / (steps + 1 - warmup_steps).
 
-    The line would reach 0 one step after the last, so that every step still learns. PPO (arXiv 1707.06347), table 5.
+    The decay reaches 0 one step after the last, so the value is positive in every step. PPO (arXiv 1707.06347),
+    table 5.
     """
 
     def schedule(step: int) -> float:
@@ -32,9 +33,10 @@ def linear(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
 
 
 def cosine(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
-    """Warm-up, then value * (1 + cos(pi p)) / 2 with p the fraction of the remaining steps taken.
+    """Linear warm-up, then cosine decay: value * (1 + cos(pi p)) / 2 with p = (step - warmup_steps) / (steps + 1 -
+    warmup_steps).
 
-    SGDR (arXiv 1608.03983), eq. 5. As in `linear`, 0 would be reached one step after the last.
+    SGDR (arXiv 1608.03983), eq. 5. As in `linear`, the decay reaches 0 one step after the last.
     """
 
     def schedule(step: int) -> float:
@@ -56,8 +58,8 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
         coefficient: of this step.
         kl: measured in this step, in nats per decision.
         target: the target KL, above 0.
-        horizon: rollouts over which a KL that is off by a fifth or more moves the coefficient by a fifth.
-        rollouts: of this step. More than a horizon count as one horizon: the coefficient never turns negative.
+        horizon: number of rollouts over which a KL that deviates by 20 % or more changes the coefficient by 20 %.
+        rollouts: number of rollouts of this step; at most `horizon` count, so the coefficient stays positive.
     """
     error = max(-0.2, min(0.2, kl / target - 1))
     return coefficient * (1 + error * min(1.0, rollouts / horizon))

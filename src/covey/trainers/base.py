@@ -1,6 +1,6 @@
-"""Base of both trainers: policy, chat template, sampler and rewards.
+"""Base class of both trainers: policy, chat template, sampler and rewards.
 
-Shapes: N prompts, G answers each, T tokens of an answer.
+Shapes: N prompts, G answers to each, T tokens of the longest answer.
 """
 # ruff: noqa: RUF009 -- `config_field` returns a dataclasses.field, made once per field on purpose
 
@@ -38,22 +38,22 @@ OnStep = Callable[[int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """Keyword arguments that both trainers take beside models and the settings of their algorithm."""
+    """Keyword arguments of both trainers, beside the models and the settings of the algorithm."""
 
-    tokenizer: Any = config_field(None, "the model's own; unset is loaded from where the model came from")
+    tokenizer: Any = config_field(None, "the model's own; unset: the one in the folder or repository of the model")
     reward_function: Any = config_field(
         None, "f(prompts, completions, completion_ids, **columns) -> list of float; or several"
     )
-    prompts: Any = config_field(None, "what train() draws from: any form of prompts, or a task of covey")
-    prompts_per_step: int = config_field(4, "prompts that train() draws for every step", min=1)
+    prompts: Any = config_field(None, "the prompts of train(), in any form, or a task of covey")
+    prompts_per_step: int = config_field(4, "prompts in each step of train()", min=1)
     steps: int = config_field(100, "steps of train()", min=1)
     learning_rate: float = config_field(1e-5, "of AdamW", above=0)
-    max_grad_norm: float = config_field(1.0, "gradients are scaled down to this norm", above=0)
+    max_grad_norm: float = config_field(1.0, "gradients are clipped to this norm", above=0)
     max_new_tokens: int = config_field(64, "longest answer, in tokens, the end token included", min=1)
     temperature: float = config_field(1.0, "divides the logits while sampling and in the log-probabilities", above=0)
     minibatches: int = config_field(1, "optimizer steps per pass over the answers", min=1)
-    microbatch_tokens: int = config_field(4096, "tokens in one backward pass; less memory when smaller", min=1)
-    seed: int = config_field(0, "names the random choices", min=0, max=2**32 - 1)
+    microbatch_tokens: int = config_field(4096, "tokens in one backward pass; fewer need less memory", min=1)
+    seed: int = config_field(0, "seed of all random numbers", min=0, max=2**32 - 1)
     device: str = config_field("auto", "of models given by name", choices=("auto", "cpu", "cuda"))
     precision: str = config_field("auto", "of models given by name", choices=("auto", "bf16", "fp32"))
 
@@ -63,10 +63,7 @@ def option_names() -> list[str]:
 
 
 class LanguageTrainer:
-    """The shared part of `GRPOTrainer` and `PPOTrainer`.
-
-    The model that is handed over is trained in place.
-    """
+    """Base class of `GRPOTrainer` and `PPOTrainer`. The model is trained in place."""
 
     def __init__(self, model: Model, ref_model: Model | None, kl_beta: float, options: TrainerOptions) -> None:
         check_fields(options)
@@ -93,7 +90,7 @@ class LanguageTrainer:
             LocalGenerator(self.policy), self.chat, options.seed, options.max_new_tokens, options.temperature
         )
         self.progress = Progress()
-        self._samplings = 0  # each takes random numbers of its own
+        self._samplings = 0  # number of calls of `_sample`; each has its own random numbers
 
     @property
     def model(self) -> nn.Module:
@@ -116,7 +113,7 @@ class LanguageTrainer:
         give_usual_permissions(Path(folder))
 
     def _sample(self, prompts: Prompts, group_size: int, max_new_tokens: int | None) -> tuple[Tensor, Tensor]:
-        """outputs_NGT and their log-probabilities logprobs_NGT, by the model as it is now; see `_decided`."""
+        """Sample from the current model: outputs_NGT, padded after each answer, and logprobs_NGT in nats."""
         limit = self.options.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_fields(replace(self.options, max_new_tokens=limit))
         self._samplings += 1
@@ -126,40 +123,44 @@ class LanguageTrainer:
         width = max(len(row.actions) for row in rows)
         outputs = torch.full((len(rows), width), self._padding())
         logprobs = torch.zeros(len(rows), width)
-        for place, row in enumerate(rows):
-            outputs[place, : len(row.actions)] = torch.tensor(row.actions)
-            logprobs[place, : len(row.actions)] = torch.tensor(row.behavior_logprobs)
+        for index, row in enumerate(rows):
+            outputs[index, : len(row.actions)] = torch.tensor(row.actions)
+            logprobs[index, : len(row.actions)] = torch.tensor(row.behavior_logprobs)
         shape = (len(groups), group_size, width)
         return outputs.view(shape), logprobs.view(shape)
 
     def _starts(self, prompts: Prompts) -> list[Start]:
-        """Prompts in any of their forms; those of token ids without padding at their ends."""
+        """Prompts in any form; token ids lose the padding at both ends."""
         starts = read_prompts(prompts)
-        return [replace(s, prompt=self._of_tokens(s.prompt)) if isinstance(s.prompt, tuple) else s for s in starts]
+        return [replace(s, prompt=self._token_prompt(s.prompt)) if isinstance(s.prompt, tuple) else s for s in starts]
 
-    def _of_tokens(self, ids: tuple[int, ...]) -> TokenPrompt:
-        pad, known = self.tokenizer.pad_token_id, self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        places = [place for place, token in enumerate(ids) if token != pad]
-        kept = ids[places[0] : places[-1] + 1] if places else ()
-        foreign = [token for token in kept if not 0 <= token < known]
-        if foreign:
-            raise ConfigError(f"a prompt has the token id {foreign[0]}, the model knows 0 to {known - 1}")
+    def _token_prompt(self, ids: tuple[int, ...]) -> TokenPrompt:
+        pad, vocabulary = self.tokenizer.pad_token_id, self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        positions = [position for position, token in enumerate(ids) if token != pad]
+        kept = ids[positions[0] : positions[-1] + 1] if positions else ()
+        invalid = [token for token in kept if not 0 <= token < vocabulary]
+        if invalid:
+            raise ConfigError(f"a prompt has the token id {invalid[0]}, the model has 0 to {vocabulary - 1}")
         return TokenPrompt(self.chat.decode(kept), kept)
 
-    def _decided(self, outputs_NGT: Tensor) -> Tensor:
-        """True up to and with the first end token of an answer; what follows is padding."""
+    def _answer_mask(self, outputs_NGT: Tensor) -> Tensor:
+        """mask_NGT, True up to and including the first end token of an answer; the rest is padding."""
         ends = torch.isin(outputs_NGT, torch.tensor(sorted(self.chat.end_ids), dtype=outputs_NGT.dtype))
         return (ends.cumsum(-1) - ends.long()) == 0
 
     def _groups(self, starts: Sequence[Start], outputs_NGT: Tensor, logprobs_NGT: Tensor | None) -> list[Group]:
-        """The answers as covey's core takes them."""
+        """The answers as groups of rollouts; log-probabilities are 0 if `logprobs_NGT` is None.
+
+        Raises:
+            ConfigError: if the shape of `outputs_NGT` does not match `starts`.
+        """
         if outputs_NGT.dim() != 3 or len(outputs_NGT) != len(starts):
             raise ConfigError(
                 f"outputs has shape {list(outputs_NGT.shape)}: [batch, group_size, seq_len] with batch = {len(starts)} "
                 "is needed, one group for every prompt"
             )
         outputs_NGT = outputs_NGT.cpu()
-        lengths_NG = self._decided(outputs_NGT).sum(-1)
+        lengths_NG = self._answer_mask(outputs_NGT).sum(-1)
         groups = []
         for n, start in enumerate(starts):
             context = self.chat.encode(start.prompt)
@@ -175,7 +176,11 @@ class LanguageTrainer:
         return groups
 
     def _rewards(self, prompts: Prompts, outputs_NGT: Tensor) -> Tensor:
-        """reward_NG by the reward functions; NaN where one failed."""
+        """reward_NG of the reward functions; NaN for answers that could not be graded.
+
+        Raises:
+            ConfigError: if there is no reward function.
+        """
         if self.grader is None:
             raise ConfigError("there is no reward: give reward_function=..., or override compute_rewards")
         groups = self.grader.grade(self._groups(self._starts(prompts), outputs_NGT, None))
@@ -185,11 +190,11 @@ class LanguageTrainer:
     def _draw(self) -> Prompts:
         """The prompts of the next step of train()."""
         if self.deck is None:
-            raise ConfigError("there is nothing to train on: give prompts=[...]")
+            raise ConfigError("there are no prompts to train on: give prompts=[...]")
         return self.deck.draw(self.options.seed, self.step + 1, self.options.prompts_per_step)
 
     def _frozen(self, ref_model: Model | None) -> Policy:
-        """The reference: the given model; else a copy of the model as it is now, if there is a KL."""
+        """The reference policy: `ref_model`; None: a frozen copy of the current model if kl_beta is not 0."""
         if ref_model is None:
             if not self.kl_beta:
                 return NO_REFERENCE
@@ -199,35 +204,35 @@ class LanguageTrainer:
         return policy_of(loaded.module, self.options)
 
     def check_vocabulary(self, name: str, module: nn.Module) -> None:
-        """Another model must understand the same token ids.
+        """Check that another model has a vocabulary of the same size.
 
         Raises:
-            ConfigError: where it knows more or fewer.
+            ConfigError: if it has not; `name` is the argument that gave the model.
         """
         models: tuple[Any, Any] = (self.policy.module, module)
-        ours, theirs = (model.get_input_embeddings().weight.shape[0] for model in models)
-        if ours != theirs:
-            raise ConfigError(f"{name} knows {theirs} tokens, the model {ours}: they must share a vocabulary")
+        expected, size = (model.get_input_embeddings().weight.shape[0] for model in models)
+        if expected != size:
+            raise ConfigError(f"{name} has {size} tokens, the model {expected}: they must share a vocabulary")
 
     def _optimizer_of(self, module: nn.Module, learning_rate: float | None = None) -> MasterAdamW:
         rate = self.options.learning_rate if learning_rate is None else learning_rate
         return MasterAdamW(module, lr=rate, max_grad_norm=self.options.max_grad_norm)
 
     def _padding(self) -> int:
-        """A token id that shows where nothing was sampled."""
+        """The token id of padding: the tokenizer's, else an end token."""
         pad: int | None = self.tokenizer.pad_token_id
         return pad if pad is not None else min(self.chat.end_ids, default=0)
 
 
 def with_rewards(groups: list[Group], reward_NG: Tensor) -> list[Group]:
-    """The same groups, each answer with its reward; NaN is a failed one.
+    """The same groups, with the reward of each answer; NaN marks an answer that could not be graded.
 
     Raises:
-        ConfigError: for another shape.
+        ConfigError: if the shape of `reward_NG` does not match the groups.
     """
-    wanted = (len(groups), len(groups[0].rollouts))
-    if reward_NG.shape != wanted:
-        raise ConfigError(f"compute_rewards returned shape {list(reward_NG.shape)}, {list(wanted)} is needed")
+    expected = (len(groups), len(groups[0].rollouts))
+    if reward_NG.shape != expected:
+        raise ConfigError(f"compute_rewards returned shape {list(reward_NG.shape)}, {list(expected)} is needed")
     for group, rewards in zip(groups, reward_NG.tolist(), strict=True):
         for rollout, reward in zip(group.rollouts, rewards, strict=True):
             rollout.reward = rollout.score = None if reward != reward else reward
@@ -235,7 +240,7 @@ def with_rewards(groups: list[Group], reward_NG: Tensor) -> list[Group]:
 
 
 def open_model(model: Model, options: TrainerOptions) -> LoadedModel:
-    """A model by name, or one that is in memory."""
+    """A model in memory, or one loaded by its name or folder."""
     if not isinstance(model, (str, Path)):
         return wrap_model(model, options.tokenizer)
     device = choose_device(options.device)

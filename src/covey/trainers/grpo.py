@@ -1,4 +1,4 @@
-"""GRPO step by step: generate, reward, compare, update."""
+"""GRPO trainer: generate, reward, compute advantages, update."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from covey.trainers.trl_names import check_names
 
 
 class GRPOTrainer(LanguageTrainer):
-    """GRPO on a language model, in the methods that articles give it; `covey.run` is the same with a run folder.
+    """GRPO trainer for language models, with the interface of tutorials; `covey.run` adds a run folder.
 
     >>> trainer = GRPOTrainer("smollm2-135m", reward_function=brevity, prompts=["Name a fruit.", "Name a tree."])
     >>> trainer.train(on_step=lambda step, metrics: print(step, metrics["reward/mean"]))
 
-    Prompts, wherever they are asked for, are a list of texts or of chats, a list of rows ({"prompt": ..., "answer":
-    ...}) or columns ({"prompts": [...], "answer": [...]}); further columns reach the reward functions by their names.
-    A prompt may also be token ids: a tensor [batch, length], padded at either end, or what a tokenizer returns.
+    Arguments named `prompts` are a list of texts or of chats, a list of rows ({"prompt": ..., "answer": ...}) or
+    columns ({"prompts": [...], "answer": [...]}); further columns are keyword arguments of the reward functions. A
+    prompt may also be token ids: a tensor [batch, length], padded at either end, or the output of a tokenizer.
     """
 
     def __init__(
@@ -44,14 +44,15 @@ class GRPOTrainer(LanguageTrainer):
         epochs: int = 1,
         **options: Any,
     ) -> None:
-        """Load what is given by name; everything that can be wrong is told before.
+        """Check the arguments, then load the models that are given by name.
 
         Args:
             model: a causal language model of transformers, trained in place, or a name or folder that covey loads.
-            ref_model: what the KL is measured to. None takes a frozen copy of the model as it is now; with kl_beta = 0
-                there is no reference, and no memory for one.
+            ref_model: reference model of the KL. None: a frozen copy of the current model; with kl_beta = 0 there is no
+                reference, and no memory for one.
             group_size: answers to each prompt, at least 2.
-            clip_epsilon: how far the ratio may leave 1; it does so only with several epochs or minibatches.
+            clip_epsilon: the ratio is clipped to 1 - clip_epsilon and 1 + clip_epsilon; with one epoch and one
+                minibatch it is always 1.
             kl_beta: weight of the KL to the reference.
             scale_rewards: divide the advantages by the standard deviation of the group (`GRPOLoss`).
             epochs: passes over the answers of a step.
@@ -60,7 +61,7 @@ class GRPOTrainer(LanguageTrainer):
                 precision.
 
         Raises:
-            ConfigError: for an impossible value, a name of TRL's trainer, or a model that cannot be loaded.
+            ConfigError: for an invalid value, an argument of TRL's trainer, or a model that cannot be loaded.
         """
         check_names("GRPOTrainer", options, option_names())
         if model is None:
@@ -81,13 +82,13 @@ class GRPOTrainer(LanguageTrainer):
 
         Args:
             prompts: in any of the forms above.
-            max_new_tokens: longest answer; None is the trainer's own.
-            sequence_logprobs: return one log-probability for each answer, the sum over its tokens.
+            max_new_tokens: longest answer, in tokens; None: the trainer's setting.
+            sequence_logprobs: return one log-probability per answer, the sum over its tokens.
 
         Returns:
-            outputs, int64 [batch, group_size, seq_len]: the tokens of the answers, without their prompts, each up to
-            and with its end token and then padded; and their log-probabilities in nats, as many, 0 at padding; or
-            [batch, group_size] with `sequence_logprobs`.
+            outputs, int64 [batch, group_size, seq_len]: token ids of the answers without their prompts, including the
+            end token, then padding; and their log-probabilities in nats, in the same shape, 0 at padding; with
+            `sequence_logprobs` [batch, group_size].
         """
         outputs, logprobs = self._sample(prompts, self.group_size, max_new_tokens)
         return outputs, logprobs.sum(-1) if sequence_logprobs else logprobs
@@ -96,20 +97,22 @@ class GRPOTrainer(LanguageTrainer):
         """Rewards of the answers, [batch, group_size]; override it, or give `reward_function`.
 
         Args:
-            prompts: the same as were answered.
+            prompts: the prompts of the answers.
             outputs: [batch, group_size, seq_len], as `generate_group_outputs` returns them.
 
+        Returns:
+            float32; NaN for an answer that could not be graded and is excluded from its group.
+
         Raises:
-            ConfigError: without a reward function.
-            RunError: if more than a fifth of the answers could not be graded; up to that they are NaN, and leave their
-                groups.
+            ConfigError: if there is no reward function.
+            RunError: if more than a fifth of the answers could not be graded.
         """
         return self._rewards(prompts, outputs)
 
     def training_step(self, batch: Prompts) -> dict[str, float]:
-        """One step: generate, reward, compare, update; returns its metrics, which docs/metrics.md explains.
+        """One step: generate, reward, compute advantages, update. Returns its metrics, which docs/metrics.md explains.
 
-        Groups whose rewards are all alike are left out of the update, as in every run of covey.
+        Groups whose rewards are all equal are excluded from the update, as in every run of covey.
         """
         answers = _Answers(self, batch)
         kl_coefficient = ScheduledCoefficient(self.algorithm.kl.coefficient)
@@ -134,7 +137,7 @@ class GRPOTrainer(LanguageTrainer):
         return metrics
 
     def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
-        """`steps` steps on the prompts that the trainer was given; returns the metrics of each.
+        """Train for `steps` steps on the trainer's prompts; returns the metrics of each step.
 
         Args:
             on_step: called with (step, metrics) after every step.
@@ -148,7 +151,7 @@ class GRPOTrainer(LanguageTrainer):
 
 
 class _Answers:
-    """Task, sampler and grader of one step: the trainer's own methods, which a subclass may override."""
+    """Task, sampler and grader of one step, on the trainer's methods, which a subclass may override."""
 
     def __init__(self, trainer: GRPOTrainer, prompts: Prompts) -> None:
         self.trainer, self.prompts, self.starts = trainer, prompts, trainer._starts(prompts)

@@ -1,4 +1,4 @@
-"""PPO step by step: collect experiences, compute advantages, update policy and critic.
+"""PPO trainer: collect experiences, compute advantages, update policy and critic.
 
 Shapes: B prompts, each with one answer; T tokens.
 """
@@ -21,7 +21,7 @@ from covey.config.model_sources import CRITIC_FOLDER
 from covey.core import schedules
 from covey.core.baselines import group_zscore
 from covey.data import Batch, collate
-from covey.functional import PPOLoss, check_limits, compute_gae, weighed
+from covey.functional import PPOLoss, check_limits, compute_gae, with_loss_weights
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
 from covey.train.kl_coefficient import ScheduledCoefficient
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
@@ -41,19 +41,19 @@ from covey.trainers.base import (
 from covey.trainers.prompts import Prompts
 from covey.trainers.trl_names import check_names
 
-# `prepare_batch` evaluates the old policy if more than one optimizer step follows; experiences always hold it.
+# Experiences always have the log-probabilities of the old policy; `prepare_batch` computes them from 2 steps on.
 SEVERAL_STEPS = 2
 
 Experiences = dict[str, Any]
 
 
 class PPOTrainer(LanguageTrainer):
-    """PPO on a language model, in the methods that articles give it; `covey.run` is the same with a run folder.
+    """PPO trainer for language models, with the interface of tutorials; `covey.run` adds a run folder.
 
     >>> trainer = PPOTrainer("smollm2-135m", reward_function=brevity, prompts=["Name a fruit.", "Name a tree."])
     >>> trainer.train(on_step=lambda step, metrics: print(step, metrics["reward/mean"]))
 
-    Prompts take the same forms as for `GRPOTrainer`; each gets one answer, which the critic judges.
+    Prompts have the same forms as for `GRPOTrainer`. Each has one answer.
     """
 
     def __init__(
@@ -71,28 +71,28 @@ class PPOTrainer(LanguageTrainer):
         critic_learning_rate: float | None = None,
         **options: Any,
     ) -> None:
-        """Load what is given by name; everything that can be wrong is told before.
+        """Check the arguments, then load the models that are given by name.
 
         Args:
             actor_model: a causal language model of transformers, trained in place, or a name or folder.
-            critic_model: what the critic begins as: a copy of this model's decoder, with a value head that says 0. None
-                takes the actor's. The actor_model itself gives it a value head on the actor's own trunk, which then
-                learns from both losses.
-            ref_model: what the KL is measured to. None takes a frozen copy of the actor as it is now; with kl_beta = 0
-                there is no reference, and no memory for one.
-            clip_epsilon: how far the ratio may leave 1.
-            gamma: discount per token. Articles take over 0.99 from control; for answers that are paid at their end, 1
-                is usual.
-            lam: 0 trusts the critic, 1 the rewards.
-            kl_beta: weight of the KL to the reference, taken off the reward of every token (DeepSeekMath, arXiv
+            critic_model: initial weights of the critic: its trunk is a copy of this model's decoder, and its value head
+                is initialized to 0. None: the actor's decoder. If it is the actor_model itself, the value head is on
+                the actor's own trunk, which is then trained by both losses.
+            ref_model: reference model of the KL. None: a frozen copy of the current actor; with kl_beta = 0 there is no
+                reference, and no memory for one.
+            clip_epsilon: the ratio is clipped to 1 - clip_epsilon and 1 + clip_epsilon.
+            gamma: discount per token. 0.99 is usual in control and in tutorials; 1 is usual for answers with a reward
+                at their end.
+            lam: of GAE: 0 gives the one-step TD error, 1 the return minus the value.
+            kl_beta: weight of the KL to the reference, subtracted from the reward of every token (DeepSeekMath, arXiv
                 2402.03300, eq. 2); 0.02 is InstructGPT's (arXiv 2203.02155, appendix C.4).
             value_loss_coef: weight of the critic's squared error.
-            entropy_coef: weight of the bonus for undecidedness.
-            critic_learning_rate: the critic's own; None is `learning_rate`.
+            entropy_coef: weight of the entropy bonus.
+            critic_learning_rate: of the critic; None: `learning_rate`.
             options: the fields of `TrainerOptions`, as for `GRPOTrainer`.
 
         Raises:
-            ConfigError: for an impossible value, a name of TRL's trainer, or a model that cannot be loaded.
+            ConfigError: for an invalid value, an argument of TRL's trainer, or a model that cannot be loaded.
         """
         check_names("PPOTrainer", options, option_names())
         if actor_model is None:
@@ -112,23 +112,30 @@ class PPOTrainer(LanguageTrainer):
             self.policy = self.policy.with_outputs(SharedTrunkValues(self.critic))
         self.critic_learning_rate = critic_learning_rate or self.options.learning_rate
         self.critic_optimizer = self._optimizer_of(self.critic.module, self.critic_learning_rate)
-        self.metrics: dict[str, float] = {}  # of the last update_policy
+        self.metrics: dict[str, float] = {}  # of the last call of `update_policy`
 
     def collect_experiences(self, prompts: Prompts, max_new_tokens: int | None = None) -> Experiences:
-        """Answer every prompt once, and note all that the update needs to know of the answers.
+        """Sample one answer to every prompt, and compute the inputs of the update.
 
         Args:
-            prompts: in any of the forms that `GRPOTrainer` takes.
-            max_new_tokens: longest answer; None is the trainer's own.
+            prompts: in any of the forms of `GRPOTrainer`.
+            max_new_tokens: longest answer, in tokens; None: the trainer's setting.
 
         Returns:
-            a dict. Per token, [batch, seq_len], 0 at padding: "outputs" (token ids; padded with the tokenizer's pad),
-            "mask" (True where a token was sampled), "old_logprobs" (of the policy as it is now), "sampler_logprobs"
-            (the same, as the sampler computed them), "values" (of the critic) and "rewards" (the answer's reward at its
-            last token, minus kl_beta times the KL of each). Per answer, [batch]: "scores" (the reward alone) and
-            "sequence_logprobs" (the sum of "old_logprobs"). Also "prompt_ids", a tuple of token ids for each prompt,
-            and "metrics". An answer that could not be graded is
-            left out of all but the metrics.
+            a dict. An answer that could not be graded is only in "metrics".
+
+            | key                 | shape            | meaning                                                      |
+            |---------------------|------------------|--------------------------------------------------------------|
+            | "outputs"           | [batch, seq_len] | token ids of the answers, then the tokenizer's padding       |
+            | "mask"              | [batch, seq_len] | bool, True at sampled tokens                                 |
+            | "old_logprobs"      | [batch, seq_len] | of the current policy, in nats; 0 at padding                 |
+            | "sampler_logprobs"  | [batch, seq_len] | the same, as the sampler computed them                       |
+            | "values"            | [batch, seq_len] | of the critic; 0 at padding                                  |
+            | "rewards"           | [batch, seq_len] | the reward at the last token, minus kl_beta * KL of each one |
+            | "scores"            | [batch]          | the reward                                                   |
+            | "sequence_logprobs" | [batch]          | sum of "old_logprobs"                                        |
+            | "prompt_ids"        | list             | a tuple of token ids for each prompt                         |
+            | "metrics"           | dict             | metrics by name                                              |
         """
         outputs, logprobs = (tensor[:, 0] for tensor in self._sample(prompts, 1, max_new_tokens))
         scores = self.compute_rewards(prompts, outputs)
@@ -162,43 +169,46 @@ class PPOTrainer(LanguageTrainer):
         """Rewards of the answers, [batch]; override it, or give `reward_function`.
 
         Args:
-            prompts: the same as were answered.
-            outputs: [batch, seq_len], each answer up to and with its end token and then padded.
+            prompts: the prompts of the answers.
+            outputs: [batch, seq_len], token ids including the end token, then padding.
+
+        Returns:
+            float32; NaN for an answer that could not be graded.
 
         Raises:
-            ConfigError: without a reward function.
-            RunError: if more than a fifth of the answers could not be graded; up to that they are NaN.
+            ConfigError: if there is no reward function.
+            RunError: if more than a fifth of the answers could not be graded.
         """
         return self._rewards(prompts, outputs[:, None])[:, 0]
 
     def compute_advantages(self, rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Advantages and returns, [batch, seq_len], by `compute_gae` with the trainer's gamma and lam.
 
-        Nothing follows an answer's last token, also where the token limit cut it: its reward was paid for what stands
-        there. `update_policy` calls this, and whitens the advantages.
+        The value after an answer's last token is 0, even if the token limit truncated the answer, because its reward is
+        that of the truncated text. `update_policy` calls this method and whitens the advantages.
         """
         return compute_gae(rewards, values, self.gamma, self.lam)
 
     def update_policy(self, experiences: Experiences, num_epochs: int = 4) -> float:
-        """Learn from experiences: `num_epochs` passes, each of `minibatches` optimizer steps for policy and critic.
+        """Train on experiences: `num_epochs` epochs, each with `minibatches` optimizer steps of policy and critic.
 
         Args:
-            experiences: what `collect_experiences` returned; what you changed in it counts.
-            num_epochs: passes.
+            experiences: the dict that `collect_experiences` returned, whose tensors may be modified.
+            num_epochs: number of epochs, at least 1.
 
         Returns:
-            the loss of policy and critic together, averaged over the passes; `metrics` then holds the details.
+            the sum of the policy's and the critic's loss, averaged over the epochs. `metrics` has the metrics.
 
         Raises:
-            ConfigError: for less than one pass.
+            ConfigError: if num_epochs is below 1.
         """
         if num_epochs < 1:
             raise ConfigError(f"num_epochs must be at least 1 (is {num_epochs})")
         mask_BT = experiences["mask"]
         advantages_BT, returns_BT = self.compute_advantages(experiences["rewards"], experiences["values"])
-        together = torch.zeros(int(mask_BT.sum()), dtype=torch.int64)
+        one_group = torch.zeros(int(mask_BT.sum()), dtype=torch.int64)
         whitened_BT = torch.zeros_like(advantages_BT)
-        whitened_BT[mask_BT] = group_zscore(advantages_BT[mask_BT], together, together == 0)
+        whitened_BT[mask_BT] = group_zscore(advantages_BT[mask_BT], one_group, one_group == 0)
         batch = Batch.blank(
             mask_BT,
             context=tuple(experiences["prompt_ids"]),
@@ -211,14 +221,14 @@ class PPOTrainer(LanguageTrainer):
             proximal_logprobs_BT=experiences["old_logprobs"],
         )
         learners = self._learners(UpdatePlan(num_epochs, self.options.minibatches))
-        batch = weighed(self.algorithm, batch)
+        batch = with_loss_weights(self.algorithm, batch)
         self.metrics = update(learners, batch, seed=self.options.seed, step=self.step + 1)
         self.progress.step += 1
         self.sampler.refresh(self.step)
         return self.metrics["loss"] + self.metrics["loss/value"]
 
     def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
-        """`steps` steps on the prompts that the trainer was given; returns the metrics of each.
+        """Train for `steps` steps on the trainer's prompts; returns the metrics of each step.
 
         Args:
             on_step: called with (step, metrics) after every step.
@@ -233,20 +243,20 @@ class PPOTrainer(LanguageTrainer):
         return history
 
     def save(self, folder: str | Path) -> None:
-        """Write actor and tokenizer so that transformers loads them unchanged, and the critic into critic/ there."""
+        """Write actor and tokenizer in the format of transformers, and the critic into the subfolder critic/."""
         super().save(folder)
         self.critic.save(Path(folder) / CRITIC_FOLDER)
 
     def _learners(self, plan: UpdatePlan) -> Sequence[Learner]:
-        """Actor and critic, with the passes of one `update_policy`."""
+        """The learners of actor and critic."""
         rate, critic_rate = (
             schedules.constant(self.options.learning_rate),
             schedules.constant(self.critic_learning_rate),
         )
         kl_coefficient = ScheduledCoefficient(self.algorithm.kl.coefficient)
         actor = PolicyLearner(self.policy, self.optimizer, self.algorithm, plan, rate, kl_coefficient)
-        pieces = self.policy.microbatches
-        critic = CriticLearner(self.critic, self.critic_optimizer, self.algorithm, plan, critic_rate, pieces)
+        split = self.policy.microbatches
+        critic = CriticLearner(self.critic, self.critic_optimizer, self.algorithm, plan, critic_rate, split)
         return (actor, critic) if self.critic.own_trunk else actor_critic(actor, critic)
 
     def _critic_of(self, critic_model: Model | None) -> LanguageCritic:
