@@ -16,7 +16,7 @@ from covey.llm.generation.local_generator import CACHE_BYTES
 from covey.llm.generation.token_sampling import ROWS
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.model.logprobs import CHUNK
-from covey.llm.model.microbatches import Row, cut
+from covey.llm.model.microbatches import Row, split_rows
 from covey.llm.model.prefix_attention import SCORES_LIMIT
 from covey.llm.native.bindings import padded
 
@@ -97,7 +97,7 @@ def largest_microbatch(config: RunConfig, prompt_tokens: int) -> tuple[int, int]
         Row(number, number // size, tokens, prompt_tokens if number % size else 0)
         for number in range(_groups_of_a_minibatch(config) * size)
     ]
-    pieces = cut(rows, config.update.microbatch_tokens)
+    pieces = split_rows(rows, config.update.microbatch_tokens)
     shapes = [(len({row.group for row in piece}), len(piece)) for piece in pieces]
     return max(shapes, key=lambda shape: shape[0] * prompt_tokens + shape[1] * config.sampling.max_new_tokens)
 
