@@ -74,7 +74,7 @@ class LanguageCritic:
         batch = batch.to(self.head.linear.weight.device)
         with torch.set_grad_enabled(self.own_trunk and torch.is_grad_enabled()):
             decided = hidden_states_for_actions(self.trunk, batch, packed=self.packed)
-        return decided.spread(self.head(decided.hidden_NW))
+        return decided.scatter_to_batch(self.head(decided.hidden_NW))
 
     def bootstrap_values(self, batch: Batch) -> Tensor:
         """bootstrap_value_B = 0, also after a completion that the token limit cut.
@@ -130,7 +130,7 @@ class SharedTrunkValues:
         self.head = critic.head
 
     def packed(self, policy: LanguagePolicy, batch: Batch, decided: ActionHiddenStates) -> dict[str, Tensor]:
-        return {"values_BT": decided.spread(self.head(decided.hidden_NW))}
+        return {"values_BT": decided.scatter_to_batch(self.head(decided.hidden_NW))}
 
     def by_row(self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor) -> dict[str, Tensor]:
         return {}

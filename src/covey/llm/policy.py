@@ -20,9 +20,15 @@ from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, Sampling, choose_backend
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
-from covey.llm.model.hidden_states import ActionHiddenStates, hidden_states_for_actions, row_lengths, row_tokens, spread
+from covey.llm.model.hidden_states import (
+    ActionHiddenStates,
+    hidden_states_for_actions,
+    row_lengths,
+    row_tokens,
+    scatter_to_batch,
+)
 from covey.llm.model.logprobs import token_logprobs
-from covey.llm.model.microbatches import cut, in_order
+from covey.llm.model.microbatches import order_rows, split_rows
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
 
 
@@ -103,10 +109,10 @@ class LanguagePolicy:
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
         """Rows in pieces of at most `microbatch_tokens` tokens, what is fed once for several of them counted once."""
         lengths = row_lengths(batch) if len(batch) else []
-        written = [actions[:length] for actions, length in zip(batch.actions_BT.tolist(), lengths, strict=True)]
-        rows = in_order(batch.group_B.tolist(), [len(context) for context in batch.context], written)
-        for piece in cut(rows, self.microbatch_tokens):
-            yield torch.tensor([row.number for row in piece])
+        completions = [actions[:length] for actions, length in zip(batch.actions_BT.tolist(), lengths, strict=True)]
+        rows = order_rows(batch.group_B.tolist(), [len(context) for context in batch.context], completions)
+        for microbatch in split_rows(rows, self.microbatch_tokens):
+            yield torch.tensor([row.number for row in microbatch])
 
     def save(self, folder: Path) -> None:
         """Write the weights and the config so that transformers loads them unchanged."""
@@ -126,17 +132,19 @@ class LanguagePolicy:
         extra: dict[str, Tensor] = {}
         for output in self.extra:
             extra |= output.packed(self, batch, decided)
-        return PolicyOutput(decided.spread(logprobs_N), decided.spread(entropy_N), **extra)
+        return PolicyOutput(decided.scatter_to_batch(logprobs_N), decided.scatter_to_batch(entropy_N), **extra)
 
     def _evaluate_rows(self, batch: Batch) -> PolicyOutput:
         """One rollout at a time through the model's own forward pass, recomputed for the gradient to bound memory."""
-        chosen_N = batch.mask_BT.flatten().nonzero()[:, 0]
+        position_N = batch.mask_BT.flatten().nonzero()[:, 0]
         rows: list[dict[str, Tensor]] = []
         for row, length in enumerate(row_lengths(batch)):
             tokens_L = row_tokens(batch, row, length)
             output_T = checkpoint(self._evaluate_row, tokens_L, length, use_reentrant=False)
             rows.append({name: value_T[batch.mask_BT[row, :length]] for name, value_T in output_T.items()})
-        output_BT = {name: spread(torch.cat([row[name] for row in rows]), chosen_N, batch) for name in rows[0]}
+        output_BT = {
+            name: scatter_to_batch(torch.cat([row[name] for row in rows]), position_N, batch) for name in rows[0]
+        }
         for output in self.extra:
             output_BT |= output.after_rows(self, batch)
         return PolicyOutput(**output_BT)
@@ -171,7 +179,7 @@ class KLToReference:
         head, other_head = policy.module.get_output_embeddings(), reference.get_output_embeddings()
         kernels = policy.backend.kernels
         kl_N = exact_kl(decided.hidden_NW, head, other_NW, other_head, policy.temperature, kernels)
-        return {"kl_BT": decided.spread(kl_N)}
+        return {"kl_BT": decided.scatter_to_batch(kl_N)}
 
     def by_row(self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor) -> dict[str, Tensor]:
         if not torch.is_grad_enabled():

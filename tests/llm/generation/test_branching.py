@@ -122,7 +122,7 @@ def test_every_beginning_is_fed_once(completions):
         {tuple(row[:end]) for row in group for end in range(1, len(row) + 1)} for group in completions
     ]  # fmt: skip
     assert len(layout.tokens) == sum(map(len, prompts)) + sum(map(len, beginnings))
-    for row, places in zip(rows, layout.places, strict=True):
+    for row, places in zip(rows, layout.token_index, strict=True):
         assert torch.equal(layout.tokens[places], row)
         assert torch.equal(layout.positions[places], 2 + torch.arange(len(row)))
     seen: list[list[int]] = []
@@ -130,7 +130,7 @@ def test_every_beginning_is_fed_once(completions):
         assert parent < number
         assert length
         seen.append((seen[parent] if parent >= 0 else []) + list(range(first, first + length)))
-    for prompt, places in zip(prompt_of_row, layout.places, strict=True):
+    for prompt, places in zip(prompt_of_row, layout.token_index, strict=True):
         whole = [2 * prompt, 2 * prompt + 1, *places.tolist()]
         assert any(line[: len(whole)] == whole for line in seen)
 
@@ -160,7 +160,7 @@ def test_every_token_has_a_place_in_the_rectangle_of_leaves(completions):
     (padded * weights).sum().backward()
     expected = torch.zeros_like(flat)
     for cells, row in zip(weights.unbind(1), layout.leaf_rows, strict=True):
-        for cell, place in zip(cells.unbind(1), (layout.places[row] - 2 * len(prompts)).tolist(), strict=False):
+        for cell, place in zip(cells.unbind(1), (layout.token_index[row] - 2 * len(prompts)).tolist(), strict=False):
             expected[:, place] += cell
     torch.testing.assert_close(flat.grad, expected)
 
@@ -261,7 +261,7 @@ def test_an_update_reads_each_token_that_siblings_share_once(kind):
     assert fed(policy, batch_of(groups)) == 2 + 3  # the prompt, and 3 4 5: last tokens are never fed
     decided = hidden_states_for_actions(policy.module.base_model, batch_of(groups), packed=True)
     assert len(decided.hidden_NW) == 7  # 3 or 9, 4, 5 or 8, 6 or 7
-    assert len(decided.which_D) == 12
+    assert len(decided.index_D) == 12
 
 
 def test_a_critic_values_what_siblings_share_alike():

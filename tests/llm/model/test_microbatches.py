@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.llm.model.microbatches import Row, cut, in_order
+from covey.llm.model.microbatches import Row, order_rows, split_rows
 
 
 def uniform(groups: int, size: int, prompt: int, completion: int) -> list[Row]:
@@ -19,7 +19,7 @@ def uniform(groups: int, size: int, prompt: int, completion: int) -> list[Row]:
 
 def fed(piece: Sequence[Row]) -> int:
     """The first of a piece has nothing before it."""
-    return piece[0].tokens + sum(row.tokens - row.known for row in piece[1:])
+    return piece[0].tokens + sum(row.tokens - row.shared for row in piece[1:])
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def fed(piece: Sequence[Row]) -> int:
     ],
 )
 def test_by_hand(shape, limit, sizes):
-    pieces = cut(uniform(*shape), limit)
+    pieces = split_rows(uniform(*shape), limit)
     assert [fed(piece) for piece in pieces] == sizes
 
 
@@ -56,7 +56,7 @@ def test_pieces_hold_every_row_once_are_few_and_of_similar_size(groups, limit):
         for place, (length, common) in enumerate(completions):
             known = prompt + min(common, length) if place else 0
             rows.append(Row(len(rows), number, prompt + length, known))
-    pieces = cut(rows, limit)
+    pieces = split_rows(rows, limit)
     assert [row for piece in pieces for row in piece] == rows
     assert all(fed(piece) <= limit or len(piece) == 1 for piece in pieces)
 
@@ -85,8 +85,8 @@ def test_pieces_hold_every_row_once_are_few_and_of_similar_size(groups, limit):
 
 def test_neighbours_have_most_in_common():
     written = [[3, 4, 5], [9], [3, 4], [3, 7], [9]]
-    rows = in_order([0, 1, 0, 0, 1], [10, 6, 10, 10, 6], written)
-    assert [(row.number, row.group, row.tokens, row.known) for row in rows] == [
+    rows = order_rows([0, 1, 0, 0, 1], [10, 6, 10, 10, 6], written)
+    assert [(row.number, row.group, row.tokens, row.shared) for row in rows] == [
         (1, 1, 7, 0),  # the shorter group first
         (4, 1, 7, 7),
         (2, 0, 12, 0),

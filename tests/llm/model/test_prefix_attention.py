@@ -46,7 +46,7 @@ def layout_of(prompts: Sequence[int], completions: Sequence[Sequence[int]], comm
 def test_a_sequence_and_all_that_it_continues_are_a_prompt_and_its_completion(groups, common):
     layout = layout_of([prompt for prompt, _ in groups], [rows for _, rows in groups], common)
     prompts = layout.tokens.split([layout.common, len(layout.tokens) - layout.common])[1]
-    lengths = [len(places) for places in layout.places]
+    lengths = [len(places) for places in layout.token_index]
     rests = prompts.split([length - layout.common for length in layout.prompt_lengths] + lengths)
     wholes = [layout.tokens[: layout.common].tolist() + rest.tolist() for rest in rests[: len(groups)]]
     expected = [*wholes, *([layout.tokens[: layout.common].tolist()] if layout.common else [])]

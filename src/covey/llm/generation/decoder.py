@@ -53,14 +53,14 @@ def prefill(module: PreTrainedModel, prompts: list[list[int]]) -> tuple[Tensor, 
 class PrefillLayout(PackedLayout):
     """Prompts alone; remembers their keys and values."""
 
-    keeps_prompts = True
+    stores_prompts = True
 
     def __init__(self, prompts: list[list[int]], device: torch.device) -> None:
         super().__init__(prompts, device=device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def keep_prompt(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
+    def store_prompt_kv(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
         assert layer == len(self.keys)
         self.keys.append(key_KSPD.contiguous())
         self.values.append(value_KSPD.contiguous())

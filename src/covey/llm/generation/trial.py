@@ -28,7 +28,7 @@ MakeDecoder = Callable[[int, int], Decoder]  # from a number of rows and max_new
 LONGEST_TRIED = 64
 # Of log-probabilities in fp32, as a fraction of how far they are from their mean.
 TOLERANCE = 2e-4
-LEAST_TOKENS = 16  # of the longest row of a trial
+MIN_TOKENS = 16  # of the longest row of a trial
 
 
 class Trial:
@@ -38,7 +38,7 @@ class Trial:
         self.module = module
         self.attention = _attention_settings(module)
         exact = exact_length(module.config)
-        if exact is not None and exact[0] < LEAST_TOKENS + 8:
+        if exact is not None and exact[0] < MIN_TOKENS + 8:
             raise ConfigError(
                 f"{type(module).__name__} cannot be trained: beyond {exact[0]} tokens {exact[1]}; choose another model"
             )
@@ -48,7 +48,7 @@ class Trial:
         tried = [window for window in windows if window <= min(LONGEST_TRIED, room - 14)]
         self.unseen = len(tried) < len(windows)
         self.window = max(tried, default=0)
-        self.longest = max(LEAST_TOKENS, self.window + 6)
+        self.longest = max(MIN_TOKENS, self.window + 6)
         count = vocabulary_of(module)
         ids = [(7 * i * i + 11 * i + 5) % count for i in range(2 * self.longest + 40)]
         pad = getattr(module.config, "pad_token_id", None)
@@ -132,7 +132,7 @@ class Trial:
         if not self.module._can_set_attn_implementation():
             return False
         try:
-            return all(self._packs(length) for length in sorted({LEAST_TOKENS, self.longest}))
+            return all(self._packs(length) for length in sorted({MIN_TOKENS, self.longest}))
         except Exception:  # a layout that reaches code which was not written for it may raise anything
             return False
         finally:
@@ -149,7 +149,7 @@ class Trial:
         self.module.set_attn_implementation(IMPLEMENTATION)
         decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
         head: Any = self.module.get_output_embeddings()
-        self._shares = _agree(head(decided.hidden_NW)[decided.which_D], plain)
+        self._shares = _agree(head(decided.hidden_NW)[decided.index_D], plain)
         return self._shares
 
     def _plain_of(self, batch: Batch) -> Tensor:

@@ -18,7 +18,7 @@ from covey.llm.generation.sampling_bytes import sampling_bytes
 from covey.llm.memory import transformers_layers
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.model import exact_kl, fused_layers, hidden_states, logprobs, prefix_attention
-from covey.llm.model.microbatches import Row, cut
+from covey.llm.model.microbatches import Row, split_rows
 from covey.runtime.optimizer import state_bytes
 
 PROMPT_TOKENS = 64  # default length of a prompt
@@ -94,7 +94,7 @@ def largest_microbatch(config: RunConfig, prompt_tokens: int) -> tuple[int, int]
         Row(number, number // size, tokens, prompt_tokens if number % size else 0)
         for number in range(_groups_of_a_minibatch(config) * size)
     ]
-    pieces = cut(rows, config.update.microbatch_tokens)
+    pieces = split_rows(rows, config.update.microbatch_tokens)
     shapes = [(len({row.group for row in piece}), len(piece)) for piece in pieces]
     return max(shapes, key=lambda shape: shape[0] * prompt_tokens + shape[1] * config.sampling.max_new_tokens)
 

@@ -1,4 +1,4 @@
-"""The exact KL between two policies over a vocabulary, without the matrix [tokens, vocabulary].
+"""Exact KL between two policies over the vocabulary, chunk by chunk, without the matrix [tokens, vocabulary] in memory.
 
 Shapes: N decisions, W hidden width, V vocabulary.
 """
@@ -22,19 +22,19 @@ def exact_kl(
     temperature: float,
     kernels: KernelSet,
 ) -> Tensor:
-    """KL of the policy to the reference at each decision: sum_v pi(v) (log pi(v) - log reference(v)), in nats.
+    """Exact KL(pi || reference) at each decision: sum_v pi(v) (log pi(v) - log reference(v)), in nats.
 
-    Both are softmaxes of logits divided by the temperature, in fp32 from the logits on. Logits are made in parts, and
-    made again for the gradient instead of being kept: with z the policy's divided logits,
+    Both are softmaxes of logits divided by the temperature, in fp32 from the logits on. Logits are computed in chunks,
+    and recomputed in the backward pass. With z the policy's logits divided by the temperature,
     dKL / dz_v = pi(v) (log pi(v) - log reference(v) - KL).
 
     Args:
         hidden_NW: the policy's last hidden states at the positions that predict the decisions.
-        head: the policy's output layer: a `torch.nn.Linear`, or what has its `weight` and `bias`.
-        reference_hidden_NW: the reference's at the same positions; its width may be another.
+        head: the policy's output layer: a `torch.nn.Linear`, or a module with `weight` and `bias`.
+        reference_hidden_NW: the reference's at the same positions; its width may differ.
         reference_head: the reference's output layer. No gradient flows into the reference.
-        temperature: that the tokens were sampled at.
-        kernels: multiply the gradient of the output layer if they serve hidden states of this type.
+        temperature: sampling temperature.
+        kernels: compute the gradient of the output layer if they support the dtype and device of the hidden states.
 
     Returns:
         kl_N in fp32 (in fp64 for fp64 inputs), with a gradient to `hidden_NW` and `head`.
@@ -48,6 +48,8 @@ def exact_kl(
 
 
 class _ExactKL(torch.autograd.Function):
+    """`exact_kl` with a chunked backward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,

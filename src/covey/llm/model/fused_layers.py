@@ -1,12 +1,12 @@
-"""The layers of a Llama-like decoder in training: what lies between the matrix products in one pass over memory each,
-forward and backward.
+"""Fused layers of a Llama-like decoder for training: RMSNorm, SwiGLU and attention with one pass over memory each, in
+the forward and in the backward pass.
 
-transformers writes an RMSNorm as seven operations, each of which reads and writes the whole tensor, and keeps for the
-gradient what can be computed again from its input. The kernels give the same numbers from the input and one number a
-row; so an update is faster and holds less.
+transformers computes an RMSNorm by seven operations, each of which reads and writes the whole tensor, and stores
+intermediate results for the backward pass. The kernels compute the same from the input and one number per row, which is
+faster and needs less memory.
 
-The sum that runs through all layers is kept in fp32. In bf16 every layer would round it to eight bits: a gradient of
-SmolLM2-135M then has a cosine of 0.9987 with the exact one, with the sum in fp32 0.9993 (both with torch's attention).
+The residual stream is in fp32. In bf16 every layer would round it to 8 bits: a gradient of SmolLM2-135M then has a
+cosine of 0.9987 with the exact gradient, with the residual stream in fp32 0.9993 (both with torch's attention).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from covey.llm.native.bindings import Kernels, KernelSet
 
 
 def fuse(module: nn.Module, kernels: KernelSet) -> None:
-    """Give the layers of `module` forwards that use the kernels; weights and names stay.
+    """Replace the `forward` of the layers of `module` by functions that use the kernels. Weights and names stay.
 
-    For models that `is_llama_like` knows. If no kernels serve an input's type or device, the modules' own forwards do.
+    Only for models that are `is_llama_like`. The modules' own `forward` runs if no kernels support the dtype or device
+    of an input.
     """
     for part in module.modules():
         if forward := _forward_of(part):
@@ -48,7 +49,7 @@ def _forward_of(part: nn.Module) -> Any:
 
 
 class PendingResidual(NamedTuple):
-    """The residual stream and the last layer's output, which the next norm adds in the same pass."""
+    """The residual stream and the output of the last layer, which the next norm adds to it in the same pass."""
 
     total: Tensor
     added: Tensor
@@ -68,7 +69,7 @@ def _layer_forward(
     added = layer.mlp(normed)
     if "layout" in kwargs:
         return PendingResidual(total, added)
-    return total + added  # whoever else calls may look at what lies between the layers
+    return total + added  # other callers of the model may read the hidden states between the layers
 
 
 def _norm_forward(norm: Any, x: Tensor | PendingResidual, *, kernels: KernelSet) -> Tensor:
@@ -82,13 +83,13 @@ def _norm_forward(norm: Any, x: Tensor | PendingResidual, *, kernels: KernelSet)
 
 
 def _kernels_of(norm: Any, x: Tensor, kernels: KernelSet) -> Kernels | None:
-    """RMSNorm of an input in the weights' precision, or of the residual stream."""
+    """The kernels for an RMSNorm whose input has the dtype of the weights or fp32; None for other inputs."""
     fits = x.dtype in (norm.weight.dtype, torch.float32)
     return kernels.of(norm.weight) if fits else None
 
 
 def _add_and_normalise(total: Tensor, added: Tensor | None, norm: Any, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """The sum with what is added, in fp32 from the first layer on, and its norm in the weights' type."""
+    """total + added in fp32, and its RMSNorm in the dtype of the weights."""
     added = None if added is None else added.contiguous()
     return _AddNorm.apply(total.float().contiguous(), added, norm.weight, norm.variance_epsilon, kernels)
 
@@ -121,24 +122,24 @@ def _attention_forward(
         query = attention.q_norm(query.unflatten(1, (-1, attention.head_dim))).flatten(1)
         key = attention.k_norm(key.unflatten(1, (-1, attention.head_dim))).flatten(1)
     angles_ND = cosine_ND, sine_ND = tuple(part[0].contiguous() for part in angles)
-    if layout.keeps_prompts:
+    if layout.stores_prompts:
         key_KND, value_KND = (part.unflatten(1, (-1, attention.head_dim)).transpose(0, 1) for part in (key, value))
         exact_KND = key_KND.float()
         rotated_KND = (exact_KND * cosine_ND + rotate_half(exact_KND) * sine_ND).to(key.dtype)
-        layout.keep_prompt(attention.layer_idx, *(layout.whole_prompts(part) for part in (rotated_KND, value_KND)))
+        layout.store_prompt_kv(attention.layer_idx, *(layout.pad_prompts(part) for part in (rotated_KND, value_KND)))
     out = Attention.apply(query, key, value, angles_ND, layout.sequences, attention.scaling, native)
     return _products(out, native, attention.o_proj)[0][None], None
 
 
 def _products(x_NW: Tensor, kernels: Kernels, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """Outputs of several linear layers for one input."""
+    """Outputs of several linear layers with the same input."""
     if any(layer.bias is not None for layer in layers):
         return tuple(layer(x_NW) for layer in layers)
     return _Products.apply(x_NW.contiguous(), kernels, *(layer.weight for layer in layers))
 
 
 class _Products(torch.autograd.Function):
-    """x W' for some weights, whose gradients are made together."""
+    """x W' for several weights, whose gradients are computed together."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kernels: Kernels, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -162,10 +163,10 @@ class _Products(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """softmax(q k' scaling) v with rotary positions (arXiv 2104.09864), causal, of sequences that share prompts.
+    """Causal attention over a prefix tree with rotary embeddings (arXiv 2104.09864): softmax(q k' scaling) v.
 
-    q_NX, k_NY, v_NY hold a token's heads side by side, as the linear layers give them; so does the result. Nothing is
-    kept but these and a number of each query.
+    q_NX, k_NY, v_NY and the result have the heads of a token side by side, as the linear layers return them. The
+    backward pass needs these and one logsumexp per query and head.
     """
 
     @staticmethod
@@ -198,7 +199,7 @@ class Attention(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
-    """total = hidden + added, in fp32, and weight * total / rms(total). Nothing added: the total is hidden itself."""
+    """total = hidden + added, in fp32, and its RMSNorm weight * total / rms(total). `added` may be None."""
 
     @staticmethod
     def forward(
@@ -225,7 +226,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """weight * x / rms(x) over the last dimension (arXiv 1910.07467, eq. 4)."""
+    """RMSNorm (arXiv 1910.07467, eq. 4): weight * x / rms(x) over the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, kernels: Kernels) -> Tensor:
@@ -242,7 +243,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """silu(gate) * up (arXiv 2002.05202, eq. 6)."""
+    """SwiGLU (arXiv 2002.05202, eq. 6): silu(gate) * up."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:

@@ -1,7 +1,7 @@
-"""The final hidden states at the positions that predict each decision: what every head (tokens, values) reads.
+"""Final hidden states at the positions that predict the decisions: the input of the output layer and of a value head.
 
-Shapes: B rollouts, T decisions, N decisions made (the true entries of the mask, row by row), L tokens of a forward
-pass, W hidden width.
+Shapes: B rollouts, T actions, D decisions of the batch (the True entries of the mask, row by row), N distinct
+decisions, L tokens of a forward pass, W hidden width.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from covey.llm.model.prefix_attention import PackedLayout, forward
 
 @dataclass(frozen=True)
 class ActionHiddenStates:
-    """Hidden states that predict a batch's decisions; siblings' equal decisions after a common prefix share one.
+    """The hidden state that predicts each decision of a batch.
 
-    Shapes: D decisions of the batch, N that differ.
+    Equal decisions of one group after a common prefix have one entry: N distinct decisions for D decisions.
     """
 
     hidden_NW: Tensor
     actions_N: Tensor
-    which_D: Tensor  # of the N, each of the D is
-    chosen_D: Tensor  # where each of them stands in the flattened mask_BT
+    index_D: Tensor  # index of each decision's entry, 0 to N - 1
+    position_D: Tensor  # position of each decision in the flattened mask_BT
     batch: Batch
 
-    def spread(self, value_N: Tensor) -> Tensor:
-        """value_BT: what was found of the decisions, where they stand, 0 where nothing was decided."""
-        return spread(value_N[self.which_D], self.chosen_D, self.batch)
+    def scatter_to_batch(self, value_N: Tensor) -> Tensor:
+        """value_BT: the value of each decision; 0 at undecided columns."""
+        return scatter_to_batch(value_N[self.index_D], self.position_D, self.batch)
 
 
 def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -> ActionHiddenStates:
-    """Run a decoder without its output layer over `batch`, which lies on the decoder's device.
+    """Forward pass of a decoder without its output layer over a batch.
 
-    Undecided tokens before a row's last decision are fed too: the decisions after them attend to them. Their own
-    predictions are not read.
+    Undecided tokens before a row's last decision are fed too, because later decisions attend to them.
 
     Args:
         model: a `base_model`.
-        packed: all rows in one row of tokens, a group's prompt fed once. Only for models whose attention takes a
-            layout; the others go rollout by rollout, recomputed for the gradient to bound memory.
+        batch: on the device of the model.
+        packed: feed all rows as one row of tokens, with each group's prompt once. Only for models whose attention takes
+            a layout. Otherwise, the rollouts are fed one by one, and recomputed in the backward pass to bound memory.
     """
-    chosen_D = batch.mask_BT.flatten().nonzero()[:, 0]
-    actions_D = batch.actions_BT.flatten()[chosen_D]
+    position_D = batch.mask_BT.flatten().nonzero()[:, 0]
+    actions_D = batch.actions_BT.flatten()[position_D]
     if packed:
         hidden_LW, source_BT = _packed(model, batch)
-        source_D = source_BT.flatten().to(chosen_D.device)[chosen_D]
+        source_D = source_BT.flatten().to(position_D.device)[position_D]
         actions = int(batch.actions_BT.max()) + 1
-        decided_N, which_D = (source_D * actions + actions_D).unique(return_inverse=True)
-        return ActionHiddenStates(hidden_LW[decided_N // actions], decided_N % actions, which_D, chosen_D, batch)
+        decided_N, index_D = (source_D * actions + actions_D).unique(return_inverse=True)
+        return ActionHiddenStates(hidden_LW[decided_N // actions], decided_N % actions, index_D, position_D, batch)
     rows = []
     for row, length in enumerate(row_lengths(batch)):
         hidden_TW = checkpoint(_row, model, row_tokens(batch, row, length), length, use_reentrant=False)
         rows.append(hidden_TW[batch.mask_BT[row, :length]])
     return ActionHiddenStates(
-        torch.cat(rows), actions_D, torch.arange(len(chosen_D), device=chosen_D.device), chosen_D, batch
+        torch.cat(rows), actions_D, torch.arange(len(position_D), device=position_D.device), position_D, batch
     )
 
 
@@ -69,25 +69,27 @@ def kept_bytes(decisions: int, hidden: int, itemsize: int) -> int:
 
 
 def row_lengths(batch: Batch) -> list[int]:
-    """Columns up to and with the last decision of each row."""
+    """Number of columns up to and including the last decision of each row."""
     return [int(n) for n in batch.mask_BT.shape[1] - batch.mask_BT.flip(1).int().argmax(dim=1)]
 
 
 def row_tokens(batch: Batch, row: int, length: int) -> Tensor:
-    """tokens_L of one rollout: its prompt, then its first `length` actions, decided or not."""
+    """tokens_L of one rollout: the prompt and the first `length` actions, decided or not."""
     prompt = torch.tensor(batch.context[row], device=batch.actions_BT.device)
     return torch.cat([prompt, batch.actions_BT[row, :length]])
 
 
-def spread(value_N: Tensor, chosen_N: Tensor, batch: Batch) -> Tensor:
-    """value_BT: the decisions' values where they stand, 0 where nothing was decided."""
-    blank = torch.zeros(batch.mask_BT.numel(), dtype=value_N.dtype, device=value_N.device)
-    return blank.index_copy(0, chosen_N, value_N).view_as(batch.mask_BT)
+def scatter_to_batch(value_D: Tensor, position_D: Tensor, batch: Batch) -> Tensor:
+    """value_BT with the value of each decision at its position in the flattened mask; 0 at undecided columns."""
+    blank = torch.zeros(batch.mask_BT.numel(), dtype=value_D.dtype, device=value_D.device)
+    return blank.index_copy(0, position_D, value_D).view_as(batch.mask_BT)
 
 
 def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """hidden_LW of all tokens that are fed (a rollout's last is predicted but never fed), and source_BT: whose hidden
-    state predicts which column; the prompt's last token for the first of a row, else the token before, decided or not.
+    """hidden_LW of one packed forward pass, and source_BT, the index of the token that predicts each column.
+
+    The prompt's last token predicts the first column, every other column is predicted by the one before it. The last
+    action of a rollout is not fed.
     """
     device, lengths, actions_BT = batch.actions_BT.device, row_lengths(batch), batch.actions_BT.cpu()
     prompts: list[Any] = []
@@ -104,12 +106,12 @@ def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
     source_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.int64)
     source_BT[:, 0] = layout.prompt_ends[prompt_of_row]
-    for source_T, places in zip(source_BT, layout.places, strict=True):
-        source_T[1 : 1 + len(places)] = places
+    for source_T, token_index in zip(source_BT, layout.token_index, strict=True):
+        source_T[1 : 1 + len(token_index)] = token_index
     return hidden_LW, source_BT
 
 
 def _row(model: nn.Module, tokens_L: Tensor, decisions: int) -> Tensor:
-    """hidden_TW that predict the last `decisions` tokens."""
+    """hidden_TW at the positions that predict the last `decisions` tokens."""
     hidden_LW: Tensor = model(input_ids=tokens_L[None, :-1], use_cache=False).last_hidden_state[0]
     return hidden_LW[-decisions:]

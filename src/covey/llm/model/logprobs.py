@@ -1,4 +1,4 @@
-"""From hidden states to the log-probabilities of chosen tokens, without the matrix [tokens, vocabulary].
+"""Log-probabilities of tokens from hidden states, chunk by chunk, without the matrix [tokens, vocabulary] in memory.
 
 Shapes: N decisions, W hidden width, V vocabulary.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from covey.llm.native.bindings import Kernels, KernelSet
 
-CHUNK = 512  # decisions whose logits exist at a time: 50 MB in bf16 at a vocabulary of 50,000
+CHUNK = 512  # decisions per chunk of logits: 50 MB in bf16 with a vocabulary of 50,000
 EXACT_BYTES = torch.float32.itemsize  # of a logit after the division by the temperature
 
 
@@ -25,17 +25,17 @@ def token_logprobs(
     temperature: float,
     kernels: KernelSet,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token, and entropy of the distribution that it was drawn from, in nats.
+    """Log-probability of each token, and entropy of its distribution, in nats.
 
-    log p = z_token - log sum_v exp(z_v) with z = (W h + b) / temperature, in fp32 from the logits on. Logits are made
-    in parts, and made again for the gradient instead of being kept.
+    log p = z_token - log sum_v exp(z_v) with z = (W h + b) / temperature, in fp32 from the logits on. Logits are
+    computed in chunks, and recomputed in the backward pass.
 
     Args:
         hidden_NW: last hidden states at the positions that predict the tokens.
         weight_VW, bias_V: of the output layer.
         tokens_N: int64.
-        temperature: that the tokens were sampled at.
-        kernels: compute what follows the product if they serve hidden states of this type.
+        temperature: sampling temperature.
+        kernels: compute everything after the matrix product if they support the dtype and device of the hidden states.
 
     Returns:
         logprobs_N and entropy_N in fp32 (in fp64 for fp64 inputs). Gradients flow through both.
@@ -44,6 +44,8 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """`token_logprobs` with a chunked backward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -105,17 +107,17 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class Logits:
-    """A part of the logits at a time, always in the same memory: fresh pages cost more than the arithmetic.
+    """Chunks of logits in one reused buffer, because new memory pages cost more time than the arithmetic.
 
-    Forward a part is some decisions with the whole vocabulary, over which they are normalised. On the way back it is
-    all decisions with a part of the vocabulary: those tokens' rows of the output layer then get their gradient at once,
-    instead of as a sum over parts.
+    In the forward pass, a chunk has some decisions and the whole vocabulary, over which softmax normalises. In the
+    backward pass, it has all decisions and a slice of the vocabulary, so the gradient of these rows of the output layer
+    is complete and needs no sum over chunks.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
         self.hidden, self.weight, self.bias, self.temperature = hidden, weight, bias, temperature
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
-        self.size = chunk_size(len(hidden), len(weight))  # numbers of a part
+        self.size = chunk_size(len(hidden), len(weight))  # elements of a chunk
         self._products: Tensor | None = None
         self._exact: Tensor | None = None
 
@@ -150,7 +152,7 @@ class Logits:
         return z if self.temperature == 1.0 else z.div_(self.temperature)
 
     def rounded(self, z: Tensor) -> Tensor:
-        """`z`, made from what `divided` returned last, in the precision of the products, in their memory."""
+        """`z` in the dtype of the products and in their buffer; `z` must be in the buffer of `divided`."""
         if self._products is None or z.dtype == self._products.dtype:
             return z
         return self._products[: z.numel()].view(z.shape).copy_(z)
@@ -160,7 +162,7 @@ EVERY = slice(None)
 
 
 class LogitGradients:
-    """From the gradients of the logits, a part of the vocabulary at a time, to those of all they were made from."""
+    """Accumulates the gradients of hidden states, weight and bias from the gradients of chunks of logits."""
 
     def __init__(self, logits: Logits, kernels: Kernels | None) -> None:
         self.logits, self.kernels = logits, kernels
@@ -169,7 +171,7 @@ class LogitGradients:
         self.bias = None if logits.bias is None else torch.empty_like(logits.bias)
 
     def add(self, tokens: slice, gradient: Tensor) -> None:
-        """`gradient` is that of W h + b, for all decisions, in the precision of W."""
+        """Add a chunk; `gradient` is that of W h + b for all decisions and these tokens, in the dtype of W."""
         self.hidden += gradient @ self.logits.weight[tokens]
         if self.kernels is None:
             torch.mm(gradient.T, self.logits.hidden, out=self.weight[tokens])
@@ -179,7 +181,7 @@ class LogitGradients:
             self.bias[tokens] = gradient.sum(dim=0)
 
     def all(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the hidden states, the weight and the bias."""
+        """Gradients of the hidden states, the weight and the bias."""
         return self.hidden.to(self.logits.hidden.dtype), self.weight, self.bias
 
 

@@ -1,5 +1,5 @@
-"""A model's own forward pass over one sequence, without padding, cache or extra arguments: the reference for every
-faster implementation.
+"""A model's own forward pass over one sequence, without padding, cache or further arguments: the reference for all
+faster implementations.
 
 Shapes: L tokens, T decisions (the last tokens), V vocabulary.
 """
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 
 def next_token_logits(module: nn.Module, tokens_L: Tensor, decisions: int) -> Tensor:
-    """logits_TV that predict the last `decisions` tokens of a sequence, from the tokens before each."""
+    """logits_TV that predict the last `decisions` tokens of a sequence."""
     known = accepted(module, use_cache=False, logits_to_keep=decisions)
     logits: Tensor = module(input_ids=tokens_L[None, :-1], **known).logits[0]
     return logits[-decisions:]
@@ -31,7 +31,7 @@ class PlainPasses:
         self.known: dict[tuple[int, ...], Tensor] = {}  # logits_LV after each token of a sequence
 
     def after(self, sequences: list[list[int]]) -> list[Tensor]:
-        """logits_LV after each token of every sequence. A sequence that is a prefix of another needs no pass."""
+        """logits_LV after each token of every sequence. A prefix of another sequence needs no forward pass."""
         for tokens in sorted(map(tuple, sequences), key=len, reverse=True):
             if not any(begins(known, tokens) for known in self.known):
                 tokens_L = torch.tensor([*tokens, 0], device=self.module.device)
@@ -48,7 +48,7 @@ def begins(whole: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
 
 
 def accepted(module: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """The arguments that this model's forward pass has by name, because some models refuse others."""
+    """The arguments that the signature of this model's forward pass has; some models refuse others."""
     names = _parameters(type(module).forward)
     return {name: value for name, value in arguments.items() if name in names}
 

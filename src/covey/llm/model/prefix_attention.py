@@ -1,8 +1,8 @@
 """Attention over token sequences that share their prompt.
 
 The rollouts of a group begin with the same prompt. Its tokens are fed once, in one row with the tokens of all
-completions, without padding. All operations of the model except attention treat tokens independently. The mask of
-attention, which tokens may attend to which, is given by a layout.
+completions, without padding. All operations of the model except attention treat tokens independently. A layout defines
+the attention mask.
 
 transformers passes extra keyword arguments of a model's forward down to its attention function, so a layout is passed
 as `model(..., layout=layout)` with the attention implementation "covey".
@@ -31,7 +31,7 @@ from covey.llm.model.ragged import GatherColumns, RaggedPadding, ScatterColumns
 
 IMPLEMENTATION = "covey"
 
-# Up to this number of attention scores per layer, plain products are faster than fused attention and need 32 MB.
+# Up to this number of attention scores per layer, plain matrix products are faster than fused attention; at most 32 MB.
 SCORES_LIMIT = 8 << 20
 
 
@@ -40,7 +40,7 @@ class UnsupportedAttentionError(NotImplementedError):
 
 
 class Layout(Protocol):
-    """The mask of one forward pass: which tokens may attend to which."""
+    """The attention mask of one forward pass."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Attention of [H, N, D] queries; returns [N, H, D]."""
@@ -101,7 +101,7 @@ class PackedLayout:
     children.
     """
 
-    keeps_prompts = False  # True if `keep_prompt` stores anything
+    stores_prompts = False  # True if `store_prompt_kv` stores keys and values
 
     def __init__(
         self,
@@ -119,10 +119,10 @@ class PackedLayout:
         parts = [torch.tensor(prompts[0][: self.common], dtype=torch.int64), *prompt_suffixes]
         self.prompt_ends = torch.tensor([len(part) for part in parts]).cumsum(0)[1:] - 1  # the last token of each
         self.nodes = build_prefix_tree(completions, prompt_of_row)
-        written = [completions[segment.rows[0]][segment.begin : segment.end] for segment in self.nodes]
+        written = [completions[node.rows[0]][node.begin : node.end] for node in self.nodes]
         self.tokens = torch.cat([*parts, *written]).to(device)
         begins = [0, *[self.common for _ in prompts]]
-        begins += [self.prompt_lengths[segment.prompt] + segment.begin for segment in self.nodes]
+        begins += [self.prompt_lengths[node.prompt] + node.begin for node in self.nodes]
         spans = zip(begins, (*parts, *written), strict=True)
         self.positions = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in spans]).to(device)
         self.mask: Tensor | None = None  # of the fused path, created when first needed
@@ -133,34 +133,34 @@ class PackedLayout:
         lengths = [self.common, *(length - self.common for length in self.prompt_lengths)]
         firsts = [0, *accumulate(lengths)]
         of_prompts: list[list[int]] = [[] for _ in self.prompt_lengths]
-        for number, segment in enumerate(self.nodes):
-            of_prompts[segment.prompt].append(number)
-        made = [(0, self.common, -1)] if self.common else []
-        beginning = len(made) - 1
-        places: dict[int, int] = {}  # node -> index of its sequence
+        for number, node in enumerate(self.nodes):
+            of_prompts[node.prompt].append(number)
+        sequences = [(0, self.common, -1)] if self.common else []
+        common_sequence = len(sequences) - 1
+        sequence_of_node: dict[int, int] = {}  # node -> index of its sequence
         for prompt, nodes in enumerate(of_prompts):
-            made.append((firsts[1 + prompt], lengths[1 + prompt], beginning))
-            of_prompt = len(made) - 1
+            sequences.append((firsts[1 + prompt], lengths[1 + prompt], common_sequence))
+            of_prompt = len(sequences) - 1
             for number in nodes:
-                places[number] = len(made)
-                parent = places.get(self.nodes[number].parent, of_prompt)
-                made.append((self.segment_firsts[number], self.nodes[number].length, parent))
-        return torch.tensor(made, dtype=torch.int32)
+                sequence_of_node[number] = len(sequences)
+                parent = sequence_of_node.get(self.nodes[number].parent, of_prompt)
+                sequences.append((self.node_starts[number], self.nodes[number].length, parent))
+        return torch.tensor(sequences, dtype=torch.int32)
 
     @cached_property
-    def segment_firsts(self) -> list[int]:
+    def node_starts(self) -> list[int]:
         """Index of the first token of every node."""
-        return list(accumulate((segment.length for segment in self.nodes), initial=int(self.prompt_ends[-1]) + 1))[:-1]
+        return list(accumulate((node.length for node in self.nodes), initial=int(self.prompt_ends[-1]) + 1))[:-1]
 
     @cached_property
-    def places(self) -> list[Tensor]:
-        """Positions of the tokens of every completion, [L] each."""
+    def token_index(self) -> list[Tensor]:
+        """Indices of the tokens of every completion in the packed row, [L] each."""
         found: list[list[Tensor]] = [[] for _ in self.prompt_of_row]
-        for first, segment in zip(self.segment_firsts, self.nodes, strict=True):
-            stretch = torch.arange(first, first + segment.length)
-            for row in segment.rows:
-                found[row].append(stretch)
-        return [torch.cat(stretches) if stretches else torch.arange(0) for stretches in found]
+        for first, node in zip(self.node_starts, self.nodes, strict=True):
+            span = torch.arange(first, first + node.length)
+            for row in node.rows:
+                found[row].append(span)
+        return [torch.cat(spans) if spans else torch.arange(0) for spans in found]
 
     @cached_property
     def prompt_suffixes(self) -> RaggedPadding:
@@ -170,15 +170,15 @@ class PackedLayout:
 
     @cached_property
     def leaf_rows(self) -> list[int]:
-        """Rows of the completions that are no prefix of another; together they have all tokens."""
-        continued = {segment.parent for segment in self.nodes}
-        return sorted(segment.rows[0] for number, segment in enumerate(self.nodes) if number not in continued)
+        """Rows of the completions that are not a prefix of another completion; together they have all tokens."""
+        continued = {node.parent for node in self.nodes}
+        return sorted(node.rows[0] for number, node in enumerate(self.nodes) if number not in continued)
 
     @cached_property
     def completions(self) -> RaggedPadding:
         """Padding of the leaf completions; shared prefixes are repeated in each row."""
         split = int(self.prompt_ends[-1]) + 1
-        return RaggedPadding([self.places[row] - split for row in self.leaf_rows], self.device)
+        return RaggedPadding([self.token_index[row] - split for row in self.leaf_rows], self.device)
 
     @cached_property
     def prompt_of_leaf(self) -> Tensor:
@@ -189,13 +189,13 @@ class PackedLayout:
     def slots(self) -> SharedPrefixAttention:
         return SharedPrefixAttention(torch.tensor(self.prompt_lengths, device=self.device), self.prompt_of_leaf)
 
-    def keep_prompt(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
-        """Called with every layer's rotated keys and values of the prompts; the sampler's prefill stores them."""
+    def store_prompt_kv(self, layer: int, key_KSPD: Tensor, value_KSPD: Tensor) -> None:
+        """Called with the rotated keys and the values of the prompts in every layer; overridden by the prefill."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         split = self.common + self.prompt_suffixes.tokens
-        key_KSPD, value_KSPD = self.whole_prompts(key[:, :split]), self.whole_prompts(value[:, :split])
-        self.keep_prompt(layer, key_KSPD, value_KSPD)
+        key_KSPD, value_KSPD = self.pad_prompts(key[:, :split]), self.pad_prompts(value[:, :split])
+        self.store_prompt_kv(layer, key_KSPD, value_KSPD)
         out = self._attend_to_prompts(query[:, :split], key_KSPD, value_KSPD, scaling)
         if not self.completions.width:
             return torch.cat(out)
@@ -207,7 +207,7 @@ class PackedLayout:
         out.append(self.completions.unpad(attend(query_HRLD, key_KSPD, value_KSPD, *own_KRLD, scaling)))
         return torch.cat(out)
 
-    def whole_prompts(self, flat: Tensor) -> Tensor:
+    def pad_prompts(self, flat: Tensor) -> Tensor:
         """[K, common prefix and suffixes, D] -> [K, S, P, D], 0 at padding."""
         prompt_suffixes = self.prompt_suffixes.pad(flat[:, self.common :])
         if not self.common:
@@ -217,7 +217,7 @@ class PackedLayout:
         )
 
     def _attend_to_prompts(self, query: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, scaling: float) -> list[Tensor]:
-        """Attention of the prompts' tokens: [common, H, D] of the common prefix, and that of the suffixes."""
+        """Attention of the prompts' tokens: [tokens, H, D] of the common prefix, then of the suffixes."""
         heads, common = query.shape[0], self.common
         key, value = _repeat(key_KSPD, heads), _repeat(value_KSPD, heads)
         if not common:
@@ -225,19 +225,19 @@ class PackedLayout:
                 self.prompt_suffixes.pad(query), key, value, is_causal=True, scale=scaling
             )
             return [self.prompt_suffixes.unpad(out)]
-        beginning = F.scaled_dot_product_attention(
+        common_sequence = F.scaled_dot_product_attention(
             query[:, None, :common], key[:, :1, :common], value[:, :1, :common], is_causal=True, scale=scaling
         )
         seen = torch.ones(self.prompt_suffixes.width, key.shape[2], dtype=torch.bool, device=key.device).tril(common)
         prompt_suffixes = F.scaled_dot_product_attention(
             self.prompt_suffixes.pad(query[:, common:]), key, value, attn_mask=seen, scale=scaling
         )
-        return [beginning[:, 0].transpose(0, 1), self.prompt_suffixes.unpad(prompt_suffixes)]
+        return [common_sequence[:, 0].transpose(0, 1), self.prompt_suffixes.unpad(prompt_suffixes)]
 
     def _attend_by_products(
         self, query_HRLD: Tensor, key_KSPD: Tensor, value_KSPD: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Attention of short completions by plain products, in which the rows of a group share their prompt's keys."""
+        """Attention of short completions by plain matrix products; the rows of a group share their prompt's keys."""
         heads, length, kv_heads = query_HRLD.shape[0], query_HRLD.shape[2], key.shape[0]
         groups = kv_heads, heads // kv_heads
         query_KRMD = (query_HRLD * scaling).unflatten(0, groups).transpose(1, 2).flatten(2, 3).contiguous()
@@ -264,9 +264,9 @@ class PackedLayout:
 
 
 class SharedPrefixAttention:
-    """Attention of rows to shared prompts by products in which the rows of a prompt are adjacent.
+    """Attention to shared prompts by batched matrix products: one product for all rows of a prompt.
 
-    Every row has a slot in a [S, maximal rows per prompt] rectangle. Rows are ordered by prompt.
+    Rows are ordered by prompt. Each has a slot in a [S, maximal number of rows per prompt] rectangle.
     """
 
     def __init__(self, prompt_lengths_S: Tensor, prompt_of_row: Tensor) -> None:
@@ -274,7 +274,7 @@ class SharedPrefixAttention:
         self.prompts, self.width = len(prompt_lengths_S), int(counts_S.max())
         before_S = counts_S.cumsum(0) - counts_S
         within_R = torch.arange(len(prompt_of_row), device=prompt_of_row.device) - before_S[prompt_of_row]
-        self.places = prompt_of_row * self.width + within_R
+        self.slot_R = prompt_of_row * self.width + within_R
         self.even = bool((counts_S == self.width).all())
         longest = int(prompt_lengths_S.max())
         self.padding_SP = torch.arange(longest, device=prompt_of_row.device) >= prompt_lengths_S[:, None]
@@ -294,35 +294,37 @@ class SharedPrefixAttention:
         `own_mask_MT` is True at keys that a query must not attend to. One softmax in fp32 covers both parts.
         """
         kv_heads, rows = query_KRMD.shape[:2]
-        prompt_scores = self._together(query_KRMD) @ prompt_key_KSPD.flatten(0, 1).transpose(1, 2)
+        prompt_scores = self._group_by_prompt(query_KRMD) @ prompt_key_KSPD.flatten(0, 1).transpose(1, 2)
         if self.padded:
             by_head = prompt_scores.unflatten(0, (-1, self.prompts))
             prompt_scores = by_head.masked_fill(self.padding_SP[:, None], -torch.inf).flatten(0, 1)
         own_scores = query_KRMD.flatten(0, 1) @ own_key_KRTD.flatten(0, 1).transpose(1, 2)
         if own_mask_MT is not None:
             own_scores = own_scores.masked_fill_(own_mask_MT, -torch.inf)
-        scores = torch.cat([self._apart(prompt_scores, kv_heads), own_scores], dim=2)
+        scores = torch.cat([self._ungroup(prompt_scores, kv_heads), own_scores], dim=2)
         sizes = prompt_scores.shape[2], own_scores.shape[2]
         prompt_weights, own_weights = scores.softmax(dim=2).split(sizes, dim=2)
-        of_prompts = self._together(prompt_weights.unflatten(0, (kv_heads, rows))) @ prompt_value_KSPD.flatten(0, 1)
-        of_prompts = self._apart(of_prompts, kv_heads)
+        of_prompts = self._group_by_prompt(prompt_weights.unflatten(0, (kv_heads, rows))) @ prompt_value_KSPD.flatten(
+            0, 1
+        )
+        of_prompts = self._ungroup(of_prompts, kv_heads)
         return torch.baddbmm(of_prompts, own_weights, own_value_KRTD.flatten(0, 1)).unflatten(0, (kv_heads, rows))
 
-    def _together(self, rows_KRMX: Tensor) -> Tensor:
+    def _group_by_prompt(self, rows_KRMX: Tensor) -> Tensor:
         """[K, R, M, X] -> [K x S, slots x M, X], with the rows of a prompt adjacent."""
         rows = rows_KRMX
         if not self.even:
-            rows = ScatterColumns.apply(rows, self.places, self.prompts * self.width)
+            rows = ScatterColumns.apply(rows, self.slot_R, self.prompts * self.width)
         return rows.reshape(-1, self.width * rows.shape[2], rows.shape[3])
 
-    def _apart(self, together: Tensor, kv_heads: int) -> Tensor:
+    def _ungroup(self, together: Tensor, kv_heads: int) -> Tensor:
         """[K x S, slots x M, X] -> [K x R, M, X]."""
         rows = together.reshape(kv_heads, self.prompts * self.width, -1, together.shape[2])
-        return (rows if self.even else GatherColumns.apply(rows, self.places)).flatten(0, 1)
+        return (rows if self.even else GatherColumns.apply(rows, self.slot_R)).flatten(0, 1)
 
 
 def _repeat(tensor: Tensor, heads: int) -> Tensor:
-    """[K, rows, T, D] -> [H, rows, T, D]: every key-value head serves H / K query heads."""
+    """[K, rows, T, D] -> [H, rows, T, D]: H / K query heads share each key-value head."""
     kv_heads = tensor.shape[0]
     return tensor if kv_heads == heads else tensor.repeat_interleave(heads // kv_heads, dim=0)
 

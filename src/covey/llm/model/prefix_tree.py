@@ -1,4 +1,4 @@
-"""Common prefixes of prompts, and the prefix tree of a prompt's completions: a forward pass is fed each node once."""
+"""Common prefix of prompts, and prefix tree of completions. A forward pass is fed the tokens of each node once."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from itertools import takewhile
 
 from torch import Tensor
 
-# Prompts that begin with fewer tokens alike are fed whole: fused attention is faster without the mask of the rests.
-LEAST_COMMON = 8
+# A shorter common prefix of prompts is not shared, because fused attention is faster without the mask of the suffixes.
+MIN_COMMON_PREFIX = 8
 
 
 @dataclass(frozen=True)
 class PrefixNode:
-    """Tokens `begin` to `end` of some completions of a prompt, which have them, and all before, in common."""
+    """A node: tokens `begin` to `end` of the completions `rows`, whose tokens before `end` are equal."""
 
-    rows: list[int]
+    rows: list[int]  # indices of the completions
     begin: int
     end: int
-    prompt: int
-    parent: int  # the segment before, or -1: the prompt
+    prompt: int  # index of their prompt
+    parent: int  # index of the parent node; -1: the prompt
 
     @property
     def length(self) -> int:
@@ -28,32 +28,40 @@ class PrefixNode:
 
 
 def build_prefix_tree(completions: Sequence[Tensor], prompt_of_row: Sequence[int]) -> list[PrefixNode]:
-    """Build the prefix tree of each prompt's completions: every shared run of tokens is one node, parents first."""
-    tokens = [completion.tolist() for completion in completions]
-    found: list[PrefixNode] = []
-    to_go: list[tuple[list[int], int, int]] = []  # rows that have their next token in common too, its place, the parent
+    """Build the prefix tree of each prompt's completions: every shared run of tokens is one node.
 
-    def part(rows: list[int], begin: int, parent: int) -> None:
-        ways: dict[tuple[int, int], list[int]] = {}
+    Args:
+        completions: token ids of each row.
+        prompt_of_row: index of each row's prompt.
+
+    Returns:
+        the nodes, parents before children.
+    """
+    tokens = [completion.tolist() for completion in completions]
+    nodes: list[PrefixNode] = []
+    pending: list[tuple[list[int], int, int]] = []  # (rows with the same next token, its position, parent)
+
+    def branch(rows: list[int], begin: int, parent: int) -> None:
+        children: dict[tuple[int, int], list[int]] = {}
         for row in rows:
             if len(tokens[row]) > begin:
-                ways.setdefault((prompt_of_row[row], tokens[row][begin]), []).append(row)
-        to_go.extend((way, begin, parent) for way in reversed(ways.values()))
+                children.setdefault((prompt_of_row[row], tokens[row][begin]), []).append(row)
+        pending.extend((child, begin, parent) for child in reversed(children.values()))
 
-    part(list(range(len(tokens))), 0, -1)
-    while to_go:
-        rows, begin, parent = to_go.pop()
+    branch(list(range(len(tokens))), 0, -1)
+    while pending:
+        rows, begin, parent = pending.pop()
         end = begin + common_prefix_length(*(tokens[row][begin:] for row in rows))
-        found.append(PrefixNode(rows, begin, end, prompt_of_row[rows[0]], parent))
+        nodes.append(PrefixNode(rows, begin, end, prompt_of_row[rows[0]], parent))
         if len(rows) > 1:
-            part(rows, end, len(found) - 1)
-    return found
+            branch(rows, end, len(nodes) - 1)
+    return nodes
 
 
 def shared_prompt_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """Length of the prompts' common prefix without the last token of each; 0 if it is shorter than LEAST_COMMON."""
+    """Length of the common prefix of the prompts without their last tokens; 0 if it is below MIN_COMMON_PREFIX."""
     common = common_prefix_length(*(prompt[:-1] for prompt in prompts))
-    return common if common >= LEAST_COMMON and len(prompts) > 1 else 0
+    return common if common >= MIN_COMMON_PREFIX and len(prompts) > 1 else 0
 
 
 def common_prefix_length(*sequences: Sequence[int]) -> int:

@@ -11,25 +11,27 @@ from torch import Tensor
 class RaggedPadding:
     """Converts between packed tokens and rows padded to one width. Rows may share tokens."""
 
-    def __init__(self, places: list[Tensor], device: torch.device | None) -> None:
-        """`places`: indices of each row's tokens. Each token is in at least one row."""
-        self.rows, self.width = len(places), max(map(len, places), default=0)
-        inside = torch.arange(self.width) < torch.tensor([len(row) for row in places], dtype=torch.int64)[:, None]
+    def __init__(self, token_indices: list[Tensor], device: torch.device | None) -> None:
+        """`token_indices`: packed indices of each row's tokens. Each token is in at least one row."""
+        self.rows, self.width = len(token_indices), max(map(len, token_indices), default=0)
+        inside = (
+            torch.arange(self.width) < torch.tensor([len(row) for row in token_indices], dtype=torch.int64)[:, None]
+        )
         cells = inside.flatten().nonzero()[:, 0]
-        held = torch.cat(places) if places else torch.arange(0)
-        in_order = torch.equal(held, torch.arange(len(held)))
-        self.copies = None if in_order else _Repeats(held, device)
-        self.even = in_order and len(held) == self.rows * self.width
-        self.tokens = len(held) if self.copies is None else self.copies.tokens
-        self.filled = cells.to(device)
-        self.first = self.filled if self.copies is None else self.filled[self.copies.first]  # cell of each token
+        flat = torch.cat(token_indices) if token_indices else torch.arange(0)
+        identity = torch.equal(flat, torch.arange(len(flat)))
+        self.copies = None if identity else _Repeats(flat, device)
+        self.even = identity and len(flat) == self.rows * self.width
+        self.tokens = len(flat) if self.copies is None else self.copies.tokens
+        self.cells = cells.to(device)
+        self.first = self.cells if self.copies is None else self.cells[self.copies.first]  # cell of each token
 
     def pad(self, flat: Tensor) -> Tensor:
         """[heads, tokens, D] -> [heads, rows, width, D], 0 at padding."""
         if self.copies is not None:
             flat = _Copy.apply(flat, self.copies)
         if not self.even:
-            flat = ScatterColumns.apply(flat, self.filled, self.rows * self.width)
+            flat = ScatterColumns.apply(flat, self.cells, self.rows * self.width)
         return flat.unflatten(1, (self.rows, self.width))
 
     def unpad(self, padded: Tensor) -> Tensor:
@@ -39,7 +41,7 @@ class RaggedPadding:
 
 
 class _Repeats:
-    """The column of each copy, and for every column its first copy, its second, and so on."""
+    """Index tensors of repeated columns: the column of each copy, and the first, second, ... copy of each column."""
 
     def __init__(self, of: Tensor, device: torch.device | None) -> None:
         order = of.argsort(stable=True)
@@ -53,8 +55,8 @@ class _Repeats:
 
 
 class _Copy(torch.autograd.Function):
-    """Repeat columns. The gradients of a column's copies are added in fp32 and in a fixed order, which an accumulation
-    by index on a GPU does not have."""
+    """Repeat columns. The backward pass adds the gradients of a column's copies in fp32 and in a fixed order, unlike
+    an `index_add` on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, columns: Tensor, copies: _Repeats) -> Tensor:
@@ -71,30 +73,30 @@ class _Copy(torch.autograd.Function):
 
 
 class ScatterColumns(torch.autograd.Function):
-    """Write columns to distinct places of a larger tensor. The gradient is a plain gather, not an accumulation."""
+    """Scatter columns to distinct indices of a larger tensor. The gradient is a gather, without accumulation."""
 
     @staticmethod
-    def forward(ctx: Any, columns: Tensor, places: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(places)
-        return columns.new_zeros(columns.shape[0], size, *columns.shape[2:]).index_copy_(1, places, columns)
+    def forward(ctx: Any, columns: Tensor, index: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return columns.new_zeros(columns.shape[0], size, *columns.shape[2:]).index_copy_(1, index, columns)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return gradient.index_select(1, places), None, None
+        (index,) = ctx.saved_tensors
+        return gradient.index_select(1, index), None, None
 
 
 class GatherColumns(torch.autograd.Function):
-    """Read columns from distinct places of a larger tensor. The gradient is a plain scatter, not an accumulation."""
+    """Gather columns from distinct indices of a larger tensor. The gradient is a scatter, without accumulation."""
 
     @staticmethod
-    def forward(ctx: Any, columns: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, columns: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
         ctx.size = columns.shape[1]
-        return columns.index_select(1, places)
+        return columns.index_select(1, index)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
+        (index,) = ctx.saved_tensors
         size = gradient.shape[0], ctx.size, *gradient.shape[2:]
-        return gradient.new_zeros(size).index_copy_(1, places, gradient), None
+        return gradient.new_zeros(size).index_copy_(1, index, gradient), None
