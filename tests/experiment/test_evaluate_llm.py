@@ -54,7 +54,7 @@ def test_an_answer_cut_at_a_limit_is_the_answer_with_that_limit():
     policy, chat = LanguagePolicy(tiny_model()), Chat(tiny_tokenizer(), frozenset(range(0, 90, 7)))
     starts = [Start(i, f"{i}+1") for i in range(12)]
     long, short = (LanguageSampler(LocalGenerator(policy), chat, seed=3, max_new_tokens=limit) for limit in (9, 4))
-    cut, written = long.shortened(long.sample(starts, 2, step=0), 4), short.sample(starts, 2, step=0)
+    cut, written = long.truncated(long.sample(starts, 2, step=0), 4), short.sample(starts, 2, step=0)
     ends = set()
     for ours, theirs in zip(cut, written, strict=True):
         for one, other in zip(ours.rollouts, theirs.rollouts, strict=True):

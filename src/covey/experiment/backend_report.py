@@ -1,4 +1,4 @@
-"""The line of `covey check` that says which code would compute a recipe's model on this machine."""
+"""Line of `covey check` that describes the backend of a recipe's model on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from covey.llm.model.loading import resolve_checkpoint
 
 
 def report_backend(config: RunConfig) -> str:
-    """Load the model as a run would, and describe the choice that is made for it. The hub is not asked.
+    """Load the model of a run and describe the backend that is chosen for it. Nothing is downloaded.
 
     Raises:
         ConfigError: if the model cannot be loaded or trained.

@@ -1,4 +1,4 @@
-"""Parts that runs of both kinds are built from: algorithm, optimizer, update plan."""
+"""Builders of components that both kinds of run have: algorithm, learners, optimizers, schedules, checkpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Experiment:
     settings: LoopConfig
     measure: Callable[[str], list[Evaluation]]  # greedy evaluation on held-out starts; the label is for the display
     save: Callable[[Path], None]  # writes the trained policy into the run folder
-    machine: dict[str, Any]  # settings beside seed, config and inputs that the bits of a result depend on
+    machine: dict[str, Any]  # hardware and versions that affect the bits of a result
     facts: Callable[[], dict[str, Any]]  # additional keys of summary.json for this kind of run
 
 
@@ -67,7 +67,7 @@ class ExperimentBuilder(Protocol):
 
     @property
     def config(self) -> RunConfig | ControlConfig:
-        """The config of the run, as it is written to its folder."""
+        """The config of the run, as written to its folder."""
 
     def describe(self) -> str:
         """A short description of the run."""
@@ -79,7 +79,7 @@ class ExperimentBuilder(Protocol):
         """True if an episode can be rendered here."""
 
     def close(self) -> None:
-        """End processes that it started."""
+        """End the processes that the builder started."""
 
 
 def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
@@ -88,10 +88,10 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
     Args:
         name: a key of `ALGORITHMS`.
         loss: the [loss] table of either kind of run.
-        options: further arguments of the algorithm's builder; those that it does not have are ignored.
+        options: further arguments of the algorithm's function; those that it does not have are ignored.
 
     Raises:
-        ConfigError: for clipping if the algorithm has none.
+        ConfigError: if a clip range is set and the algorithm does not clip.
     """
     build = ALGORITHMS[name]
     parameters = inspect.signature(build).parameters
@@ -119,7 +119,7 @@ def _kl_placement(to: str, estimator: KLEstimator) -> KLPlacement:
 
 
 def build_kl_coefficient(penalty: KLPenalty, loss: LossBase) -> KLCoefficient:
-    """The KL coefficient of every step: a controller's after the warm-up, if there is a target."""
+    """The KL coefficient of every step: adaptive after the warm-up if there is a target, otherwise scheduled."""
     if loss.adaptive_kl_target is None:
         return ScheduledCoefficient(penalty.coefficient)
     return AdaptiveCoefficient(
@@ -145,10 +145,14 @@ def build_learners(
     """The learners of a run, with their optimizers and learning rates.
 
     Args:
+        config: with the [update] table.
+        algorithm: defines the losses.
+        policy: the policy to train.
+        kl_coefficient: of the KL penalty.
         modules: the trainable modules of the policy and of the critic, if there is one.
         critics: the critic, if there is one.
-        single_decisions: whether a minibatch may hold a part of a rollout.
-        shared_trunk: whether the critic's value head is on the policy's trunk.
+        single_decisions: if True, a minibatch may have a part of a rollout.
+        shared_trunk: if True, the critic's value head is on the policy's trunk.
     """
     update = config.update
     plan = update_plan(update, single_decisions=single_decisions)
@@ -181,7 +185,7 @@ def learning_rate(peak: float, update: UpdateBase, steps: int) -> schedules.Sche
 
 
 def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> UpdatePlan:
-    """Epochs and minibatches of the update; with `single_decisions` a minibatch may hold a part of a rollout."""
+    """Epochs and minibatches of the update; with `single_decisions`, a minibatch may have a part of a rollout."""
     return UpdatePlan(
         update.epochs,
         update.minibatches,

@@ -54,11 +54,11 @@ from covey.train.collect import FixedSize
 from covey.train.prepare import NO_REFERENCE
 from covey.train.state import Components, LoopConfig
 
-EVALUATED_AT_ONCE = 100  # copies of the environment
+EVALUATED_AT_ONCE = 100  # maximal number of copies of the environment in an evaluation
 PICTURE = "agent.gif"
 
 CREDITS: dict[str, Callable[[float], CreditAssignment]] = {  # loss.credit -> discount -> credit
-    "outcome": lambda gamma: outcome,  # the sampler has discounted the return
+    "outcome": lambda gamma: outcome,  # the sampler discounts the return
     "reward_to_go": lambda gamma: partial(reward_to_go, gamma=gamma),
     "reward_to_go_by_step": lambda gamma: partial(reward_to_go_by_step, gamma=gamma),
     "within_episode": lambda gamma: partial(within_episode, gamma=gamma),
@@ -77,10 +77,11 @@ class ControlBuilder:
     score_kind = "return"
 
     def __init__(self, config: ControlConfig) -> None:
-        """Make the environments, so that an error is reported before the run begins.
+        """Create the environments before the run starts.
 
         Raises:
-            ConfigError: if the environment cannot be made, or does not support the kind of rollouts or the algorithm.
+            ConfigError: if the environment cannot be created, or does not support the kind of rollouts or the
+                algorithm.
         """
         set_threads(config.threads)
         self.config = config
@@ -198,7 +199,7 @@ class EpisodeEvaluation:
         self.seeds = [start.prompt for start in ResetSeeds().held_out(config.evaluation.episodes)]
 
     def measure(self, label: str) -> list[Evaluation]:
-        """The mean return, its 95 % interval and the seconds that the evaluation took, as one result."""
+        """Mean return, its 95 % interval and the duration of the evaluation in seconds, as one result."""
         began = time.perf_counter()
         with self.display.progress(f"evaluation {label}", len(self.seeds)) as advance:
             returns = episode_returns(self.policy, self.environments, self.seeds)
@@ -206,7 +207,7 @@ class EpisodeEvaluation:
         return [{**RETURN.estimate(returns), "seconds": time.perf_counter() - began}]
 
     def due(self, step: int) -> dict[str, float]:
-        """The metric `eval/score` if an evaluation is due after this step, else nothing."""
+        """The metric `eval/score` if an evaluation is due after this step; otherwise empty."""
         if not self.config.every or step % self.config.every:
             return {}
         returns = episode_returns(self.policy, self.environments, self.seeds)
@@ -215,8 +216,8 @@ class EpisodeEvaluation:
 
 def episode_returns(policy: ControlPolicy, environments: Environments, seeds: list[int]) -> list[float]:
     """Undiscounted returns of greedy episodes, one from each reset seed."""
-    segments, buffer = collect_episodes(environments, policy, seeds, None)
-    return [float(buffer.rewards(segment).sum()) for segment in segments]
+    trajectories, buffer = collect_episodes(environments, policy, seeds, None)
+    return [float(buffer.rewards(trajectory).sum()) for trajectory in trajectories]
 
 
 def _machine() -> dict[str, Any]:
@@ -250,7 +251,7 @@ def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
 
 
 def evaluation_environment(config: ControlConfig) -> EnvironmentConfig:
-    """Config of the environment for evaluation, whose copies step in this process."""
+    """Config of the environment for evaluation; its copies run in this process."""
     return replace(config.environment, vectorization="auto")
 
 
@@ -266,11 +267,11 @@ def evaluate_run(
         seed: of the reset seeds; None: the reset seeds on which every run is evaluated.
 
     Returns:
-        {"score", "low", "high", "count", "returns", "drawable"}, and "picture", the path of the animation, if there is
-        one. "drawable" is whether the environment can be rendered here.
+        {"score", "low", "high", "count", "returns", "drawable"}. "drawable" is True if the environment can be rendered
+        here. With `render`, also "picture", the path of the animation.
 
     Raises:
-        ConfigError: if the run is not finished, if its environment cannot be made, or, with `render`, if another
+        ConfigError: if the run is not finished, if its environment cannot be created, or, with `render`, if another
             process writes into its folder.
     """
     run_dir = user_path(run_dir)
@@ -290,16 +291,17 @@ def evaluate_run(
         seeds = [start.prompt for start in ResetSeeds().held_out(episodes)]
     else:
         seeds = reset_seeds(seed, 0, list(range(episodes)), 0, stream=EVALUATING)
-    played = evaluation_environment(config)
-    environments = make_environments(played, min(episodes, EVALUATED_AT_ONCE))
+    environment_config = evaluation_environment(config)
+    environments = make_environments(environment_config, min(episodes, EVALUATED_AT_ONCE))
     try:
         returns = episode_returns(policy, environments, seeds)
     finally:
         environments.close()
-    result: Evaluation = {**RETURN.estimate(returns), "returns": returns, "drawable": render or can_draw(played)}
+    drawable = render or can_draw(environment_config)
+    result: Evaluation = {**RETURN.estimate(returns), "returns": returns, "drawable": drawable}
     if render:
         path = run_dir / PICTURE
         with FolderLock(run_dir), faults_of(path):
-            render_episode(played, policy.greedy_action, seeds[0], path)
+            render_episode(environment_config, policy.greedy_action, seeds[0], path)
         result["picture"] = str(path)
     return result

@@ -67,7 +67,7 @@ class HeldOut:
         with self.display.progress(label, len(self.starts)) as advance:
             for piece in answers(sampler, self.starts, 1):
                 for limit in limits:
-                    graded[limit] += self.grader.grade(sampler.shortened(piece, limit))
+                    graded[limit] += self.grader.grade(sampler.truncated(piece, limit))
                 advance(len(piece))
         seconds = (time.perf_counter() - began) / len(limits)
         for limit, groups in graded.items():

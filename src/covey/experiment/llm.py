@@ -1,4 +1,4 @@
-"""From a config to the parts of a run on a language model, and the evaluation and sampling of models."""
+"""Builds the components of a run on a language model from its config."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Problem:
         """Notes on the data for the user, such as fewer held-out problems than asked for.
 
         Args:
-            asked: how many held-out problems.
-            name: of the field or option that asked.
+            asked: requested number of held-out problems.
+            name: of the field or option with this number.
         """
         notes = [self.task.describe()] if isinstance(self.task, Jsonl) else []
         if len(self.held_out) < asked:
@@ -99,24 +99,22 @@ class Machine:
 
 
 def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = ()) -> Problem:
-    """Task and grader, each tried out on a few prompts, so that a mistake is found before a model is loaded.
+    """Build task and grader, and test both on a few prompts before a model is loaded.
 
     Args:
-        config: names the task and rewards that are not given.
-        task: one of your own, for scripts: what `task_of` takes.
-        rewards: Python functions with TRL's signature, for scripts.
+        config: has the task and the rewards, unless they are given.
+        task: a task of a script, in any form that `task_of` takes.
+        rewards: Python functions with TRL's signature, of a script.
 
     Raises:
-        ConfigError: where the data, the task or a reward is unusable.
+        ConfigError: if the data, the task or a reward is invalid.
     """
     if task is None and config.task is None:
-        raise ConfigError("there is no task: add a [task] table, or hand one to run(config, task=...)")
+        raise ConfigError("there is no task: add a [task] table, or call run(config, task=...)")
     task = build_task(config.task) if task is None else task_of(task)
     default = getattr(task, "default_rewards", ())
     if not (rewards or config.rewards or default):
-        raise ConfigError(
-            "there is no reward: add a [[rewards]] table, or hand functions to run(config, rewards=[...])"
-        )
+        raise ConfigError("there is no reward: add a [[rewards]] table, or call run(config, rewards=[...])")
     grader = build_grader(rewards or config.rewards, default, _shaping(config), config.process.boundary)
     if config.loss.credit != "outcome" and grader.splitter is None:
         raise ConfigError(no_step_reward(config.loss.credit))
@@ -134,15 +132,18 @@ def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward 
 def fit_prompts(
     problem: Problem, config: RunConfig, chat: Chat, model_config: Any, note: Note, *, training: bool = True
 ) -> Problem:
-    """The problem without the prompts that the model cannot take, or with a task that replaces them.
+    """The problem without prompts that are too long for the model.
 
     Args:
-        model_config: as transformers reads it.
-        note: is told of held-out prompts and, while it draws, of training prompts that were left out.
-        training: whether training prompts matter, or held-out prompts alone.
+        problem: with all prompts.
+        config: with the token limits, and `sampling.long_prompts`: "drop" removes long prompts, else they are errors.
+        chat: encodes the prompts.
+        model_config: transformers' config of the model.
+        note: called with a line for the user about dropped prompts.
+        training: if False, only held-out prompts are checked.
 
     Raises:
-        ConfigError: naming the first prompt that is refused; a line of a file by its number.
+        ConfigError: naming the first prompt that is too long; a line of a file by its number.
     """
     drop, sampling = config.sampling.long_prompts == "drop", config.sampling
     limit = PromptLimit(chat, model_config, sampling.max_new_tokens, drop)
@@ -159,17 +160,17 @@ def fit_prompts(
 
 
 def _shaping(config: RunConfig) -> list[WeightedReward]:
-    """Terms that the run adds to the user's rewards."""
+    """Reward terms that the config adds to the user's rewards: the penalty of overlong completions."""
     if not config.overlong_tokens:
         return []
     return [WeightedReward.overlong(config.sampling.max_new_tokens, config.overlong_tokens)]
 
 
 def build_machine(device: str, precision: str, threads: int) -> Machine:
-    """Choose where and how to compute.
+    """Choose device and precision, and set the number of threads.
 
     Raises:
-        ConfigError: for a device that is not there.
+        ConfigError: if the device does not exist.
     """
     set_threads(threads)
     keep_freed_memory()
@@ -180,14 +181,14 @@ def build_machine(device: str, precision: str, threads: int) -> Machine:
 
 @dataclass
 class LoadedPolicy:
-    """A policy, how it talks, and a sampler on its weights."""
+    """A policy, its chat template, and a sampler on its weights."""
 
     policy: LanguagePolicy
     chat: Chat
     sampler: LanguageSampler
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer so that transformers loads them unchanged."""
+        """Write model and tokenizer in the format of transformers."""
         self.policy.save(folder)
         self.chat.tokenizer.save_pretrained(folder)
 
@@ -196,10 +197,10 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
     """Load the model of a run.
 
     Raises:
-        ConfigError: where it cannot be found or loaded.
+        ConfigError: if it cannot be found or loaded.
     """
-    with ThreadPoolExecutor(1) as meanwhile:
-        meanwhile.submit(find_kernels, machine.device)  # compiled at first use, which takes seconds
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(find_kernels, machine.device)  # may compile, which takes about 20 s
         loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
     sampling = config.sampling
     policy = LanguagePolicy(
@@ -213,34 +214,34 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
 
 
 class LLMBuilder:
-    """A run on a language model; meets `covey.experiment.build.ExperimentBuilder`."""
+    """Builder of a run on a language model; implements `covey.experiment.build.ExperimentBuilder`."""
 
     name = "language"
 
     def __init__(self, config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = ()) -> None:
-        """Tries out the task and the rewards, so that a mistake is found before a model is loaded.
+        """Build and test the task and the rewards before a model is loaded.
 
         Raises:
-            ConfigError: where the data, the task, a reward or the device is unusable.
+            ConfigError: if the data, the task, a reward or the device is invalid.
         """
         self.config = replace(config, model=resolve_checkpoint(config.model))
         self.chosen = build_machine(config.device, config.precision, config.threads)
         self.problem = build_problem(config, task, rewards)
-        self._fits = False  # whether the prompts are known to fit the model
+        self._prompts_checked = False  # True if the lengths of the prompts were checked
         found = find_chat(self.config.model) if isinstance(self.problem.task, Jsonl) else None
         if found is not None:
             self._fit_prompts(*found, lambda text: None)
 
     def _fit_prompts(self, chat: Chat, model_config: Any, note: Note) -> Problem:
-        """The problem with prompts that the model can take; a file's are looked at once, the others when drawn."""
-        if self._fits:
+        """The problem without prompts that are too long. A file's prompts are checked at once, others when drawn."""
+        if self._prompts_checked:
             return self.problem
         try:
             self.problem = fit_prompts(self.problem, self.config, chat, model_config, note)
         except ConfigError:
             self.problem.grader.close()
             raise
-        self._fits = True
+        self._prompts_checked = True
         return self.problem
 
     @property
@@ -264,13 +265,13 @@ class LLMBuilder:
         )
 
     def build(self, store: RunStore, display: Display) -> Experiment:
-        """Load the model, and a second copy of it as the reference."""
+        """Load the model, copy it as the reference, and build the components."""
         config = self.config
         loaded = self._load(store, display)
         update = config.update
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
-        self._tell_of_steps(display)
+        self._note_unused_step_rewards(display)
         algorithm = build_llm_algorithm(config)
         critics = (build_critic(config, loaded.policy, display),) if algorithm.needs_critic else ()
         reference = LanguagePolicy(
@@ -323,14 +324,15 @@ class LLMBuilder:
         )  # fmt: skip
 
     def _load(self, store: RunStore, display: Display) -> LoadedPolicy:
-        """The policy; writes down what the checkpoints of the run will not hold of it."""
+        """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
         loaded = load_policy(self.config, self.chosen)
         module, tokenizer = loaded.policy.module, loaded.chat.tokenizer
         write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
         display.note(loaded.policy.backend.describe())
         return loaded
 
-    def _tell_of_steps(self, display: Display) -> None:
+    def _note_unused_step_rewards(self, display: Display) -> None:
+        """Note for the user if there are step rewards and the algorithm compares whole rollouts."""
         config = self.config
         by_outcome = config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP
         if by_outcome and self.problem.grader.splitter is not None:
@@ -344,7 +346,7 @@ class LLMBuilder:
 
 
 def _noted(grader: RewardGrader, store: RunStore, display: Display) -> NotedGrader:
-    """The grader of a run's steps; says here if the last call of a resumed run was not finished."""
+    """The grader of a run, with a note for the user if the last reward call of a resumed run was not finished."""
     noted = NotedGrader(grader, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
     if note := noted.take_note():
         display.note(note)

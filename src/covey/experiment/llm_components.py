@@ -39,10 +39,10 @@ CREDITS: dict[str, CreditAssignment] = {
 
 
 def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) -> LanguageCritic:
-    """The critic that goes with a policy: a new one, or that of the run which the policy comes from.
+    """The critic of a policy: a new one, or that of the run from which the policy was loaded.
 
     Raises:
-        ConfigError: where that run's critic does not fit.
+        ConfigError: if the critic of that run does not fit.
     """
     critic = LanguageCritic(policy, own_trunk=config.critic.trunk == "own")
     origin = find_origin(config.model)
@@ -51,10 +51,10 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) ->
     folder = origin.run_dir / CRITIC_FOLDER
     if origin.from_checkpoint and origin.config_tables["algorithm"] == config.algorithm:
         load_checkpoint_weights(critic.module, origin, "critic_optimizer", "set critic.trunk as that run has it")
-        display.note(f"the critic goes on from {config.model}")
+        display.note(f"the critic continues from {config.model}")
     elif not origin.from_checkpoint and folder.is_dir():
         critic.load(folder)
-        display.note(f"the critic goes on from {folder}")
+        display.note(f"the critic continues from {folder}")
     return critic
 
 
@@ -85,7 +85,7 @@ def with_outputs(
     critics: Sequence[LanguageCritic],
     reference: LanguagePolicy,
 ) -> LanguagePolicy:
-    """The policy with the outputs that its loss needs beside log-probabilities and entropies."""
+    """The policy with the additional outputs that its loss needs: values, exact KL."""
     extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in critics if not critic.own_trunk]
     if isinstance(algorithm.kl.placement, KLFromOutput) and config.kl_coefficient != 0:
         extra.append(KLToReference(reference))

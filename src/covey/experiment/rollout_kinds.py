@@ -1,4 +1,4 @@
-"""The kinds of rollouts of a control run (rollouts.kind): each makes its environments and its sampler."""
+"""Kinds of rollouts of a control run (rollouts.kind), with their environments and samplers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covey.control.sampler import ControlSampler, EpisodeSampler, FragmentSample
 
 
 class EpisodeRollouts:
-    """Whole episodes from each start; base of the other kinds.
+    """Whole episodes from each start; base class of the other kinds.
 
     Args:
         config: of the run.
@@ -53,7 +53,7 @@ class EpisodeRollouts:
 
 
 class BranchRollouts(EpisodeRollouts):
-    """Branches from one state of an episode; the episodes have environments of their own.
+    """Rollouts that branch from one state of an episode; the episodes have their own environments.
 
     Raises:
         ConfigError: if the state of the environment cannot be copied.
@@ -90,7 +90,7 @@ class BranchRollouts(EpisodeRollouts):
 
 
 class FragmentRollouts(EpisodeRollouts):
-    """Fragments of a fixed number of steps; a copy of the environment is a start with one rollout."""
+    """Fragments of a fixed number of steps; each copy of the environment is one start with one rollout."""
 
     @property
     def starts_per_step(self) -> int:

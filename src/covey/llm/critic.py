@@ -1,6 +1,6 @@
-"""PPO's critic on a language model: a value head on a decoder, which says how much reward is still to come.
+"""Critic of PPO for language models: a value head on a decoder, which estimates the return from each state.
 
-Shapes: B rollouts, T decisions, N decisions made, W hidden width.
+Shapes: B rollouts, T actions, N distinct decisions, W hidden width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAD_FILE = "value_head.safetensors"
 
 
 class ValueHead(nn.Module):
-    """value_N = W h + b, in fp32 (fp64 on an fp64 decoder). It begins as zero, and so do all values."""
+    """value_N = W h + b, in fp32 (in fp64 for an fp64 decoder), initialized to 0."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -50,18 +50,18 @@ def head_input_bytes(decisions: int, width: int, itemsize: int) -> int:
 
 
 class LanguageCritic:
-    """Meets `covey.data.Critic`.
+    """A decoder (trunk) with a value head; implements `covey.data.Critic`. Its optimizer trains `module`.
 
-    `module` is what its optimizer moves. With a trunk of its own (a copy of the policy's decoder as it is now, without
-    the output layer) that is the trunk and the head. On the policy's trunk it is the head alone: the policy that is
-    trained then has the values in its output (`SharedTrunkValues`), so that one backward pass gives its trunk the
-    gradient of both losses. In passes that train only the critic, only the head is trained.
+    With `own_trunk`, the trunk is a copy of the policy's current decoder without the output layer, and `module` is
+    trunk and head. Otherwise the head is on the policy's trunk and `module` is the head alone: the trained policy has
+    the values in its output (`SharedTrunkValues`), and one backward pass computes the gradient of both losses. Epochs
+    that train only the critic then train only the head.
     """
 
     def __init__(self, policy: LanguagePolicy, *, own_trunk: bool = True) -> None:
         decoder = policy.module.base_model
         assert isinstance(decoder, PreTrainedModel)
-        # Of what the output layer reads: some models project their hidden states to another width before it.
+        # The input width of the output layer: some models project their hidden states to another width before it.
         width = policy.module.get_output_embeddings().weight.shape[1]
         self.trunk: PreTrainedModel = copy.deepcopy(decoder) if own_trunk else decoder
         self.own_trunk = own_trunk
@@ -70,34 +70,34 @@ class LanguageCritic:
         self.module: nn.Module = nn.ModuleDict({"trunk": self.trunk, "head": self.head}) if own_trunk else self.head
 
     def values(self, batch: Batch) -> Tensor:
-        """values_BT: of the state before every decision (the prompt and all tokens so far); 0 where undecided."""
+        """values_BT of the state before every decision (the prompt and all tokens so far); 0 at undecided columns."""
         batch = batch.to(self.head.linear.weight.device)
         with torch.set_grad_enabled(self.own_trunk and torch.is_grad_enabled()):
             decided = hidden_states_for_actions(self.trunk, batch, packed=self.packed)
         return decided.scatter_to_batch(self.head(decided.hidden_NW))
 
     def bootstrap_values(self, batch: Batch) -> Tensor:
-        """bootstrap_value_B = 0, also after a completion that the token limit cut.
+        """bootstrap_value_B = 0, also after a completion that the token limit truncated.
 
-        The limit is part of a language task: a cut completion is over, and its reward was paid for what stands there.
-        A value of the words that might have followed would count that reward a second time, the next critic would
-        learn the sum, and values would grow without bound. In control a time limit only stops the watching, and what
-        the episode would still have earned is owed.
+        The token limit is part of a language task: a truncated completion is final, and its reward is that of the
+        truncated text. A bootstrap value would add that reward a second time, the critic would be trained on the sum,
+        and values would grow without bound. In control, a time limit only ends the observation of an episode, so its
+        further return has to be bootstrapped.
         """
         return torch.zeros(len(batch))
 
     def save(self, folder: Path) -> None:
-        """Write the head and, where it is its own, the trunk, which `transformers.AutoModel` then loads."""
+        """Write the head, and with `own_trunk` the trunk in the format of `transformers.AutoModel`."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.own_trunk:
             self.trunk.save_pretrained(folder)
         safetensors.torch.save_file(self.head.linear.state_dict(), folder / HEAD_FILE)
 
     def load(self, folder: Path) -> None:
-        """Take over a critic that `save` wrote.
+        """Load a critic that `save` wrote.
 
         Raises:
-            ConfigError: if it is damaged, belongs to another model, or had the other kind of trunk.
+            ConfigError: if it is damaged, belongs to another model, or has the other kind of trunk.
             MachineError: if it cannot be read.
         """
         if (folder / "config.json").is_file() != self.own_trunk:
@@ -136,6 +136,6 @@ class SharedTrunkValues:
         return {}
 
     def after_rows(self, policy: LanguagePolicy, batch: Batch) -> dict[str, Tensor]:
-        """From a forward pass of its own, because not every model returns hidden states and logits of one."""
+        """Values from a second forward pass, because not every model returns hidden states with its logits."""
         decided = hidden_states_for_actions(policy.module.base_model, batch, packed=False)
         return self.packed(policy, batch, decided)

@@ -1,7 +1,7 @@
-"""A causal language model as a policy: a prompt is where it starts, every sampled token is a decision. Tokens that were
-not sampled, such as a tool's output, are fed as context of the decisions after them.
+"""A causal language model as a policy: a prompt is an initial state, a sampled token is a decision. Tokens that were
+not sampled, such as a tool's output, are context of later decisions.
 
-Shapes: B rollouts, T decisions, S prompts, N tokens of a packed forward.
+Shapes: B rollouts, T actions, D decisions of the batch, N distinct decisions, L tokens of a sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
 
 
 class ExtraOutput(Protocol):
-    """A further output of a policy's forward pass, for every decision."""
+    """An additional output of a policy's forward pass for every decision, such as values.
+
+    Each method returns tensors by the name of their field in `PolicyOutput`, for one way of evaluation.
+    """
 
     def packed(self, policy: LanguagePolicy, batch: Batch, decided: ActionHiddenStates) -> dict[str, Tensor]:
-        """[B, T] by the name of the field of `PolicyOutput`, from the hidden states of a packed forward pass."""
+        """[B, T], from the hidden states of a packed forward pass."""
 
     def by_row(self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor) -> dict[str, Tensor]:
-        """[T] by the name of the field, from the log-probabilities of every token in one rollout."""
+        """[T], from the log-probabilities of one rollout."""
 
     def after_rows(self, policy: LanguagePolicy, batch: Batch) -> dict[str, Tensor]:
-        """[B, T] by the name of the field, from a forward pass of its own beside those of the rollouts."""
+        """[B, T], from an additional forward pass after the rollouts were evaluated one by one."""
 
 
 class LanguagePolicy:
-    """A transformers decoder with a causal head.
+    """A causal language model of transformers; implements `covey.data.Policy`.
 
-    Models whose attention takes a layout share the prompt of a group in every forward pass (`shares_prompts`); the
-    others are evaluated rollout by rollout, slower, with the same numbers. `backend` says which.
+    If the model's attention takes a layout, the prompt of a group is computed once per forward pass (`shares_prompts`).
+    Otherwise rollouts are evaluated one by one, which is slower and gives the same results. `backend` has the choice.
     """
 
     def __init__(
@@ -65,14 +68,14 @@ class LanguagePolicy:
         Args:
             module: the model.
             temperature: divides the logits.
-            microbatch_tokens: tokens in one forward and backward pass.
-            backend: that of another policy of the same model; None chooses one by trying (see `choose_backend`).
-            extra: further outputs of every evaluation, such as a critic's values.
+            microbatch_tokens: maximal number of tokens in one forward and backward pass.
+            backend: that of another policy of the same model; None: chosen by trial (see `choose_backend`).
+            extra: additional outputs of every evaluation, such as a critic's values.
 
         Raises:
             ConfigError: if the model cannot be trained, in one line that names its architecture.
         """
-        self.module: PreTrainedModel = module.eval()  # no dropout: the ratio compares policies, not noise
+        self.module: PreTrainedModel = module.eval()  # no dropout, because its noise would change the ratios
         self.temperature = temperature
         self.microbatch_tokens = microbatch_tokens
         self.extra = tuple(extra)
@@ -81,7 +84,7 @@ class LanguagePolicy:
             fuse(module, self.backend.kernels)
 
     def with_outputs(self, *extra: ExtraOutput) -> LanguagePolicy:
-        """The same policy, on the same weights, with further outputs."""
+        """A policy on the same weights with additional outputs."""
         return LanguagePolicy(
             self.module,
             temperature=self.temperature,
@@ -92,7 +95,7 @@ class LanguagePolicy:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the prompt of a group is computed once."""
+        """True if the prompt of a group is computed once."""
         return self.backend.shares_prompts
 
     @property
@@ -100,14 +103,12 @@ class LanguagePolicy:
         return next(self.module.parameters()).device
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Log-probability and entropy of every decision of `batch`, at the sampling temperature, in nats; 0 where
-        nothing was decided.
-        """
+        """Log-probability and entropy of every decision, at the sampling temperature, in nats; 0 if undecided."""
         batch = batch.to(self.device)
         return self._evaluate_packed(batch) if self.shares_prompts else self._evaluate_rows(batch)
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
-        """Rows in pieces of at most `microbatch_tokens` tokens, what is fed once for several of them counted once."""
+        """Row indices of each microbatch, of at most `microbatch_tokens` tokens; shared tokens count once."""
         lengths = row_lengths(batch) if len(batch) else []
         completions = [actions[:length] for actions, length in zip(batch.actions_BT.tolist(), lengths, strict=True)]
         rows = order_rows(batch.group_B.tolist(), [len(context) for context in batch.context], completions)
@@ -115,15 +116,15 @@ class LanguagePolicy:
             yield torch.tensor([row.number for row in microbatch])
 
     def save(self, folder: Path) -> None:
-        """Write the weights and the config so that transformers loads them unchanged."""
+        """Write the weights and the config in the format of transformers."""
         self.module.save_pretrained(folder)
 
     def log_distribution(self, tokens_L: Tensor, decisions: int) -> Tensor:
-        """logp_TV over every token at the last `decisions` places, by the model's own forward pass."""
+        """logp_TV over the vocabulary at the last `decisions` tokens, by the model's own forward pass, in nats."""
         return exact_logprobs(next_token_logits(self.module, tokens_L, decisions), self.temperature)
 
     def _evaluate_packed(self, batch: Batch) -> PolicyOutput:
-        """All rows in one row of tokens."""
+        """One forward pass over all rollouts, packed into one row of tokens."""
         decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
         head = self.module.get_output_embeddings()
         logprobs_N, entropy_N = token_logprobs(
@@ -135,7 +136,7 @@ class LanguagePolicy:
         return PolicyOutput(decided.scatter_to_batch(logprobs_N), decided.scatter_to_batch(entropy_N), **extra)
 
     def _evaluate_rows(self, batch: Batch) -> PolicyOutput:
-        """One rollout at a time through the model's own forward pass, recomputed for the gradient to bound memory."""
+        """One forward pass of the model per rollout, recomputed in the backward pass to bound memory."""
         position_N = batch.mask_BT.flatten().nonzero()[:, 0]
         rows: list[dict[str, Tensor]] = []
         for row, length in enumerate(row_lengths(batch)):
@@ -162,9 +163,10 @@ class LanguagePolicy:
 
 
 class KLToReference:
-    """KL(pi || pi_ref) over the vocabulary at every decision, if gradients are enabled: it is part of the loss only.
+    """Exact KL(pi || pi_ref) over the vocabulary at every decision; implements `ExtraOutput`.
 
-    Each evaluation then costs a forward pass of the reference too. Implements `ExtraOutput`.
+    Computed only if gradients are enabled, because only the loss needs it. Each such evaluation has a forward pass of
+    the reference too.
     """
 
     def __init__(self, reference: LanguagePolicy) -> None:

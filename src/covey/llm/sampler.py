@@ -1,4 +1,4 @@
-"""Groups of completions for prompts: the chat template, a generator, and the rollouts made of what it returns."""
+"""Sampler of language models: prompts -> chat template -> generator -> groups of rollouts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from covey.llm.model.chat import Chat
 
 @dataclass
 class LanguageSampler:
-    """Samples `group_size` completions of every prompt; meets `covey.data.Sampler`.
+    """Samples `group_size` completions of every prompt; implements `covey.data.Sampler`.
 
-    One uniform number per decision, a function of (seed, step, group, rollout, position), chooses its token: the same
-    step of the same run makes the same choices, in whatever order and company its rows are decoded.
+    Every token is drawn with one uniform random number, a function of (seed, step, group, rollout, position). The draw
+    does not depend on the order in which rows are decoded, nor on the other rows of the batch.
     """
 
     generator: Generator
@@ -38,7 +38,7 @@ class LanguageSampler:
     deadline_seconds: float | None = None  # for one call of `sample`
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
-        """Groups in the order of `starts`. The end token, where one was sampled, is the last action.
+        """Groups in the order of `starts`. If an end token was sampled, it is the last action.
 
         Raises:
             ConfigError: if a prompt is too long for the model.
@@ -60,30 +60,30 @@ class LanguageSampler:
             for start, request, result in zip(starts, requests, results, strict=True)
         ]
 
-    def shortened(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
-        """The groups that this sampler would have written with a lower token limit; not graded."""
+    def truncated(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
+        """The groups that this sampler would have returned with a lower token limit; not graded."""
 
-        def begin(rollout: Rollout) -> Completion:
+        def truncate(rollout: Rollout) -> Completion:
             tokens = rollout.actions[:max_new_tokens]
             end = EndReason.STOP if tokens[-1] in self.chat.end_ids else EndReason.LENGTH
             return Completion(tokens, rollout.behavior_logprobs[:max_new_tokens], end, rollout.version)
 
         return [
-            Group(group.start, [self._rollout(rollout.context, begin(rollout)) for rollout in group.rollouts])
+            Group(group.start, [self._rollout(rollout.context, truncate(rollout)) for rollout in group.rollouts])
             for group in groups
         ]
 
     def refresh(self, version: int) -> None:
-        """Sample from the policy's current weights from now on."""
+        """Sample with the policy's current weights from now on."""
         self.generator.refresh(version)
         self.version = version
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: every completion begins anew."""
+        """Empty: completions do not continue from one step to the next."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take over."""
+        """Nothing to restore."""
 
     def _key(self, start: Start, step: int, first_rollout: int) -> RandomKey:
         return RandomKey(self.seed, step, start.index, first_rollout)
@@ -101,11 +101,11 @@ class LanguageSampler:
 
 
 def _completions(result: list[Completion] | GenerationFailure) -> list[Completion]:
-    """A step needs all of its groups, so a failure ends it.
+    """The completions of a result.
 
     Raises:
-        ConfigError: if the prompt is too long, which the user can mend before a run.
-        RunError: for every other failure.
+        ConfigError: if the prompt is too long for the model.
+        RunError: for every other failure, because a step needs all of its groups.
     """
     if not isinstance(result, GenerationFailure):
         return result
@@ -114,5 +114,5 @@ def _completions(result: list[Completion] | GenerationFailure) -> list[Completio
 
 
 def greedy(sampler: LanguageSampler, max_new_tokens: int) -> LanguageSampler:
-    """A sampler of likeliest tokens on the same policy, for evaluation."""
+    """A greedy sampler (argmax) on the same policy, for evaluation."""
     return replace(sampler, max_new_tokens=max_new_tokens, temperature=0.0, rows_at_once=0)

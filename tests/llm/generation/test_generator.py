@@ -100,7 +100,7 @@ def test_other_weights_than_those_asked_for_are_a_failure():
     generator.refresh(2)
     for result in generator.generate(make_requests()):
         assert result.reason is FailureReason.OTHER_WEIGHTS
-        assert result.message == "completions by version 0 of the weights are wanted, these are 2"
+        assert result.message == "version 0 of the weights is requested, the generator has 2"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 12.0])

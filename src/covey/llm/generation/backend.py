@@ -1,6 +1,6 @@
 """Selects the code that evaluates and samples a model. This is the only place where it is selected.
 
-The ways are tried in this order:
+The rows are tried in this order:
 
 | sampling        | decoder               | update | model                                                             |
 |-----------------|-----------------------|--------|-------------------------------------------------------------------|
@@ -11,7 +11,7 @@ The ways are tried in this order:
 | no cache        | `FullForwardDecoder`  | by row | models whose cache does not give the numbers of a forward pass    |
 | refused         |                       |        | random, not autoregressive, without a gradient, with other inputs |
 
-Within a way, by dtype and by the instructions of the processor (`Kernels.instruction_set`):
+The layers depend on the dtype and on the instructions of the processor (`Kernels.instruction_set`):
 
 | sampling      | dtype, instructions        | layers while sampling                    | attention               |
 |---------------|----------------------------|------------------------------------------|-------------------------|
@@ -31,9 +31,9 @@ Within a way, by dtype and by the instructions of the processor (`Kernels.instru
 Tokens are drawn by C++ from logits in bf16 or fp32 on a CPU with kernels, for every model, else by torch
 (`token_sampling`). A CPU has kernels if a C++ compiler is found and `COVEY_NATIVE` is not 0.
 
-Nothing is concluded from an architecture's name: every way is tried on random tokens, in fp32, and has to give the
-logits of one plain forward pass over each sequence (`plain_forward.py`). Prompts of the trial are longer than every
-window that the config names, because a window shows only beyond its length.
+The choice does not depend on an architecture's name: every row is tested on random tokens, in fp32, and must give the
+logits of one plain forward pass over each sequence (`plain_forward.py`). The prompts of the test are longer than every
+attention window in the config, because a window has no effect on shorter ones.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ class Backend:
 
     model: str  # the name of its class
     sampling: Sampling
-    kernels: KernelSet  # for every step of the table that has them
-    instructions: str | None  # of the kernels for the model's weights; None: torch computes
-    row_bytes: int = 0  # of a row's state while sampling, at any length
-    token_bytes: int = 0  # and of each of its tokens
+    kernels: KernelSet  # of all computations that have kernels
+    instructions: str | None  # instruction set of the kernels for the model's dtype; None: torch without kernels
+    row_bytes: int = 0  # memory of a row while sampling, independent of its length
+    token_bytes: int = 0  # memory of each token of a row while sampling
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the prompt of a group is computed once, in the update and while sampling."""
+        """True if the prompt of a group is computed once, in the update and while sampling."""
         return self.sampling not in SAMPLING_BY_CACHE
 
     def decoder(self, module: PreTrainedModel, rows: int, max_new_tokens: int) -> Decoder:
-        """A decoder on the model's own weights, for this many rows at a time."""
+        """A decoder on the model's weights, for at most `rows` rows at a time."""
         if self.sampling is Sampling.NATIVE:
             kernels = self.kernels.of(next(module.parameters()))
             assert kernels is not None
@@ -97,7 +97,7 @@ class Backend:
         return CacheDecoder(module, rows, pads=self.sampling is Sampling.PADDED_CACHE)
 
     def recorded(self) -> dict[str, str]:
-        """The choice as a run records it, in `summary.json` too, and compares it when it resumes."""
+        """The choice as recorded in a run and in `summary.json`; compared when a run is resumed."""
         return {
             "update": "packed" if self.shares_prompts else "by row",
             "sampling": str(self.sampling),
@@ -112,14 +112,16 @@ class Backend:
 
 
 def find_kernels(device: torch.device) -> KernelSet:
-    """The kernels of a device. They are compiled at first use, which takes seconds."""
+    """The kernels of a device. They are compiled at first use, which takes about 20 s."""
     found = {dtype: kernels_for(dtype, device) for dtype in (torch.bfloat16, torch.float32)}
     return KernelSet({dtype: kernels for dtype, kernels in found.items() if kernels is not None})
 
 
 @torch.no_grad()
 def choose_backend(module: PreTrainedModel) -> Backend:
-    """Try the rows of the table in their order. If prompts are shared, the model's attention is covey's from now on.
+    """Choose the first row of the table that works for the model.
+
+    If prompts are shared, this sets the model's attention implementation to covey's.
 
     Raises:
         ConfigError: if the model cannot be trained, in one line that names its architecture.
@@ -142,7 +144,11 @@ def choose_backend(module: PreTrainedModel) -> Backend:
 
 
 def _sampled_by_cache(backend: Backend, module: PreTrainedModel, trial: Trial) -> Backend:
-    """The first way that gives the numbers of the plain forward pass, and that runs in the model's precision."""
+    """The first cache decoder that gives the logits of the plain forward pass and runs in the model's dtype.
+
+    Raises:
+        ConfigError: if there is none.
+    """
     for sampling in SAMPLING_BY_CACHE:
         backend = replace(backend, sampling=sampling)
         make_decoder = partial(backend.decoder, module)
@@ -156,6 +162,6 @@ def _sampled_by_cache(backend: Backend, module: PreTrainedModel, trial: Trial) -
 
 
 def _with_token_bytes(backend: Backend, module: PreTrainedModel) -> Backend:
-    """With the memory of a token's keys and values."""
+    """The backend with `token_bytes` set to the size of a token's keys and values."""
     heads, layers = Heads.of(module), module.config.get_text_config().num_hidden_layers
     return replace(backend, token_bytes=token_bytes(layers, heads, module.dtype.itemsize))

@@ -1,15 +1,15 @@
-"""Continuous batching over a prefix tree: groups wait until rows are free, and siblings share a row until they differ.
+"""Continuous batching over a prefix tree: groups wait for free rows, and completions share a row until they differ.
 
-One call of `advance` is one token of every open completion:
+One call of `advance` generates one token of every open completion:
 
     step     feed the last token of every branch to the decoder
-    admit    prefill waiting groups if rows are free; a group begins as one branch
+    admit    prefill waiting groups if rows are free; a group starts as one branch
     choose   draw a token for every open completion from the logits of its branch
     retire   close the completions that ended
     fork     split branches whose completions drew different tokens; drop branches without an open completion
 
-Shapes: R open completions, B branches (rows of the decoder, each for the siblings that have drawn the same tokens so
-far), S prompts, N completions of all prompts, T tokens of the longest completion, V vocabulary.
+Shapes: R open completions, B branches (rows of the decoder; the completions of a branch have the same tokens so far),
+S prompts, N completions of all prompts, T tokens of the longest completion, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ContinuousBatch:
         Args:
             decoder: with `max_rows` free rows.
             prompts: token ids.
-            uniforms_NT: the random number in [0, 1) of every decision; the completions of a prompt are consecutive.
-            max_rows: number of completions that are open together, at least those of one prompt.
-            temperature: 0 takes the likeliest token.
+            uniforms_NT: random number in [0, 1) of every decision; the completions of a prompt are consecutive.
+            max_rows: maximal number of open completions, at least those of one prompt.
+            temperature: divides the logits; 0: argmax.
             end_ids: token ids that end a completion.
-            kernels: for the draw of tokens.
+            kernels: for token sampling.
         """
         self.decoder, self.prompts, self.max_rows, self.temperature = decoder, prompts, max_rows, temperature
         self.group_size, self.max_new_tokens = len(uniforms_NT) // len(prompts), uniforms_NT.shape[1]
@@ -57,16 +57,16 @@ class ContinuousBatch:
         self.logprobs_NT = np.empty(uniforms_NT.shape)
         self.lengths_N = np.zeros(len(uniforms_NT), dtype=np.int64)
         self.admitted = 0  # prompts
-        self.open_R = np.empty(0, dtype=np.int64)  # which of the N completions are open
-        self.branch_R = np.empty(0, dtype=np.int64)  # the branch of each, ascending
-        self.fed_B = torch.empty(0, dtype=torch.int64)  # the last token of each branch
+        self.open_R = np.empty(0, dtype=np.int64)  # indices of the open completions among the N
+        self.branch_R = np.empty(0, dtype=np.int64)  # branch of each, ascending
+        self.fed_B = torch.empty(0, dtype=torch.int64)  # last token of each branch
 
     @property
     def is_done(self) -> bool:
         return not len(self.open_R) and self.admitted == len(self.prompts)
 
     def is_complete(self, prompt: int) -> bool:
-        """Whether all completions of a prompt have ended."""
+        """True if all completions of a prompt have ended."""
         return prompt < self.admitted and prompt not in self.open_R // self.group_size
 
     def completions(self, prompt: int) -> list[tuple[list[int], list[float]]]:
@@ -79,7 +79,7 @@ class ContinuousBatch:
         """Generate one token of every open completion.
 
         Raises:
-            FloatingPointError: if the logits of a row define no distribution.
+            FloatingPointError: if the logits of a row are not finite.
         """
         logits = [*self._step(), *self._admit()]
         logits_BV = logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -103,35 +103,35 @@ class ContinuousBatch:
         return [logits_SV.repeat_interleave(rows_each, dim=0)]
 
     def _choose(self, logits_BV: Tensor) -> NDArray[np.int64]:
-        device, place = logits_BV.device, (self.open_R, self.lengths_N[self.open_R])
+        device, position = logits_BV.device, (self.open_R, self.lengths_N[self.open_R])
         one_each = np.array_equal(self.branch_R, np.arange(len(logits_BV)))
         logits_RV = logits_BV if one_each else logits_BV[torch.from_numpy(self.branch_R).to(device)]
-        uniforms_R = torch.from_numpy(self.uniforms_NT[place]).to(device)
+        uniforms_R = torch.from_numpy(self.uniforms_NT[position]).to(device)
         tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, self.temperature, self.kernels)
-        self.tokens_NT[place] = chosen_R = tokens_R.cpu().numpy()
-        self.logprobs_NT[place] = logprobs_R.double().cpu().numpy()
+        self.tokens_NT[position] = chosen_R = tokens_R.cpu().numpy()
+        self.logprobs_NT[position] = logprobs_R.double().cpu().numpy()
         self.lengths_N[self.open_R] += 1
         return chosen_R
 
     def _retire(self, tokens_R: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the last tokens of the completions that stay open."""
-        stays = ~np.isin(tokens_R, self.end_ids) & (self.lengths_N[self.open_R] < self.max_new_tokens)
-        self.open_R, self.branch_R = self.open_R[stays], self.branch_R[stays]
-        return tokens_R[stays]
+        """Close the completions that ended; returns the last tokens of those that stay open."""
+        unfinished = ~np.isin(tokens_R, self.end_ids) & (self.lengths_N[self.open_R] < self.max_new_tokens)
+        self.open_R, self.branch_R = self.open_R[unfinished], self.branch_R[unfinished]
+        return tokens_R[unfinished]
 
     def _fork(self, tokens_R: NDArray[np.int64], logits_BV: Tensor) -> None:
         branches, vocabulary = logits_BV.shape
-        ways_R = self.branch_R * vocabulary + tokens_R  # siblings that drew the same token have the same one
-        _, first, way_of_row = np.unique(ways_R, return_index=True, return_inverse=True)
+        path_R = self.branch_R * vocabulary + tokens_R  # equal for completions of a branch that drew the same token
+        _, first, branch_of_row = np.unique(path_R, return_index=True, return_inverse=True)
         parents, fed = self.branch_R[first], tokens_R[first]
         continued = len(np.unique(parents))
         forks, ended = len(parents) > continued, branches - continued
         if forks or ended > self.decoder.compact_threshold * branches or not len(parents):
             self.decoder.select(torch.from_numpy(parents).to(logits_BV.device))
-            self.branch_R = way_of_row
-        else:  # the branches that ended stay until enough of them have; they are fed any token
-            of_parents, fed = fed, np.zeros(branches, dtype=np.int64)
-            fed[parents] = of_parents
+            self.branch_R = branch_of_row
+        else:  # ended branches stay in the decoder until enough have ended; they are fed token 0
+            tokens, fed = fed, np.zeros(branches, dtype=np.int64)
+            fed[parents] = tokens
         self.fed_B = torch.from_numpy(fed).to(logits_BV.device)
 
 

@@ -20,22 +20,22 @@ from covey.llm.model.prefix_attention import PackedLayout, forward
 
 
 class Decoder(Protocol):
-    """The rows of some groups, decoded together."""
+    """Autoregressive decoding of a batch of rows."""
 
-    compact_threshold: float  # fraction of its rows that must have ended before `select` is worth its cost
-    can_fork: bool  # whether `select` makes two rows of one that is named twice
+    compact_threshold: float  # ended rows are removed by `select` if they are more than this fraction of all rows
+    can_fork: bool  # True if `select` may repeat a row
 
     def free_rows(self) -> int:
-        """Number of rows that may be added now."""
+        """Number of rows that can be added now."""
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
-        """Add `group_size` rows for each prompt, after the others; logits_SV of the token after each prompt."""
+        """Append `group_size` rows for each prompt; returns logits_SV of the token after each prompt."""
 
     def step(self, tokens_R: Tensor) -> Tensor:
-        """Feed one token to every row; logits_RV of the next."""
+        """Feed one token to every row; returns logits_RV of the next token."""
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows only (int64 index, ascending). If `can_fork`, a row that is named twice becomes two."""
+        """Keep only these rows (int64 indices, ascending). If `can_fork`, an index that occurs twice copies the row."""
 
 
 def token_bytes(layers: int, heads: Heads, itemsize: int) -> int:
@@ -44,14 +44,14 @@ def token_bytes(layers: int, heads: Heads, itemsize: int) -> int:
 
 
 def prefill(module: PreTrainedModel, prompts: list[list[int]]) -> tuple[Tensor, PrefillLayout]:
-    """hidden_SW of the last token of each prompt, and the layout that remembers keys and values of all of them."""
+    """hidden_SW of the last token of each prompt, and the layout with the keys and values of all prompts."""
     layout = PrefillLayout(prompts, device=module.device)
     hidden_NW = forward(module.base_model, layout.tokens, layout.positions, layout)
     return hidden_NW[layout.prompt_ends.to(module.device)], layout
 
 
 class PrefillLayout(PackedLayout):
-    """Prompts alone; remembers their keys and values."""
+    """Layout of prompts without completions, which stores their keys and values by layer."""
 
     stores_prompts = True
 

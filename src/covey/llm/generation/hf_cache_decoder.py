@@ -1,5 +1,5 @@
-"""Decoders on transformers' own forward pass, for models whose attention takes no layout. They repeat the prompt for
-every row.
+"""Decoders on transformers' own forward pass, for models whose attention takes no layout. Every row has its own copy of
+the prompt.
 
 Shapes: S prompts, R rows, V vocabulary.
 """
@@ -18,13 +18,14 @@ from covey.llm.model.plain_forward import accepted
 
 
 class CacheDecoder:
-    """Keys and values in a cache of transformers, with the prompt repeated for every row.
+    """Decoder with transformers' KV cache, or the state of a recurrent model.
 
-    Rows whose prompts have the same length are decoded together (a cohort), without padding. With `pads`, all rows are,
-    and shorter prompts are padded on the left: faster, but only right for models that ignore what is masked.
+    Rows whose prompts have the same length are decoded together (a cohort), without padding. With `pads`, all rows are
+    one cohort and shorter prompts are padded on the left, which is faster but only correct for models that ignore
+    masked tokens.
     """
 
-    compact_threshold = 0.125  # a departure copies the state of the rows that stay
+    compact_threshold = 0.125  # the removal of rows copies the state of the others
     can_fork = True
 
     def __init__(self, module: PreTrainedModel, rows: int, *, pads: bool) -> None:
@@ -41,15 +42,15 @@ class CacheDecoder:
     def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
         lengths = [0 if self.pads else len(prompt) for prompt in prompts]
         numbers = torch.arange(len(prompts) * group_size, device=self.module.device).view(len(prompts), group_size)
-        found: dict[int, Tensor] = {}
+        logits_by_prompt: dict[int, Tensor] = {}
         for length in sorted(set(lengths)):
-            chosen = [place for place, other in enumerate(lengths) if other == length]
+            chosen = [index for index, other in enumerate(lengths) if other == length]
             cohort = _Cohort(self.module, numbers[chosen].flatten(), pads=self.pads)
-            logits_SV = cohort.begin([prompts[place] for place in chosen])
+            logits_SV = cohort.prefill([prompts[index] for index in chosen])
             cohort.select(torch.arange(len(chosen), device=self.module.device).repeat_interleave(group_size))
-            found |= zip(chosen, logits_SV, strict=True)
+            logits_by_prompt |= zip(chosen, logits_SV, strict=True)
             self.cohorts.append(cohort)
-        return torch.stack([found[place] for place in range(len(prompts))])
+        return torch.stack([logits_by_prompt[index] for index in range(len(prompts))])
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
@@ -74,11 +75,11 @@ class CacheDecoder:
         self.cohorts = [cohort for cohort in self.cohorts if len(cohort.numbers_C)]
 
     def state_bytes(self) -> int:
-        """Of all tensors that the rows' caches hold."""
-        return sum(_bytes_in(cohort.cache, set()) for cohort in self.cohorts)
+        """Memory of all tensors in the caches."""
+        return sum(_count_bytes(cohort.cache, set()) for cohort in self.cohorts)
 
 
-# Under which name a model returns its cache and takes it again.
+# Names of the cache in the arguments and outputs of transformers' models.
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
 
 
@@ -90,12 +91,12 @@ class _Cohort:
 
     def __init__(self, module: PreTrainedModel, numbers_C: Tensor, *, pads: bool) -> None:
         self.module = module
-        self.numbers_C = numbers_C  # of its rows, among all of the decoder
+        self.numbers_C = numbers_C  # indices of the cohort's rows in the decoder
         self.pads = pads
         self.cache: Any = None
-        self.mask_CL: Tensor | None = None  # which tokens are not padding
+        self.mask_CL: Tensor | None = None  # 1 at tokens, 0 at padding
 
-    def begin(self, prompts: list[list[int]]) -> Tensor:
+    def prefill(self, prompts: list[list[int]]) -> Tensor:
         """logits_SV of the token after each prompt."""
         device = self.module.device
         width = max(len(prompt) for prompt in prompts)
@@ -114,27 +115,27 @@ class _Cohort:
         return self._forward(tokens_C[:, None], self.mask_CL.sum(dim=1, keepdim=True) - 1)
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows, some of them perhaps several times."""
+        """Keep only these rows; an index may occur several times."""
         if self.mask_CL is not None:
             self.mask_CL = self.mask_CL[rows]
-        if isinstance(self.cache, list):  # of tensors, the rows first
+        if isinstance(self.cache, list):  # of tensors [rows, ...]
             self.cache = [state[rows] for state in self.cache]
         else:
             self.cache.reorder_cache(rows)
 
     def _forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        wanted: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+        arguments: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
         if positions is not None:
-            wanted |= {"attention_mask": self.mask_CL, "position_ids": positions}
+            arguments |= {"attention_mask": self.mask_CL, "position_ids": positions}
         if self.cache is not None:
-            wanted |= dict.fromkeys(CACHE_NAMES, self.cache)
-        output = self.module(input_ids=tokens, **accepted(self.module, **wanted))
+            arguments |= dict.fromkeys(CACHE_NAMES, self.cache)
+        output = self.module(input_ids=tokens, **accepted(self.module, **arguments))
         self.cache = next(output[name] for name in CACHE_NAMES if output.get(name) is not None)
         return output.logits[:, -1]
 
 
-def _bytes_in(state: Any, seen: set[int]) -> int:
-    """Of the tensors that an object holds, whatever holds them."""
+def _count_bytes(state: Any, seen: set[int]) -> int:
+    """Memory of all tensors in an object and in the objects that it contains; each is counted once."""
     if id(state) in seen:
         return 0
     seen.add(id(state))
@@ -142,13 +143,14 @@ def _bytes_in(state: Any, seen: set[int]) -> int:
         return state.numel() * state.element_size()
     parts = state if isinstance(state, (list, tuple, dict)) else getattr(state, "__dict__", {})
     parts = parts.values() if isinstance(parts, dict) else parts
-    return sum(_bytes_in(part, seen) for part in parts)
+    return sum(_count_bytes(part, seen) for part in parts)
 
 
 class FullForwardDecoder:
-    """For models without a cache that can be used: every row is fed whole for every token.
+    """Decoder without a cache: every row is fed completely for every token.
 
-    Rows of the same length are fed together, without padding. The cost grows with the square of the length.
+    For models whose cache is missing or gives other logits. Rows of the same length are fed together, without padding.
+    The cost of a completion is quadratic in its length.
     """
 
     compact_threshold = 0.0
@@ -177,16 +179,16 @@ class FullForwardDecoder:
         self.tokens = [list(self.tokens[row]) for row in rows.tolist()]
 
     def state_bytes(self) -> int:
-        """Of what a forward pass holds at a time, roughly: some vectors of every token."""
+        """Estimated memory of a forward pass: 16 hidden vectors and the logits of every token."""
         config = self.module.config.get_text_config()
         widths = 16 * config.hidden_size + vocabulary_of(self.module)
         return sum(map(len, self.tokens)) * widths * self.module.dtype.itemsize
 
     def _forward(self, rows: list[list[int]]) -> Tensor:
-        found: dict[int, Tensor] = {}
+        logits_by_prompt: dict[int, Tensor] = {}
         for length in sorted({len(row) for row in rows}):
-            chosen = [place for place, row in enumerate(rows) if len(row) == length]
-            tokens = torch.tensor([rows[place] for place in chosen], device=self.module.device)
+            chosen = [index for index, row in enumerate(rows) if len(row) == length]
+            tokens = torch.tensor([rows[index] for index in chosen], device=self.module.device)
             known = accepted(self.module, use_cache=False, logits_to_keep=1)
-            found |= zip(chosen, self.module(input_ids=tokens, **known).logits[:, -1], strict=True)
-        return torch.stack([found[place] for place in range(len(rows))])
+            logits_by_prompt |= zip(chosen, self.module(input_ids=tokens, **known).logits[:, -1], strict=True)
+        return torch.stack([logits_by_prompt[index] for index in range(len(rows))])

@@ -23,30 +23,33 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
 from covey.runtime.rng import uniforms
 
-# Keys and values of rows decoded together may take this much memory if the settings leave their number open.
+# Limit on the memory of the keys and values of a batch, if the settings do not give the number of rows.
 CACHE_BYTES = 2 << 30
 
 
 @dataclass
 class LocalGenerator:
-    """Implements `Generator`. The weights are the trainer's own tensors, so a refresh only notes their version."""
+    """Generates with the policy in this process; implements `Generator`.
+
+    The weights are the trainer's own tensors, so `refresh` only records their version.
+    """
 
     policy: LanguagePolicy
     version: int = 0
     clock: Callable[[], float] = time.monotonic  # in seconds
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Requests with the same settings and number of completions are generated together."""
-        began = self.clock()
+        """Generate the requests; those with equal settings and number of completions are one batch."""
+        start = self.clock()
         results: dict[int, GenerationResult] = {}
-        together: dict[tuple[int, GenerationSettings], list[int]] = {}
+        batches: dict[tuple[int, GenerationSettings], list[int]] = {}
         for number, request in enumerate(requests):
             if failure := self._refusal(request):
                 results[number] = failure
             else:
-                together.setdefault((request.completions, request.settings), []).append(number)
-        for numbers in together.values():
-            results |= zip(numbers, self._generate([requests[number] for number in numbers], began), strict=True)
+                batches.setdefault((request.completions, request.settings), []).append(number)
+        for numbers in batches.values():
+            results |= zip(numbers, self._generate([requests[number] for number in numbers], start), strict=True)
         return [results[number] for number in range(len(requests))]
 
     def refresh(self, version: int) -> None:
@@ -55,20 +58,20 @@ class LocalGenerator:
     def _refusal(self, request: GenerationRequest) -> GenerationFailure | None:
         settings = request.settings
         if settings.version != self.version:
-            message = f"completions by version {settings.version} of the weights are wanted, these are {self.version}"
+            message = f"version {settings.version} of the weights is requested, the generator has {self.version}"
             return GenerationFailure(FailureReason.OTHER_WEIGHTS, message)
         if fault := length_fault(self.policy.module.config, len(request.prompt), settings.max_new_tokens):
             return GenerationFailure(FailureReason.PROMPT_TOO_LONG, fault)
         return None
 
-    def _generate(self, requests: list[GenerationRequest], began: float) -> list[GenerationResult]:
-        """For requests with the same settings and number of completions."""
+    def _generate(self, requests: list[GenerationRequest], start: float) -> list[GenerationResult]:
+        """Results of requests with equal settings and number of completions."""
         batch = self._batch(requests)
-        failure = self._run(batch, requests[0].settings.deadline_seconds, began)
+        failure = self._run(batch, requests[0].settings.deadline_seconds, start)
         results: list[GenerationResult] = []
         for number, request in enumerate(requests):
             if batch.is_complete(number):
-                results.append([self._completion(*made, request) for made in batch.completions(number)])
+                results.append([self._completion(*completion, request) for completion in batch.completions(number)])
             else:
                 assert failure is not None
                 results.append(failure)
@@ -89,11 +92,11 @@ class LocalGenerator:
             self.policy.backend.kernels,
         )
 
-    def _run(self, batch: ContinuousBatch, deadline_seconds: float | None, began: float) -> GenerationFailure | None:
-        """Generate until all completions have ended, or up to a failure."""
+    def _run(self, batch: ContinuousBatch, deadline_seconds: float | None, start: float) -> GenerationFailure | None:
+        """Generate until all completions have ended; returns the failure if there is one."""
         try:
             while not batch.is_done:
-                if deadline_seconds is not None and self.clock() - began >= deadline_seconds:
+                if deadline_seconds is not None and self.clock() - start >= deadline_seconds:
                     return GenerationFailure(
                         FailureReason.DEADLINE,
                         f"the completions were not generated within their deadline of {deadline_seconds:g} s: allow "
@@ -109,7 +112,7 @@ class LocalGenerator:
         return None
 
     def rows_in_memory(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> int:
-        """Number of rows whose keys and values fit into `CACHE_BYTES` together."""
+        """Number of rows whose keys and values fit into `CACHE_BYTES`."""
         backend = self.policy.backend
         longest = max(len(prompt) for prompt in prompts) if not backend.shares_prompts else 0
         return fitting_rows(backend.row_bytes + backend.token_bytes * (max_new_tokens + longest))
@@ -130,7 +133,7 @@ def rows_together(fitting: int, requests: int, completions: int) -> int:
 
 
 def _uniforms(request: GenerationRequest) -> NDArray[np.float64]:
-    """One number in [0, 1) for every decision of a request, [completions, max_new_tokens]."""
+    """Random numbers in [0, 1) of a request's decisions, [completions, max_new_tokens]."""
     key, tokens = request.key, request.settings.max_new_tokens
     rollouts = key.first_rollout + np.arange(request.completions)
     positions = np.tile(np.arange(tokens), request.completions)

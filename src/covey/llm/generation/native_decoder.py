@@ -1,8 +1,8 @@
-"""The decoder of Llama-like models on a CPU. native_layers.py has their layers; kernels.cpp what those are made of.
+"""Decoder of Llama-like models on a CPU with covey's kernels. Its layers are in native_layers.py.
 
-A row is a slot in the caches of the rows' own keys and values, and the address of its prompt's. So rows may stand at
-different places of their completions, may leave at any time without anything being moved, and others may take their
-slots: a long straggler never keeps the machine from its work.
+A row has a slot in the KV cache of completions and a pointer to the KV cache of its prompt. Rows may be at different
+positions. A row can be removed without copies, and its slot is free for a new row, so a long completion does not block
+the rest of the batch.
 
 Shapes: S prompts, P prompt tokens, R rows, W hidden width, H heads, K key-value heads, D head width, V vocabulary.
 """
@@ -25,7 +25,7 @@ from covey.runtime.device import in_huge_pages
 
 @dataclass(frozen=True)
 class _SharedPrompt:
-    """Keys and values of a prompt, as the kernel reads them."""
+    """Keys and values of a prompt in the layout of the kernels."""
 
     keys: Tensor  # [layers, K, padded P * padded D]
     values: Tensor  # [layers, K, padded P * padded D]
@@ -53,9 +53,9 @@ def cache_bytes(token_bytes: int, rows: int, max_new_tokens: int, prompts: int, 
 
 
 class NativeDecoder:
-    """Rows that share their prompts' keys and values, each at its own place."""
+    """Decoder whose rows share their prompts' keys and values; implements `Decoder`."""
 
-    compact_threshold = 0.0  # a departure costs nothing
+    compact_threshold = 0.0  # the removal of a row needs no copy
     can_fork = True
 
     def __init__(self, module: PreTrainedModel, kernels: Kernels, rows: int, max_new_tokens: int) -> None:
@@ -66,14 +66,14 @@ class NativeDecoder:
         self.heads = Heads.of(module)
         self.epsilon = module.config.get_text_config().rms_norm_eps
         self.capacity = capacity(max_new_tokens)
-        layers, kind = len(self.base.layers), kernels.dtype
+        layers, dtype = len(self.base.layers), kernels.dtype
         own = layers, rows, self.heads.keys, self.capacity * padded(self.heads.width)
-        self.own_keys, self.own_values = (in_huge_pages(torch.empty(own, dtype=kind)) for _ in range(2))
+        self.own_keys, self.own_values = (in_huge_pages(torch.empty(own, dtype=dtype)) for _ in range(2))
         self.free = list(range(rows))[::-1]
         self.prompts: list[_SharedPrompt] = []  # of every row
         self.slots_R = torch.empty(0, dtype=torch.int32)
         self.decoded_R = torch.empty(0, dtype=torch.int32)
-        self._read_prompts()
+        self._update_prompt_pointers()
 
     def free_rows(self) -> int:
         return len(self.free)
@@ -92,7 +92,7 @@ class NativeDecoder:
         slots = [self.free.pop() for _ in range(len(prompts) * group_size)]
         self.slots_R = torch.cat([self.slots_R, torch.tensor(slots, dtype=torch.int32)])
         self.decoded_R = torch.cat([self.decoded_R, torch.zeros(len(slots), dtype=torch.int32)])
-        self._read_prompts()
+        self._update_prompt_pointers()
         return self.stack.head(hidden_SW)
 
     @torch.inference_mode()
@@ -106,7 +106,7 @@ class NativeDecoder:
                 slots[row] = self.free.pop()
                 self._copy(slots[row - 1], slots[row], int(self.decoded_R[row]))
         self.slots_R = torch.tensor(slots, dtype=torch.int32)
-        self._read_prompts()
+        self._update_prompt_pointers()
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
@@ -130,8 +130,8 @@ class NativeDecoder:
         for own in (self.own_keys, self.own_values):
             own[:, into, :, :written] = own[:, slot, :, :written]
 
-    def _read_prompts(self) -> None:
-        """Set the addresses of every row's prompt for the kernel."""
+    def _update_prompt_pointers(self) -> None:
+        """Update the pointers to every row's prompt, and its length, for the kernel."""
         self.keys_R = torch.tensor([shared.keys.data_ptr() for shared in self.prompts], dtype=torch.int64)
         self.values_R = torch.tensor([shared.values.data_ptr() for shared in self.prompts], dtype=torch.int64)
         self.lengths_R = torch.tensor([shared.length for shared in self.prompts], dtype=torch.int32)

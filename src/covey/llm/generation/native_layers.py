@@ -1,7 +1,7 @@
-"""All layers of a Llama-like decoder and its head, with copies of the weights laid out for few rows.
+"""All layers of a Llama-like decoder and its output layer, with weights prepacked for products with few rows.
 
-Two ways: products by oneDNN with the kernels between them, on every processor; and one call for all of it, on those
-that multiply pairs of bf16. Both compute the same, up to roundings.
+`PackedStack` uses oneDNN's matrix products and covey's kernels between them, on every processor. `TiledStack` makes one
+call for the whole step, on processors with AVX512-BF16 or AMX. Both compute the same up to rounding.
 
 Shapes: R rows, W hidden width, H heads, K key-value heads, D head width, V vocabulary; of a linear layer: M outputs,
 N inputs.
@@ -22,23 +22,31 @@ from covey.llm.native.bindings import PAD, AttentionArgs, DecodeStepArgs, Kernel
 
 
 class Stack(Protocol):
-    """The layers and the head, for new tokens at different places of their rows."""
+    """The layers and the output layer, for one new token per row; rows may be at different positions."""
 
     def step(self, hidden_RW: Tensor, args: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
-        """logits_RV from the tokens' embeddings (fp32, overwritten). `args` holds every kernel argument but the
-        pointers of this step and of its layers; `own_keys` and `own_values` are [layers, ...]."""
+        """One decoding step.
+
+        Args:
+            hidden_RW: embeddings of the tokens, fp32; overwritten.
+            args: every kernel argument except the pointers of this step and of its layers.
+            own_keys, own_values: KV cache of the completions, [layers, ...].
+
+        Returns:
+            logits_RV of the next tokens.
+        """
 
     def head(self, hidden_RW: Tensor) -> Tensor:
-        """logits_RV from what the last norm gave."""
+        """logits_RV from the output of the last norm."""
 
 
 def make_stack(module: PreTrainedModel, kernels: Kernels, rows: int) -> Stack:
-    """The layers for at most this many rows."""
+    """The fastest layers for this processor, for at most `rows` rows."""
     return TiledStack(module, kernels, rows) if kernels.has_avx512_bf16 else PackedStack(module, kernels)
 
 
 class PackedStack:
-    """Products by oneDNN."""
+    """Layers with oneDNN's matrix products and covey's kernels; implements `Stack`."""
 
     def __init__(self, module: PreTrainedModel, kernels: Kernels) -> None:
         base = cast(Any, module.base_model)
@@ -54,7 +62,7 @@ class PackedStack:
         args.out, args.out_row_stride = attended.data_ptr(), attended.shape[1]
         added_RW: Tensor | None = None
         for number, layer in enumerate(self.layers):
-            parts = layer.parts
+            parts = layer.modules
             kernels.add_rmsnorm(hidden_RW, added_RW, parts.input_norm, epsilon, hidden_RW, normed_RW)
             qkv = layer.qkv(normed_RW)
             args.layer, args.qkv, args.qkv_row_stride = number, qkv.data_ptr(), qkv.shape[1]
@@ -72,12 +80,12 @@ class PackedStack:
 
 
 class TiledStack:
-    """All of a step in one call, with weights in the order in which its products read them."""
+    """All layers in one kernel call, with prepacked weights; implements `Stack`."""
 
     def __init__(self, module: PreTrainedModel, kernels: Kernels, rows: int) -> None:
         base = cast(Any, module.base_model)
         self.kernels = kernels
-        self.kept: list[Tensor] = []  # whose addresses are in `layers` and `step`
+        self.referenced: list[Tensor] = []  # tensors whose addresses the kernels use; keeps them in memory
         self.layers = (Layer * len(base.layers))(*(self._layer(LayerModules.of(layer)) for layer in base.layers))
         self.linear_head = self._linear(*joined(module.get_output_embeddings()))  # type: ignore[arg-type]
         first = self.layers[0]
@@ -108,29 +116,29 @@ class TiledStack:
 
     def _layer(self, parts: LayerModules) -> Layer:
         norms = {name: getattr(parts, name) for name in ("input_norm", "query_norm", "key_norm", "inner_norm")}
-        self.kept += [norm for norm in norms.values() if norm is not None]
+        self.referenced += [norm for norm in norms.values() if norm is not None]
         weight, bias = joined(*parts.gate_up)
         return Layer(
             **{name: address_of(norm) for name, norm in norms.items()},
             qkv=self._linear(*joined(*parts.qkv)),
             output=self._linear(*joined(parts.output)),
-            gate_up=self._linear(_alternating(weight), None if bias is None else _alternating(bias)),
+            gate_up=self._linear(_interleave(weight), None if bias is None else _interleave(bias)),
             down=self._linear(*joined(parts.down)),
         )
 
     def _linear(self, weight_MN: Tensor, bias_M: Tensor | None) -> Linear:
         outputs, inputs = weight_MN.shape
         tiles = self.kernels.prepack_weight(weight_MN.contiguous())
-        self.kept.append(tiles)
+        self.referenced.append(tiles)
         if bias_M is not None:
             bias_M = nn.functional.pad(bias_M, (0, padded(outputs) - outputs))
-            self.kept.append(bias_M)
+            self.referenced.append(bias_M)
         return Linear(weight=tiles.data_ptr(), bias=address_of(bias_M), outputs=outputs, inputs=inputs)
 
 
-def _alternating(halves: Tensor) -> Tensor:
-    """16 of the first half, 16 of the second, and so on, with zeros at the ends of both."""
-    parts = halves.unflatten(0, (2, -1))
+def _interleave(joined_halves: Tensor) -> Tensor:
+    """Interleave the two halves of the first dimension in blocks of PAD / 2; both are padded with zeros."""
+    parts = joined_halves.unflatten(0, (2, -1))
     missing = -parts.shape[1] % (PAD // 2)
     parts = nn.functional.pad(parts, (*(0, 0) * (parts.dim() - 2), 0, missing))
     return parts.unflatten(1, (-1, PAD // 2)).transpose(0, 1).flatten(0, 2)

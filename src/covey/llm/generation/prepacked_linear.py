@@ -1,8 +1,7 @@
-"""Weights in the order in which oneDNN multiplies few rows fastest.
+"""Linear layers with weights prepacked by oneDNN for products with few rows.
 
-Decoding multiplies few rows by every weight, so that reading the weights is much of the work. The copy takes as much
-memory as the weights and a tenth of a second; it is made anew for every decoder, lives as long as one, and so is never
-out of date.
+Decoding multiplies few rows by every weight, so reading the weights takes much of its time. The prepacked copy needs as
+much memory as the weights and takes about 0.1 s. Every decoder makes a new copy, so it always has the current weights.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-ROWS = 64  # that the order is chosen for; it serves any number
+ROWS = 64  # number of rows for which oneDNN chooses the memory format; other numbers work too
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether oneDNN has an order of its own for this weight, on this processor."""
+    """True if oneDNN can prepack this weight on this processor."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -25,7 +24,7 @@ def packs(weight: Tensor) -> bool:
 
 
 def joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of linear layers with the same input, one behind the other."""
+    """Concatenated weights and biases of linear layers with the same input."""
     weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return torch.cat(weights).detach(), torch.cat(biases).detach() if biases else None
@@ -42,7 +41,7 @@ def copy_bytes(weights: int, itemsize: int, device: str) -> int:
 
 
 class PackedLinear:
-    """x -> x W' + b of one or several linear layers with the same input, side by side."""
+    """x -> x W' + b for one or several linear layers with the same input; their outputs are concatenated."""
 
     def __init__(self, *layers: nn.Linear) -> None:
         weight, self.bias = joined(*layers)
@@ -56,7 +55,7 @@ class PackedLinear:
 
 
 class PackedLinears:
-    """Inside `with`, the linear layers of a module multiply by packed weights, where that is possible."""
+    """Context manager in which the linear layers of a module use prepacked weights if possible."""
 
     def __init__(self, module: nn.Module) -> None:
         self.packed = {layer: PackedLinear(layer) for layer in linear_layers(module) if packs(layer.weight)}

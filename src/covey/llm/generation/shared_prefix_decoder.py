@@ -1,6 +1,6 @@
-"""A decoder that computes and stores the keys and values of a prompt once for all rows of its group.
+"""Decoder that computes and stores the keys and values of a prompt once for all rows of its group.
 
-It is torch alone and serves any device. A faster one, for Llama-like models on CPUs, is in `native_decoder.py`.
+It uses torch only and runs on any device. `native_decoder.py` has a faster one for Llama-like models on CPUs.
 
 Shapes: S prompts, P longest prompt, R rows, T tokens decoded so far, H heads, K key-value heads, D head width,
 M queries of a key-value head, V vocabulary.
@@ -48,21 +48,20 @@ def cache_bytes(token_bytes: int, rows: int, max_new_tokens: int, prompts: int, 
 
 
 class SharedPrefixDecoder:
-    """Keys and values of a prompt are computed and stored once for its group.
+    """Decoder for models of transformers whose attention takes a layout (see `prefix_attention`); implements `Decoder`.
 
-    For any transformers decoder whose attention takes a layout (see `prefix_attention`). All rows are at the same
-    position of their completions, so new rows are admitted when the old ones have ended.
+    All rows are at the same position of their completions, so new rows are admitted only after all others have ended.
     """
 
-    compact_threshold = 0.125  # a departure copies the keys of the rows that stay
+    compact_threshold = 0.125  # the removal of rows copies the keys and values of the others
     can_fork = True
 
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
         self.rows = rows
-        # On a GPU, joining what shares an input would take a second copy of the weights.
-        lean = module.device.type == "cpu" and is_llama_like(module)
-        self.network = LlamaLayers(module) if lean else OwnForward(module)
+        # Not on a GPU, because `LlamaLayers` needs a second copy of the weights.
+        fused = module.device.type == "cpu" and is_llama_like(module)
+        self.network = LlamaLayers(module) if fused else OwnForward(module)
         self.layout: _DecodingLayout | None = None
 
     def free_rows(self) -> int:
@@ -90,7 +89,7 @@ class SharedPrefixDecoder:
 
 
 class OwnForward:
-    """The model's own forward."""
+    """The model's own forward pass."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.base, self.head = module.base_model, cast(nn.Module, module.get_output_embeddings())
@@ -102,10 +101,10 @@ class OwnForward:
 
 
 class _DecodingLayout:
-    """One new token per row, which sees its prompt and what its row has decoded so far.
+    """Layout for one new token per row, which attends to its prompt and to the tokens that its row has decoded.
 
-    Keys and values of the rows' own tokens have room for up to GROWTH more, which a mask hides: products want whole
-    tensors, and would copy a part of a larger one at every token.
+    The KV cache of the completions has up to GROWTH unused positions, which are masked. It grows in blocks, because
+    a matrix product with a slice of a larger tensor would copy the slice for every token.
     """
 
     def __init__(self, stored: PrefillLayout, prompt_of_row: Tensor) -> None:
@@ -127,18 +126,18 @@ class _DecodingLayout:
                 for layer, tensor in enumerate(tensors):  # one by one: never all of them twice
                     tensors[layer] = F.pad(tensor, (0, 0, 0, missing))
         self.decoded += 1
-        room = torch.arange(self.own_keys[0].shape[2], device=self.prompt_of_row.device)
-        self.unwritten_1T = (room >= self.decoded)[None]
+        positions = torch.arange(self.own_keys[0].shape[2], device=self.prompt_of_row.device)
+        self.unwritten_1T = (positions >= self.decoded)[None]
         return self.lengths_S[self.prompt_of_row] + (self.decoded - 1)
 
     def select(self, rows: Tensor) -> None:
-        """Drop every other row, and the prompts that no row is left of. Rows stay ordered by prompt."""
+        """Keep only these rows, and the prompts that they need. Rows stay ordered by prompt."""
         self.own_keys = [key[:, rows] for key in self.own_keys]
         self.own_values = [value[:, rows] for value in self.own_values]
         prompts, prompt_of_row = self.prompt_of_row[rows].unique(return_inverse=True)
         if len(prompts) < len(self.lengths_S):
             self.lengths_S = self.lengths_S[prompts]
-            longest = int(self.lengths_S.max())  # what is padding in all of them is not masked
+            longest = int(self.lengths_S.max())  # remove columns that are padding in all prompts
             self.keys_KSPD = [key[:, prompts, :longest] for key in self.keys_KSPD]
             self.values_KSPD = [value[:, prompts, :longest] for value in self.values_KSPD]
         self.prompt_of_row = prompt_of_row

@@ -1,4 +1,4 @@
-"""Choosing tokens: one uniform number per decision, turned into a token by inverting the cumulative distribution.
+"""Token sampling by inversion of the cumulative distribution, with one uniform random number per token.
 
 Shapes: R rows, V vocabulary, C blocks of the vocabulary.
 """
@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from covey.llm.native.bindings import KernelSet
 
-BLOCK = 256  # width of a block: two short cumulative sums instead of one over the whole vocabulary
-ROWS = 32  # rows whose probabilities exist at a time: 6 MB at a vocabulary of 50,000 stays in the cache
+BLOCK = 256  # width of a block: two short cumulative sums replace one over the whole vocabulary
+ROWS = 32  # rows per chunk of probabilities: 6 MB with a vocabulary of 50,000, which fits into the CPU's cache
 
 
 def sample_tokens(
@@ -20,13 +20,13 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Tokens drawn from softmax(logits / temperature), and their log-probabilities.
 
-    token = min {v : sum_{w <= v} p_w > u}, found first among sums over blocks and then inside the block.
+    token = min {v : sum_{w <= v} p_w > u}. The block is found first, from sums over blocks, then the token in it.
 
     Args:
-        logits_RV: of any float type; computed on in fp32 (fp64 stays).
+        logits_RV: of any float dtype; converted to fp32, except fp64.
         uniforms_R: in [0, 1), float64.
-        temperature: 0 takes the likeliest token, whose log-probability is then reported at temperature 1.
-        kernels: draw the tokens if they serve logits of this type; torch does otherwise.
+        temperature: 0: argmax, with the log-probability at temperature 1.
+        kernels: used if they support the dtype and device of the logits; otherwise torch.
 
     Returns:
         tokens_R (int64) and logprobs_R (nats).
@@ -77,7 +77,7 @@ def _draw(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Te
     inside_RV = mass_RCV.gather(1, block_R1[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
     before_R1 = upto_RC.gather(1, block_R1) - inside_RV.sum(dim=1, keepdim=True)
     offset_R1 = torch.searchsorted(inside_RV.cumsum(dim=1), wanted_R1 - before_R1, right=True)
-    # Rounding may point past the block's last possible token; that token is meant.
+    # By rounding, the offset may exceed the block's last token of positive probability; then this token is chosen.
     last_R1 = BLOCK - 1 - (inside_RV.flip(1) > 0).int().argmax(dim=1, keepdim=True)
     tokens_R1 = block_R1 * BLOCK + torch.minimum(offset_R1, last_R1)
     chosen_R1 = logits_RV.gather(1, tokens_R1).to(mass_RV.dtype) / temperature

@@ -1,4 +1,4 @@
-"""Tries a model on random tokens: whether it can be trained, and which ways of computing it give its own logits.
+"""Tests of a model on random tokens: whether it can be trained, and which implementations give its own logits.
 
 Shapes: L tokens of a sequence, R rows, S prompts, D decisions, V vocabulary.
 """
@@ -24,11 +24,11 @@ from covey.llm.model.prefix_attention import IMPLEMENTATION
 
 MakeDecoder = Callable[[int, int], Decoder]  # from a number of rows and max_new_tokens
 
-# Longer windows are not tried, because that takes too long: a model that names one does not share prompts.
-LONGEST_TRIED = 64
-# Of log-probabilities in fp32, as a fraction of how far they are from their mean.
+# Longer attention windows are not tested, because this takes too long: models with one do not share prompts.
+MAX_TESTED_WINDOW = 64
+# Of log-probabilities in fp32, relative to their largest deviation from the mean.
 TOLERANCE = 2e-4
-MIN_TOKENS = 16  # of the longest row of a trial
+MIN_TOKENS = 16  # minimal length of the longest row of a trial
 
 
 class Trial:
@@ -45,22 +45,22 @@ class Trial:
         limits = position_limit(module.config), None if exact is None else exact[0]
         room = min((limit for limit in limits if limit is not None), default=1 << 62)
         windows = [] if is_llama_like(module) else [size for size in windows_of(module.config) if size < room]
-        tried = [window for window in windows if window <= min(LONGEST_TRIED, room - 14)]
-        self.unseen = len(tried) < len(windows)
-        self.window = max(tried, default=0)
+        tested = [window for window in windows if window <= min(MAX_TESTED_WINDOW, room - 14)]
+        self.has_untested_window = len(tested) < len(windows)
+        self.window = max(tested, default=0)
         self.longest = max(MIN_TOKENS, self.window + 6)
         count = vocabulary_of(module)
         ids = [(7 * i * i + 11 * i + 5) % count for i in range(2 * self.longest + 40)]
         pad = getattr(module.config, "pad_token_id", None)
         if isinstance(pad, int) and 0 <= pad < count:
-            ids[::11] = [pad] * len(ids[::11])  # to a policy it is a token like any other
+            ids[::11] = [pad] * len(ids[::11])  # a policy treats it as any other token
         self.ids = ids
         self.device = module.device
         self.plain = PlainPasses(module)
 
     @property
     def advice(self) -> str:
-        """A few models work in fp32 only."""
+        """The remedy in error messages: some models work in fp32 only."""
         exact = self.module.dtype in (torch.float32, torch.float64)
         return "choose another model" if exact else "try --precision fp32, or choose another model"
 
@@ -69,7 +69,11 @@ class Trial:
             config._attn_implementation_internal = implementation
 
     def refuse_unusable(self) -> None:
-        """Whatever the way it is computed, the model has to be an autoregressive function of tokens alone."""
+        """Check that the model is a deterministic autoregressive function of tokens alone.
+
+        Raises:
+            ConfigError: if it is not, in one line that names the architecture.
+        """
         name = type(self.module).__name__
         ids, alike = self.ids, self.longest - 4
         sequence, other = ids[: self.longest + 5], ids[:alike] + ids[self.longest : self.longest + 2]
@@ -87,7 +91,7 @@ class Trial:
             raise ConfigError(f"{name} cannot be trained: its forward pass changes its own weights")
         if len(whole) == len(sequence) and _agree(forked[:alike], whole[:alike]):
             return
-        # A random model gives two other passes as well, so a third one is needed only here, to tell the causes apart.
+        # Only here, a third pass distinguishes a model with random results from one that attends to later tokens.
         (again,) = PlainPasses(self.module).after([sequence])
         if not _agree(again, whole):
             raise ConfigError(f"{name} cannot be trained: two forward passes over the same tokens differ")
@@ -98,24 +102,28 @@ class Trial:
         )
 
     def refuse_without_gradient(self) -> None:
-        """The forward pass of a few models is written so that no gradient can flow back through it."""
-        learning = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if not learning:
+        """Check that a backward pass reaches the weights; the forward pass of some models has no gradient.
+
+        Raises:
+            ConfigError: if it does not.
+        """
+        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if not trainable:
             return
-        # A gradient of the embedding passes through all layers, without the time and the memory of every matrix's own.
+        # The gradient of the embedding passes through all layers and needs no weight gradients of the other matrices.
         embedding = [
             parameter
-            for parameter in learning
+            for parameter in trainable
             if parameter is getattr(self.module.get_input_embeddings(), "weight", None)
         ]
-        if not (self._has_gradient(embedding) or self._has_gradient(learning)):
+        if not (self._has_gradient(embedding) or self._has_gradient(trainable)):
             raise ConfigError(
                 f"{type(self.module).__name__} cannot be trained: transformers' code for it has no gradient on this "
                 f"device; {self.advice}"
             )
 
     def _has_gradient(self, parameters: list[nn.Parameter]) -> bool:
-        """Whether a gradient reaches any of these."""
+        """True if a gradient reaches any of these parameters."""
         tokens_L = torch.tensor(self.ids[:8], device=self.device)
         try:
             with torch.enable_grad():
@@ -126,14 +134,14 @@ class Trial:
         return any(gradient is not None for gradient in gradients)
 
     def shares_prompts(self) -> bool:
-        """Whether a packed forward pass gives the logits of the plain one; sets the model's attention if it does."""
-        if self.unseen or not _head_is_last(self.module, torch.tensor(self.ids[:8], device=self.device)):
+        """True if a packed forward pass gives the logits of the plain one; then sets the model's attention."""
+        if self.has_untested_window or not _head_is_last(self.module, torch.tensor(self.ids[:8], device=self.device)):
             return False
         if not self.module._can_set_attn_implementation():
             return False
         try:
             return all(self._packs(length) for length in sorted({MIN_TOKENS, self.longest}))
-        except Exception:  # a layout that reaches code which was not written for it may raise anything
+        except Exception:  # model code that does not support a layout may raise any exception
             return False
         finally:
             if not self._shares:
@@ -163,22 +171,23 @@ class Trial:
         )
 
     def samples(self, make_decoder: MakeDecoder, *, exact: bool) -> bool:
-        """Decode a few rows: prompts of unequal lengths, rows that leave and that are copied, beyond every window.
+        """True if a decoder works: unequal prompts, removed and copied rows, lengths beyond every attention window.
 
         Args:
-            exact: compare the logits with those of the plain forward pass.
+            make_decoder: makes the decoder.
+            exact: compare the logits with those of the plain forward pass; otherwise only check that none is NaN.
         """
         try:
             contexts, logits = self._decode(make_decoder)
             if not exact:
                 return not any(bool(logits_V.isnan().any()) for logits_V in logits)
             plain = [logits_LV[-1] for logits_LV in self.plain.after(contexts)]
-        except Exception:  # a cache that a model does not support may raise anything
+        except Exception:  # a cache that the model does not support may raise any exception
             return False
         return _agree(torch.stack(logits), torch.stack(plain))
 
     def _decode(self, make_decoder: MakeDecoder) -> tuple[list[list[int]], list[Tensor]]:
-        """Tokens fed to every row before each of its logits, and the logits."""
+        """Decode a few rows; returns the contexts and the logits of the token after each context."""
         prompts = [self.ids[: self.longest], self.ids[self.longest : self.longest + max(3, self.window - 3)]]
         decoder = make_decoder(4, 8)
         size = 1 if decoder.can_fork else 2
@@ -206,7 +215,7 @@ class Trial:
 
 
 def probe_batch(ids: list[int], length: int) -> Batch:
-    """Two groups of two short rollouts, whose longest row has `length` tokens. Their prompts begin alike."""
+    """Two groups of two short rollouts; their prompts have a common prefix, the longest row has `length` tokens."""
     common = length - 8
     one, other = (tuple(ids[:common] + rest) for rest in (ids[common : common + 4], ids[common + 6 : common + 8]))
     actions_BT = torch.tensor(ids[common + 4 : common + 20]).view(4, 4)  # the first row is the first of `ids`
@@ -217,26 +226,26 @@ def probe_batch(ids: list[int], length: int) -> Batch:
 
 
 def _agree(ours: Tensor, plain: Tensor) -> bool:
-    """Whether two tensors of logits are the same distributions but for rounding."""
+    """True if two tensors of logits are the same distributions up to rounding."""
     ours, plain = exact_logprobs(ours), exact_logprobs(plain)
     if ours.shape != plain.shape:
         return False
     finite = plain.isfinite()
-    spread = (plain - plain[finite].mean())[finite].abs().max()
+    scale = (plain - plain[finite].mean())[finite].abs().max()
     gap = torch.where(ours == plain, 0.0, ours - plain).abs().max()  # both may be -inf
-    return bool(gap <= TOLERANCE * spread)
+    return bool(gap <= TOLERANCE * scale)
 
 
 def _sums(module: nn.Module) -> list[float]:
-    """Of every parameter: the same weights give the same sums, to the bit."""
+    """Sum of every parameter, to detect changed weights."""
     return [float(parameter.sum()) for parameter in module.parameters()]
 
 
 def _head_is_last(module: PreTrainedModel, tokens_L: Tensor) -> bool:
-    """Whether logits are the output layer applied to the decoder's last hidden states, and nothing else.
+    """True if the logits are exactly the output layer applied to the decoder's last hidden states.
 
-    Some models scale or cap what goes into their output layer or what comes out of it. With weights that give small
-    logits a cap hardly shows, so large values are put in their place.
+    Some models scale or cap the input or the output of their output layer. A cap hardly changes small logits, so a hook
+    replaces the output by large values.
     """
     head = module.get_output_embeddings()
     base = module.base_model
@@ -244,12 +253,12 @@ def _head_is_last(module: PreTrainedModel, tokens_L: Tensor) -> bool:
         return False
     seen: dict[str, Tensor] = {}
 
-    def shout(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def replace_output(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         seen["input"] = inputs[0]
         seen["output"] = torch.linspace(-300, 300, output.numel(), device=output.device).view_as(output).to(output)
         return seen["output"]
 
-    hook = head.register_forward_hook(shout)
+    hook = head.register_forward_hook(replace_output)
     try:
         logits = module(input_ids=tokens_L[None]).logits
         hidden = base(input_ids=tokens_L[None]).last_hidden_state
@@ -262,24 +271,24 @@ def _head_is_last(module: PreTrainedModel, tokens_L: Tensor) -> bool:
 
 @contextmanager
 def in_fp32(module: nn.Module) -> Iterator[None]:
-    """Widen weights of lower precision, which loses nothing, and narrow them again, one after another."""
+    """Context manager that converts bf16 and fp16 tensors of a module to fp32 and back, one by one."""
     tensors = [
         tensor
         for tensor in (*module.parameters(), *module.buffers())
         if tensor.dtype in (torch.bfloat16, torch.float16)
     ]
-    kinds = [tensor.dtype for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
     try:
         for tensor in tensors:
             tensor.data = tensor.data.float()
         yield
     finally:
-        for tensor, kind in zip(tensors, kinds, strict=True):
-            tensor.data = tensor.data.to(kind)
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
+            tensor.data = tensor.data.to(dtype)
 
 
 def _attention_settings(module: nn.Module) -> list[tuple[Any, str | None]]:
-    """Every config of the model and of its parts, with the attention that it names."""
+    """Every config of the model and of its submodules, with its attention implementation."""
     configs: dict[int, Any] = {}
     waiting: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
     while waiting:

@@ -1,1 +1,1 @@
-"""C++ kernels: `csrc/` has the source, `build` compiles it once, `bindings` calls it. A leaf: knows no model."""
+"""C++ kernels: source in `csrc/`, compilation in `build`, Python bindings in `bindings`. Independent of models."""

@@ -101,11 +101,11 @@ class DecodeStepArgs(ctypes.Structure):
 
 
 class Kernels:
-    """Entry points for one storage type, `dtype`. Tensors are on the CPU, contiguous, and of that type if nothing else
-    is said. Kernels use `torch.get_num_threads()` threads.
+    """Entry points for one storage type, `dtype`.
 
-    `has_avx512_bf16` and `has_amx` say whether the processor multiplies pairs, and whole tiles, of bf16; both are False
-    for fp32.
+    Tensors are on the CPU, contiguous, and of this dtype unless stated otherwise. Kernels use
+    `torch.get_num_threads()` threads. `has_avx512_bf16` and `has_amx` are True if the processor has these instructions
+    and `dtype` is bf16.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
@@ -145,7 +145,7 @@ class Kernels:
 
     @property
     def instruction_set(self) -> str:
-        """The instructions of the matrix products; the other kernels use the widest vectors of the processor."""
+        """Instruction set of the matrix products; the other kernels use the widest vectors of the processor."""
         if self.has_amx or self.has_avx512_bf16:
             return "AMX" if self.has_amx else "AVX512-BF16"
         flags = cpu_info("flags").split()  # what -march=native compiles for
@@ -190,17 +190,17 @@ class Kernels:
             has_addend: True if there was an addend.
 
         Returns:
-            Gradients of `hidden` (fp32), of `added` (the same in its type; None without an addend) and of the weight
+            gradients of `hidden` (fp32), of `added` (the same in its dtype; None without an addend) and of the weight
             (fp32).
         """
         threads = torch.get_num_threads()
         dhidden, partial_sums = torch.empty_like(total), torch.empty(threads, len(weight_W))
-        narrows = has_addend and dout.dtype != dhidden.dtype
-        dadded = torch.empty_like(total, dtype=dout.dtype) if narrows else None
+        converts = has_addend and dout.dtype != dhidden.dtype
+        dadded = torch.empty_like(total, dtype=dout.dtype) if converts else None
         tensors = (total, weight_W, scales, dout, dtotal, dhidden, dadded, partial_sums)
         addresses = (address_of(tensor) for tensor in tensors)
         self._add_rmsnorm_backward(*addresses, scales.numel(), len(weight_W), threads)
-        return dhidden, dhidden if has_addend and not narrows else dadded, partial_sums.sum(dim=0)
+        return dhidden, dhidden if has_addend and not converts else dadded, partial_sums.sum(dim=0)
 
     def rmsnorm(self, x: Tensor, weight_W: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """weight * x / rms(x) over the last dimension, and 1 / rms of every row (fp32)."""
@@ -231,7 +231,7 @@ class Kernels:
         return dgate, dup
 
     def weight_gradients(self, x_TN: Tensor, dout_TM: Sequence[Tensor], out_MN: Sequence[Tensor]) -> None:
-        """out = dout' x for linear layers that share their input; by torch if there is no AMX."""
+        """Weight gradients out = dout' x of linear layers with the same input; computed by torch without AMX."""
         if not self.has_amx:
             for dout, out in zip(dout_TM, out_MN, strict=True):
                 torch.mm(dout.T, x_TN, out=out)
@@ -265,7 +265,7 @@ class Kernels:
         self._prefix_attention(ctypes.byref(args))
 
     def store_prompt_kv(self, keys_KPD: Tensor, values_KPD: Tensor, cached_keys: Tensor, cached_values: Tensor) -> None:
-        """Store a prompt's keys and values of one layer in the KV cache: padded(P) * padded(D) numbers for a head."""
+        """Store a prompt's keys and values of one layer in the KV cache, padded(P) * padded(D) elements per head."""
         addresses = (tensor.data_ptr() for tensor in (keys_KPD, values_KPD, cached_keys, cached_values))
         self._store_prompt_kv(*addresses, *keys_KPD.shape)
 
@@ -274,14 +274,14 @@ class Kernels:
         self._decode_attention(ctypes.byref(args))
 
     def prepack_weight(self, weight_MN: Tensor) -> Tensor:
-        """A copy of a linear layer's weight for `linear` and `decode_step`, which all need `has_avx512_bf16`."""
+        """A prepacked copy of a linear layer's weight for `linear` and `decode_step`; needs `has_avx512_bf16`."""
         outputs, inputs = weight_MN.shape
         tiles = weight_MN.new_empty(padded(outputs) * padded(inputs))
         self._prepack_weight(weight_MN.data_ptr(), outputs, inputs, tiles.data_ptr(), torch.get_num_threads())
         return tiles
 
     def linear(self, x_RN: Tensor, linear: Linear) -> Tensor:
-        """x W' + b. R must be a multiple of 16, and `x` be padded with 0 to padded(N) columns."""
+        """x W' + b. R must be a multiple of 16, and `x` padded with zeros to padded(N) columns."""
         out_RM = x_RN.new_empty(len(x_RN), linear.outputs)
         self._linear(x_RN.data_ptr(), ctypes.byref(linear), out_RM.data_ptr(), len(x_RN), torch.get_num_threads())
         return out_RM
@@ -294,7 +294,7 @@ class Kernels:
         """As `token_sampling.sample_tokens`, for a temperature above 0.
 
         Raises:
-            FloatingPointError: if the logits of a row define no distribution.
+            FloatingPointError: if the logits of a row are not finite.
         """
         tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
         logprobs_R = torch.empty(len(logits_RV), dtype=torch.float32)
@@ -327,7 +327,7 @@ class Kernels:
         temperature: float,
         first: int,
     ) -> None:
-        """Replace the logits of a slice of the vocabulary that begins with token `first` by their gradients."""
+        """Replace the logits of a slice of the vocabulary, which begins at token `first`, by their gradients."""
         tensors = (logits_NV, tokens_N, logsumexp_N, entropy_N, dlogprob_N, dentropy_N)
         addresses = (address_of(tensor) for tensor in tensors)
         self._logit_gradients(*addresses, temperature, first, *logits_NV.shape, torch.get_num_threads())
@@ -343,13 +343,13 @@ def padded(count: int) -> int:
 
 
 class KernelSet:
-    """The kernels of a device by storage type; none if torch computes alone."""
+    """The kernels of a device by storage type; empty if only torch is used."""
 
     def __init__(self, kernels: Mapping[torch.dtype, Kernels]) -> None:
         self._kernels = kernels
 
     def of(self, tensor: Tensor) -> Kernels | None:
-        """The kernels for tensors of this type on this device."""
+        """The kernels for tensors of this dtype and device; None if there are none."""
         return self._kernels.get(tensor.dtype) if tensor.device.type == "cpu" else None
 
 
@@ -357,7 +357,7 @@ TORCH_ALONE = KernelSet({})
 
 
 def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The kernels for bf16 or fp32 tensors on the CPU; None for others, and if the kernels cannot be compiled."""
+    """The kernels for bf16 or fp32 tensors on the CPU; None for other tensors or if they cannot be compiled."""
     if device.type != "cpu" or dtype not in _SUFFIXES:
         return None
     return _kernels(dtype)
@@ -371,7 +371,7 @@ def _kernels(dtype: torch.dtype) -> Kernels | None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled kernels; if there are none, one line says why."""
+    """The compiled kernels; None if they are disabled, or if they cannot be compiled, with a warning."""
     if os.environ.get(SWITCH) == "0":
         return None
     try:

@@ -1,7 +1,8 @@
-"""Compiles kernels.cpp once, keeps the library in the user's cache, and loads it if no other user can have changed it.
+"""Compilation of kernels.cpp, with a cache of compiled libraries in the user's cache folder.
 
-A library's name contains a hash of everything that it depends on. Its checksum is stored beside it, so a damaged or
-incomplete file is detected before it is loaded, and compiled again.
+A library is loaded only if no other user can have modified it. Its name contains a hash of everything that it depends
+on. Its checksum is stored beside it, so a damaged or incomplete file is detected before it is loaded, and compiled
+again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ COMPILE_SECONDS = 300.0
 SCRATCH = ".compiling-"  # prefix of the folders in which compilers write
 CHECKSUM = ".sha256"  # suffix of the file that holds a library's checksum
 
-# A library that crashes when it is loaded or called must not take the run with it: another process tries it first.
+# The self-test of a new library runs in another process, because a crash of the library would end the run.
 SELF_TEST = "import ctypes, sys; sys.exit(not ctypes.CDLL(sys.argv[1]).self_test())"
 
 _log = logging.getLogger("covey")
@@ -71,7 +72,7 @@ def load_library(compiler: Sequence[str], flags: Sequence[str] = FLAGS) -> ctype
         BuildError: if the kernels cannot be compiled, or the cache cannot be trusted or written.
     """
     try:
-        folder = cache_folder() / f"kernels-{os.geteuid()}"  # several users may share a cache, but no libraries
+        folder = cache_folder() / f"kernels-{os.geteuid()}"  # several users may share a cache, but not its libraries
         make_folder(folder)
         check_private(folder)
         library = folder / f"kernels-{_fingerprint(compiler, flags)}.so"
@@ -99,7 +100,7 @@ def _fingerprint(compiler: Sequence[str], flags: Sequence[str]) -> str:
 
 
 def _is_whole(library: Path) -> bool:
-    """True if the library and its checksum are there and agree.
+    """True if the library exists and matches its checksum.
 
     Raises:
         PermissionError: if another user may have written one of them.
@@ -118,20 +119,24 @@ def _checksum_of(library: Path) -> bytes:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Let one process compile at a time. The lock ends with its process."""
+    """Lock that lets one process compile at a time; the system releases it when the process ends."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with suppress(OSError):  # some network file systems have no locks; compiling twice only takes longer
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        for left in folder.glob(f"{SCRATCH}*"):  # of a compiler that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for abandoned in folder.glob(f"{SCRATCH}*"):  # of a compiler process that was killed
+            shutil.rmtree(abandoned, ignore_errors=True)
         yield
     finally:
         os.close(descriptor)
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
-    """Write the library and its checksum, each whole or not at all."""
+    """Compile the library and write it and its checksum, each atomically.
+
+    Raises:
+        BuildError: if the compiler or the self-test fails.
+    """
     _log.info("compiling covey's kernels once (about 20 s)")
     runtime = _openmp_of_torch()
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=library.parent) as scratch:
@@ -152,10 +157,10 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
 
 
 def _output_of(command: Sequence[str], timeout_seconds: float) -> str:
-    """Output of a command.
+    """Standard output of a command.
 
     Raises:
-        BuildError: if it fails, with the first line that names an error.
+        BuildError: if it fails, with the first line of its messages that contains "error".
     """
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=timeout_seconds
@@ -169,7 +174,7 @@ def _output_of(command: Sequence[str], timeout_seconds: float) -> str:
 
 
 def _openmp_of_torch() -> Path | None:
-    """The OpenMP library of the installed torch. Linking another one would create a second pool of threads."""
+    """The OpenMP library of the installed torch, because another one would create a second thread pool."""
     folder = Path(torch.__file__).parent
     found = sorted([*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*")])
     return found[0] if found else None
