@@ -2,9 +2,9 @@
 
 A mutant is one change of text in a copy of the package. `python mutants.py FOLDER [NAME ...]` makes the copies in
 FOLDER, runs each mutant's tests on it and prints a JSON object of pytest's exit statuses (1: a test failed), also that
-of an unchanged copy. `make mutants` runs all of them; `make test` only checks that each text occurs exactly once.
-Packages are imported once and every mutant runs in a fork, because imports take longer than the tests. As many run at a
-time as there are processors.
+of an unchanged copy. If a test failed, the mutant's copy is removed. `make mutants` runs all of them; `make test` only
+checks that each text occurs exactly once. Packages are imported once and every mutant runs in a fork, because imports
+take longer than the tests. As many run at a time as there are processors.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ def main(root: Path, names: list[str]) -> None:
 
     def wait_for_one() -> None:
         child, status = os.wait()
-        statuses[running.pop(child)] = os.waitstatus_to_exitcode(status)
+        name = running.pop(child)
+        statuses[name] = os.waitstatus_to_exitcode(status)
+        if name != UNCHANGED and statuses[name] == 1:
+            shutil.rmtree(root / name, ignore_errors=True)  # hundreds of copies would fill a small disk
 
     for mutant in (*mutants, None):
         name = mutant.name if mutant else UNCHANGED
