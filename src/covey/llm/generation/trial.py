@@ -177,8 +177,9 @@ class Trial:
             make_decoder: makes the decoder.
             exact: compare the logits with those of the plain forward pass; otherwise only check that none is NaN.
         """
+        prompts = [self.ids[: self.longest], self.ids[self.longest : self.longest + max(3, self.window - 3)]]
         try:
-            contexts, logits = self._decode(make_decoder)
+            contexts, logits = _decode(make_decoder, prompts, self.ids[::-1])
             if not exact:
                 return not any(bool(logits_V.isnan().any()) for logits_V in logits)
             plain = [logits_LV[-1] for logits_LV in self.plain.after(contexts)]
@@ -186,32 +187,34 @@ class Trial:
             return False
         return _agree(torch.stack(logits), torch.stack(plain))
 
-    def _decode(self, make_decoder: MakeDecoder) -> tuple[list[list[int]], list[Tensor]]:
-        """Decode a few rows; returns the contexts and the logits of the token after each context."""
-        prompts = [self.ids[: self.longest], self.ids[self.longest : self.longest + max(3, self.window - 3)]]
-        decoder = make_decoder(4, 8)
-        size = 1 if decoder.can_fork else 2
-        logits_SV = decoder.prefill(prompts, size)
-        seen, found = [list(prompt) for prompt in prompts], list(logits_SV)
-        rows = [list(prompt) for prompt in prompts for _ in range(size)]
-        fresh = iter(self.ids[::-1])
-        for keep in ([0, 0, 1] if size == 1 else [0, 1, 2], None, [0, 2], None, [1], None):
-            if keep is not None:
-                decoder.select(torch.tensor(keep, device=self.device))
-                rows = [list(rows[row]) for row in keep]
-            for row in rows:
-                row.append(next(fresh))
-            logits_RV = decoder.step(torch.tensor([row[-1] for row in rows], device=self.device))
-            seen += [list(row) for row in rows]
-            found += list(logits_RV.clone())
-        return seen, found
-
     def state_bytes(self, make_decoder: MakeDecoder, length: int) -> int:
         """Memory of the state of a row with this many tokens."""
         decoder = make_decoder(1, 1)
         decoder.prefill([self.ids[:length]], 1)
         assert isinstance(decoder, (CacheDecoder, FullForwardDecoder))
         return decoder.state_bytes()
+
+
+def _decode(
+    make_decoder: MakeDecoder, prompts: list[list[int]], ids: list[int]
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Decode a few rows of two prompts with tokens of `ids`; contexts, and the logits of the token after each."""
+    decoder = make_decoder(4, 8)
+    size = 1 if decoder.can_fork else 2
+    logits_SV = decoder.prefill(prompts, size)
+    seen, found = [list(prompt) for prompt in prompts], list(logits_SV)
+    rows = [list(prompt) for prompt in prompts for _ in range(size)]
+    fresh = iter(ids)
+    for keep in ([0, 0, 1] if size == 1 else [0, 1, 2], None, [0, 2], None, [1], None):
+        if keep is not None:
+            decoder.select(torch.tensor(keep, device=logits_SV.device))
+            rows = [list(rows[row]) for row in keep]
+        for row in rows:
+            row.append(next(fresh))
+        logits_RV = decoder.step(torch.tensor([row[-1] for row in rows], device=logits_SV.device))
+        seen += [list(row) for row in rows]
+        found += list(logits_RV.clone())
+    return seen, found
 
 
 def probe_batch(ids: list[int], length: int) -> Batch:

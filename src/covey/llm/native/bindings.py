@@ -1,6 +1,6 @@
 """Python bindings (ctypes) of the C++ kernels in `csrc/`; `build` compiles them.
 
-Each kernel exists for both storage types, bf16 and fp32, and `Kernels` has the entry points of one of them. Fields of
+Each kernel exists for both storage types, bf16 and fp32, and `Kernels` has those of one of them. Fields of
 the structures are in the order of the C++ structs of the same name.
 
 Shapes: R rows, W hidden width, H heads, K key-value heads, D head width, V vocabulary; of a linear layer: T tokens,
@@ -100,8 +100,45 @@ class DecodeStepArgs(ctypes.Structure):
     )
 
 
+class EntryPoints:
+    """The C functions for one storage type, with their argument types. `library` has one per type and function."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        def entry(name: str, *types: Any, returns: type | None = None) -> Callable[..., Any]:
+            function = getattr(library, f"{name}_{_SUFFIXES[dtype]}")
+            function.argtypes, function.restype = types, returns
+            return function  # type: ignore[no-any-return]
+
+        address, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+        rows_of = number, number, real, number  # rows, width, epsilon, threads
+        self.add_rmsnorm = entry("add_rmsnorm", *[address] * 6, *rows_of)
+        self.add_rmsnorm_backward = entry("add_rmsnorm_backward", *[address] * 8, number, number, number)
+        self.rmsnorm = entry("rmsnorm", *[address] * 4, *rows_of)
+        self.rmsnorm_backward = entry("rmsnorm_backward", *[address] * 6, number, number, number)
+        self.swiglu = entry("swiglu", address, address, number, address, number, number, number)
+        self.swiglu_backward = entry("swiglu_backward", *[address] * 5, ctypes.c_int64, number)
+        self.prefix_attention = entry("prefix_attention", ctypes.POINTER(PrefixAttentionArgs))
+        self.store_prompt_kv = entry("store_prompt_kv", *[address] * 4, number, number, number)
+        self.decode_attention = entry("decode_attention", ctypes.POINTER(AttentionArgs))
+        self.sample_tokens = entry(
+            "sample_tokens", address, address, real, address, address, number, number, number, returns=ctypes.c_int
+        )
+        self.logprob_entropy = entry("logprob_entropy", address, address, real, *[address] * 3, number, number, number)
+        self.logit_gradients = entry("logit_gradients", *[address] * 6, real, ctypes.c_int64, number, number, number)
+        library.has_avx512_bf16.restype = library.has_amx.restype = ctypes.c_bool
+        self.has_avx512_bf16, self.has_amx = (
+            dtype == torch.bfloat16 and has() for has in (library.has_avx512_bf16, library.has_amx)
+        )
+        if self.has_amx:
+            self.weight_gradients = entry("weight_gradients", ctypes.POINTER(WeightGradientArgs))
+        if self.has_avx512_bf16:
+            self.prepack_weight = entry("prepack_weight", address, number, number, address, number)
+            self.linear = entry("linear", address, ctypes.POINTER(Linear), address, number, number)
+            self.decode_step = entry("decode_step", ctypes.POINTER(DecodeStepArgs))
+
+
 class Kernels:
-    """Entry points for one storage type, `dtype`.
+    """The kernels for one storage type, `dtype`.
 
     Tensors are on the CPU, contiguous, and of this dtype unless stated otherwise. Kernels use
     `torch.get_num_threads()` threads. `has_avx512_bf16` and `has_amx` are True if the processor has these instructions
@@ -110,38 +147,8 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
-
-        def entry(name: str, *types: Any, returns: type | None = None) -> Callable[..., Any]:
-            function = getattr(library, f"{name}_{_SUFFIXES[dtype]}")
-            function.argtypes, function.restype = types, returns
-            return function  # type: ignore[no-any-return]
-
-        address, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-        rows_of = number, number, real, number  # rows, width, epsilon, threads
-        self._add_rmsnorm = entry("add_rmsnorm", *[address] * 6, *rows_of)
-        self._add_rmsnorm_backward = entry("add_rmsnorm_backward", *[address] * 8, number, number, number)
-        self._rmsnorm = entry("rmsnorm", *[address] * 4, *rows_of)
-        self._rmsnorm_backward = entry("rmsnorm_backward", *[address] * 6, number, number, number)
-        self._swiglu = entry("swiglu", address, address, number, address, number, number, number)
-        self._swiglu_backward = entry("swiglu_backward", *[address] * 5, ctypes.c_int64, number)
-        self._prefix_attention = entry("prefix_attention", ctypes.POINTER(PrefixAttentionArgs))
-        self._store_prompt_kv = entry("store_prompt_kv", *[address] * 4, number, number, number)
-        self._decode_attention = entry("decode_attention", ctypes.POINTER(AttentionArgs))
-        self._sample_tokens = entry(
-            "sample_tokens", address, address, real, address, address, number, number, number, returns=ctypes.c_int
-        )
-        self._logprob_entropy = entry("logprob_entropy", address, address, real, *[address] * 3, number, number, number)
-        self._logit_gradients = entry("logit_gradients", *[address] * 6, real, ctypes.c_int64, number, number, number)
-        library.has_avx512_bf16.restype = library.has_amx.restype = ctypes.c_bool
-        self.has_avx512_bf16, self.has_amx = (
-            dtype == torch.bfloat16 and has() for has in (library.has_avx512_bf16, library.has_amx)
-        )
-        if self.has_amx:
-            self._weight_gradients = entry("weight_gradients", ctypes.POINTER(WeightGradientArgs))
-        if self.has_avx512_bf16:
-            self._prepack_weight = entry("prepack_weight", address, number, number, address, number)
-            self._linear = entry("linear", address, ctypes.POINTER(Linear), address, number, number)
-            self._decode_step = entry("decode_step", ctypes.POINTER(DecodeStepArgs))
+        self._entries = EntryPoints(library, dtype)
+        self.has_avx512_bf16, self.has_amx = self._entries.has_avx512_bf16, self._entries.has_amx
 
     @property
     def instruction_set(self) -> str:
@@ -174,7 +181,7 @@ class Kernels:
         """
         rows, width = hidden.numel() // len(weight_W), len(weight_W)
         addresses = (address_of(tensor) for tensor in (hidden, added, total, weight_W, out, scales))
-        self._add_rmsnorm(*addresses, rows, width, epsilon, torch.get_num_threads())
+        self._entries.add_rmsnorm(*addresses, rows, width, epsilon, torch.get_num_threads())
 
     def add_rmsnorm_backward(
         self, total: Tensor, weight_W: Tensor, scales: Tensor, dout: Tensor, dtotal: Tensor | None, has_addend: bool
@@ -199,14 +206,14 @@ class Kernels:
         dadded = torch.empty_like(total, dtype=dout.dtype) if converts else None
         tensors = (total, weight_W, scales, dout, dtotal, dhidden, dadded, partial_sums)
         addresses = (address_of(tensor) for tensor in tensors)
-        self._add_rmsnorm_backward(*addresses, scales.numel(), len(weight_W), threads)
+        self._entries.add_rmsnorm_backward(*addresses, scales.numel(), len(weight_W), threads)
         return dhidden, dhidden if has_addend and not converts else dadded, partial_sums.sum(dim=0)
 
     def rmsnorm(self, x: Tensor, weight_W: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """weight * x / rms(x) over the last dimension, and 1 / rms of every row (fp32)."""
         out, scales = torch.empty_like(x), torch.empty(x.numel() // len(weight_W))
         addresses = (tensor.data_ptr() for tensor in (x, weight_W, out, scales))
-        self._rmsnorm(*addresses, len(scales), len(weight_W), epsilon, torch.get_num_threads())
+        self._entries.rmsnorm(*addresses, len(scales), len(weight_W), epsilon, torch.get_num_threads())
         return out, scales
 
     def rmsnorm_backward(self, x: Tensor, weight_W: Tensor, scales: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,20 +221,20 @@ class Kernels:
         threads = torch.get_num_threads()
         dx, partial_sums = torch.empty_like(x), torch.empty(threads, len(weight_W))
         addresses = (tensor.data_ptr() for tensor in (x, weight_W, scales, dout, dx, partial_sums))
-        self._rmsnorm_backward(*addresses, len(scales), len(weight_W), threads)
+        self._entries.rmsnorm_backward(*addresses, len(scales), len(weight_W), threads)
         return dx, partial_sums.sum(dim=0)
 
     def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up, all [rows, width]. `gate` and `up` may be the two halves of one tensor."""
         rows, width = out.shape
         addresses = gate.data_ptr(), up.data_ptr(), gate.stride(0), out.data_ptr()
-        self._swiglu(*addresses, rows, width, torch.get_num_threads())
+        self._entries.swiglu(*addresses, rows, width, torch.get_num_threads())
 
     def swiglu_backward(self, gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of `swiglu` with respect to `gate` and `up`."""
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         addresses = (tensor.data_ptr() for tensor in (gate, up, dout, dgate, dup))
-        self._swiglu_backward(*addresses, dout.numel(), torch.get_num_threads())
+        self._entries.swiglu_backward(*addresses, dout.numel(), torch.get_num_threads())
         return dgate, dup
 
     def weight_gradients(self, x_TN: Tensor, dout_TM: Sequence[Tensor], out_MN: Sequence[Tensor]) -> None:
@@ -244,7 +251,7 @@ class Kernels:
             outputs=numbers(*(dout.shape[1] for dout in dout_TM)),
             layers=len(dout_TM), tokens=len(x_TN), inputs=x_TN.shape[1], threads=torch.get_num_threads(),
         )  # fmt: skip
-        self._weight_gradients(ctypes.byref(args))
+        self._entries.weight_gradients(ctypes.byref(args))
 
     def prefix_attention(self, sequences_S3: Tensor, head_dim: int, scaling: float, **tensors: Tensor) -> None:
         """Causal attention over a prefix tree, or its gradients if `dout` is given.
@@ -262,33 +269,35 @@ class Kernels:
             sequence_count=len(sequences_S3), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             threads=torch.get_num_threads(), scaling=scaling,
         )  # fmt: skip
-        self._prefix_attention(ctypes.byref(args))
+        self._entries.prefix_attention(ctypes.byref(args))
 
     def store_prompt_kv(self, keys_KPD: Tensor, values_KPD: Tensor, cached_keys: Tensor, cached_values: Tensor) -> None:
         """Store a prompt's keys and values of one layer in the KV cache, padded(P) * padded(D) elements per head."""
         addresses = (tensor.data_ptr() for tensor in (keys_KPD, values_KPD, cached_keys, cached_values))
-        self._store_prompt_kv(*addresses, *keys_KPD.shape)
+        self._entries.store_prompt_kv(*addresses, *keys_KPD.shape)
 
     def decode_attention(self, args: AttentionArgs) -> None:
         """Rotate queries and keys, append the new keys and values to the cache, and attend."""
-        self._decode_attention(ctypes.byref(args))
+        self._entries.decode_attention(ctypes.byref(args))
 
     def prepack_weight(self, weight_MN: Tensor) -> Tensor:
         """A prepacked copy of a linear layer's weight for `linear` and `decode_step`; needs `has_avx512_bf16`."""
         outputs, inputs = weight_MN.shape
         tiles = weight_MN.new_empty(padded(outputs) * padded(inputs))
-        self._prepack_weight(weight_MN.data_ptr(), outputs, inputs, tiles.data_ptr(), torch.get_num_threads())
+        self._entries.prepack_weight(weight_MN.data_ptr(), outputs, inputs, tiles.data_ptr(), torch.get_num_threads())
         return tiles
 
     def linear(self, x_RN: Tensor, linear: Linear) -> Tensor:
         """x W' + b. R must be a multiple of 16, and `x` padded with zeros to padded(N) columns."""
         out_RM = x_RN.new_empty(len(x_RN), linear.outputs)
-        self._linear(x_RN.data_ptr(), ctypes.byref(linear), out_RM.data_ptr(), len(x_RN), torch.get_num_threads())
+        self._entries.linear(
+            x_RN.data_ptr(), ctypes.byref(linear), out_RM.data_ptr(), len(x_RN), torch.get_num_threads()
+        )
         return out_RM
 
     def decode_step(self, args: DecodeStepArgs) -> None:
         """Compute all layers, the last norm and the head for one new token per row."""
-        self._decode_step(ctypes.byref(args))
+        self._entries.decode_step(ctypes.byref(args))
 
     def sample_tokens(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """As `token_sampling.sample_tokens`, for a temperature above 0.
@@ -299,7 +308,7 @@ class Kernels:
         tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
         logprobs_R = torch.empty(len(logits_RV), dtype=torch.float32)
         results = tokens_R.data_ptr(), logprobs_R.data_ptr()
-        failed = self._sample_tokens(
+        failed = self._entries.sample_tokens(
             logits_RV.data_ptr(),
             uniforms_R.data_ptr(),
             temperature,
@@ -314,7 +323,7 @@ class Kernels:
     def logprob_entropy(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, out: Sequence[Tensor]) -> None:
         """Log-probability of each token, entropy and logsumexp of softmax(logits / temperature), into `out` (fp32)."""
         given = logits_NV.data_ptr(), tokens_N.data_ptr(), temperature, *(tensor.data_ptr() for tensor in out)
-        self._logprob_entropy(*given, *logits_NV.shape, torch.get_num_threads())
+        self._entries.logprob_entropy(*given, *logits_NV.shape, torch.get_num_threads())
 
     def logit_gradients(
         self,
@@ -330,7 +339,7 @@ class Kernels:
         """Replace the logits of a slice of the vocabulary, which begins at token `first`, by their gradients."""
         tensors = (logits_NV, tokens_N, logsumexp_N, entropy_N, dlogprob_N, dentropy_N)
         addresses = (address_of(tensor) for tensor in tensors)
-        self._logit_gradients(*addresses, temperature, first, *logits_NV.shape, torch.get_num_threads())
+        self._entries.logit_gradients(*addresses, temperature, first, *logits_NV.shape, torch.get_num_threads())
 
 
 def address_of(tensor: Tensor | None) -> int | None:
