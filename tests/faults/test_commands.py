@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -143,8 +144,10 @@ def test_check_says_that_the_code_for_a_model_of_the_hub_is_chosen_later(folder)
 
 
 def test_check_loads_no_model_that_is_too_large(folder):
-    words = "check", "tiny.toml", "--max-new-tokens", 60, "--prompts-per-step", 10**6, "--microbatch-tokens", 10**9
-    code, output = covey(*words, cwd=folder)
+    large = shutil.copytree(folder / "model", folder / "large")
+    described = json.loads((large / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps(described | {"hidden_size": 2**20}))
+    code, output = covey("check", "tiny.toml", "--model", large, cwd=folder)
     assert code == 0, output
     assert "was not loaded, because a run needs more memory than this machine has" in words_of(output)
 

@@ -78,7 +78,7 @@ def test_a_run_that_starts_from_another_takes_over_its_critic(uninterrupted, fol
     words = ("--algorithm", "ppo", "--trunk", trunk, "--steps", "1", "--model", before)
     code, output = covey("train", recipe, *words, "--run-dir", run_dir, cwd=folder)
     assert code == 0, output
-    assert "the critic goes on from" in output
+    assert "the critic continues from" in output
     assert reproducible_metrics(run_dir)[0]["value/mean"] != 0
 
 

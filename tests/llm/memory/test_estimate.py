@@ -219,7 +219,7 @@ def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) ->
         assert counted == sum(part.weight.numel() for part in packed if isinstance(part, PackedLinear))
         low = kernels_for(torch.bfloat16, torch.device("cpu"))
         if low.has_avx512_bf16:
-            tiled = TiledStack(real_model(kind, torch.bfloat16), low, 4).kept
+            tiled = TiledStack(real_model(kind, torch.bfloat16), low, 4).referenced
             assert counted == pytest.approx(sum(part.numel() for part in tiled), rel=0.05), "norms, padding"
 
 
