@@ -51,9 +51,15 @@ def test_mistakes_in_data_and_reward_files_are_told_before_torch_is_loaded(table
     assert not wrong
 
 
-@pytest.mark.parametrize("table", [tables.recipes, tables.patterns, tables.failing_rewards, tables.commands])
+@pytest.mark.parametrize("table", [tables.recipes, tables.failing_rewards, tables.commands])
 def test_malformed_inputs_are_one_line_each(table, forks: Forks, tmp_path: Path) -> None:
     check(forks, list(table()), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_patterns_of_every_kind_are_answered(forks: Forks, tmp_path: Path) -> None:
+    check(forks, list(tables.patterns()), tmp_path)
 
 
 def test_names_that_are_no_path_are_one_line_each(forks: Forks, tmp_path: Path) -> None:
@@ -78,6 +84,8 @@ def test_damaged_inputs_are_one_line_each(
     check(forks, list(damage.GENERATORS[generator](samples, random.Random(20), 25)), tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_what_is_whole_or_can_be_read_is_accepted(samples: damage.Samples, forks: Forks, tmp_path: Path) -> None:
     given = [*damage.undamaged(samples), *(one for one in tables.data() if one.accepted)]
     outcomes = forks.run(list(cases(given, tmp_path)))

@@ -146,6 +146,8 @@ def test_a_library_that_somebody_else_may_have_written_is_not_loaded(what, how, 
     assert str(path) in line
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_planted_library_without_its_checksum_is_replaced(fresh, monkeypatch):
     folder = fresh / f"kernels-{os.geteuid()}"
     folder.mkdir(parents=True, mode=0o700)
