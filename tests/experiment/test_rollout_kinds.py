@@ -76,6 +76,16 @@ def test_an_allowed_combination_trains(kind: str, credit: str, algorithm: str, t
     assert metrics[0]["groups/zero_advantage_fraction"] < 1
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_the_discount_has_an_effect_in_every_algorithm(algorithm: str, tmp_path: Path) -> None:
+    weights = []
+    for gamma in (1.0, 0.5):
+        config = toy_envs.read(tables("episodes", "outcome", algorithm), steps=1, rollouts={"gamma": gamma})
+        parts = toy_envs.train_quietly(config, tmp_path / f"{gamma}")
+        weights.append(parts.policy.module.network.linears[0].weight)
+    assert not torch.equal(*weights)
+
+
 @pytest.mark.parametrize(("kind", "credit", "algorithm"), REFUSED)
 def test_any_other_combination_is_refused(kind: str, credit: str, algorithm: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -134,13 +134,16 @@ def reinforce_pp(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    gamma: float = 1.0,
     kl: KLPenalty = KLPenalty(schedules.constant(0.01), KLInReward()),
     entropy_coefficient: float = 0.0,
 ) -> Algorithm:
-    """REINFORCE++ (arXiv 2501.03262), section 3: no groups; returns with a KL in the reward, whitened per batch."""
+    """REINFORCE++ (arXiv 2501.03262), section 3: no groups; discounted returns with a KL in the reward, whitened
+    over the batch.
+    """
     return Algorithm(
         name="reinforce_pp",
-        advantage=batch_normalized_returns(baselines.group_zscore),
+        advantage=batch_normalized_returns(baselines.group_zscore, gamma=gamma),
         ratio=ratios.token_log_ratio,
         surrogate=partial(policy_losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
         aggregation=loss_weights.token_mean,
