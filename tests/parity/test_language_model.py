@@ -375,13 +375,16 @@ def test_greedy_takes_the_likeliest_and_tells_its_logprob():
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_token_logprobs_and_their_gradients_do_not_depend_on_chunks(monkeypatch, with_bias, with_entropy):
+@pytest.mark.parametrize(
+    "vocabulary", [11, 2]
+)  # with 2, a chunk of 5 decisions has fewer logits than there are decisions
+def test_token_logprobs_and_their_gradients_do_not_depend_on_chunks(monkeypatch, with_bias, with_entropy, vocabulary):
     monkeypatch.setattr("covey.llm.model.logprobs.CHUNK", 5)
     torch.manual_seed(0)
     double = {"dtype": torch.float64, "requires_grad": True}
-    hidden, weight = torch.randn(13, 7, **double), torch.randn(11, 7, **double)
-    bias = torch.randn(11, **double) if with_bias else None
-    tokens = torch.randint(11, (13,))
+    hidden, weight = torch.randn(13, 7, **double), torch.randn(vocabulary, 7, **double)
+    bias = torch.randn(vocabulary, **double) if with_bias else None
+    tokens = torch.randint(vocabulary, (13,))
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / 0.7
     expected = logits.log_softmax(1)
     logprobs, entropy = token_logprobs(hidden, weight, bias, tokens, 0.7, KERNELS)

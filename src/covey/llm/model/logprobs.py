@@ -186,8 +186,8 @@ class LogitGradients:
 
 
 def chunk_size(decisions: int, vocabulary: int) -> int:
-    """Number of logits that exist at a time."""
-    return min(CHUNK, decisions) * vocabulary
+    """Number of logits that exist at a time: of CHUNK decisions, and at least one of every decision."""
+    return max(min(CHUNK, decisions) * vocabulary, decisions)
 
 
 def chunk_bytes(decisions: int, vocabulary: int, itemsize: int) -> int:
