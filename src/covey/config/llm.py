@@ -201,6 +201,13 @@ class RewardConfig:
         max=86_400,
         advanced=True,
     )
+    workers: int = config_field(
+        1,
+        "processes in which your own function is called side by side; groups are graded while others are sampled",
+        min=1,
+        max=256,
+        advanced=True,
+    )
     score: bool = config_field(False, "evaluations average this reward; default: the first")
     binary: bool = config_field(
         False,

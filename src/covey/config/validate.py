@@ -256,6 +256,11 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     if reward.name != "format" and reward.pattern:
         raise ConfigError(f"{where} has a pattern, which only the format reward uses: take it out")
     _check_pattern(reward.pattern, where)
+    if reward.workers != type(reward)().workers and reward.name not in ("", "format"):
+        raise ConfigError(
+            f"{where} has workers = {reward.workers}, but {reward.name} is computed in the run's own process: take it "
+            "out, or name a function of your own"
+        )
     if reward.function:
         check_function_name(reward.function, f"{where}: function")
     check_step_reward(reward, where)

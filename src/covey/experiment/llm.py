@@ -271,6 +271,7 @@ class LLMBuilder:
         update = config.update
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
+        loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
         self._note_unused_step_rewards(display)
         algorithm = build_llm_algorithm(config)
         critics = (build_critic(config, loaded.policy, display),) if algorithm.needs_critic else ()

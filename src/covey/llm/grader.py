@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from covey.config import ConfigError, RewardConfig, RunError
 from covey.config.fields import plural
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.model.chat import Chat
-from covey.llm.rewards.reward_call import InvalidRewardOutput, RewardCallError, RewardTimeout
+from covey.llm.rewards.reward_call import InvalidRewardOutput, Results, RewardCallError, RewardTimeout
 from covey.llm.rewards.runner import RewardHung
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import RewardResult, WeightedReward
@@ -65,11 +67,21 @@ class RewardGrader:
         self.score_name = by_preference[0].name
         self.score_kind = "accuracy" if by_preference[0].binary else "score"  # a key of tracking's SCORE_KINDS
         self.splitter = StepSplitter(boundary) if any(reward.per_step for reward in self.rewards) else None
+        self._started: dict[tuple[str, int], Future[Results]] = {}  # by the reward's name and the id of the group
 
     def use_chat(self, chat: Chat) -> None:
         """Set the chat of the model, with which `grade` also computes the tokens at which steps end."""
         if self.splitter is not None:
             self.splitter.chat = chat
+
+    def start(self, group: Group) -> None:
+        """Start the calls for a sampled group in the background; `grade` waits for them.
+
+        Functions that run in this process, and step rewards, are called by `grade`.
+        """
+        for reward in self.rewards:
+            if not reward.per_step and (call := reward.start([group])) is not None:
+                self._started[reward.name, id(group)] = call
 
     def grade(self, groups: list[Group]) -> list[Group]:
         """Fill in `reward`, `reward_parts` and `score` of every rollout, and with a step reward its steps.
@@ -176,32 +188,47 @@ class RewardGrader:
             self.splitter.close()
 
     def _results(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
-        """One call for all groups; if it fails, one call for each group, so that only failing groups have no reward."""
-        try:
-            return self._call(reward, groups)
-        except RewardCallError as error:
-            log.warning("reward %r failed on a whole step, trying it group by group: %s", reward.name, error)
-        return self._group_by_group(reward, groups)
-
-    def _call(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
-        try:
-            return reward.evaluate(groups, reward.timeout_seconds)
-        except (InvalidRewardOutput, RewardHung) as error:
-            raise GradingError(f"reward {reward.name!r} {error}") from None
-
-    def _group_by_group(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
+        """Wait for the calls that `start` started, or call the function on all groups, in equal parts if it has several
+        workers. If the call on several groups fails, it is repeated group by group, so that only failing groups have no
+        reward.
+        """
+        started = [self._started.pop((reward.name, id(group)), None) for group in groups]
+        calls: deque[tuple[list[Group], Future[Results] | None]] = deque()
+        if any(started):
+            calls.extend(([group], call) for group, call in zip(groups, started, strict=True))
+        else:
+            calls.extend((part, reward.start(part)) for part in _parts(groups, reward.caller.workers))
         total = sum(len(group.rollouts) for group in groups)
         results: list[RewardResult] = []
-        for group in groups:
+        while calls:
+            part, call = calls.popleft()
             try:
-                results += self._call(reward, [group])
+                results += self._wait(reward, part, call)
             except RewardCallError as error:
-                results += [RewardResult(None, str(error))] * len(group.rollouts)
+                if len(part) > 1:
+                    log.warning("reward %r failed on a whole step, trying it group by group: %s", reward.name, error)
+                    calls.extendleft(([group], None) for group in reversed(part))
+                    continue
+                results += [RewardResult(None, str(error))] * len(part[0].rollouts)
             failed = sum(bool(verdict.error) for verdict in results)
-            if failed > FAILURES_ALLOWED * total:  # do not wait for the others' deadlines
+            if len(part) == 1 and failed > FAILURES_ALLOWED * total:  # do not wait for the others' deadlines
                 _, why = _first_error({reward.name: results})
                 raise _too_many(reward.name, f"at least {failed}", total, why)
         return results
+
+    def _wait(self, reward: WeightedReward, groups: list[Group], call: Future[Results] | None) -> list[RewardResult]:
+        try:
+            if call is None:
+                return reward.evaluate(groups, reward.timeout_seconds)
+            return reward.received(call.result(), groups)
+        except (InvalidRewardOutput, RewardHung) as error:
+            raise GradingError(f"reward {reward.name!r} {error}") from None
+
+
+def _parts(groups: list[Group], count: int) -> list[list[Group]]:
+    """The groups in at most `count` consecutive parts of almost equal size."""
+    size = -(-len(groups) // count)
+    return [groups[i : i + size] for i in range(0, len(groups), size)]
 
 
 def build_grader(

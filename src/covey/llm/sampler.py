@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ class LanguageSampler:
     rows_at_once: int = 0  # 0: the generator chooses
     version: int = 0  # of the weights
     deadline_seconds: float | None = None  # for one call of `sample`
+    ready: Callable[[Group], None] = lambda group: None  # called for each group when its completions have ended
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """Groups in the order of `starts`. If an end token was sampled, it is the last action.
@@ -54,11 +55,17 @@ class LanguageSampler:
             )
             for start in starts
         ]
-        results = self.generator.generate(requests)
-        return [
-            Group(start, [self._rollout(request.prompt, completion) for completion in _completions(result)])
-            for start, request, result in zip(starts, requests, results, strict=True)
-        ]
+        groups: dict[int, Group] = {}
+
+        def add_group(number: int, completions: list[Completion]) -> None:
+            prompt = requests[number].prompt
+            groups[number] = Group(starts[number], [self._rollout(prompt, found) for found in completions])
+            self.ready(groups[number])
+
+        for result in self.generator.generate(requests, add_group):
+            if isinstance(result, GenerationFailure):
+                raise _error(result)
+        return [groups[number] for number in range(len(starts))]
 
     def truncated(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
         """The groups that this sampler would have returned with a lower token limit; not graded."""
@@ -100,19 +107,11 @@ class LanguageSampler:
         )
 
 
-def _completions(result: list[Completion] | GenerationFailure) -> list[Completion]:
-    """The completions of a result.
-
-    Raises:
-        ConfigError: if the prompt is too long for the model.
-        RunError: for every other failure, because a step needs all of its groups.
-    """
-    if not isinstance(result, GenerationFailure):
-        return result
-    error = ConfigError if result.reason is FailureReason.PROMPT_TOO_LONG else RunError
-    raise error(result.message)
+def _error(failure: GenerationFailure) -> Exception:
+    """ConfigError if the prompt is too long; RunError for every other failure: a step needs all of its groups."""
+    return (ConfigError if failure.reason is FailureReason.PROMPT_TOO_LONG else RunError)(failure.message)
 
 
 def greedy(sampler: LanguageSampler, max_new_tokens: int) -> LanguageSampler:
     """A greedy sampler (argmax) on the same policy, for evaluation."""
-    return replace(sampler, max_new_tokens=max_new_tokens, temperature=0.0, rows_at_once=0)
+    return replace(sampler, max_new_tokens=max_new_tokens, temperature=0.0, rows_at_once=0, ready=lambda group: None)

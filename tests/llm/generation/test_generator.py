@@ -19,7 +19,7 @@ from covey.llm.generation.generator import (
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
-from covey.llm.sampler import LanguageSampler
+from covey.llm.sampler import LanguageSampler, greedy
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 ENDS = frozenset(range(1, 85, 11))
@@ -118,6 +118,44 @@ def test_past_the_deadline_only_whole_groups_are_returned(seconds):
     for result, expected in zip(results, whole, strict=True):
         assert isinstance(result, GenerationFailure) or result == expected  # the same bits, in the same company
     assert {result.reason for result in results if isinstance(result, GenerationFailure)} == {FailureReason.DEADLINE}
+
+
+@pytest.mark.parametrize("max_rows", [4, 8, 16])
+def test_completions_are_handed_out_when_their_request_is_complete(max_rows):
+    """The clock is read once for each token."""
+    generator, times = make_generator(), {}
+    clock = generator.clock = Clock()
+    requests = make_requests(replace(SETTINGS, max_rows=max_rows, deadline_seconds=1e6))
+    handed_out = {}
+
+    def ready(number, completions):
+        assert number not in handed_out
+        handed_out[number], times[number] = completions, clock.seconds
+
+    assert generator.generate(requests, ready) == [handed_out[number] for number in range(len(requests))]
+    longest = {number: max(len(one.tokens) for one in found) for number, found in handed_out.items()}
+    if max_rows == 16:  # all are generated together
+        assert times == longest
+    assert min(times.values()) < max(times.values()) == clock.seconds
+
+
+def test_requests_past_the_deadline_are_not_handed_out():
+    generator, handed_out = make_generator(), {}
+    generator.clock = Clock()
+    settings = replace(SETTINGS, end_ids=frozenset(range(1, 85, 3)), max_rows=4, deadline_seconds=12.0)
+    results = generator.generate(make_requests(settings), handed_out.__setitem__)
+    assert handed_out == {n: found for n, found in enumerate(results) if not isinstance(found, GenerationFailure)}
+    assert 0 < len(handed_out) < 4
+
+
+def test_the_sampler_hands_out_the_groups_that_it_returns():
+    handed_out = []
+    chat = Chat(tiny_tokenizer(), ENDS)
+    sampler = LanguageSampler(make_generator(), chat, seed=1, max_new_tokens=20, ready=handed_out.append)
+    groups = sampler.sample([Start(index, text) for index, text in enumerate(("12+34", "a", "7"))], 4, step=1)
+    assert sorted(map(id, handed_out)) == sorted(map(id, groups))
+    assert greedy(sampler, 5).sample([Start(0, "7")], 1, step=0)
+    assert len(handed_out) == 3  # those of an evaluation are graded afterwards
 
 
 def test_logits_that_are_not_finite_are_a_failure():

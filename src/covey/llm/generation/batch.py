@@ -57,6 +57,7 @@ class ContinuousBatch:
         self.logprobs_NT = np.empty(uniforms_NT.shape)
         self.lengths_N = np.zeros(len(uniforms_NT), dtype=np.int64)
         self.admitted = 0  # prompts
+        self.complete: list[int] = []  # prompts whose completions have all ended, in the order of their ends
         self.open_R = np.empty(0, dtype=np.int64)  # indices of the open completions among the N
         self.branch_R = np.empty(0, dtype=np.int64)  # branch of each, ascending
         self.fed_B = torch.empty(0, dtype=torch.int64)  # last token of each branch
@@ -64,10 +65,6 @@ class ContinuousBatch:
     @property
     def is_done(self) -> bool:
         return not len(self.open_R) and self.admitted == len(self.prompts)
-
-    def is_complete(self, prompt: int) -> bool:
-        """True if all completions of a prompt have ended."""
-        return prompt < self.admitted and prompt not in self.open_R // self.group_size
 
     def completions(self, prompt: int) -> list[tuple[list[int], list[float]]]:
         """Token ids, the end token included, and log-probabilities (nats) of every completion of a prompt."""
@@ -114,9 +111,12 @@ class ContinuousBatch:
         return chosen_R
 
     def _retire(self, tokens_R: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Close the completions that ended; returns the last tokens of those that stay open."""
+        """Close the completions that ended, and record complete prompts; returns the last tokens of the open ones."""
         unfinished = ~np.isin(tokens_R, self.end_ids) & (self.lengths_N[self.open_R] < self.max_new_tokens)
+        ended_R = self.open_R[~unfinished]
         self.open_R, self.branch_R = self.open_R[unfinished], self.branch_R[unfinished]
+        if len(ended_R):
+            self.complete += np.setdiff1d(ended_R // self.group_size, self.open_R // self.group_size).tolist()
         return tokens_R[unfinished]
 
     def _fork(self, tokens_R: NDArray[np.int64], logits_BV: Tensor) -> None:

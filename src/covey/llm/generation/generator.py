@@ -6,7 +6,7 @@ too: the interface has no model, decoder or device, and the failure of a request
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -78,13 +78,17 @@ class GenerationFailure:
 
 
 GenerationResult = list[Completion] | GenerationFailure
+Ready = Callable[[int, list[Completion]], None]  # called with the number of a request and its completions
 
 
 class Generator(Protocol):
     """Generator of completions."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """The completions or the failure of each request, in their order."""
+    def generate(self, requests: Sequence[GenerationRequest], ready: Ready = lambda *_: None) -> list[GenerationResult]:
+        """The completions or the failure of each request, in their order.
+
+        `ready` is called for each request as soon as its completions have ended, while others are still generated.
+        """
 
     def refresh(self, version: int) -> None:
         """Generate with the policy's current weights from now on, whose version is `version`."""

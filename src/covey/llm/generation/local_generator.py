@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from covey.llm.generation.generator import (
     GenerationRequest,
     GenerationResult,
     GenerationSettings,
+    Ready,
 )
 from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
@@ -38,7 +39,7 @@ class LocalGenerator:
     version: int = 0
     clock: Callable[[], float] = time.monotonic  # in seconds
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+    def generate(self, requests: Sequence[GenerationRequest], ready: Ready = lambda *_: None) -> list[GenerationResult]:
         """Generate the requests; those with equal settings and number of completions are one batch."""
         start = self.clock()
         results: dict[int, GenerationResult] = {}
@@ -49,7 +50,8 @@ class LocalGenerator:
             else:
                 batches.setdefault((request.completions, request.settings), []).append(number)
         for numbers in batches.values():
-            results |= zip(numbers, self._generate([requests[number] for number in numbers], start), strict=True)
+            of_batch = {number: requests[number] for number in numbers}
+            results |= zip(numbers, self._generate(of_batch, start, ready), strict=True)
         return [results[number] for number in range(len(requests))]
 
     def refresh(self, version: int) -> None:
@@ -64,18 +66,24 @@ class LocalGenerator:
             return GenerationFailure(FailureReason.PROMPT_TOO_LONG, fault)
         return None
 
-    def _generate(self, requests: list[GenerationRequest], start: float) -> list[GenerationResult]:
-        """Results of requests with equal settings and number of completions."""
-        batch = self._batch(requests)
-        failure = self._run(batch, requests[0].settings.deadline_seconds, start)
-        results: list[GenerationResult] = []
-        for number, request in enumerate(requests):
-            if batch.is_complete(number):
-                results.append([self._completion(*completion, request) for completion in batch.completions(number)])
-            else:
-                assert failure is not None
-                results.append(failure)
-        return results
+    def _generate(
+        self, requests: Mapping[int, GenerationRequest], start: float, ready: Ready
+    ) -> list[GenerationResult]:
+        """Results of requests, by their numbers, with equal settings and number of completions."""
+        batch, numbers = self._batch(list(requests.values())), list(requests)
+        results: dict[int, GenerationResult] = {}
+
+        def hand_out(prompt: int) -> None:
+            number = numbers[prompt]
+            completions = [self._completion(*found, requests[number]) for found in batch.completions(prompt)]
+            results[number] = completions
+            ready(number, completions)
+
+        failure = self._run(batch, requests[numbers[0]].settings.deadline_seconds, start, hand_out)
+        for number in numbers:
+            if failure:
+                results.setdefault(number, failure)
+        return [results[number] for number in numbers]
 
     def _batch(self, requests: list[GenerationRequest]) -> ContinuousBatch:
         settings, completions = requests[0].settings, requests[0].completions
@@ -92,8 +100,15 @@ class LocalGenerator:
             self.policy.backend.kernels,
         )
 
-    def _run(self, batch: ContinuousBatch, deadline_seconds: float | None, start: float) -> GenerationFailure | None:
-        """Generate until all completions have ended; returns the failure if there is one."""
+    def _run(
+        self,
+        batch: ContinuousBatch,
+        deadline_seconds: float | None,
+        start: float,
+        hand_out: Callable[[int], None],
+    ) -> GenerationFailure | None:
+        """Generate until all completions have ended, and hand out complete prompts; the failure if there is one."""
+        handed_out = 0
         try:
             while not batch.is_done:
                 if deadline_seconds is not None and self.clock() - start >= deadline_seconds:
@@ -103,6 +118,9 @@ class LocalGenerator:
                         "more time, or lower max_new_tokens",
                     )
                 batch.advance()
+                for prompt in batch.complete[handed_out:]:
+                    hand_out(prompt)
+                handed_out = len(batch.complete)
         except FloatingPointError:
             return GenerationFailure(
                 FailureReason.NON_FINITE_LOGITS,

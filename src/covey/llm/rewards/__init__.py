@@ -2,6 +2,7 @@
 
 builtin                   the rewards that come with covey
 runner                    calls a function under a deadline: in this process or through a worker
+pool                      several processes of one function, and calls in the background
 worker                    the process in which a user's function runs
 reward_call               one call and the check of its results
 process_state             process state that a function may change by accident, saved and restored

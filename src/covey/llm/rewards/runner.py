@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from covey.llm.rewards import worker
@@ -45,6 +46,10 @@ class RewardHung(Exception):
 class RewardRunner(Protocol):
     """Calls a reward function under a deadline."""
 
+    @property
+    def workers(self) -> int:
+        """Number of calls that can run side by side."""
+
     def call(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
     ) -> Results:
@@ -54,6 +59,11 @@ class RewardRunner(Protocol):
             RewardCallError: if this call failed.
             InvalidRewardOutput, RewardHung: if every further call would fail too.
         """
+
+    def start(
+        self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
+    ) -> Future[Results] | None:
+        """Start a call in the background; None if the function is called only after the step has been sampled."""
 
     def close(self) -> None:
         """Release the resources of the calls."""
@@ -99,6 +109,11 @@ class InProcess:
                 f"timeout_seconds, or name it as file.py:function to run it in a process of its own"
             )
         raise errors[0]
+
+    workers = 1
+
+    def start(self, *_: Any) -> None:
+        """None: in this process a call would compete with the sampler for Python's interpreter."""
 
     def close(self) -> None:
         """Does nothing: there are no resources between calls."""
@@ -151,6 +166,12 @@ class RewardProcess:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end()
+
+    def interrupt(self) -> None:
+        """End the running call of another thread, which fails. Without effect between calls."""
+        worker = self._worker
+        if worker is not None:
+            worker.interrupt()
 
     def _ask(self, request: dict[str, Any], seconds: float, read: Callable[[dict[str, Any]], T]) -> T:
         answered_before = self._worker is not None
@@ -293,9 +314,7 @@ class _Worker:
 
     def end(self) -> None:
         """End the supervisor, which first ends its descendants; if it was killed itself, find them by their mark."""
-        assert self.supervisor.stdin is not None
-        self.supervisor.stdin.close()
-        self.supervisor.send_signal(signal.SIGCONT)  # the function may have stopped it
+        self.interrupt()
         if sys.platform.startswith("linux"):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.supervisor.wait(2 * worker.END_SECONDS)
@@ -310,6 +329,12 @@ class _Worker:
         self.supervisor.stdout.close()
         os.close(self.requests)
         os.close(self.replies)
+
+    def interrupt(self) -> None:
+        """Make the supervisor end the worker, so that a thread that waits for a reply finds the pipe closed."""
+        assert self.supervisor.stdin is not None
+        self.supervisor.stdin.close()
+        self.supervisor.send_signal(signal.SIGCONT)  # the function may have stopped it
 
     def last_words(self) -> str:
         """Description of the exit status after `end`; the supervisor exits with the worker's."""

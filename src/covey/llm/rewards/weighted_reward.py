@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ from covey.config.fields import check_fields
 from covey.config.validate import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.rewards import builtin
-from covey.llm.rewards.runner import InProcess, RewardProcess, RewardRunner
+from covey.llm.rewards.pool import RewardPool
+from covey.llm.rewards.reward_call import Results
+from covey.llm.rewards.runner import InProcess, RewardRunner
 
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
 
@@ -79,9 +82,10 @@ class WeightedReward:
         caller: RewardRunner
         options: dict[str, Any] = {}
         if config.function:
-            caller = RewardProcess(config.function, config.timeout_seconds)
+            caller = RewardPool(config.function, config.workers, config.timeout_seconds)
         elif config.name == "format":  # a regular expression may take exponential time
-            caller, options = RewardProcess(f"{builtin.__name__}:format_match"), {"pattern": config.pattern}
+            caller = RewardPool(f"{builtin.__name__}:format_match", config.workers)
+            options = {"pattern": config.pattern}
         else:
             caller = InProcess(BUILT_IN[config.name])
             if config.name != "countdown":
@@ -105,6 +109,14 @@ class WeightedReward:
 
     def evaluate(self, groups: Sequence[Group], seconds: float) -> list[RewardResult]:
         """Call the function once for all rollouts of `groups`; returns the results, and stores logs in the groups."""
+        return self.received(self.caller.call(*self._call(groups, seconds)), groups)
+
+    def start(self, groups: Sequence[Group]) -> Future[Results] | None:
+        """Start a call for all rollouts of `groups` in the background, if the function runs outside this process."""
+        return self.caller.start(*self._call(groups, self.timeout_seconds))
+
+    def _call(self, groups: Sequence[Group], seconds: float) -> tuple[dict[str, Any], int, float, list[int] | None]:
+        """The arguments of `RewardRunner.call`."""
         rows = [(group.start, rollout) for group in groups for rollout in group.rollouts]
         columns = dict.fromkeys(name for start, _ in rows for name in start.columns)
         arguments = {
@@ -118,11 +130,15 @@ class WeightedReward:
         if self.per_step:
             steps = [list(rollout.step_texts or [rollout.text]) for _, rollout in rows]
             arguments["steps"], counts = steps, [len(texts) for texts in steps]
-        results = self.caller.call(arguments, rows[0][1].version, seconds, counts)
+        return arguments, rows[0][1].version, seconds, counts
+
+    def received(self, results: Results, groups: Sequence[Group]) -> list[RewardResult]:
+        """The results of a call, by rollout; stores its logs in the groups."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
         for metric, numbers in results.metrics.items():
             groups[0].logged.setdefault(f"{self.name}/{metric}", []).extend(numbers)
         for column, values in results.extras.items():
-            for (_, rollout), value in zip(rows, values, strict=True):
+            for rollout, value in zip(rollouts, values, strict=True):
                 rollout.extras.setdefault(self.name, {})[column] = value
         return [_result_of(result, binary=self.binary) for result in results.values]
 
