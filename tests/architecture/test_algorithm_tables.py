@@ -80,9 +80,10 @@ def test_fields_that_one_algorithm_uses() -> None:
     (with_critic,) = set(ALGORITHM_NAMES) - set(CRITIC_FREE)
     others = set().union(*(PARAMETERS[name] for name in CRITIC_FREE))
     taken = {FIELD_OF.get(name, f"loss.{name}") for name in PARAMETERS[with_critic] - others}
+    assert set(USED_ONLY_BY["loss.gamma"]) == {name for name in ALGORITHM_NAMES if "gamma" in PARAMETERS[name]}
     every = {where for config in (RunConfig(), ControlConfig()) for where, *_ in iter_fields(config)}
     of_critic = {where for where in every if "critic" in where}
-    assert {where for where, user in USED_ONLY_BY.items() if user == with_critic} == taken | of_critic
+    assert {where for where, user in USED_ONLY_BY.items() if user == (with_critic,)} == taken | of_critic
     assert of_critic
     assert USED_ONLY_BY.keys() <= every
 
@@ -90,7 +91,8 @@ def test_fields_that_one_algorithm_uses() -> None:
 def test_fields_that_one_kind_of_rollouts_uses() -> None:
     kinds = RolloutsConfig.__dataclass_fields__["kind"].metadata["choices"]
     (with_critic,) = set(ALGORITHM_NAMES) - set(CRITIC_FREE)
-    assert set(USED_ONLY_BY.values()) <= {*kinds, with_critic}
+    used = {where: users for where, users in USED_ONLY_BY.items() if where != "loss.gamma"}
+    assert set(used.values()) <= {(user,) for user in (*kinds, with_critic)}
     assert set(NOT_USED_BY.values()) <= set(kinds)
 
 

@@ -253,7 +253,7 @@ def test_a_field_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
     users = {"ppo": fragments, "fragments": fragments, "branches": ("--kind", "branches")}
     names = {where: item for where, item, *_ in iter_fields(ControlConfig())}
     for where in sorted(USED_ONLY_BY.keys() & names.keys()):
-        user = USED_ONLY_BY[where]
+        (user,) = USED_ONLY_BY[where]
         value = "7" if names[where].default is None else others[type(names[where].default).__name__]
         read(tmp_path, ENVIRONMENT, f"--{where}", value, *users[user])
         refusal = message(tmp_path, ENVIRONMENT, f"--{where}", value)

@@ -191,11 +191,11 @@ def _no_kl(config: Config) -> bool:
 
 
 def _unused(name: str) -> Callable[[Any], bool]:
-    user, stranger = USED_ONLY_BY.get(name), NOT_USED_BY.get(name)
+    users, stranger = USED_ONLY_BY.get(name, ()), NOT_USED_BY.get(name)
 
     def is_unused(config: Config) -> bool:
         kind = config.rollouts.kind if isinstance(config, ControlConfig) else ""
-        return user not in (None, config.algorithm, kind) or (bool(kind) and stranger == kind)
+        return (bool(users) and not {config.algorithm, kind} & set(users)) or (bool(kind) and stranger == kind)
 
     return is_unused
 

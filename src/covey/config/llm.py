@@ -78,7 +78,7 @@ class LossConfig(LossBase):
         "(process_return_to_go); steps need a reward with per_step = true",
         choices=("outcome", "process", "process_by_step", "process_return_to_go"),
     )
-    gamma: float = config_field(1.0, "ppo: discount per token", min=0, max=1)
+    gamma: float = config_field(1.0, "ppo and reinforce_pp: discount per token", min=0, max=1)
     importance_cap: float | None = config_field(
         None,
         "cap of the importance weight (trainer's over sampler's probability) on a token's loss, 2 is usual; unset: off",

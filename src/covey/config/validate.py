@@ -39,20 +39,20 @@ from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_size import check_control_size, check_size
 
 WITHOUT_RATIO = ("rloo", "reinforce")  # algorithms whose surrogate has no ratio to clip, so they are on-policy only
-# Fields that only one algorithm or one kind of rollouts uses; any other is refused if they are set.
+# Fields that only some algorithms or one kind of rollouts use; any other is refused if they are set.
 USED_ONLY_BY = {
-    "policy.critic_hidden": "ppo",
-    "critic.trunk": "ppo",
-    "loss.value_coefficient": "ppo",
-    "loss.value_clip": "ppo",
-    "loss.gae_lambda": "ppo",
-    "loss.gamma": "ppo",
-    "loss.whiten": "ppo",
-    "update.critic_learning_rate": "ppo",
-    "update.critic_epochs": "ppo",
-    "update.critic_warmup_steps": "ppo",
-    "rollouts.fragment_steps": "fragments",
-    "rollouts.horizon": "branches",
+    "policy.critic_hidden": ("ppo",),
+    "critic.trunk": ("ppo",),
+    "loss.value_coefficient": ("ppo",),
+    "loss.value_clip": ("ppo",),
+    "loss.gae_lambda": ("ppo",),
+    "loss.gamma": ("ppo", "reinforce_pp"),
+    "loss.whiten": ("ppo",),
+    "update.critic_learning_rate": ("ppo",),
+    "update.critic_epochs": ("ppo",),
+    "update.critic_warmup_steps": ("ppo",),
+    "rollouts.fragment_steps": ("fragments",),
+    "rollouts.horizon": ("branches",),
 }
 NOT_USED_BY = {
     "rollouts.starts_per_step": "fragments",
@@ -152,11 +152,14 @@ def _validate_control(config: ControlConfig) -> None:
 def _refuse_unused(config: RunConfig | ControlConfig, kind: str = "") -> None:
     """Refuse fields that are set although the algorithm or the kind of rollouts does not use them."""
     for where, item, _, value in iter_fields(config):
-        user = USED_ONLY_BY.get(where)
+        users = USED_ONLY_BY.get(where, ())
         if value == item.default:
             continue
-        if user not in (None, config.algorithm, kind):
-            raise ConfigError(f"{where} is set, but only {user} uses it: take it out, or choose {user}")
+        if users and not {config.algorithm, kind} & set(users):
+            use = "uses" if len(users) == 1 else "use"
+            raise ConfigError(
+                f"{where} is set, but only {' and '.join(users)} {use} it: take it out, or choose {or_list(users)}"
+            )
         if kind and NOT_USED_BY.get(where) == kind:
             raise ConfigError(f"{where} is set, but {kind} do not use it: take it out")
 
