@@ -30,6 +30,8 @@ DRY_RUN_FRACTION = 0.1
 DRY_RUN_LEAST_SECONDS = 1.0
 MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # from a wrong form of completions
 
+Call = tuple[list[Group], Future[Results] | None]  # None: a function that is called when its turn comes
+
 log = logging.getLogger(__name__)
 
 
@@ -93,7 +95,10 @@ class RewardGrader:
         if not rollouts:
             return groups
         uncut = self._cut(rollouts)
-        results = {reward.name: self._results(reward, groups) for reward in self.rewards}
+        calls = [self._calls(reward, groups) for reward in self.rewards]  # all start before the first is waited for
+        results = {
+            reward.name: self._results(reward, groups, own) for reward, own in zip(self.rewards, calls, strict=True)
+        }
         failed = 0
         for row, rollout in enumerate(rollouts):
             parts = {
@@ -187,17 +192,17 @@ class RewardGrader:
         if self.splitter is not None:
             self.splitter.close()
 
-    def _results(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
-        """Wait for the calls that `start` started, or call the function on all groups, in equal parts if it has several
-        workers. If the call on several groups fails, it is repeated group by group, so that only failing groups have no
-        reward.
-        """
+    def _calls(self, reward: WeightedReward, groups: list[Group]) -> deque[Call]:
+        """The calls that `start` started; if there are none, calls for all groups, in equal parts for the workers."""
         started = [self._started.pop((reward.name, id(group)), None) for group in groups]
-        calls: deque[tuple[list[Group], Future[Results] | None]] = deque()
         if any(started):
-            calls.extend(([group], call) for group, call in zip(groups, started, strict=True))
-        else:
-            calls.extend((part, reward.start(part)) for part in _parts(groups, reward.caller.workers))
+            return deque(([group], call) for group, call in zip(groups, started, strict=True))
+        return deque((part, reward.start(part)) for part in _parts(groups, reward.caller.workers))
+
+    def _results(self, reward: WeightedReward, groups: list[Group], calls: deque[Call]) -> list[RewardResult]:
+        """Wait for the calls. One on several groups that fails is repeated group by group, so that only failing groups
+        have no reward.
+        """
         total = sum(len(group.rollouts) for group in groups)
         results: list[RewardResult] = []
         while calls:
