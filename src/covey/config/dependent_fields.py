@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from covey.config.builtin_rewards import BuiltInReward
 from covey.config.common import ConfigError
 from covey.config.control import ControlConfig
 from covey.config.fields import check_fields, iter_fields, toml_repr
@@ -19,10 +20,6 @@ from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, larg
 from covey.config.validate_collection import NOT_BY_GROUP
 
 Config = RunConfig | ControlConfig
-
-# Built-in rewards that grade one task's answers; the others (format, functions) work with every task.
-REWARDS_OF_TASK = {"countdown": "countdown", "step_numbers": "running_total"}
-RIGHT_ANSWERS = ("numeric", "digits", "exact")  # they need an answer column, which every task except countdown has
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,8 @@ def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardCon
     task = next((task for task, kind in TASK_CONFIGS.items() if kind is type(config.task)), "")
     kept = []
     for reward in config.rewards:
-        needed = REWARDS_OF_TASK.get(reward.name, task)
-        if task in (needed, "jsonl") and not (task == "countdown" and reward.name in RIGHT_ANSWERS):
+        entry = reward.built_in or BuiltInReward(reward.function)
+        if task in (entry.task or task, "jsonl") and not (task == "countdown" and entry.reads_answers):
             kept.append(reward)
     return tuple(kept)
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from covey.config.builtin_rewards import BUILT_IN_REWARDS, BuiltInReward
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 
 EMBEDDED_MODELS = ("smollm2-135m",)
-STEP_REWARDS = ("step_numbers",)  # built-in rewards with a value for every reasoning step
-BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right and 0 for wrong
 DAPO_RESAMPLES = 3
 PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
 DAPO_OVERLONG_FRACTION = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
@@ -183,9 +182,7 @@ TASK_CONFIGS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class RewardConfig:
-    name: str = config_field(
-        "", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown", *STEP_REWARDS)
-    )
+    name: str = config_field("", "a built-in reward", choices=tuple(BUILT_IN_REWARDS))
     function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
     weight: float = config_field(1.0, "weight in the sum of rewards")
     pattern: str = config_field(
@@ -213,14 +210,19 @@ class RewardConfig:
     )
 
     @property
+    def built_in(self) -> BuiltInReward | None:
+        """The entry of a built-in reward in the table, None for a function of the user's."""
+        return BUILT_IN_REWARDS.get(self.name)
+
+    @property
     def is_per_step(self) -> bool:
         """True for a reward of reasoning steps, False for one of whole completions."""
-        return self.per_step or self.name in STEP_REWARDS
+        return self.per_step or (self.built_in is not None and self.built_in.per_step)
 
     @property
     def is_binary(self) -> bool:
         """True if the reward is always 1 (right) or 0 (wrong), so that its mean is an accuracy."""
-        return self.binary or self.name in BINARY_REWARDS
+        return self.binary or (self.built_in is not None and self.built_in.binary)
 
 
 @dataclass(frozen=True)

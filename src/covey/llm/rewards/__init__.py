@@ -1,6 +1,7 @@
 """Reward functions.
 
-builtin                   the rewards that come with covey
+numeric, digits, ...      the built-in rewards, one file each, in the table `covey.config.builtin_rewards`
+answer_text, read_number  the marked answer of a completion, and the number that it states
 runner                    calls a function under a deadline: in this process or through a worker
 worker                    the process in which a user's function runs
 reward_call               one call and the check of its results

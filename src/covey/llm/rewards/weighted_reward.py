@@ -8,21 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config import ConfigError, RewardConfig
+from covey.config.builtin_rewards import BuiltInReward
 from covey.config.fields import check_fields
-from covey.config.validate import check_reward
+from covey.config.validate_rewards import check_reward
 from covey.data import Group, Rollout, Start
-from covey.llm.rewards import builtin
+from covey.llm.rewards.overlong import overlong
 from covey.llm.rewards.runner import InProcess, RewardProcess, RewardRunner
+from covey.llm.rewards.worker import load_function
 
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
-
-BUILT_IN: dict[str, Callable[..., list[Any]]] = {
-    "numeric": builtin.numeric,
-    "digits": builtin.digits,
-    "exact": builtin.exact,
-    "countdown": builtin.countdown,
-    "step_numbers": builtin.step_numbers,
-}
 
 
 @dataclass(frozen=True)
@@ -73,23 +67,14 @@ class WeightedReward:
         Raises:
             ConfigError: if a field is invalid or the file is missing. The function itself is not loaded yet.
         """
+        check_fields(config, "reward: ")
         name = config.name or config.function.rpartition(":")[2]
         check_reward(config, f"reward {name or '(no name)'}")
-        check_fields(config, f"reward {name}: ")
-        caller: RewardRunner
-        options: dict[str, Any] = {}
-        if config.function:
-            caller = RewardProcess(config.function, config.timeout_seconds)
-        elif config.name == "format":  # a regular expression may take exponential time
-            caller, options = RewardProcess(f"{builtin.__name__}:format_match"), {"pattern": config.pattern}
-        else:
-            caller = InProcess(BUILT_IN[config.name])
-            if config.name != "countdown":
-                options = {"answer_column": config.answer_column}
+        built_in = config.built_in
         return WeightedReward(
             name,
-            caller,
-            options,
+            RewardProcess(config.function, config.timeout_seconds) if built_in is None else _runner(built_in),
+            {} if built_in is None else {option: getattr(config, option) for option in built_in.options},
             config.weight,
             config.score,
             config.timeout_seconds,
@@ -101,7 +86,7 @@ class WeightedReward:
     def overlong(max_new_tokens: int, overlong_tokens: int) -> WeightedReward:
         """DAPO's length penalty of completions near the token limit, which a run adds to its rewards."""
         options = {"max_new_tokens": max_new_tokens, "overlong_tokens": overlong_tokens}
-        return WeightedReward("overlong", InProcess(builtin.overlong), options, shaping=True)
+        return WeightedReward("overlong", InProcess(overlong), options, shaping=True)
 
     def evaluate(self, groups: Sequence[Group], seconds: float) -> list[RewardResult]:
         """Call the function once for all rollouts of `groups`; returns the results, and stores logs in the groups."""
@@ -139,6 +124,13 @@ class RewardResult:
     def score(self) -> float | None:
         """The number that evaluations average: the value, or the mean over the steps of a step reward."""
         return self.value / len(self.steps) if self.value is not None and self.steps else self.value
+
+
+def _runner(reward: BuiltInReward) -> RewardRunner:
+    """The way to call a built-in reward."""
+    if reward.own_process:
+        return RewardProcess(reward.function)
+    return InProcess(load_function(reward.function))
 
 
 def completion_of(start: Start, rollout: Rollout) -> Any:

@@ -1,0 +1,66 @@
+"""Validate one [[rewards]] table."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import fields
+
+from covey.config import ConfigError, RewardConfig
+from covey.config.builtin_rewards import rewards_with
+from covey.config.fields import or_list
+from covey.config.files import shortened
+from covey.config.function_source import check_function_name
+from covey.config.validate_process import check_step_reward
+
+
+def check_reward(reward: RewardConfig, where: str) -> None:
+    """Refuse a [[rewards]] table that contradicts itself; `where` names it in the message.
+
+    Raises:
+        ConfigError: for neither or both of name and function, an option that the reward does not take or lacks, a bad
+            pattern, a function that is no file.py:function.
+    """
+    if bool(reward.name) == bool(reward.function):
+        wrong = "both name and function" if reward.name else "neither name nor function"
+        raise ConfigError(f"{where} has {wrong}: give exactly one of them")
+    if reward.weight == 0 and not reward.score:
+        raise ConfigError(f"{where} has weight 0 and so changes nothing: give it a weight or take it out")
+    _check_options(reward, where)
+    _check_pattern(reward.pattern, where)
+    if reward.function:
+        check_function_name(reward.function, f"{where}: function")
+    check_step_reward(reward, where)
+    if reward.binary and reward.name:
+        raise ConfigError(f"{where} has binary = true, which is for functions of your own: take it out")
+    if reward.binary and reward.per_step:
+        raise ConfigError(
+            f"{where} has binary = true and per_step = true: what evaluations average of a step reward is its mean "
+            "over the steps, which is no accuracy; take binary out"
+        )
+
+
+def _check_options(reward: RewardConfig, where: str) -> None:
+    """Refuse options that the reward does not take, and a built-in reward without one that it needs."""
+    taken = reward.built_in.options if reward.built_in is not None else ()
+    needed = reward.built_in.required if reward.built_in is not None else {}
+    for item in fields(reward):
+        users = rewards_with(item.name)
+        if item.name in needed and getattr(reward, item.name) == item.default:
+            raise ConfigError(
+                f"{where} is a {reward.name} reward and needs a {item.name}, such as {item.name} = {needed[item.name]}"
+            )
+        if users and item.name not in taken and getattr(reward, item.name) != item.default:
+            use = "reward uses" if len(users) == 1 else "rewards use"
+            raise ConfigError(f"{where} sets {item.name}, which only the {or_list(users)} {use}: take it out")
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    """Refuse what the module re cannot compile."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of sets such as [[a], which are read as they stand
+            re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{where}: pattern {shortened(pattern)} is no regular expression ({reason})") from error
