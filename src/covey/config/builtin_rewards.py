@@ -16,7 +16,17 @@ class BuiltInReward:
     options: tuple[str, ...] = ()  # fields of RewardConfig that are its keyword arguments; only it may set them
     required: Mapping[str, str] = field(default_factory=dict)  # options without a default -> an example, in TOML
     own_process: bool = False  # it may hang, so it is called in a process that can be ended
+    # Called for one completion at a time, in RewardConfig.workers processes side by side, each call with its deadline.
+    one_by_one: bool = False
+    shortcut: str = ""  # one_by_one: a function of this process that grades what is easy, and returns None for the rest
+    memory_mib: int = 0  # one_by_one: limit of the address space of each process; 0: none
+    package: str = ""  # module that it imports, of the extra covey[NAME] with the name of the reward
     task: str = ""  # the only task whose answers it grades, besides jsonl; empty: any
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The options that the function gets; `workers` is for its runner."""
+        return tuple(option for option in self.options if option != "workers")
 
     @property
     def reads_answers(self) -> bool:
@@ -28,12 +38,31 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     "numeric": BuiltInReward("covey.llm.rewards.numeric:numeric", binary=True, options=("answer_column",)),
     "digits": BuiltInReward("covey.llm.rewards.digits:digits", options=("answer_column",)),
     "exact": BuiltInReward("covey.llm.rewards.exact:exact", binary=True, options=("answer_column",)),
+    "math": BuiltInReward(
+        "covey.llm.rewards.math:math_equal",
+        binary=True,
+        options=("answer_column", "workers"),
+        one_by_one=True,
+        shortcut="covey.llm.rewards.plain_numbers:plain_verdicts",
+        memory_mib=2048,
+        package="math_verify",
+    ),
     "format": BuiltInReward(
         "covey.llm.rewards.format:format_match",
         binary=True,
         options=("pattern",),
         required={"pattern": "'-?[0-9]+'"},
         own_process=True,  # a regular expression may take exponential time
+    ),
+    "tags": BuiltInReward("covey.llm.rewards.tags:tagged_parts", binary=True, options=("tags", "first_tag_in_prompt")),
+    "length": BuiltInReward(
+        "covey.llm.rewards.length:length_penalty",
+        options=("unit", "length_target", "length_limit", "length_shape", "length_both_sides"),
+        required={"length_limit": "200"},
+    ),
+    "repetition": BuiltInReward("covey.llm.rewards.repetition:repetition_penalty", options=("unit", "ngram_size")),
+    "language": BuiltInReward(
+        "covey.llm.rewards.language:script_share", options=("scripts",), required={"scripts": '["latin"]'}
     ),
     "countdown": BuiltInReward("covey.llm.rewards.countdown:countdown", binary=True, task="countdown"),
     "step_numbers": BuiltInReward(

@@ -10,6 +10,11 @@ from covey.config.builtin_rewards import BUILT_IN_REWARDS, BuiltInReward
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 
 EMBEDDED_MODELS = ("smollm2-135m",)
+SCRIPTS = (
+    *("latin", "greek", "cyrillic", "armenian", "georgian", "hebrew", "arabic", "ethiopic", "devanagari", "bengali"),
+    *("gurmukhi", "gujarati", "tamil", "telugu", "kannada", "malayalam", "sinhala", "thai", "lao", "myanmar", "khmer"),
+    *("tibetan", "mongolian", "hangul", "han", "hiragana", "katakana"),
+)
 DAPO_RESAMPLES = 3
 PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
 DAPO_OVERLONG_FRACTION = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
@@ -191,9 +196,36 @@ class RewardConfig:
     answer_column: str = config_field(
         "answer", "column that holds the right answer; of step_numbers a list of them", advanced=True
     )
+    tags: tuple[str, ...] = config_field(
+        ("think", "answer"), "tags: the tagged parts of which a completion consists, in their order", advanced=True
+    )
+    first_tag_in_prompt: bool = config_field(
+        False, "tags: the prompt ends with the first opening tag, so completions begin after it", advanced=True
+    )
+    unit: str = config_field(
+        "tokens", "length, repetition: what is counted", choices=("tokens", "words", "characters"), advanced=True
+    )
+    length_target: int = config_field(
+        0, "length: units up to which there is no penalty", min=0, max=10_000_000, advanced=True
+    )
+    length_limit: int | None = config_field(
+        None, "length: units from which the penalty is 1; above length_target", min=1, max=10_000_000, advanced=True
+    )
+    length_shape: str = config_field(
+        "linear", "length: how the penalty rises from target to limit", choices=("linear", "cosine"), advanced=True
+    )
+    length_both_sides: bool = config_field(
+        False, "length: completions shorter than length_target have a penalty too", advanced=True
+    )
+    ngram_size: int = config_field(3, "repetition: units of an n-gram", min=1, max=1000, advanced=True)
+    scripts: tuple[str, ...] = config_field(
+        (), "language: Unicode scripts of the wanted language", choices=SCRIPTS, advanced=True
+    )
+    workers: int = config_field(2, "math: processes side by side", min=1, max=256, advanced=True)
     timeout_seconds: float = config_field(
         10.0,
-        "deadline of a call of your own function; importing its file has the same, at least 10 s",
+        "deadline of a call of your own function, or of math for one answer; importing a file has the same, at least "
+        "10 s",
         above=0,
         max=86_400,
         advanced=True,

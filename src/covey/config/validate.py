@@ -32,7 +32,7 @@ from covey.config.model_sources import locate_model
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_process import check_process
-from covey.config.validate_rewards import check_reward
+from covey.config.validate_rewards import check_rewards
 from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_size import check_control_size, check_size
 
@@ -119,10 +119,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> 
     _refuse_unused(config)
     _check_evaluation(config.evaluation)
     check_task(config.task)
-    for number, reward in enumerate(config.rewards, start=1):
-        check_reward(reward, f"[[rewards]] number {number}")
-    if sum(reward.score for reward in config.rewards) > 1:
-        raise ConfigError("several [[rewards]] have score = true: evaluation counts one of them, so keep one")
+    check_rewards(config)
     check_process(config, own_rewards=own_rewards)
     locate_model(config.model)
 

@@ -16,12 +16,11 @@ from covey.config import ConfigError, RewardConfig, RunError
 from covey.config.fields import plural
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.model.chat import Chat
-from covey.llm.rewards.reward_call import InvalidRewardOutput, RewardCallError, RewardTimeout
+from covey.llm.rewards.reward_call import FAILURES_ALLOWED, InvalidRewardOutput, RewardCallError, RewardTimeout
 from covey.llm.rewards.runner import RewardHung
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import RewardResult, WeightedReward
 
-FAILURES_ALLOWED = 0.2  # fraction of a step's rollouts
 BOUNDARY = "process.boundary"  # name of the boundary function in messages
 # The dry run has two completions, a step has hundreds, so its deadline is a tenth, and a hang is found early.
 DRY_RUN_FRACTION = 0.1

@@ -37,7 +37,7 @@ def test_impossible_rewards_are_refused():
     for config, message in [
         (RewardConfig(), "neither name nor function"),
         (RewardConfig(name="numbers"), "numeric"),
-        (RewardConfig(name="format"), "needs a pattern"),
+        (RewardConfig(name="format"), "needs a value for pattern"),
         (RewardConfig(name="format", pattern="(a"), "no regular expression"),
         (RewardConfig(name="numeric", weight=float("nan")), "finite"),
         (RewardConfig(name="numeric", timeout_seconds=0.0), "timeout_seconds"),
@@ -72,9 +72,12 @@ def test_the_worker_needs_neither_torch_nor_transformers():
 def test_every_entry_is_a_function_that_takes_its_options(name):
     entry = BUILT_IN_REWARDS[name]
     parameters = inspect.signature(load_function(entry.function)).parameters
-    assert set(entry.options) <= set(parameters)
+    assert set(entry.arguments) <= set(parameters)
     assert set(entry.required) <= set(entry.options)
-    assert {option for option in parameters if option in FIELDS} == set(entry.options)
+    assert {option for option in parameters if option in FIELDS} == set(entry.arguments)
+    assert ("workers" in entry.options) == entry.one_by_one
+    if entry.shortcut:
+        assert set(entry.arguments) <= set(inspect.signature(load_function(entry.shortcut)).parameters)
     assert ("steps" in parameters) == entry.per_step
     file = Path(entry.function.partition(":")[0].replace(".", "/") + ".py")
     assert file.stem == name, "the file has the reward's name"

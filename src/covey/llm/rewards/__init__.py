@@ -2,6 +2,8 @@
 
 numeric, digits, ...      the built-in rewards, one file each, in the table `covey.config.builtin_rewards`
 answer_text, read_number  the marked answer of a completion, and the number that it states
+units, plain_numbers      the length of a completion; answers that are plain numbers, for `math`
+reward_pool               grades completions one by one in several worker processes
 runner                    calls a function under a deadline: in this process or through a worker
 worker                    the process in which a user's function runs
 reward_call               one call and the check of its results

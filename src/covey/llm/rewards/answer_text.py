@@ -31,6 +31,15 @@ def column_of(columns: dict[str, Any], name: str) -> Any:
     return columns[name]
 
 
+def marked_answer(text: str) -> str | None:
+    """The answer that a text marks: the last `\\boxed{...}`, else `<answer>...</answer>`, else `#### ...`."""
+    for last in (last_boxed, last_answer_tag, last_hashes):
+        found = last(text)
+        if found is not None:
+            return found
+    return None
+
+
 def last_boxed(text: str) -> str | None:
     """Content of the last `\\boxed{...}`, with balanced braces."""
     begin = text.rfind("\\boxed{")

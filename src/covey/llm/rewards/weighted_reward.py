@@ -13,6 +13,7 @@ from covey.config.fields import check_fields
 from covey.config.validate_rewards import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.rewards.overlong import overlong
+from covey.llm.rewards.reward_pool import RewardPool
 from covey.llm.rewards.runner import InProcess, RewardProcess, RewardRunner
 from covey.llm.rewards.worker import load_function
 
@@ -73,8 +74,8 @@ class WeightedReward:
         built_in = config.built_in
         return WeightedReward(
             name,
-            RewardProcess(config.function, config.timeout_seconds) if built_in is None else _runner(built_in),
-            {} if built_in is None else {option: getattr(config, option) for option in built_in.options},
+            RewardProcess(config.function, config.timeout_seconds) if built_in is None else _runner(built_in, config),
+            {} if built_in is None else {option: getattr(config, option) for option in built_in.arguments},
             config.weight,
             config.score,
             config.timeout_seconds,
@@ -109,7 +110,10 @@ class WeightedReward:
         for column, values in results.extras.items():
             for (_, rollout), value in zip(rows, values, strict=True):
                 rollout.extras.setdefault(self.name, {})[column] = value
-        return [_result_of(result, binary=self.binary) for result in results.values]
+        return [
+            RewardResult(None, results.errors[row]) if row in results.errors else _result_of(result, binary=self.binary)
+            for row, result in enumerate(results.values)
+        ]
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,11 @@ class RewardResult:
         return self.value / len(self.steps) if self.value is not None and self.steps else self.value
 
 
-def _runner(reward: BuiltInReward) -> RewardRunner:
+def _runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunner:
     """The way to call a built-in reward."""
+    if reward.one_by_one:
+        shortcut = load_function(reward.shortcut) if reward.shortcut else None
+        return RewardPool(reward.function, config.workers, reward.arguments, shortcut, reward.memory_mib)
     if reward.own_process:
         return RewardProcess(reward.function)
     return InProcess(load_function(reward.function))
