@@ -18,6 +18,7 @@ from covey.config.fields import check_fields, iter_fields, toml_repr
 from covey.config.llm import TASK_CONFIGS, RewardConfig, RunConfig
 from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, largest_divisor
 from covey.config.validate_collection import NOT_BY_GROUP
+from covey.config.validate_rewards import check_normalization
 
 Config = RunConfig | ControlConfig
 
@@ -174,6 +175,14 @@ def _has_step_rewards(config: RunConfig) -> bool:
     return any(reward.is_per_step for reward in config.rewards)
 
 
+def _cannot_normalize_each(config: RunConfig) -> bool:
+    try:
+        check_normalization(config.loss, config.algorithm)
+    except ConfigError:
+        return True
+    return False
+
+
 def _no_clipping(config: Config) -> bool:
     return config.algorithm in WITHOUT_RATIO
 
@@ -251,6 +260,10 @@ RULES: dict[type, list[Rule]] = {
         *_shared(RunConfig),
         Rule("rewards", ("task",), _rewards),
         Rule("loss.credit", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
+        Rule(
+            "loss.normalize_rewards", ("algorithm", "loss.credit", "loss.kl_estimator"),
+            _if(_cannot_normalize_each, default),
+        ),
         Rule("process.boundary", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
         Rule("token_budget", ("steps",), _scaled_budget),
         Rule("reference.refresh_every", ("steps",), _scaled_steps),

@@ -82,6 +82,12 @@ class LossConfig(LossBase):
         "(process_return_to_go); steps need a reward with per_step = true",
         choices=("outcome", "process", "process_by_step", "process_return_to_go"),
     )
+    normalize_rewards: str = config_field(
+        "sum",
+        "what is normalised within a group: the weighted sum of the rewards, or each reward before the sum, which is "
+        "then whitened over the step (GDPO)",
+        choices=("sum", "each"),
+    )
     gamma: float = config_field(1.0, "ppo: discount per token", min=0, max=1)
     importance_cap: float | None = config_field(
         None,

@@ -32,7 +32,7 @@ from covey.config.model_sources import locate_model
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_process import check_process
-from covey.config.validate_rewards import check_rewards
+from covey.config.validate_rewards import check_normalization, check_rewards
 from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_size import check_control_size, check_size
 
@@ -120,6 +120,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> 
     _check_evaluation(config.evaluation)
     check_task(config.task)
     check_rewards(config)
+    check_normalization(config.loss, config.algorithm)
     check_process(config, own_rewards=own_rewards)
     locate_model(config.model)
 

@@ -272,7 +272,7 @@ class LLMBuilder:
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
         self._note_unused_step_rewards(display)
-        algorithm = build_llm_algorithm(config)
+        algorithm = build_llm_algorithm(config, problem.grader.weights)
         critics = (build_critic(config, loaded.policy, display),) if algorithm.needs_critic else ()
         reference = LanguagePolicy(
             copy.deepcopy(loaded.policy.module).requires_grad_(False),

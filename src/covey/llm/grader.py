@@ -65,6 +65,11 @@ class RewardGrader:
         self.score_kind = "accuracy" if by_preference[0].binary else "score"  # a key of tracking's SCORE_KINDS
         self.splitter = StepSplitter(boundary) if any(reward.per_step for reward in self.rewards) else None
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each reward in the sum, by its name in `Rollout.reward_parts`."""
+        return {reward.name: reward.weight for reward in self.rewards}
+
     def use_chat(self, chat: Chat) -> None:
         """Set the chat of the model, with which `grade` also computes the tokens at which steps end."""
         if self.splitter is not None:
