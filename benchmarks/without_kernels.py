@@ -32,7 +32,8 @@ from covey.llm.model.conversion import EMBEDDED
 from covey.llm.model.loading import load_model
 from covey.llm.native.bindings import SWITCH
 from covey.llm.policy import LanguagePolicy
-from covey.llm.rewards.builtin import digits, numeric
+from covey.llm.rewards.digits import digits
+from covey.llm.rewards.numeric import numeric
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import Arithmetic
 from covey.runtime.device import set_threads

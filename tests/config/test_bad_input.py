@@ -291,7 +291,7 @@ def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
         (replace(GOOD, task=JsonlConfig(path="/")), "is a folder; name a JSONL file"),
         (with_reward(), "neither name nor function: give exactly one"),
         (with_reward(name="numeric", function="a:b"), "both name and function: give exactly one"),
-        (with_reward(name="format"), "needs a pattern"),
+        (with_reward(name="format"), "needs a value for pattern"),
         (with_reward(name="format", pattern="("), "is no regular expression"),
         (with_reward(name="numeric", pattern="x"), "which only the format reward uses"),
         (with_reward(name="numerics"), "did you mean 'numeric'?"),

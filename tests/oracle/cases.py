@@ -5,7 +5,7 @@ Shapes: B rollouts, T decisions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Case:
     lengths_B: Tensor  # holes included
     finished_B: Tensor  # False where the token limit cut the completion
     rewards: list[float | None]  # None: the grader failed
+    parts: list[list[float | None]] = field(default_factory=list)  # rewards of several functions, one list for each
 
 
 def random_case(seed: int, *, spread: float = 0.3, on_policy: bool = False, ungraded: int = 0) -> Case:

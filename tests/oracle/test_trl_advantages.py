@@ -44,6 +44,23 @@ def test_advantages(scale_rewards, compare, folder, agree):
         agree(f"advantages, scale_rewards {scale_rewards}", ours_B, trainer.take(case).advantages_B)
 
 
+def test_each_reward_normalized(folder, agree):
+    """GDPO: TRL's `normalize_then_sum`, with rewards of very different sizes, equal ones and missing ones."""
+    weights = [1.0, 0.5, -2.0]
+    trainer = TableTrainer(folder, parts=3, multi_objective_aggregation="normalize_then_sum", reward_weights=weights)
+    for seed in CASES:
+        parts = [random_case(31 * seed + number, ungraded=number * (seed % 3)).rewards for number in range(3)]
+        parts[1] = [None if value is None else 64 * value for value in parts[1]]
+        step = trainer.take(replace(random_case(seed), parts=parts))
+        parts_BR = torch.tensor([[float("nan") if value is None else value for value in part] for part in parts]).T
+        known_BR = ~parts_BR.isnan()
+        valid_B, group_B = known_BR.any(dim=1), torch.arange(ROWS) // GROUP_SIZE
+        columns = zip(parts_BR.T, known_BR.T, strict=True)
+        advantage_BR = torch.stack([TRL_STD(part_B, group_B, known_B) for part_B, known_B in columns], dim=1)
+        ours_B = baselines.weighted_whitened_sum(advantage_BR, torch.tensor(weights), valid_B, eps=1e-4, ddof=1)
+        agree("advantages, normalize_then_sum", ours_B, step.advantages_B)
+
+
 def test_rounding_of_equal_rewards_teaches_in_trl_only(folder):
     """A difference by decision: rewards that differ by one unit of float32 are alike to covey."""
     trainer = TableTrainer(folder)

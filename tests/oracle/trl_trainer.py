@@ -7,6 +7,7 @@ model is replaced by a look into a table, and `rollout_func` (an argument of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class Step(NamedTuple):
 class TableTrainer(GRPOTrainer):
     """A GRPOTrainer whose models have an opinion on the decisions of `case` and on nothing else."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, *, parts: int = 0, **settings: Any) -> None:
+        """`parts`: number of reward functions, one for each list of `Case.parts`; 0: one, for `Case.rewards`."""
         defaults: dict[str, Any] = {
             "per_device_train_batch_size": ROWS // 4,
             "gradient_accumulation_steps": 4,
@@ -49,7 +51,7 @@ class TableTrainer(GRPOTrainer):
         )  # fmt: skip
         super().__init__(
             model=AutoModelForCausalLM.from_pretrained(folder),
-            reward_funcs=self._look_up_rewards,
+            reward_funcs=[self._part(number) for number in range(parts)] or self._look_up_rewards,
             args=config,
             train_dataset=Dataset.from_dict({"prompt": [""] * ROWS}),
             processing_class=AutoTokenizer.from_pretrained(folder),
@@ -80,6 +82,13 @@ class TableTrainer(GRPOTrainer):
 
     def _look_up_rewards(self, prompts: list[str], row: list[int], **_: Any) -> list[float | None]:
         return [self.case.rewards[i] for i in row]
+
+    def _part(self, number: int) -> Callable[..., list[float | None]]:
+        def look_up(prompts: list[str], row: list[int], **_: Any) -> list[float | None]:
+            return [self.case.parts[number][i] for i in row]
+
+        look_up.__name__ = f"part_{number}"
+        return look_up
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any

@@ -1,12 +1,12 @@
 """Advantage estimators, and the credit assignments that build them.
 
 A credit assignment takes a baseline (`core/baselines.py`) and returns an advantage estimator. An algorithm chooses
-both. Shapes: B rollouts, T decisions.
+both. Shapes: B rollouts, T decisions, R rewards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,32 @@ def outcome(compare: Baseline) -> AdvantageEstimator:
         return Advantages(torch.where(batch.mask_BT, advantage_B[:, None], 0.0))
 
     return estimate
+
+
+def outcome_of_each_reward(weights: Mapping[str, float]) -> CreditAssignment:
+    """Outcome supervision with decoupled normalization: the rollouts of a group are compared by each reward on its own.
+
+    The weighted sum of the advantages by each reward is whitened over the batch: GDPO (arXiv 2601.05242). A reward that
+    is the same in a whole group contributes 0 there, and one without a value for a rollout contributes 0 to it. All
+    decisions of a rollout have its advantage.
+
+    Args:
+        weights: the weight of each reward, by its name in `Batch.reward_names`.
+    """
+
+    def credit(compare: Baseline) -> AdvantageEstimator:
+        def estimate(batch: Batch) -> Advantages:
+            assert batch.reward_parts_BR is not None
+            known_BR = batch.valid_B[:, None] & ~batch.reward_parts_BR.isnan()
+            columns = zip(batch.reward_parts_BR.T, known_BR.T, strict=True)
+            advantage_BR = torch.stack([compare(part_B, batch.group_B, known_B) for part_B, known_B in columns], dim=1)
+            weight_R = advantage_BR.new_tensor([weights[name] for name in batch.reward_names])
+            whitened_B = baselines.weighted_whitened_sum(advantage_BR, weight_R, batch.valid_B)
+            return Advantages(torch.where(batch.mask_BT, whitened_B[:, None], 0.0))
+
+        return estimate
+
+    return credit
 
 
 def reward_to_go(compare: Baseline, *, gamma: float = 1.0) -> AdvantageEstimator:

@@ -11,18 +11,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from covey.config.builtin_rewards import BuiltInReward
 from covey.config.common import ConfigError
 from covey.config.control import ControlConfig
 from covey.config.fields import check_fields, iter_fields, toml_repr
 from covey.config.llm import TASK_CONFIGS, RewardConfig, RunConfig
 from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, largest_divisor
 from covey.config.validate_collection import NOT_BY_GROUP
+from covey.config.validate_rewards import check_normalization
 
 Config = RunConfig | ControlConfig
-
-# Built-in rewards that grade one task's answers; the others (format, functions) work with every task.
-REWARDS_OF_TASK = {"countdown": "countdown", "step_numbers": "running_total"}
-RIGHT_ANSWERS = ("numeric", "digits", "exact")  # they need an answer column, which every task except countdown has
 
 
 @dataclass(frozen=True)
@@ -167,14 +165,22 @@ def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardCon
     task = next((task for task, kind in TASK_CONFIGS.items() if kind is type(config.task)), "")
     kept = []
     for reward in config.rewards:
-        needed = REWARDS_OF_TASK.get(reward.name, task)
-        if task in (needed, "jsonl") and not (task == "countdown" and reward.name in RIGHT_ANSWERS):
+        entry = reward.built_in or BuiltInReward(reward.function)
+        if task in (entry.task or task, "jsonl") and not (task == "countdown" and entry.reads_answers):
             kept.append(reward)
     return tuple(kept)
 
 
 def _has_step_rewards(config: RunConfig) -> bool:
     return any(reward.is_per_step for reward in config.rewards)
+
+
+def _cannot_normalize_each(config: RunConfig) -> bool:
+    try:
+        check_normalization(config.loss, config.algorithm)
+    except ConfigError:
+        return True
+    return False
 
 
 def _no_clipping(config: Config) -> bool:
@@ -254,6 +260,10 @@ RULES: dict[type, list[Rule]] = {
         *_shared(RunConfig),
         Rule("rewards", ("task",), _rewards),
         Rule("loss.credit", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
+        Rule(
+            "loss.normalize_rewards", ("algorithm", "loss.credit", "loss.kl_estimator"),
+            _if(_cannot_normalize_each, default),
+        ),
         Rule("process.boundary", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
         Rule("token_budget", ("steps",), _scaled_budget),
         Rule("reference.refresh_every", ("steps",), _scaled_steps),

@@ -179,6 +179,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "prompt_key": _none("verl", "the column of the prompts is called prompt"),
     "reward_funcs": _none("TRL", 'write [[rewards]] with function = "file.py:function" below it'),
     "reward_weights": _none("TRL", "each [[rewards]] table has its weight"),
+    "multi_objective_aggregation": _same("TRL", "loss.normalize_rewards", 'its normalize_then_sum is "each"'),
     "reward_model": _none("verl", "rewards are functions; reward models are not supported yet"),
     "reward_pretrain": _none("OpenRLHF", "rewards are functions; reward models are not supported yet"),
     "remote_rm_url": _none("OpenRLHF", "rewards are functions: call the server in one"),

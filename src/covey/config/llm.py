@@ -6,11 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from covey.config.builtin_rewards import BUILT_IN_REWARDS, BuiltInReward
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 
 EMBEDDED_MODELS = ("smollm2-135m",)
-STEP_REWARDS = ("step_numbers",)  # built-in rewards with a value for every reasoning step
-BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right and 0 for wrong
+SCRIPTS = (
+    *("latin", "greek", "cyrillic", "armenian", "georgian", "hebrew", "arabic", "ethiopic", "devanagari", "bengali"),
+    *("gurmukhi", "gujarati", "tamil", "telugu", "kannada", "malayalam", "sinhala", "thai", "lao", "myanmar", "khmer"),
+    *("tibetan", "mongolian", "hangul", "han", "hiragana", "katakana"),
+)
 DAPO_RESAMPLES = 3
 PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
 DAPO_OVERLONG_FRACTION = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
@@ -77,6 +81,12 @@ class LossConfig(LossBase):
         "group (process), with the same step of the siblings (process_by_step), or its rewards to go with theirs "
         "(process_return_to_go); steps need a reward with per_step = true",
         choices=("outcome", "process", "process_by_step", "process_return_to_go"),
+    )
+    normalize_rewards: str = config_field(
+        "sum",
+        "what is normalised within a group: the weighted sum of the rewards, or each reward before the sum, which is "
+        "then whitened over the step (GDPO)",
+        choices=("sum", "each"),
     )
     gamma: float = config_field(1.0, "ppo and reinforce_pp: discount per token", min=0, max=1)
     importance_cap: float | None = config_field(
@@ -183,9 +193,7 @@ TASK_CONFIGS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class RewardConfig:
-    name: str = config_field(
-        "", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown", *STEP_REWARDS)
-    )
+    name: str = config_field("", "a built-in reward", choices=tuple(BUILT_IN_REWARDS))
     function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
     weight: float = config_field(1.0, "weight in the sum of rewards")
     pattern: str = config_field(
@@ -194,16 +202,42 @@ class RewardConfig:
     answer_column: str = config_field(
         "answer", "column that holds the right answer; of step_numbers a list of them", advanced=True
     )
+    tags: tuple[str, ...] = config_field(
+        ("think", "answer"), "tags: the tagged parts of which a completion consists, in their order", advanced=True
+    )
+    first_tag_in_prompt: bool = config_field(
+        False, "tags: the prompt ends with the first opening tag, so completions begin after it", advanced=True
+    )
+    unit: str = config_field(
+        "tokens", "length, repetition: what is counted", choices=("tokens", "words", "characters"), advanced=True
+    )
+    length_target: int = config_field(
+        0, "length: units up to which there is no penalty", min=0, max=10_000_000, advanced=True
+    )
+    length_limit: int | None = config_field(
+        None, "length: units from which the penalty is 1; above length_target", min=1, max=10_000_000, advanced=True
+    )
+    length_shape: str = config_field(
+        "linear", "length: how the penalty rises from target to limit", choices=("linear", "cosine"), advanced=True
+    )
+    length_both_sides: bool = config_field(
+        False, "length: completions shorter than length_target have a penalty too", advanced=True
+    )
+    ngram_size: int = config_field(3, "repetition: units of an n-gram", min=1, max=1000, advanced=True)
+    scripts: tuple[str, ...] = config_field(
+        (), "language: Unicode scripts of the wanted language", choices=SCRIPTS, advanced=True
+    )
     timeout_seconds: float = config_field(
         10.0,
-        "deadline of a call of your own function; importing its file has the same, at least 10 s",
+        "deadline of a call of your own function, or of math for one answer; importing a file has the same, at least "
+        "10 s",
         above=0,
         max=86_400,
         advanced=True,
     )
-    workers: int = config_field(
-        1,
-        "processes in which your own function is called side by side; groups are graded while others are sampled",
+    workers: int | None = config_field(
+        None,
+        "processes side by side, for your own function, math and format; unset: 2 for math, else 1",
         min=1,
         max=256,
         advanced=True,
@@ -220,14 +254,19 @@ class RewardConfig:
     )
 
     @property
+    def built_in(self) -> BuiltInReward | None:
+        """The entry of a built-in reward in the table, None for a function of the user's."""
+        return BUILT_IN_REWARDS.get(self.name)
+
+    @property
     def is_per_step(self) -> bool:
         """True for a reward of reasoning steps, False for one of whole completions."""
-        return self.per_step or self.name in STEP_REWARDS
+        return self.per_step or (self.built_in is not None and self.built_in.per_step)
 
     @property
     def is_binary(self) -> bool:
         """True if the reward is always 1 (right) or 0 (wrong), so that its mean is an accuracy."""
-        return self.binary or self.name in BINARY_REWARDS
+        return self.binary or (self.built_in is not None and self.built_in.binary)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from dataclasses import is_dataclass
 from typing import Any, cast
 
@@ -29,12 +27,12 @@ from covey.config.fields import (
     or_list,
     toml_repr,
 )
-from covey.config.files import shortened, user_path
-from covey.config.function_source import check_function_name
+from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_kl import check_kl, check_language_kl
-from covey.config.validate_process import check_process, check_step_reward
+from covey.config.validate_process import check_process
+from covey.config.validate_rewards import check_normalization, check_rewards
 from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_size import check_control_size, check_size
 
@@ -121,10 +119,8 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> 
     _refuse_unused(config)
     _check_evaluation(config.evaluation)
     check_task(config.task)
-    for number, reward in enumerate(config.rewards, start=1):
-        check_reward(reward, f"[[rewards]] number {number}")
-    if sum(reward.score for reward in config.rewards) > 1:
-        raise ConfigError("several [[rewards]] have score = true: evaluation counts one of them, so keep one")
+    check_rewards(config)
+    check_normalization(config.loss, config.algorithm)
     check_process(config, own_rewards=own_rewards)
     locate_model(config.model)
 
@@ -241,47 +237,3 @@ def check_task(task: Any) -> None:
             raise ConfigError(f"task.{name}: {value} is a folder; name a JSONL file")
         if value and not path.is_file():
             raise ConfigError(f"task.{name}: {missing_file(path, value)}")
-
-
-def check_reward(reward: RewardConfig, where: str) -> None:
-    """Refuse a [[rewards]] table that contradicts itself; `where` names it in the message.
-
-    Raises:
-        ConfigError: for neither or both of name and function, a bad pattern, a function that is no file.py:function.
-    """
-    if bool(reward.name) == bool(reward.function):
-        wrong = "both name and function" if reward.name else "neither name nor function"
-        raise ConfigError(f"{where} has {wrong}: give exactly one of them")
-    if reward.weight == 0 and not reward.score:
-        raise ConfigError(f"{where} has weight 0 and so changes nothing: give it a weight or take it out")
-    if reward.name == "format" and not reward.pattern:
-        raise ConfigError(f"{where} is a format reward and needs a pattern, such as pattern = '-?[0-9]+'")
-    if reward.name != "format" and reward.pattern:
-        raise ConfigError(f"{where} has a pattern, which only the format reward uses: take it out")
-    _check_pattern(reward.pattern, where)
-    if reward.workers != type(reward)().workers and reward.name not in ("", "format"):
-        raise ConfigError(
-            f"{where} has workers = {reward.workers}, but {reward.name} is computed in the run's own process: take it "
-            "out, or name a function of your own"
-        )
-    if reward.function:
-        check_function_name(reward.function, f"{where}: function")
-    check_step_reward(reward, where)
-    if reward.binary and reward.name:
-        raise ConfigError(f"{where} has binary = true, which is for functions of your own: take it out")
-    if reward.binary and reward.per_step:
-        raise ConfigError(
-            f"{where} has binary = true and per_step = true: what evaluations average of a step reward is its mean "
-            "over the steps, which is no accuracy; take binary out"
-        )
-
-
-def _check_pattern(pattern: str, where: str) -> None:
-    """Refuse what the module re cannot compile."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of sets such as [[a], which are read as they stand
-            re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ConfigError(f"{where}: pattern {shortened(pattern)} is no regular expression ({reason})") from error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from covey.config import ConfigError, RewardConfig, RunConfig
-from covey.config.fields import did_you_mean
+from covey.config.builtin_rewards import step_rewards
+from covey.config.fields import did_you_mean, or_list
 from covey.config.function_source import check_function_name
-from covey.config.llm import STEP_REWARDS
 from covey.config.validate_collection import check_credit
 
 RULES = ("line", "paragraph", "sentence")
@@ -54,8 +54,8 @@ def check_step_reward(reward: RewardConfig, where: str) -> None:
     Raises:
         ConfigError: if the reward is built in and pays whole completions.
     """
-    if reward.per_step and reward.name and reward.name not in STEP_REWARDS:
+    if reward.per_step and reward.built_in is not None and not reward.built_in.per_step:
         raise ConfigError(
             f"{where} has per_step = true, but {reward.name} pays whole completions: name a function of your own, or "
-            "step_numbers"
+            f"{or_list(step_rewards())}"
         )

@@ -12,6 +12,8 @@ from torch import Tensor
 # Rewards of a group with at most this relative difference are considered equal: they differ by rounding only.
 # Division of these differences by their standard deviation would give advantages of order 1.
 RELATIVE_RANGE = 1e-6
+# A sum of advantages that is this small beside its terms is considered 0: it is the residue of rounding and of eps.
+CANCELLED = 1e-4
 
 
 def group_zscore(reward_B: Tensor, group_B: Tensor, valid_B: Tensor, *, eps: float = 1e-6, ddof: int = 0) -> Tensor:
@@ -57,6 +59,31 @@ def leave_one_out(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:
     """
     count_B = _per_row(valid_B.to(reward_B.dtype), group_B)
     return group_centered(reward_B, group_B, valid_B) * count_B / (count_B - 1).clamp(min=1)
+
+
+def weighted_whitened_sum(
+    advantage_BR: Tensor, weight_R: Tensor, valid_B: Tensor, *, eps: float = 1e-6, ddof: int = 0
+) -> Tensor:
+    """Weighted sum of the advantages by each reward, whitened over the batch.
+
+    A_i = (s_i - mean(s)) / (std(s) + eps), s_i = sum_r w_r A_{i,r}      GDPO (arXiv 2601.05242), section 3.1
+
+    Args:
+        advantage_BR: advantages by each of R rewards, each compared within its group; 0 where a reward has no value.
+        weight_R: weights of the rewards.
+        valid_B: rollouts whose reward is known, bool.
+        eps: added to the standard deviation over the valid rollouts.
+        ddof: 0 for the population's standard deviation, 1 for the sample's.
+
+    Returns:
+        advantage_B. Exactly 0 where the terms of the sum cancel out, because 0 is also the mean of every group, and on
+        rows that are not valid.
+    """
+    terms_BR = advantage_BR * weight_R
+    sum_B = terms_BR.sum(dim=1)
+    sum_B = torch.where(sum_B.abs() <= CANCELLED * terms_BR.abs().sum(dim=1), 0.0, sum_B)
+    whitened_B = group_zscore(sum_B, torch.zeros_like(valid_B, dtype=torch.int64), valid_B, eps=eps, ddof=ddof)
+    return torch.where(sum_B == 0, 0.0, whitened_B)
 
 
 def _all_equal(reward_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ def collate(groups: list[Group]) -> Batch:
     if mask_BT is not inside_BT:
         _check_undecided(rewards_BT != 0, mask_BT, "a step reward at")
         _check_undecided(step_end_BT, mask_BT, "a reasoning step that ends at")
+    names = tuple(dict.fromkeys(name for rollout in rollouts for name in rollout.reward_parts))
     group_sizes = torch.tensor([len(group.rollouts) for group in groups])
     behavior_logprobs_BT = _pad([rollout.behavior_logprobs for rollout in rollouts], inside_BT).float()
     return Batch(
@@ -53,7 +55,15 @@ def collate(groups: list[Group]) -> Batch:
         truncated_B=torch.tensor([not rollout.end.is_final for rollout in rollouts]),
         group_B=torch.arange(len(groups)).repeat_interleave(group_sizes),
         step_end_BT=step_end_BT,
+        reward_names=names,
+        reward_parts_BR=_reward_parts(rollouts, names) if names else None,
     )
+
+
+def _reward_parts(rollouts: list[Rollout], names: tuple[str, ...]) -> Tensor:
+    """reward_parts_BR: the values of the single rewards, NaN for those that have none."""
+    values = [[rollout.reward_parts.get(name) for name in names] for rollout in rollouts]
+    return torch.tensor([[math.nan if value is None else value for value in row] for row in values])
 
 
 def _decisions(rollouts: list[Rollout], inside_BT: Tensor) -> tuple[Tensor, list[int]]:

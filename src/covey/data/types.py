@@ -1,6 +1,6 @@
 """The data types: Start, Rollout, Group, Batch and PolicyOutput.
 
-Shapes: B rollouts (rows), T actions (columns), V possible actions, A components of an action vector.
+Shapes: B rollouts (rows), T actions (columns), V possible actions, A components of an action vector, R rewards.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ class Batch:
     reference_all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action, if V is small
     proximal_all_logprobs_BTV: Tensor | None = None
     loss_weights_BT: Tensor | None = None  # weight of each decision in the loss
+    reward_names: tuple[str, ...] = ()  # of the rewards of which `reward_B` is the weighted sum
+    reward_parts_BR: Tensor | None = None  # float32, each reward without its weight; NaN if it has no value
 
     @classmethod
     def blank(cls, mask_BT: Tensor, **known: Any) -> Batch:
@@ -154,7 +156,8 @@ class Batch:
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
                 value = value[rows]
-                picked[item.name] = value[:, :width] if value.dim() > 1 else value
+                has_decisions = "T" in item.name.rpartition("_")[2]  # the shape, by the suffix of the name
+                picked[item.name] = value[:, :width] if has_decisions else value
         return replace(self, **picked)
 
     def restrict(self, decisions: Tensor) -> Batch:

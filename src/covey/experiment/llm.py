@@ -273,7 +273,7 @@ class LLMBuilder:
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
         self._note_unused_step_rewards(display)
-        algorithm = build_llm_algorithm(config)
+        algorithm = build_llm_algorithm(config, problem.grader.weights)
         critics = (build_critic(config, loaded.policy, display),) if algorithm.needs_critic else ()
         reference = LanguagePolicy(
             copy.deepcopy(loaded.policy.module).requires_grad_(False),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from covey.algorithms import Algorithm, KLFromOutput
-from covey.algorithms.advantages import CreditAssignment, outcome, process, process_by_step, process_return_to_go
+from covey.algorithms.advantages import (
+    CreditAssignment,
+    outcome,
+    outcome_of_each_reward,
+    process,
+    process_by_step,
+    process_return_to_go,
+)
 from covey.config import RunConfig
 from covey.config.model_sources import find_origin
 from covey.core import kl
@@ -58,14 +65,16 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) ->
     return critic
 
 
-def build_llm_algorithm(config: RunConfig) -> Algorithm:
+def build_llm_algorithm(config: RunConfig, reward_weights: Mapping[str, float]) -> Algorithm:
+    """The algorithm of a run. `reward_weights` has the weight of every reward that the grader calls."""
     loss = config.loss
+    each = loss.normalize_rewards == "each"
     algorithm = build_algorithm(
         config.algorithm,
         replace(loss, kl_coefficient=config.kl_coefficient),
         max_length=config.sampling.max_new_tokens,
         entropy_coefficient=loss.entropy_coefficient,
-        credit=CREDITS[loss.credit],
+        credit=outcome_of_each_reward(reward_weights) if each else CREDITS[loss.credit],
         gamma=loss.gamma,
         lam=loss.gae_lambda,
         whiten=loss.whiten,

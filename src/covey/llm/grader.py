@@ -6,37 +6,26 @@ group. Reward functions are the user's own trusted code; there is no sandbox for
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from covey.config import ConfigError, RewardConfig, RunError
+from covey.config import ConfigError, RewardConfig
 from covey.config.fields import plural
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.model.chat import Chat
-from covey.llm.rewards.reward_call import InvalidRewardOutput, Results, RewardCallError, RewardTimeout
+from covey.llm.rewards.group_calls import GradingError, RewardCalls, first_error, too_many
+from covey.llm.rewards.reward_call import FAILURES_ALLOWED, InvalidRewardOutput, RewardCallError, RewardTimeout
 from covey.llm.rewards.runner import RewardHung
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import RewardResult, WeightedReward
 
-FAILURES_ALLOWED = 0.2  # fraction of a step's rollouts
 BOUNDARY = "process.boundary"  # name of the boundary function in messages
 # The dry run has two completions, a step has hundreds, so its deadline is a tenth, and a hang is found early.
 DRY_RUN_FRACTION = 0.1
 DRY_RUN_LEAST_SECONDS = 1.0
 MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # from a wrong form of completions
-
-Call = tuple[list[Group], Future[Results] | None]  # None: a function that is called when its turn comes
-
-log = logging.getLogger(__name__)
-
-
-class GradingError(RunError):
-    """Grading cannot continue; one line that names the reward and its fault."""
 
 
 class RewardGrader:
@@ -69,21 +58,18 @@ class RewardGrader:
         self.score_name = by_preference[0].name
         self.score_kind = "accuracy" if by_preference[0].binary else "score"  # a key of tracking's SCORE_KINDS
         self.splitter = StepSplitter(boundary) if any(reward.per_step for reward in self.rewards) else None
-        self._started: dict[tuple[str, int], Future[Results]] = {}  # by the reward's name and the id of the group
+        self._calls = RewardCalls(self.rewards)
+        self.start = self._calls.start  # starts the calls for a sampled group
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each reward in the sum, by its name in `Rollout.reward_parts`."""
+        return {reward.name: reward.weight for reward in self.rewards}
 
     def use_chat(self, chat: Chat) -> None:
         """Set the chat of the model, with which `grade` also computes the tokens at which steps end."""
         if self.splitter is not None:
             self.splitter.chat = chat
-
-    def start(self, group: Group) -> None:
-        """Start the calls for a sampled group in the background; `grade` waits for them.
-
-        Functions that run in this process, and step rewards, are called by `grade`.
-        """
-        for reward in self.rewards:
-            if not reward.per_step and (call := reward.start([group])) is not None:
-                self._started[reward.name, id(group)] = call
 
     def grade(self, groups: list[Group]) -> list[Group]:
         """Fill in `reward`, `reward_parts` and `score` of every rollout, and with a step reward its steps.
@@ -95,10 +81,7 @@ class RewardGrader:
         if not rollouts:
             return groups
         uncut = self._cut(rollouts)
-        calls = [self._calls(reward, groups) for reward in self.rewards]  # all start before the first is waited for
-        results = {
-            reward.name: self._results(reward, groups, own) for reward, own in zip(self.rewards, calls, strict=True)
-        }
+        results = self._calls.results(groups)
         failed = 0
         for row, rollout in enumerate(rollouts):
             parts = {
@@ -118,8 +101,8 @@ class RewardGrader:
             rollout.reward = None if failed_here else math.fsum(terms)
             failed += failed_here
         if failed > FAILURES_ALLOWED * len(rollouts):
-            name, why = _first_error(results | ({BOUNDARY: list(uncut.values())} if uncut else {}))
-            raise _too_many(name, str(failed), len(rollouts), why)
+            name, why = first_error(results | ({BOUNDARY: list(uncut.values())} if uncut else {}))
+            raise too_many(name, str(failed), len(rollouts), why)
         return groups
 
     def _cut(self, rollouts: Sequence[Rollout]) -> dict[int, RewardResult]:
@@ -192,49 +175,6 @@ class RewardGrader:
         if self.splitter is not None:
             self.splitter.close()
 
-    def _calls(self, reward: WeightedReward, groups: list[Group]) -> deque[Call]:
-        """The calls that `start` started; if there are none, calls for all groups, in equal parts for the workers."""
-        started = [self._started.pop((reward.name, id(group)), None) for group in groups]
-        if any(started):
-            return deque(([group], call) for group, call in zip(groups, started, strict=True))
-        return deque((part, reward.start(part)) for part in _parts(groups, reward.caller.workers))
-
-    def _results(self, reward: WeightedReward, groups: list[Group], calls: deque[Call]) -> list[RewardResult]:
-        """Wait for the calls. One on several groups that fails is repeated group by group, so that only failing groups
-        have no reward.
-        """
-        total = sum(len(group.rollouts) for group in groups)
-        results: list[RewardResult] = []
-        while calls:
-            part, call = calls.popleft()
-            try:
-                results += self._wait(reward, part, call)
-            except RewardCallError as error:
-                if len(part) > 1:
-                    log.warning("reward %r failed on a whole step, trying it group by group: %s", reward.name, error)
-                    calls.extendleft(([group], None) for group in reversed(part))
-                    continue
-                results += [RewardResult(None, str(error))] * len(part[0].rollouts)
-            failed = sum(bool(verdict.error) for verdict in results)
-            if len(part) == 1 and failed > FAILURES_ALLOWED * total:  # do not wait for the others' deadlines
-                _, why = _first_error({reward.name: results})
-                raise _too_many(reward.name, f"at least {failed}", total, why)
-        return results
-
-    def _wait(self, reward: WeightedReward, groups: list[Group], call: Future[Results] | None) -> list[RewardResult]:
-        try:
-            if call is None:
-                return reward.evaluate(groups, reward.timeout_seconds)
-            return reward.received(call.result(), groups)
-        except (InvalidRewardOutput, RewardHung) as error:
-            raise GradingError(f"reward {reward.name!r} {error}") from None
-
-
-def _parts(groups: list[Group], count: int) -> list[list[Group]]:
-    """The groups in at most `count` consecutive parts of almost equal size."""
-    size = -(-len(groups) // count)
-    return [groups[i : i + size] for i in range(0, len(groups), size)]
-
 
 def build_grader(
     rewards: Sequence[RewardConfig | WeightedReward | str | Callable[..., Any]],
@@ -283,16 +223,3 @@ def _form_of_completions(start: Start) -> str:
 def _right_rollout(start: Start) -> Rollout:
     text = str(start.columns.get("answer", "0"))
     return Rollout(context=(), actions=(0,), behavior_logprobs=(0.0,), end=EndReason.STOP, text=text)
-
-
-def _first_error(results: Mapping[str, Sequence[RewardResult]]) -> tuple[str, str]:
-    """The first reward that failed and the reason; if none failed, all returned None."""
-    for name, of_rollouts in results.items():
-        for verdict in of_rollouts:
-            if verdict.error:
-                return name, verdict.error
-    return ", ".join(results), "returned None"
-
-
-def _too_many(name: str, failed: str, total: int, why: str) -> GradingError:
-    return GradingError(f"{failed} of {total} rollouts could not be graded, more than 20 %: reward {name!r}: {why}")

@@ -10,7 +10,7 @@ from covey.config import ArithmeticConfig, RewardConfig, RunConfig, SamplingConf
 from covey.data import Group, Start
 from covey.experiment.llm import build_problem
 from covey.llm.grader import GradingError, build_grader
-from covey.llm.rewards.builtin import overlong
+from covey.llm.rewards.overlong import overlong
 from covey.llm.rewards.weighted_reward import WeightedReward
 from helpers.tabular_policy import rollout
 

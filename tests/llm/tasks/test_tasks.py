@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, JsonlConfig, RewardConfig, WordProblemsConfig
-from covey.llm.rewards.builtin import solves_countdown
+from covey.llm.rewards.countdown import solves_countdown
 from covey.llm.tasks import Arithmetic, Countdown, Jsonl, WordProblems, build_task
 
 GENERATED = {

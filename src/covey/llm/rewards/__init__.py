@@ -1,7 +1,11 @@
 """Reward functions.
 
-builtin                   the rewards that come with covey
+numeric, digits, ...      the built-in rewards, one file each, in the table `covey.config.builtin_rewards`
+answer_text, read_number  the marked answer of a completion, and the number that it states
+units, plain_numbers      the length of a completion; answers that are plain numbers, for `math`
+one_by_one                calls a function of a pool for each completion on its own
 runner                    calls a function under a deadline: in this process or through a worker
+group_calls               the calls for the groups of a step, started while others are sampled
 pool                      several processes of one function, and calls in the background
 worker                    the process in which a user's function runs
 reward_call               one call and the check of its results

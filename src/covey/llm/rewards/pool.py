@@ -21,9 +21,19 @@ class RewardPool:
     function that keeps state have the order in which they were started.
     """
 
-    def __init__(self, function: str, workers: int = 1, load_seconds: float = LOAD_LEAST_SECONDS) -> None:
-        """Processes start with their first call. `load_seconds` is as for `RewardProcess`."""
-        self._processes = [RewardProcess(function, load_seconds) for _ in range(workers)]
+    def __init__(
+        self,
+        function: str,
+        workers: int = 1,
+        load_seconds: float = LOAD_LEAST_SECONDS,
+        *,
+        repeat: bool = True,
+        memory_mib: int = 0,
+    ) -> None:
+        """Processes start with their first call. Except for `workers`, arguments are as for `RewardProcess`."""
+        self._processes = [
+            RewardProcess(function, load_seconds, repeat=repeat, memory_mib=memory_mib) for _ in range(workers)
+        ]
         self._threads: list[threading.Thread] = []
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._open: set[Future[Results]] = set()

@@ -11,12 +11,13 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+FAILURES_ALLOWED = 0.2  # fraction of a step's rollouts that may have no reward
 LONGEST_MESSAGE = 300  # characters of an exception in a message
 LARGEST_METRIC = 1e300  # so that the sum over a step is finite
 LONGEST_NAME = 100  # characters in the name of a logged metric or column
@@ -43,6 +44,7 @@ class Results:
     values: list[Any]  # one float or None per completion; for a step reward one list of floats or None
     metrics: Mapping[str, list[float]]  # `log_metric`: all values of each name
     extras: Mapping[str, list[Any]]  # `log_extra`: one value per completion for each column
+    errors: Mapping[int, str] = field(default_factory=dict)  # completion -> why its grading failed; its value is None
 
 
 class Log:

@@ -137,9 +137,19 @@ class RewardProcess:
     Output of the function is printed to stderr.
     """
 
-    def __init__(self, function: str, load_seconds: float = LOAD_LEAST_SECONDS) -> None:
-        """The function is loaded at the first call. `load_seconds`: deadline of importing its file, at least 10."""
+    def __init__(
+        self, function: str, load_seconds: float = LOAD_LEAST_SECONDS, *, repeat: bool = True, memory_mib: int = 0
+    ) -> None:
+        """The function is loaded at the first call.
+
+        Args:
+            function: its name.
+            load_seconds: deadline of importing its file, at least 10.
+            repeat: repeat a call that fails in a process that answered before.
+            memory_mib: limit of the process's address space, which then cannot write files either; 0: none.
+        """
         self.function = function
+        self.repeat, self.memory_mib = repeat, memory_mib
         self.load_seconds = max(load_seconds, LOAD_LEAST_SECONDS)
         self._worker: _Worker | None = None
 
@@ -174,7 +184,7 @@ class RewardProcess:
             worker.interrupt()
 
     def _ask(self, request: dict[str, Any], seconds: float, read: Callable[[dict[str, Any]], T]) -> T:
-        answered_before = self._worker is not None
+        answered_before = self._worker is not None and self.repeat
         try:
             return self._ask_once(request, seconds, read)
         except RewardTimeout:
@@ -190,7 +200,9 @@ class RewardProcess:
             self._worker = _Worker()
             path = [os.getcwd(), *sys.path]
             try:
-                loaded = self._exchange({"load": self.function, "path": path}, self.load_seconds)
+                loaded = self._exchange(
+                    {"load": self.function, "path": path, "memory_mib": self.memory_mib}, self.load_seconds
+                )
             except RewardTimeout as error:
                 raise RewardCallError(
                     f"cannot be loaded: importing its file {error}; raise its timeout_seconds"

@@ -9,23 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config import ConfigError, RewardConfig
+from covey.config.builtin_rewards import BuiltInReward
 from covey.config.fields import check_fields
-from covey.config.validate import check_reward
+from covey.config.validate_rewards import check_reward
 from covey.data import Group, Rollout, Start
-from covey.llm.rewards import builtin
+from covey.llm.rewards.one_by_one import OneByOne
+from covey.llm.rewards.overlong import overlong
 from covey.llm.rewards.pool import RewardPool
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import InProcess, RewardRunner
+from covey.llm.rewards.worker import load_function
 
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
-
-BUILT_IN: dict[str, Callable[..., list[Any]]] = {
-    "numeric": builtin.numeric,
-    "digits": builtin.digits,
-    "exact": builtin.exact,
-    "countdown": builtin.countdown,
-    "step_numbers": builtin.step_numbers,
-}
 
 
 @dataclass(frozen=True)
@@ -76,24 +71,14 @@ class WeightedReward:
         Raises:
             ConfigError: if a field is invalid or the file is missing. The function itself is not loaded yet.
         """
+        check_fields(config, "reward: ")
         name = config.name or config.function.rpartition(":")[2]
         check_reward(config, f"reward {name or '(no name)'}")
-        check_fields(config, f"reward {name}: ")
-        caller: RewardRunner
-        options: dict[str, Any] = {}
-        if config.function:
-            caller = RewardPool(config.function, config.workers, config.timeout_seconds)
-        elif config.name == "format":  # a regular expression may take exponential time
-            caller = RewardPool(f"{builtin.__name__}:format_match", config.workers)
-            options = {"pattern": config.pattern}
-        else:
-            caller = InProcess(BUILT_IN[config.name])
-            if config.name != "countdown":
-                options = {"answer_column": config.answer_column}
+        built_in, workers = config.built_in, config.workers or 1
         return WeightedReward(
             name,
-            caller,
-            options,
+            _runner(built_in, config) if built_in else RewardPool(config.function, workers, config.timeout_seconds),
+            {} if built_in is None else {option: getattr(config, option) for option in built_in.arguments},
             config.weight,
             config.score,
             config.timeout_seconds,
@@ -105,7 +90,7 @@ class WeightedReward:
     def overlong(max_new_tokens: int, overlong_tokens: int) -> WeightedReward:
         """DAPO's length penalty of completions near the token limit, which a run adds to its rewards."""
         options = {"max_new_tokens": max_new_tokens, "overlong_tokens": overlong_tokens}
-        return WeightedReward("overlong", InProcess(builtin.overlong), options, shaping=True)
+        return WeightedReward("overlong", InProcess(overlong), options, shaping=True)
 
     def evaluate(self, groups: Sequence[Group], seconds: float) -> list[RewardResult]:
         """Call the function once for all rollouts of `groups`; returns the results, and stores logs in the groups."""
@@ -140,7 +125,10 @@ class WeightedReward:
         for column, values in results.extras.items():
             for rollout, value in zip(rollouts, values, strict=True):
                 rollout.extras.setdefault(self.name, {})[column] = value
-        return [_result_of(result, binary=self.binary) for result in results.values]
+        return [
+            RewardResult(None, results.errors[row]) if row in results.errors else _result_of(result, binary=self.binary)
+            for row, result in enumerate(results.values)
+        ]
 
 
 @dataclass(frozen=True)
@@ -155,6 +143,17 @@ class RewardResult:
     def score(self) -> float | None:
         """The number that evaluations average: the value, or the mean over the steps of a step reward."""
         return self.value / len(self.steps) if self.value is not None and self.steps else self.value
+
+
+def _runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunner:
+    """The way to call a built-in reward."""
+    if reward.one_by_one:
+        shortcut = load_function(reward.shortcut) if reward.shortcut else None
+        pool = RewardPool(reward.function, config.workers or reward.workers, repeat=False, memory_mib=reward.memory_mib)
+        return OneByOne(pool, reward.arguments, shortcut)
+    if reward.own_process:
+        return RewardPool(reward.function, config.workers or reward.workers)
+    return InProcess(load_function(reward.function))
 
 
 def completion_of(start: Start, rollout: Rollout) -> Any:

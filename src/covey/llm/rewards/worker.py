@@ -135,6 +135,8 @@ class _Server:
         if self.function is None:
             sys.path[:] = request["path"]
             self.function = load_function(request["load"])
+            if request["memory_mib"]:
+                _limit_resources(request["memory_mib"] << 20)
             return {}
         if "text" in request:
             return {"results": reward_call.call_on_text(self.function, request["text"])}
@@ -153,6 +155,14 @@ class _Server:
         view = memoryview(line)
         while view:
             view = view[os.write(self.replies, view) :]
+
+
+def _limit_resources(address_space: int) -> None:
+    """Limit the address space in bytes, and forbid to write files and core dumps."""
+    for number, limit in ((resource.RLIMIT_AS, address_space), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(number)[1]
+        most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(number, (most, most))
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

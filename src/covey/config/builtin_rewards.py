@@ -1,0 +1,83 @@
+"""The table of built-in rewards. A reward is a function in a file of its own in `llm/rewards/`, and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class BuiltInReward:
+    """How a built-in reward is called, and what a recipe may set for it."""
+
+    function: str  # module:function, with TRL's signature
+    binary: bool = False  # always 1 (right) or 0 (wrong), so that its mean is an accuracy
+    per_step: bool = False  # a number for each reasoning step, else one for the whole completion
+    options: tuple[str, ...] = ()  # fields of RewardConfig that are its keyword arguments; only it may set them
+    required: Mapping[str, str] = field(default_factory=dict)  # options without a default -> an example, in TOML
+    own_process: bool = False  # it may hang, so it is called in a process that can be ended
+    # Called for one completion at a time, in RewardConfig.workers processes side by side, each call with its deadline.
+    one_by_one: bool = False
+    shortcut: str = ""  # one_by_one: a function of this process that grades what is easy, and returns None for the rest
+    workers: int = 1  # own_process, one_by_one: processes side by side unless the recipe sets another number
+    memory_mib: int = 0  # one_by_one: limit of the address space of each process; 0: none
+    package: str = ""  # module that it imports, of the extra covey[NAME] with the name of the reward
+    task: str = ""  # the only task whose answers it grades, besides jsonl; empty: any
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The options that the function gets; `workers` is for its runner."""
+        return tuple(option for option in self.options if option != "workers")
+
+    @property
+    def reads_answers(self) -> bool:
+        """True if it compares with a column of right answers that every task but countdown has."""
+        return "answer_column" in self.options and not self.task
+
+
+BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
+    "numeric": BuiltInReward("covey.llm.rewards.numeric:numeric", binary=True, options=("answer_column",)),
+    "digits": BuiltInReward("covey.llm.rewards.digits:digits", options=("answer_column",)),
+    "exact": BuiltInReward("covey.llm.rewards.exact:exact", binary=True, options=("answer_column",)),
+    "math": BuiltInReward(
+        "covey.llm.rewards.math:math_equal",
+        binary=True,
+        options=("answer_column", "workers"),
+        one_by_one=True,
+        shortcut="covey.llm.rewards.plain_numbers:plain_verdicts",
+        workers=2,
+        memory_mib=2048,
+        package="math_verify",
+    ),
+    "format": BuiltInReward(
+        "covey.llm.rewards.format:format_match",
+        binary=True,
+        options=("pattern", "workers"),
+        required={"pattern": "'-?[0-9]+'"},
+        own_process=True,  # a regular expression may take exponential time
+    ),
+    "tags": BuiltInReward("covey.llm.rewards.tags:tagged_parts", binary=True, options=("tags", "first_tag_in_prompt")),
+    "length": BuiltInReward(
+        "covey.llm.rewards.length:length_penalty",
+        options=("unit", "length_target", "length_limit", "length_shape", "length_both_sides"),
+        required={"length_limit": "200"},
+    ),
+    "repetition": BuiltInReward("covey.llm.rewards.repetition:repetition_penalty", options=("unit", "ngram_size")),
+    "language": BuiltInReward(
+        "covey.llm.rewards.language:script_share", options=("scripts",), required={"scripts": '["latin"]'}
+    ),
+    "countdown": BuiltInReward("covey.llm.rewards.countdown:countdown", binary=True, task="countdown"),
+    "step_numbers": BuiltInReward(
+        "covey.llm.rewards.step_numbers:step_numbers", per_step=True, options=("answer_column",), task="running_total"
+    ),
+}
+
+
+def rewards_with(option: str) -> tuple[str, ...]:
+    """Names of the built-in rewards that take an option; empty if it is no option of a built-in reward."""
+    return tuple(name for name, reward in BUILT_IN_REWARDS.items() if option in reward.options)
+
+
+def step_rewards() -> tuple[str, ...]:
+    """Names of the built-in rewards with a number for each reasoning step."""
+    return tuple(name for name, reward in BUILT_IN_REWARDS.items() if reward.per_step)

@@ -1,0 +1,71 @@
+"""The reward `math`: mathematical equality by math-verify, an optional package.
+
+This file is imported in worker processes alone. math-verify parses completions with SymPy, whose parser evaluates code
+and whose simplifications may never end, so each answer has a deadline after which its process is killed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from math_verify import parse, verify
+
+from covey.llm.rewards.answer_text import column_of, completion_text, marked_answer
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off
+
+
+def math_equal(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
+    """1 if the answer of a completion is mathematically equal to the right one, else 0.
+
+    The answer is the last `\\boxed{...}`, else the last `<answer>...</answer>`, else the text after the last `####`,
+    read as LaTeX; without any of these math-verify looks for it in the whole completion. The same holds for the right
+    answer, which is LaTeX if it is not marked. A completion without an answer that can be parsed gets 0.
+
+    Raises:
+        ValueError: if the column is missing, or the right answer cannot be parsed.
+        MemoryError: if the process has too little memory for the comparison.
+    """
+    return [
+        _equal(completion_text(completion), str(answer))
+        for completion, answer in zip(completions, column_of(columns, answer_column), strict=True)
+    ]
+
+
+def _equal(text: str, answer: str) -> float:
+    gold_text = marked_answer(answer)
+    gold = _parsed(_as_latex(answer if gold_text is None else gold_text))
+    if not gold:
+        raise ValueError(f"the answer {answer!r:.60} is no mathematics; use the exact reward for texts")
+    marked = marked_answer(text)
+    given = _parsed(text if marked is None else _as_latex(marked))
+    return float(any(_same(*pair) for pair in product(gold, given)))
+
+
+def _same(gold: Any, given: Any) -> bool:
+    try:
+        # The deadline is the caller's. math-verify's own is a signal, which interrupts no computation in C.
+        return bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
+    except MemoryError:
+        raise
+    except Exception:  # SymPy cannot compare them
+        return False
+
+
+def _parsed(text: str) -> list[Any]:
+    """The expressions in a text; empty if there are none."""
+    try:
+        found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+    except MemoryError:
+        raise
+    except Exception:
+        return []
+    return found
+
+
+def _as_latex(text: str) -> str:
+    """A marked answer as math-verify finds it, in `\\boxed`, unless it has math delimiters of its own."""
+    return text if any(mark in text for mark in ("$", "\\(", "\\[")) else f"$\\boxed{{{text}}}$"

@@ -1,0 +1,37 @@
+"""The reward `step_numbers`: every reasoning step has the right intermediate result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from covey.llm.rewards.answer_text import column_of
+from covey.llm.rewards.read_number import read_number
+
+
+def step_numbers(
+    completions: Sequence[Any], steps: Sequence[Sequence[str]], *, answer_column: str = "answer", **columns: Any
+) -> list[list[float]]:
+    """For each step 1 if its number (`read_number`) equals the one at its position in the answer column, else 0.
+
+    The column has a list of the right intermediate results. A step beyond the list gets 0.
+
+    Raises:
+        ValueError: if the column is missing, or has a value that is not a list of numbers.
+    """
+    return [
+        [float(number < len(right) and read_number(text) == right[number]) for number, text in enumerate(texts)]
+        for texts, right in zip(steps, map(_right_steps, column_of(columns, answer_column)), strict=True)
+    ]
+
+
+def _right_steps(answers: Any) -> list[Fraction | None]:
+    if not isinstance(answers, (list, tuple)):
+        raise ValueError(
+            f"the answer {str(answers)!r:.60} is no list: set answer_column to a column with one number for each step"
+        )
+    right = [read_number(str(answer)) for answer in answers]
+    if None in right:
+        raise ValueError(f"{str(answers)!r:.60} holds something that is not a number")
+    return right

@@ -1,0 +1,125 @@
+"""The table of built-in rewards: what every entry promises, and what a recipe may set for it."""
+
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from covey.config import ConfigError, RewardConfig
+from covey.config.builtin_rewards import BUILT_IN_REWARDS
+from covey.llm.grader import build_grader
+from covey.llm.rewards.worker import load_function
+from covey.llm.tasks import Arithmetic, Countdown, WordProblems
+from helpers.graded import group, rewards_of, start
+from helpers.mutants import PACKAGE
+from helpers.pages import ROOT
+
+FIELDS = {field.name for field in fields(RewardConfig)}
+
+
+def test_every_task_grades_its_own_answers_as_right():
+    for task in (Arithmetic(operators=("+", "-", "*")), Countdown(), WordProblems(steps=(1, 2, 3, 4))):
+        grader = build_grader([], task.default_rewards)
+        starts = task.draw(0, 1, 20)
+        grader.check(starts)
+        groups = grader.grade([group(one, one.columns["answer"], "nothing") for one in starts])
+        assert rewards_of(groups) == [[1.0, 0.0]] * 20
+        assert all(rollout.score == rollout.reward for one in groups for rollout in one.rollouts)
+
+
+def test_impossible_rewards_are_refused():
+    for config, message in [
+        (RewardConfig(), "neither name nor function"),
+        (RewardConfig(name="numbers"), "numeric"),
+        (RewardConfig(name="format"), "needs a value for pattern"),
+        (RewardConfig(name="format", pattern="(a"), "no regular expression"),
+        (RewardConfig(name="numeric", weight=float("nan")), "finite"),
+        (RewardConfig(name="numeric", timeout_seconds=0.0), "timeout_seconds"),
+        (RewardConfig(function="no_colon"), "file.py:function or module:function"),
+        (RewardConfig(function="missing_file.py:f"), "no file missing_file.py"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            build_grader([config], ())
+    two = [RewardConfig(name="numeric", score=True), RewardConfig(name="exact", score=True)]
+    with pytest.raises(ConfigError, match="more than one reward has score"):
+        build_grader(two, ())
+    with pytest.raises(ConfigError, match="there is no reward"):
+        build_grader([], ())
+
+
+def test_dry_run_finds_data_that_does_not_fit_the_reward():
+    with pytest.raises(ConfigError, match=r"reward 'numeric', in a dry run.*no column 'answer', it has solution"):
+        build_grader([RewardConfig(name="numeric")], ()).check([start(solution="4")])
+
+
+def test_the_worker_needs_neither_torch_nor_transformers():
+    modules = {reward.function.partition(":")[0] for reward in BUILT_IN_REWARDS.values()}
+    imports = f"import sys, covey.llm.rewards.worker, {', '.join(sorted(modules))}"
+    code = f"{imports}; print({{'torch', 'transformers'}} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+# ---- the table ----
+
+
+@pytest.mark.parametrize("name", BUILT_IN_REWARDS)
+def test_every_entry_is_a_function_that_takes_its_options(name):
+    entry = BUILT_IN_REWARDS[name]
+    parameters = inspect.signature(load_function(entry.function)).parameters
+    assert set(entry.arguments) <= set(parameters)
+    assert set(entry.required) <= set(entry.options)
+    assert {option for option in parameters if option in FIELDS} == set(entry.arguments)
+    assert ("workers" in entry.options) == (entry.one_by_one or entry.own_process)
+    if entry.shortcut:
+        assert set(entry.arguments) <= set(inspect.signature(load_function(entry.shortcut)).parameters)
+    assert ("steps" in parameters) == entry.per_step
+    file = Path(entry.function.partition(":")[0].replace(".", "/") + ".py")
+    assert file.stem == name, "the file has the reward's name"
+
+
+def test_an_option_is_refused_where_it_changes_nothing(tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(completions, **columns):\n    return [1.0] * len(completions)\n")
+    own = {"function": f"{tmp_path}/mine.py:mine"}
+    for options, message in [
+        ({"name": "numeric", "pattern": "a"}, "sets pattern, which only the format reward uses: take it out"),
+        ({"name": "countdown", "answer_column": "gold"}, "sets answer_column, which only the numeric, digits, exact"),
+        ({**own, "pattern": "a"}, "sets pattern, which only the format reward uses: take it out"),
+        ({**own, "answer_column": "gold"}, "sets answer_column, which only the numeric, digits, exact"),
+        ({"name": "numeric", "per_step": True}, "name a function of your own, or step_numbers"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            build_grader([RewardConfig(**options)], ())
+
+
+def test_a_reward_is_added_as_contributing_says(tmp_path):
+    """The two blocks of CONTRIBUTING, applied to a copy of the package, make a reward that a recipe can name."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Adding a built-in reward")[2].partition("\n## ")[0]
+    file, line = re.findall(r"```python\n(.*?)```", section, re.S)
+    name = re.search(r"`llm/rewards/(\w+)\.py`", section)[1]
+    package = shutil.copytree(PACKAGE, tmp_path / "covey", ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "llm" / "rewards" / f"{name}.py").write_text(file)
+    table = package / "config" / "builtin_rewards.py"
+    before, opening, after = table.read_text().partition("BUILT_IN_REWARDS: dict[str, BuiltInReward] = {\n")
+    table.write_text(before + opening + line + after)
+    program = (
+        "from covey.config.recipe import config_from_dict, describe_fields\n"
+        "from covey.config import RunConfig\n"
+        "from covey.llm.grader import build_grader\n"
+        "from covey.data import EndReason, Group, Rollout, Start\n"
+        f"tables = {{'task': {{'name': 'arithmetic'}}, 'rewards': [{{'name': {name!r}}}]}}\n"
+        "grader = build_grader(config_from_dict(tables).rewards, ())\n"
+        "rollouts = [Rollout((1,), (1,), (0.0,), EndReason.STOP, text) for text in ('one', 'one\\ntwo')]\n"
+        "grader.grade([Group(Start(0, 'p'), rollouts)])\n"
+        "print([rollout.reward for rollout in rollouts], grader.score_kind)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("[1.0, 0.0] accuracy\n", "")

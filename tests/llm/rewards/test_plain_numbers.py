@@ -1,0 +1,114 @@
+"""The exact verdicts on plain numbers, which come before math-verify."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from covey.llm.rewards.math import math_equal
+from covey.llm.rewards.plain_numbers import plain_number, plain_verdicts
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("57", 57),
+        (" -57 ", -57),
+        ("− 57", -57),
+        ("+5", 5),
+        ("1,234", 1234),
+        ("1,234,567.5", Fraction(2469135, 2)),
+        ("0.1", Fraction(1, 10)),
+        (".5", Fraction(1, 2)),
+        ("5.", 5),
+        ("007", 7),
+        ("3/4", Fraction(3, 4)),
+        ("-3 / 4", Fraction(-3, 4)),
+        ("\\frac{3}{4}", Fraction(3, 4)),
+        ("-\\dfrac{ 3 }{4}.", Fraction(-3, 4)),
+        ("$57$", 57),
+        ("$ \\frac{1}{2} $", Fraction(1, 2)),
+        ("", None),
+        ("$", None),
+        ("$$", None),
+        ("1,2", None),  # two numbers, or a decimal comma
+        ("1,23,456", None),
+        ("1234,567", None),
+        ("5/0", None),
+        ("\\frac{1}{0}", None),
+        ("50%", None),
+        ("$5", None),
+        ("x", None),
+        ("5 6", None),
+        ("1e3", None),  # 1 times e times 3 in LaTeX
+        ("2^5", None),
+        ("2\\frac{1}{2}", None),
+        ("9" * 101, None),
+    ],
+)
+def test_plain_number(text, number):
+    assert plain_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "verdict"),
+    [
+        ("57", "57", 1),
+        ("\\boxed{57}", "57.0", 1),
+        ("so \\boxed{0.5}", "\\frac{1}{2}", 1),
+        ("<answer>3/6</answer>", "0.5", 1),
+        ("2 + 2 = 4\n#### 4", "4", 1),
+        ("4", "2 + 2 = <<2+2=4>>4\n#### 4", 1),
+        ("\\boxed{4}", "so it is \\boxed{4}", 1),
+        ("I think the answer is 57.", "57", 1),
+        ("The answer is **57**", "57", 1),
+        ("The answer is: $57$.", "57", 1),
+        ("\\boxed{58}", "57", 0),
+        ("\\boxed{57} or #### 58", "57", 1),  # the box goes first
+        ("\\boxed{0.51}", "\\frac{1}{2}", 0),
+        ("\\boxed{0.333333}", "\\frac{1}{3}", None),  # equal after rounding: for math-verify to decide
+        ("\\boxed{0.333}", "\\frac{1}{3}", 0),
+        ("47 + 10 = 57", "57", None),
+        ("The answer is 57 apples", "57", None),
+        ("The answer is 3x", "3", None),
+        ("The answer is 57. Or 58.", "57", None),
+        ("\\boxed{57x}", "57", None),
+        ("\\boxed{x}", "57", None),
+        ("57", "x", None),
+        ("", "57", None),
+    ],
+)
+def test_verdicts_by_hand(completion, answer, verdict):
+    assert plain_verdicts([completion], answer=[answer]) == [verdict]
+
+
+def test_columns():
+    assert plain_verdicts([[{"role": "assistant", "content": "5"}]], answer_column="gold", gold=[5]) == [1]
+    with pytest.raises(ValueError, match="no column 'gold', it has answer"):
+        plain_verdicts(["5"], answer_column="gold", answer=["5"])
+
+
+INTEGERS = st.integers(-2000, 2000)
+NUMBERS = st.one_of(
+    INTEGERS.map(str),
+    INTEGERS.map("{:,}".format),
+    st.decimals(-100, 100, places=3).map("{:f}".format),
+    st.tuples(INTEGERS, st.integers(1, 12)).map("{0[0]}/{0[1]}".format),
+    st.tuples(INTEGERS, st.integers(1, 12)).map(lambda pair: f"\\frac{{{abs(pair[0])}}}{{{pair[1]}}}"),
+)
+
+
+@given(NUMBERS, NUMBERS)
+@example("1,234", "1234")
+@example("0.5", "1/2")
+@example("\\frac{2}{4}", "1/2")
+@example("0.333", "1/3")
+@example("-0", "0")
+@example("-0.0", "0")
+def test_every_verdict_is_that_of_math_verify(given_number, answer):
+    """math-verify is the independent judge of whether two numbers are equal."""
+    for number in (given_number, answer):
+        (verdict,) = plain_verdicts([f"\\boxed{{{number}}}"], answer=[answer])
+        if verdict is not None:
+            assert math_equal([f"\\boxed{{{number}}}"], answer=[answer]) == [verdict]

@@ -1,0 +1,113 @@
+"""Reading the number that a text states as its answer."""
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.llm.rewards.countdown import solves_countdown
+from covey.llm.rewards.read_number import read_number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("57", 57),
+        ("47 + 10 = 57", 57),
+        ("It is 57.", 57),
+        ("-57", -57),
+        ("−57", -57),  # Unicode minus
+        ("x=-5", -5),
+        ("47-38", 38),  # a difference, not a negative number
+        ("(3)-4", 4),
+        ("-3-4", 4),
+        ("5-", 5),
+        ("1,234", 1234),
+        ("1,234,567.5", Fraction(2469135, 2)),
+        ("1,2,34", 34),  # a list
+        ("12,34", 34),
+        ("1{,}000", 1000),
+        ("0.1", Fraction(1, 10)),
+        (".5", Fraction(1, 2)),
+        ("007", 7),
+        ("3/4", Fraction(3, 4)),
+        ("\\frac{3}{4}", Fraction(3, 4)),
+        ("5/0", None),
+        ("$5.00", 5),
+        ("-$5", -5),
+        ("$-5$", -5),
+        ("20 - $5", 5),
+        ("1.5e3", 1500),
+        ("2 eggs", 2),
+        ("50%", 50),
+        ("x2", None),  # a name, not a number
+        ("答案是5", 5),
+        ("", None),
+        ("no number", None),
+        ("9" * 5000, None),  # int() itself refuses this one
+        # what is marked as the answer goes first
+        ("\\boxed{5} and 6", 5),
+        ("\\boxed{4} \\boxed{5}", 5),
+        ("\\boxed{\\frac{1}{2}}", Fraction(1, 2)),
+        ("\\boxed{5\\text{ m in 2 s}} 7", 5),
+        ("\\boxed{x = 5} 7", 5),
+        ("\\boxed{5", 5),
+        ("\\boxed{none} 6", 6),
+        ("<answer> 5 </answer> 6", 5),
+        ("#### 1,200\nthat is 3", 1200),
+        ("12 / 2 = <<12/2=6>>6\n#### 6", 6),
+        ("The answer is 5, since 2 + 3 is 5 and not 9", 5),
+        ("The answer is **-12**. Check: 3", -12),
+        ("Answer: $\\$1,050$ (3 items)", 1050),
+        ("answer = 7 (of 9)", 7),
+        ("answer is 3/4 of 8", Fraction(3, 4)),
+        ("The answer is 4. No: the answer is 5! 6", 5),
+        ("The answer is 47 + 10 = 57", 57),  # not 47
+        ("The answer is 120 + 3", 3),  # not 12 or 120
+        ("The answer is\n\\[ 15 \\]", 15),
+    ],
+)
+def test_read_number(text, number):
+    assert read_number(text) == number
+
+
+@given(st.integers(-(10**18), 10**18), st.text("abc .,:;=()\n", max_size=5), st.sampled_from(["{}", "{:,}", "+{}"]))
+def test_any_integer_is_read_from_any_sentence(number, words, style):
+    if style == "+{}" and number < 0:
+        style = "{}"
+    written = style.format(number)
+    assert read_number(f"7 8{words} {written}") == number
+    assert read_number(f"{written.replace('-', '−')} {words.replace('.', '').replace(',', '')} \\boxed{{}}") == number
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=6, min_value=-(10**9), max_value=10**9))
+def test_decimals_are_read_exactly(number):
+    assert read_number(f"so it is {number:f}!") == Fraction(number)
+
+
+HOSTILE = [
+    "1,",
+    "1,111",
+    "answer is ",
+    "9",
+    "\\boxed{",
+    "<answer>",
+    "#### ",
+    "-",
+    "1/",
+    "\\frac{1",
+    "answer",
+    "1e",
+    "$",
+]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_long_hostile_completions_take_no_time(piece):
+    text = piece * (40_000 // len(piece))
+    began = time.process_time()
+    read_number(text)
+    solves_countdown(text, [1, 2], 3)
+    assert time.process_time() - began < 2.0, "seconds of the processor, of a hundredth that are expected"
