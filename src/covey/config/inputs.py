@@ -1,4 +1,4 @@
-"""The files that a run reads again when it is resumed: its data and its own Python functions."""
+"""The files that a run reads again when it is resumed: its data, its own Python functions, questions to judges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covey.config.llm import JsonlConfig, RunConfig
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:
-    """SHA-256 of the run's data and function files: name in the config -> digest.
+    """SHA-256 of the run's data, function and question files: name in the config -> digest.
 
     Args:
         own_task: the task is a script's own, so the config's files of it are not used.
@@ -26,7 +26,9 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
     names = []
     if isinstance(config.task, JsonlConfig) and not own_task:
         names += [config.task.path, config.task.held_out_path]
-    functions = [config.process.boundary, *(() if own_rewards else (reward.function for reward in config.rewards))]
+    rewards = () if own_rewards else config.rewards
+    names += [reward.judge_prompt_file for reward in rewards]
+    functions = [config.process.boundary, *(reward.function for reward in rewards)]
     sources = (function.rpartition(":")[0] for function in functions)
     names += [source for source in sources if source.endswith(".py")]
     return {name: _checksum(user_path(name)) for name in names if name}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
+from covey.config.judge import JudgeFields
 
 EMBEDDED_MODELS = ("smollm2-135m",)
 STEP_REWARDS = ("step_numbers",)  # built-in rewards with a value for every reasoning step
@@ -182,7 +183,7 @@ TASK_CONFIGS: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardFields:
     name: str = config_field(
         "", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown", *STEP_REWARDS)
     )
@@ -196,7 +197,8 @@ class RewardConfig:
     )
     timeout_seconds: float = config_field(
         10.0,
-        "deadline of a call of your own function; importing its file has the same, at least 10 s",
+        "deadline of a call of your own function, or of a question to a judge with all attempts; importing your file "
+        "has the same, at least 10 s",
         above=0,
         max=86_400,
         advanced=True,
@@ -204,7 +206,7 @@ class RewardConfig:
     score: bool = config_field(False, "evaluations average this reward; default: the first")
     binary: bool = config_field(
         False,
-        "your own function returns 1 (right) or 0 (wrong), so its mean is an accuracy; else it is a score",
+        "your own function or judge returns 1 (right) or 0 (wrong), so its mean is an accuracy; else it is a score",
     )
     per_step: bool = config_field(
         False,
@@ -221,6 +223,16 @@ class RewardConfig:
     def is_binary(self) -> bool:
         """True if the reward is always 1 (right) or 0 (wrong), so that its mean is an accuracy."""
         return self.binary or self.name in BINARY_REWARDS
+
+
+@dataclass(frozen=True)
+class RewardConfig(JudgeFields, RewardFields):
+    """A [[rewards]] table: a built-in reward, a function or a judge."""
+
+    @property
+    def label(self) -> str:
+        """The name of the reward in messages and metrics; empty if the table names no reward."""
+        return self.name or self.function.rpartition(":")[2] or ("judge" if self.judge else "")
 
 
 @dataclass(frozen=True)

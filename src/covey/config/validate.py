@@ -33,6 +33,7 @@ from covey.config.files import shortened, user_path
 from covey.config.function_source import check_function_name
 from covey.config.model_sources import locate_model
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
+from covey.config.validate_judge import check_judge
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_process import check_process, check_step_reward
 from covey.config.validate_rollouts import check_rollouts
@@ -244,10 +245,12 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     """Refuse a [[rewards]] table that contradicts itself; `where` names it in the message.
 
     Raises:
-        ConfigError: for neither or both of name and function, a bad pattern, a function that is no file.py:function.
+        ConfigError: unless it has one of name, function and judge; for a bad pattern, a function that is no
+            file.py:function, and a judge that cannot be asked.
     """
-    if bool(reward.name) == bool(reward.function):
-        wrong = "both name and function" if reward.name else "neither name nor function"
+    sources = [field for field in ("name", "function", "judge") if getattr(reward, field)]
+    if len(sources) != 1:
+        wrong = " and ".join(sources) or "neither name nor function nor judge"
         raise ConfigError(f"{where} has {wrong}: give exactly one of them")
     if reward.weight == 0 and not reward.score:
         raise ConfigError(f"{where} has weight 0 and so changes nothing: give it a weight or take it out")
@@ -258,9 +261,10 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     _check_pattern(reward.pattern, where)
     if reward.function:
         check_function_name(reward.function, f"{where}: function")
+    check_judge(reward, where)
     check_step_reward(reward, where)
     if reward.binary and reward.name:
-        raise ConfigError(f"{where} has binary = true, which is for functions of your own: take it out")
+        raise ConfigError(f"{where} has binary = true, which is for functions of your own and judges: take it out")
     if reward.binary and reward.per_step:
         raise ConfigError(
             f"{where} has binary = true and per_step = true: what evaluations average of a step reward is its mean "

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from covey.config import ConfigError, RewardConfig, RunError
@@ -81,7 +83,7 @@ class RewardGrader:
         if not rollouts:
             return groups
         uncut = self._cut(rollouts)
-        results = {reward.name: self._results(reward, groups) for reward in self.rewards}
+        results = self._all_results(groups)
         failed = 0
         for row, rollout in enumerate(rollouts):
             parts = {
@@ -175,6 +177,18 @@ class RewardGrader:
         if self.splitter is not None:
             self.splitter.close()
 
+    def _all_results(self, groups: list[Group]) -> dict[str, list[RewardResult]]:
+        """The results of each reward, by its name. Functions in a process of their own, judges and coroutines are
+        called beside each other, the other functions one after the other.
+        """
+        beside = [reward for reward in self.rewards if reward.caller.concurrent]
+        calls = {reward.name: _Call(partial(self._results, reward, groups)) for reward in beside}
+        if len(self.rewards) > 1:
+            for call in calls.values():
+                call.start()
+        in_turn = {r.name: self._results(r, groups) for r in self.rewards if not r.caller.concurrent}
+        return {r.name: in_turn[r.name] if r.name in in_turn else calls[r.name].result() for r in self.rewards}
+
     def _results(self, reward: WeightedReward, groups: list[Group]) -> list[RewardResult]:
         """One call for all groups; if it fails, one call for each group, so that only failing groups have no reward."""
         try:
@@ -202,6 +216,34 @@ class RewardGrader:
                 _, why = _first_error({reward.name: results})
                 raise _too_many(reward.name, f"at least {failed}", total, why)
         return results
+
+
+class _Call:
+    """A call in a thread of its own. The thread does not keep an interrupted run alive."""
+
+    def __init__(self, function: Callable[[], list[RewardResult]]) -> None:
+        self._function, self._thread = function, threading.Thread(target=self._run, daemon=True, name="covey-grading")
+        self._results: list[RewardResult] = []
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._results = self._function()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> list[RewardResult]:
+        """Wait for the results; without `start`, the call is made here. Raises what the call raised."""
+        if self._thread.ident is None:
+            self._run()
+        else:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._results
 
 
 def build_grader(

@@ -20,7 +20,8 @@ from typing import Any
 LONGEST_MESSAGE = 300  # characters of an exception in a message
 LARGEST_METRIC = 1e300  # so that the sum over a step is finite
 LONGEST_NAME = 100  # characters in the name of a logged metric or column
-_OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("reward_call.py", "worker.py", "runner.py")}
+_OWN_NAMES = ("reward_call.py", "worker.py", "runner.py", "adapters.py")
+_OWN_FILES = {str(Path(__file__).with_name(name)) for name in _OWN_NAMES}
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -43,6 +44,7 @@ class Results:
     values: list[Any]  # one float or None per completion; for a step reward one list of floats or None
     metrics: Mapping[str, list[float]]  # `log_metric`: all values of each name
     extras: Mapping[str, list[Any]]  # `log_extra`: one value per completion for each column
+    errors: Sequence[str] = ()  # empty, or for each completion the reason why it has no value, '' if it has one
 
 
 class Log:

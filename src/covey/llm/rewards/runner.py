@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import inspect
 import json
 import os
 import secrets
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from covey.llm.rewards import worker
+from covey.llm.rewards.adapters import adapted
 from covey.llm.rewards.process_state import ProcessState
 from covey.llm.rewards.reward_call import (
     InvalidRewardOutput,
@@ -36,6 +38,7 @@ MOST_OUTPUT_CHARACTERS = 1 << 18  # printed output of one call; the rest is left
 
 
 T = TypeVar("T")
+_STATE = threading.Lock()  # reading the process state changes it for a moment
 
 
 class RewardHung(Exception):
@@ -44,6 +47,10 @@ class RewardHung(Exception):
 
 class RewardRunner(Protocol):
     """Calls a reward function under a deadline."""
+
+    @property
+    def concurrent(self) -> bool:
+        """True if calls of this function may run beside those of others."""
 
     def call(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
@@ -68,17 +75,26 @@ class InProcess:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
+    @property
+    def concurrent(self) -> bool:
+        """True for a coroutine function. Others are called one after the other, as trainers call them."""
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)  # noqa: B004 -- the method of an object
+        )
+
     def call(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
     ) -> Results:
         results: list[Results] = []
         errors: list[Exception] = []
-        process, state = os.getpid(), ProcessState()
+        process = os.getpid()
+        with _STATE:
+            state = ProcessState()
         own = {name: _copied(value) for name, value in arguments.items()}
 
         def work() -> None:
             try:
-                results.append(call_function(self.function, own, global_step, step_counts))
+                results.append(call_function(adapted(self.function, own), own, global_step, step_counts))
             except InvalidRewardOutput as error:
                 errors.append(error)
             except BaseException as error:
@@ -90,7 +106,8 @@ class InProcess:
         thread = threading.Thread(target=work, daemon=True, name="covey-reward")
         thread.start()
         thread.join(seconds)
-        state.restore()
+        with _STATE:
+            state.restore()
         if results:
             return results[0]
         if not errors:
@@ -121,6 +138,8 @@ class RewardProcess:
 
     Output of the function is printed to stderr.
     """
+
+    concurrent = True
 
     def __init__(self, function: str, load_seconds: float = LOAD_LEAST_SECONDS) -> None:
         """The function is loaded at the first call. `load_seconds`: deadline of importing its file, at least 10."""

@@ -12,6 +12,7 @@ from covey.config.fields import check_fields
 from covey.config.validate import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.rewards import builtin
+from covey.llm.rewards.judge import Judge
 from covey.llm.rewards.runner import InProcess, RewardProcess, RewardRunner
 
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
@@ -68,18 +69,20 @@ class WeightedReward:
 
     @staticmethod
     def from_config(config: RewardConfig) -> WeightedReward:
-        """A reward from its config: a built-in one, or a function by its name in a process of its own.
+        """A reward from its config: a built-in one, a judge, or a function by its name in a process of its own.
 
         Raises:
-            ConfigError: if a field is invalid or the file is missing. The function itself is not loaded yet.
+            ConfigError: if a field is invalid or a file is missing. The function itself is not loaded yet.
         """
-        name = config.name or config.function.rpartition(":")[2]
+        name = config.label
         check_reward(config, f"reward {name or '(no name)'}")
         check_fields(config, f"reward {name}: ")
         caller: RewardRunner
         options: dict[str, Any] = {}
         if config.function:
             caller = RewardProcess(config.function, config.timeout_seconds)
+        elif config.judge:
+            caller = Judge(config)
         elif config.name == "format":  # a regular expression may take exponential time
             caller, options = RewardProcess(f"{builtin.__name__}:format_match"), {"pattern": config.pattern}
         else:
@@ -124,7 +127,10 @@ class WeightedReward:
         for column, values in results.extras.items():
             for (_, rollout), value in zip(rows, values, strict=True):
                 rollout.extras.setdefault(self.name, {})[column] = value
-        return [_result_of(result, binary=self.binary) for result in results.values]
+        return [
+            RewardResult(None, error) if error else _result_of(result, binary=self.binary)
+            for result, error in zip(results.values, results.errors or [""] * len(rows), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
