@@ -21,7 +21,7 @@ from covey.config.validate_collection import NOT_BY_GROUP
 Config = RunConfig | ControlConfig
 
 # Built-in rewards that grade one task's answers; the others (format, functions) work with every task.
-REWARDS_OF_TASK = {"countdown": "countdown", "step_numbers": "running_total"}
+REWARDS_OF_TASK = {"countdown": "countdown", "step_numbers": "running_total", "reasoning_gym": "reasoning_gym"}
 RIGHT_ANSWERS = ("numeric", "digits", "exact")  # they need an answer column, which every task except countdown has
 
 

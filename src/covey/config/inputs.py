@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from covey.config.arrow_file import data_files
 from covey.config.control import ControlConfig
 from covey.config.faults import faults_of
 from covey.config.files import user_path
@@ -25,7 +26,9 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
         return {}
     names = []
     if isinstance(config.task, JsonlConfig) and not own_task:
-        names += [config.task.path, config.task.held_out_path]
+        for path in filter(None, (config.task.path, config.task.held_out_path)):
+            folder = user_path(path)
+            names += [str(file) for file in data_files(folder, path)] if folder.is_dir() else [path]
     rewards = () if own_rewards else config.rewards
     names += [reward.judge_prompt_file for reward in rewards]
     functions = [config.process.boundary, *(reward.function for reward in rewards)]

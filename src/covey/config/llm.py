@@ -157,8 +157,12 @@ class RunningTotalConfig:
 
 @dataclass(frozen=True)
 class JsonlConfig:
-    path: str = config_field("", "JSONL file; each line has a 'prompt' (string or chat messages) and any other columns")
-    held_out_path: str = config_field("", "JSONL file of held-out prompts; empty takes held_out_fraction of `path`")
+    path: str = config_field(
+        "",
+        "JSONL or Parquet file, or a folder of the package datasets (save_to_disk); each row has a 'prompt' (string or "
+        "chat messages) and any other columns",
+    )
+    held_out_path: str = config_field("", "such a file of held-out prompts; empty takes held_out_fraction of `path`")
     held_out_fraction: float = config_field(
         0.1,
         "fraction of the different prompts of `path` that is held out for evaluation, at least one",
@@ -173,19 +177,37 @@ class JsonlConfig:
     )
 
 
+@dataclass(frozen=True)
+class ReasoningGymConfig:
+    dataset: str = config_field("", "name of a data set of the package reasoning_gym, such as leg_counting")
+    options: tuple[str, ...] = config_field(
+        (), 'options of the data set, each as in a TOML file: ["max_animals = 4", "min_animals = 2"]'
+    )
+    instruction: str = config_field(
+        "Give the final answer between <answer> and </answer>.", "sentence added to the question", advanced=True
+    )
+    held_out_problems: int = config_field(
+        256, "problems that are held out from training; evaluation.problems of them are used", min=1, max=100_000,
+        advanced=True,
+    )  # fmt: skip
+
+
 TASK_CONFIGS: dict[str, type] = {
     "arithmetic": ArithmeticConfig,
     "countdown": CountdownConfig,
     "word_problems": WordProblemsConfig,
     "running_total": RunningTotalConfig,
     "jsonl": JsonlConfig,
+    "reasoning_gym": ReasoningGymConfig,
 }
 
 
 @dataclass(frozen=True)
 class RewardFields:
     name: str = config_field(
-        "", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown", *STEP_REWARDS)
+        "",
+        "a built-in reward",
+        choices=("numeric", "digits", "exact", "format", "countdown", "reasoning_gym", *STEP_REWARDS),
     )
     function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
     weight: float = config_field(1.0, "weight in the sum of rewards")
@@ -273,7 +295,9 @@ class ProcessConfig:
 class RunConfig(RunBase):
     """One training run on a language model."""
 
-    task: Any = config_field(None, "[task] table: name = arithmetic, countdown, word_problems, running_total or jsonl")
+    task: Any = config_field(
+        None, "[task] table: name = arithmetic, countdown, word_problems, running_total, jsonl or reasoning_gym"
+    )
     model: str = config_field(
         "smollm2-135m",
         "smollm2-135m (embedded), a Hugging Face folder, a hub name, a .gguf file, or the folder of a run or of one of "

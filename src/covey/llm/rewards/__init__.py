@@ -8,6 +8,7 @@ reward_call               one call and the check of its results
 process_state             process state that a function may change by accident, saved and restored
 weighted_reward           one term of a reward: a function, how it is called, its weight
 step_splitter             splits completions into reasoning steps
+reasoning_gym_process     problems and scores of the package reasoning_gym, in the worker
 judge                     asks a language model behind an OpenAI-compatible address for a score
 judge_client              its HTTP requests, with retries and deadlines, in the worker
 judge_score               reads the score in a reply

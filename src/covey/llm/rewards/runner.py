@@ -269,7 +269,8 @@ class _Worker:
             bufsize=0,
             pass_fds=(requests, replies),
             start_new_session=True,
-            env=os.environ | {worker.MARK: self.mark},
+            # With the same hashes in every process, a function that iterates over a set gives the same results again.
+            env=os.environ | {worker.MARK: self.mark, "PYTHONHASHSEED": "0"},
         )
         os.close(requests)
         os.close(replies)

@@ -15,6 +15,7 @@ from covey.llm.rewards import builtin
 from covey.llm.rewards.judge import Judge
 from covey.llm.rewards.runner import InProcess, RewardProcess, RewardRunner
 
+REASONING_GYM = "covey.llm.rewards.reasoning_gym_process:score"
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
 
 BUILT_IN: dict[str, Callable[..., list[Any]]] = {
@@ -85,6 +86,8 @@ class WeightedReward:
             caller = Judge(config)
         elif config.name == "format":  # a regular expression may take exponential time
             caller, options = RewardProcess(f"{builtin.__name__}:format_match"), {"pattern": config.pattern}
+        elif config.name == "reasoning_gym":  # its scorers evaluate text
+            caller = RewardProcess(REASONING_GYM, config.timeout_seconds)
         else:
             caller = InProcess(BUILT_IN[config.name])
             if config.name != "countdown":
