@@ -16,7 +16,8 @@ from covey.llm.tasks.generated import checked
 
 PROCESS = "covey.llm.rewards.reasoning_gym_process"
 SECONDS_PER_CALL = 300.0  # to generate problems
-ATTEMPTS = 20  # rounds in which problems that are not new are generated again
+HELD_OUT_ROUNDS = 20  # in which held-out problems that are not new are generated again
+GIVE_UP_AFTER = 1000  # draws of a problem that are all held out
 LARGEST_SEED = 2**31
 
 
@@ -55,7 +56,7 @@ class ReasoningGym:
         """
         taken = {start.prompt[0]["content"] for start in self._held_out}
         found: dict[int, Start] = {}
-        for attempt in range(ATTEMPTS):
+        for attempt in range(GIVE_UP_AFTER):
             missing = [index for index in range(first, first + count) if index not in found]
             if not missing:
                 break
@@ -78,7 +79,7 @@ class ReasoningGym:
         """Different problems, `held_out_problems` of them if the data set has so many."""
         count = self.config.held_out_problems
         found: dict[str, Start] = {}
-        for attempt in range(ATTEMPTS):
+        for attempt in range(HELD_OUT_ROUNDS):
             missing = count - len(found)
             if not missing:
                 break
