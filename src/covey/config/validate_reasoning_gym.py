@@ -13,13 +13,11 @@ OF_COVEY = ("seed", "size")  # options that the task sets
 
 
 def check_reasoning_gym(config: Any) -> None:
-    """Refuse a task without a data set, and a missing package.
+    """Refuse options that cannot be read, and a missing package.
 
     Raises:
         ConfigError: naming the field and the fix.
     """
-    if not config.dataset:
-        raise ConfigError('the reasoning_gym task needs a data set: set dataset = "leg_counting" in [task]')
     options_of(config)
     if find_spec("reasoning_gym") is None:
         raise ConfigError('the task reasoning_gym needs a package: pip install "covey[reasoning-gym]"')

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from covey.config import RewardConfig
+from covey.config.files import user_path
 from covey.config.validate_judge import endpoint, question_of, request_fields, words_of
 from covey.llm.rewards.judge_client import JudgeSettings
 from covey.llm.rewards.reward_call import InvalidRewardOutput, Results
@@ -49,9 +50,9 @@ class Judge:
             concurrency=config.judge_concurrency,
             retries=config.judge_retries,
             allow_remote=config.allow_remote,
-            cache=config.judge_cache or str(cache_folder() / "judges"),
+            cache=str(user_path(config.judge_cache) if config.judge_cache else cache_folder() / "judges"),
             token_variable=config.judge_token_variable,
-            token_file=config.judge_token_file,
+            token_file=str(user_path(config.judge_token_file).absolute()) if config.judge_token_file else "",
         )  # fmt: skip
         self._process = RewardProcess(CLIENT)
 

@@ -261,7 +261,7 @@ def _token(judge: JudgeSettings) -> str:
     try:
         if judge.token_variable:
             return os.environ[judge.token_variable].strip()
-        return Path(judge.token_file).expanduser().read_text(encoding="ascii").strip() if judge.token_file else ""
+        return Path(judge.token_file).read_text(encoding="ascii").strip() if judge.token_file else ""
     except (KeyError, OSError, UnicodeDecodeError):
         source = judge.token_file or f"the environment variable {judge.token_variable}"
         raise JudgeError(f"was not asked: there is no token in {source}") from None
