@@ -179,11 +179,11 @@ class JsonlConfig:
 
 @dataclass(frozen=True)
 class ReasoningGymConfig:
-    generator: str = config_field(
+    source_dataset: str = config_field(
         "chain_sum", "name of a data set of the package reasoning_gym, such as chain_sum or leg_counting"
     )
     options: tuple[str, ...] = config_field(
-        (), 'options of the generator, each as in a TOML file: ["max_animals = 4", "min_animals = 2"]'
+        (), 'options of the data set, each as in a TOML file: ["max_animals = 4", "min_animals = 2"]'
     )
     instruction: str = config_field(
         "Give the final answer between <answer> and </answer>.", "sentence added to the question", advanced=True

@@ -38,7 +38,7 @@ def grader():
 
 
 def task_of(dataset: str, **fields: Any) -> ReasoningGym:
-    return ReasoningGym(**({"generator": dataset, "held_out_problems": 4} | fields))
+    return ReasoningGym(**({"source_dataset": dataset, "held_out_problems": 4} | fields))
 
 
 def score(grader: RewardGrader, start: Start, *texts: str) -> list[float | None]:
@@ -217,18 +217,18 @@ def test_a_plain_expression_reaches_no_attribute_and_calls_known_functions_only(
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"generator": "leg_count"}, r"has no generator 'leg_count' \(did you mean 'leg_counting'\?\)"),
-        ({"generator": "composite"}, "has no generator 'composite'"),
+        ({"source_dataset": "leg_count"}, r"has no data set 'leg_count' \(did you mean 'leg_counting'\?\)"),
+        ({"source_dataset": "composite"}, "has no data set 'composite'"),
         (
-            {"generator": "leg_counting", "options": ("max_animal = 4",)},
+            {"source_dataset": "leg_counting", "options": ("max_animal = 4",)},
             r"no option 'max_animal' \(did you mean 'max_an",
         ),
-        ({"generator": "leg_counting", "options": ("max_animals = 0",)}, "generator leg_counting: "),
-        ({"generator": "leg_counting", "options": ("max_animals",)}, "an option is a name and its value in TOML"),
-        ({"generator": "leg_counting", "options": ("a = 1\nb = 2",)}, "an option is a name and its value in TOML"),
-        ({"generator": "leg_counting", "options": ("seed = 1",)}, "has seed, which covey sets itself"),
-        ({"generator": "leg_counting", "options": ("max_animals = 4", "max_animals = 5")}, "max_animals twice"),
-        ({"generator": "leg_counting", "options": ('max_animals = "many"',)}, "leg_counting"),
+        ({"source_dataset": "leg_counting", "options": ("max_animals = 0",)}, "data set leg_counting: "),
+        ({"source_dataset": "leg_counting", "options": ("max_animals",)}, "an option is a name and its value in TOML"),
+        ({"source_dataset": "leg_counting", "options": ("a = 1\nb = 2",)}, "an option is a name and its value in TOML"),
+        ({"source_dataset": "leg_counting", "options": ("seed = 1",)}, "has seed, which covey sets itself"),
+        ({"source_dataset": "leg_counting", "options": ("max_animals = 4", "max_animals = 5")}, "max_animals twice"),
+        ({"source_dataset": "leg_counting", "options": ('max_animals = "many"',)}, "leg_counting"),
     ],
 )
 def test_a_wrong_field_is_one_line(fields: dict[str, Any], why: str) -> None:
@@ -240,7 +240,7 @@ def test_a_wrong_field_is_one_line(fields: dict[str, Any], why: str) -> None:
 def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("covey.config.validate_reasoning_gym.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'needs a package: pip install "covey\[reasoning-gym\]"'):
-        check_task(ReasoningGymConfig(generator="leg_counting"))
+        check_task(ReasoningGymConfig(source_dataset="leg_counting"))
 
 
 def test_a_recipe_with_the_task_is_read(tmp_path: Path) -> None:

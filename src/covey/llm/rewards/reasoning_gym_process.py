@@ -71,24 +71,27 @@ _limit_resources()
 
 
 def generate(
-    completions: Sequence[int], generator: str, options: dict[str, Any], log_extra: Callable[[str, list[Any]], None]
+    completions: Sequence[int],
+    source_dataset: str,
+    options: dict[str, Any],
+    log_extra: Callable[[str, list[Any]], None],
 ) -> list[float]:
     """Generate a problem for each seed; logs the columns "question", "answer" and "error". The results are all 0.
 
     Args:
         completions: the seeds.
-        generator, options: name of the data set, and the fields of its config other than seed and size.
+        source_dataset, options: name of the data set, and the fields of its config other than seed and size.
     """
     entries: list[dict[str, Any]] = []
     errors = []
     for seed in completions:
-        error = _fault(generator, options)
+        error = _fault(source_dataset, options)
         entry: dict[str, Any] = {"question": "", "answer": ""}
         if not error:
             try:
-                entry = _problem(generator, json.dumps(options, sort_keys=True), seed)[1]
+                entry = _problem(source_dataset, json.dumps(options, sort_keys=True), seed)[1]
             except AssertionError as fault:
-                error = f"generator {generator}: {fault}"
+                error = f"data set {source_dataset}: {fault}"
         entries.append(entry)
         errors.append(error)
     log_extra("question", [str(entry["question"]) for entry in entries])
@@ -97,22 +100,23 @@ def generate(
     return [0.0] * len(completions)
 
 
-def _fault(generator: str, options: dict[str, Any]) -> str:
-    """The mistake in a generator's name or in the names of its options; empty if there is none."""
+def _fault(source_dataset: str, options: dict[str, Any]) -> str:
+    """The mistake in a data set's name or in the names of its options; empty if there is none."""
     known = {name: config for name, (_, config) in factory.DATASETS.items() if name != "composite"}
-    if generator not in known:
-        return f"reasoning_gym has no generator {generator!r}{did_you_mean(generator, list(known))}"
-    names = [field.name for field in fields(known[generator]) if field.name not in ("seed", "size")]
+    if source_dataset not in known:
+        return f"reasoning_gym has no data set {source_dataset!r}{did_you_mean(source_dataset, list(known))}"
+    names = [field.name for field in fields(known[source_dataset]) if field.name not in ("seed", "size")]
     for name in options:
         if name not in names:
-            return f"generator {generator} has no option {name!r}{did_you_mean(name, names)}; it has {', '.join(names)}"
+            near = did_you_mean(name, names)
+            return f"data set {source_dataset} has no option {name!r}{near}; it has {', '.join(names)}"
     return ""
 
 
 @lru_cache(maxsize=4096)  # the completions of a group have the same problem
-def _problem(generator: str, options: str, seed: int) -> tuple[Any, dict[str, Any]]:
+def _problem(source_dataset: str, options: str, seed: int) -> tuple[Any, dict[str, Any]]:
     """The data set of one problem, and the problem; `options` is JSON."""
-    source = factory.create_dataset(generator, seed=seed, size=1, **json.loads(options))
+    source = factory.create_dataset(source_dataset, seed=seed, size=1, **json.loads(options))
     return source, source[0]
 
 
@@ -123,12 +127,12 @@ def score(completions: Sequence[Any], reasoning_gym: Sequence[dict[str, Any]]) -
     cannot read is wrong.
 
     Args:
-        reasoning_gym: for each completion, `generator`, `options` and `seed` of its problem.
+        reasoning_gym: for each completion, `source_dataset`, `options` and `seed` of its problem.
     """
     return [
         _score(
             _answer(completion_text(completion)),
-            *_problem(row["generator"], json.dumps(row["options"], sort_keys=True), row["seed"]),
+            *_problem(row["source_dataset"], json.dumps(row["options"], sort_keys=True), row["seed"]),
         )
         for completion, row in zip(completions, reasoning_gym, strict=True)
     ]

@@ -22,18 +22,18 @@ LARGEST_SEED = 2**31
 
 
 class ReasoningGym:
-    """Problems of one generator (a data set) of reasoning_gym; implements `covey.data.Task`.
+    """Problems of one data set of reasoning_gym; implements `covey.data.Task`.
 
     A problem is a function of its seed. The held-out problems are a fixed list with seeds of their own, and no question
     of this list is drawn for training. The reward `reasoning_gym` generates a problem again from the column
     `reasoning_gym`, because the package's scorers need objects that JSON does not have.
 
-    Problems are generated in a process with fixed hashes: some generators depend on the order of sets of strings.
+    Problems are generated in a process with fixed hashes: some data sets depend on the order of sets of strings.
 
-    >>> ReasoningGym(generator="leg_counting", options=("max_animals = 4",))
+    >>> ReasoningGym(source_dataset="leg_counting", options=("max_animals = 4",))
 
     Raises:
-        ConfigError: if the package is missing, or has no such generator or option.
+        ConfigError: if the package is missing, or has no such data set or option.
     """
 
     name = "reasoning_gym"
@@ -52,7 +52,7 @@ class ReasoningGym:
         """`count` training starts; each is a function of (seed, step, its index) alone; `before` is ignored.
 
         Raises:
-            ConfigError: if the generator has no problem that is not held out.
+            ConfigError: if the data set has no problem that is not held out.
         """
         taken = {start.prompt[0]["content"] for start in self._held_out}
         found: dict[int, Start] = {}
@@ -66,7 +66,7 @@ class ReasoningGym:
                     found[index] = start
         if len(found) < count:
             raise ConfigError(
-                f"generator {self.config.generator} has hardly a problem that is not held out: lower "
+                f"data set {self.config.source_dataset} has hardly a problem that is not held out: lower "
                 "task.held_out_problems, or choose options with more problems"
             )
         return [found[index] for index in sorted(found)]
@@ -76,7 +76,7 @@ class ReasoningGym:
         return self._held_out[:count]
 
     def _find_held_out(self) -> list[Start]:
-        """Different problems, `held_out_problems` of them if the generator has so many."""
+        """Different problems, `held_out_problems` of them if the data set has so many."""
         count = self.config.held_out_problems
         found: dict[str, Start] = {}
         for attempt in range(HELD_OUT_ROUNDS):
@@ -96,17 +96,17 @@ class ReasoningGym:
 
     def _generate(self, indices: list[int], seeds: list[int]) -> list[Start]:
         """A start for each seed."""
-        arguments = {"completions": seeds, "generator": self.config.generator, "options": self._options}
+        arguments = {"completions": seeds, "source_dataset": self.config.source_dataset, "options": self._options}
         try:
             made = self._process.call(arguments, 0, SECONDS_PER_CALL).extras
         except RewardCallError as error:
-            raise ConfigError(f"task reasoning_gym, generator {self.config.generator}: {error}") from None
+            raise ConfigError(f"task reasoning_gym, data set {self.config.source_dataset}: {error}") from None
         if made["error"][0]:
             raise ConfigError(f"task reasoning_gym: {made['error'][0]}")
         starts = []
         for index, seed, question, answer in zip(indices, seeds, made["question"], made["answer"], strict=True):
             text = f"{question.strip()}\n\n{self.config.instruction}".strip()
-            row = {"generator": self.config.generator, "options": self._options, "seed": seed}
+            row = {"source_dataset": self.config.source_dataset, "options": self._options, "seed": seed}
             prompt = [{"role": "user", "content": text}]
             starts.append(Start(index=index, prompt=prompt, columns={"answer": answer, "reasoning_gym": row}))
         return starts
