@@ -16,7 +16,7 @@ import torch
 from covey.config import ConfigError, RewardConfig
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, build_grader
-from covey.llm.rewards.runner import LOAD_LEAST_SECONDS, RewardProcess
+from covey.llm.rewards.reward_process import LOAD_LEAST_SECONDS, RewardProcess
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.rewards.worker import load_function
 from covey.tracking.metrics import find
@@ -243,7 +243,7 @@ def test_a_module_may_set_up_its_process_while_it_is_imported(tmp_path, monkeypa
     "statement", ["time.sleep(1000)", "while True: pass", "__import__('re').match('(a+)+b', 'a' * 60)"]
 )
 def test_an_import_that_never_ends_is_bounded_by_its_own_time_limit(statement, tmp_path, monkeypatch):
-    monkeypatch.setattr("covey.llm.rewards.runner.LOAD_LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("covey.llm.rewards.reward_process.LOAD_LEAST_SECONDS", 0.5)
     path = tmp_path / "endless.py"
     path.write_text(f"import time\n{statement}\ndef f(completions): return [1.0]\n")
     one = build_grader([RewardConfig(function=f"{path}:f", timeout_seconds=0.5)], ())
@@ -284,7 +284,7 @@ def test_what_a_reward_started_ends_with_a_run_that_is_killed(environment, tmp_p
         "  return [float(child.pid), float(os.getpid())]\n"
     )
     parent = (
-        "import time; from covey.llm.rewards.runner import RewardProcess\n"
+        "import time; from covey.llm.rewards.reward_process import RewardProcess\n"
         f"print(RewardProcess({str(path) + ':f'!r}).call({{'completions': ['a', 'b']}}, 0, 20.0).values, flush=True)\n"
         "time.sleep(1000)\n"
     )

@@ -37,6 +37,7 @@ from covey.config.llm import (
     JsonlConfig,
     LossConfig,
     ProcessConfig,
+    ReasoningGymConfig,
     ReferenceConfig,
     RewardConfig,
     RunConfig,
@@ -47,10 +48,10 @@ from covey.config.llm import (
 )
 
 __all__ = [
-    "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "ArithmeticConfig",
-    "CheckpointConfig", "ConfigError", "ControlConfig", "ControlEvaluationConfig", "ControlLossConfig",
-    "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "EnvironmentConfig", "EvaluationConfig", "JsonlConfig",
-    "LossBase", "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig", "ReferenceConfig", "RewardConfig",
-    "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig", "SamplingConfig", "UpdateBase",
-    "UpdateConfig", "WordProblemsConfig", "config_field",
+    "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "ArithmeticConfig", "CheckpointConfig",
+    "ConfigError", "ControlConfig", "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig",
+    "CountdownConfig", "CriticConfig", "EnvironmentConfig", "EvaluationConfig", "JsonlConfig", "LossBase",
+    "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "ReferenceConfig",
+    "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig", "SamplingConfig",
+    "UpdateBase", "UpdateConfig", "WordProblemsConfig", "config_field",
 ]  # fmt: skip

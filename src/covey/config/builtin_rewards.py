@@ -66,6 +66,12 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     "language": BuiltInReward(
         "covey.llm.rewards.language:script_share", options=("scripts",), required={"scripts": '["latin"]'}
     ),
+    "reasoning_gym": BuiltInReward(
+        "covey.llm.rewards.reasoning_gym_process:score",
+        own_process=True,  # its scorers evaluate text
+        options=("workers",),
+        task="reasoning_gym",
+    ),
     "countdown": BuiltInReward("covey.llm.rewards.countdown:countdown", binary=True, task="countdown"),
     "step_numbers": BuiltInReward(
         "covey.llm.rewards.step_numbers:step_numbers", per_step=True, options=("answer_column",), task="running_total"

@@ -1,4 +1,4 @@
-"""Reads the rows of a user's JSONL file, checked line by line.
+"""Reads the rows of a user's JSONL, Parquet or Arrow file, checked row by row.
 
 This module loads no torch, so that a mistake in the data is reported at once.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, JsonlConfig
+from covey.config.arrow_file import data_files, is_arrow, plain_record, read_arrow
 from covey.config.faults import path_error
 from covey.config.files import parse_json, read_file, shortened, user_path
 from covey.config.machine import memory_bytes
@@ -30,7 +31,7 @@ LONGEST_LINE = 64 << 20  # bytes
 class Row:
     """One prompt with its columns, checked."""
 
-    place: str  # "data.jsonl line 7", for messages
+    place: str  # "data.jsonl line 7" or "data.parquet row 7", for messages
     prompt: Any  # a string or chat messages
     columns: dict[str, Any]
 
@@ -65,33 +66,34 @@ def read_data(config: JsonlConfig) -> Data:
 
 
 def read_rows(path: str) -> list[Row]:
-    """All rows of a JSONL file; blank lines are skipped.
+    """All rows of a JSONL file, whose blank lines are skipped, of a Parquet or Arrow file, or of a folder that the
+    package datasets saved.
 
     Raises:
         ConfigError: "data.jsonl line 7: ..." for the first line that is unusable.
     """
     file = user_path(path)
     try:
-        status = file.stat()
+        statuses = [one.stat() for one in data_files(file, path)]
     except OSError as error:
         raise path_error(error, f"{path}: cannot be read", file) from error
-    return _read_rows(path, file.absolute(), (status.st_ino, status.st_size, status.st_mtime_ns))
+    version = tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in statuses)
+    return _read_rows(path, file.absolute(), version)
 
 
 # Suffix -> the pandas function that reads such files. A .json file may hold JSON lines, so it is read as JSONL.
 OTHER_FORMATS = {
     ".csv": "read_csv",
     ".tsv": "read_table",
-    ".parquet": "read_parquet",
-    ".feather": "read_feather",
-    ".arrow": "read_feather",
     ".xlsx": "read_excel",
 }
 
 
 @lru_cache(maxsize=2)  # `covey check` and `covey train` read the data before torch is loaded, the task after it
-def _read_rows(path: str, file: Path, _version: tuple[int, ...]) -> list[Row]:
+def _read_rows(path: str, file: Path, _version: tuple[tuple[int, ...], ...]) -> list[Row]:
     most = (memory_bytes() or 2**40) // MEMORY_PER_BYTE
+    if is_arrow(file):
+        return _read_arrow_rows(path, file, most)
     if reader := OTHER_FORMATS.get(file.suffix.lower()):
         raise ConfigError(
             f"{path} is no JSONL file; convert it: "
@@ -108,6 +110,18 @@ def _read_rows(path: str, file: Path, _version: tuple[int, ...]) -> list[Row]:
         rows.append(row_of(place, record))
     if not rows:
         raise ConfigError(f"{path} is empty: it needs one JSON object with a 'prompt' on each line")
+    return rows
+
+
+def _read_arrow_rows(path: str, file: Path, most: int) -> list[Row]:
+    rows = []
+    for number, record in read_arrow(file, path, most):
+        place = f"{path} row {number}"
+        with _faults_at(place):
+            plain = plain_record(record)
+        rows.append(row_of(place, plain))
+    if not rows:
+        raise ConfigError(f"{path} is empty: it needs rows with a 'prompt'")
     return rows
 
 

@@ -182,7 +182,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "multi_objective_aggregation": _same("TRL", "loss.normalize_rewards", 'its normalize_then_sum is "each"'),
     "reward_model": _none("verl", "rewards are functions; reward models are not supported yet"),
     "reward_pretrain": _none("OpenRLHF", "rewards are functions; reward models are not supported yet"),
-    "remote_rm_url": _none("OpenRLHF", "rewards are functions: call the server in one"),
+    "remote_rm_url": _none("OpenRLHF", 'for a language model: [[rewards]] with judge = "http://..."'),
     "env": _same("stable-baselines3", "environment.id"),
     "env_id": _same("cleanrl", "environment.id"),
     "net_arch": _same("stable-baselines3", "policy.hidden"),

@@ -1,10 +1,11 @@
-"""The files that a run reads again when it is resumed: its data and its own Python functions."""
+"""The files that a run reads again when it is resumed: its data, its own Python functions, questions to judges."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
+from covey.config.arrow_file import data_files
 from covey.config.control import ControlConfig
 from covey.config.faults import faults_of
 from covey.config.files import user_path
@@ -12,7 +13,7 @@ from covey.config.llm import JsonlConfig, RunConfig
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:
-    """SHA-256 of the run's data and function files: name in the config -> digest.
+    """SHA-256 of the run's data, function and question files: name in the config -> digest.
 
     Args:
         own_task: the task is a script's own, so the config's files of it are not used.
@@ -25,8 +26,12 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
         return {}
     names = []
     if isinstance(config.task, JsonlConfig) and not own_task:
-        names += [config.task.path, config.task.held_out_path]
-    functions = [config.process.boundary, *(() if own_rewards else (reward.function for reward in config.rewards))]
+        for path in filter(None, (config.task.path, config.task.held_out_path)):
+            folder = user_path(path)
+            names += [str(file) for file in data_files(folder, path)] if folder.is_dir() else [path]
+    rewards = () if own_rewards else config.rewards
+    names += [reward.judge_prompt_file for reward in rewards]
+    functions = [config.process.boundary, *(reward.function for reward in rewards)]
     sources = (function.rpartition(":")[0] for function in functions)
     names += [source for source in sources if source.endswith(".py")]
     return {name: _checksum(user_path(name)) for name in names if name}

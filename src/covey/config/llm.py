@@ -8,6 +8,7 @@ from typing import Any
 
 from covey.config.builtin_rewards import BUILT_IN_REWARDS, BuiltInReward
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
+from covey.config.judge import JudgeFields
 
 EMBEDDED_MODELS = ("smollm2-135m",)
 SCRIPTS = (
@@ -166,8 +167,12 @@ class RunningTotalConfig:
 
 @dataclass(frozen=True)
 class JsonlConfig:
-    path: str = config_field("", "JSONL file; each line has a 'prompt' (string or chat messages) and any other columns")
-    held_out_path: str = config_field("", "JSONL file of held-out prompts; empty takes held_out_fraction of `path`")
+    path: str = config_field(
+        "",
+        "JSONL or Parquet file, or a folder of the package datasets (save_to_disk); each row has a 'prompt' (string or "
+        "chat messages) and any other columns",
+    )
+    held_out_path: str = config_field("", "such a file of held-out prompts; empty takes held_out_fraction of `path`")
     held_out_fraction: float = config_field(
         0.1,
         "fraction of the different prompts of `path` that is held out for evaluation, at least one",
@@ -182,17 +187,35 @@ class JsonlConfig:
     )
 
 
+@dataclass(frozen=True)
+class ReasoningGymConfig:
+    source_dataset: str = config_field(
+        "chain_sum", "name of a data set of the package reasoning_gym, such as chain_sum or leg_counting"
+    )
+    options: tuple[str, ...] = config_field(
+        (), 'options of the data set, each as in a TOML file: ["max_animals = 4", "min_animals = 2"]'
+    )
+    instruction: str = config_field(
+        "Give the final answer between <answer> and </answer>.", "sentence added to the question", advanced=True
+    )
+    held_out_problems: int = config_field(
+        256, "problems that are held out from training; evaluation.problems of them are used", min=1, max=100_000,
+        advanced=True,
+    )  # fmt: skip
+
+
 TASK_CONFIGS: dict[str, type] = {
     "arithmetic": ArithmeticConfig,
     "countdown": CountdownConfig,
     "word_problems": WordProblemsConfig,
     "running_total": RunningTotalConfig,
     "jsonl": JsonlConfig,
+    "reasoning_gym": ReasoningGymConfig,
 }
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardFields:
     name: str = config_field("", "a built-in reward", choices=tuple(BUILT_IN_REWARDS))
     function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
     weight: float = config_field(1.0, "weight in the sum of rewards")
@@ -229,8 +252,8 @@ class RewardConfig:
     )
     timeout_seconds: float = config_field(
         10.0,
-        "deadline of a call of your own function, or of math for one answer; importing a file has the same, at least "
-        "10 s",
+        "deadline of a call of your own function, of math for one answer, or of a question to a judge with all "
+        "attempts; importing a file has the same, at least 10 s",
         above=0,
         max=86_400,
         advanced=True,
@@ -245,7 +268,7 @@ class RewardConfig:
     score: bool = config_field(False, "evaluations average this reward; default: the first")
     binary: bool = config_field(
         False,
-        "your own function returns 1 (right) or 0 (wrong), so its mean is an accuracy; else it is a score",
+        "your own function or judge returns 1 (right) or 0 (wrong), so its mean is an accuracy; else it is a score",
     )
     per_step: bool = config_field(
         False,
@@ -267,6 +290,16 @@ class RewardConfig:
     def is_binary(self) -> bool:
         """True if the reward is always 1 (right) or 0 (wrong), so that its mean is an accuracy."""
         return self.binary or (self.built_in is not None and self.built_in.binary)
+
+
+@dataclass(frozen=True)
+class RewardConfig(JudgeFields, RewardFields):
+    """A [[rewards]] table: a built-in reward, a function or a judge."""
+
+    @property
+    def label(self) -> str:
+        """The name of the reward in messages and metrics; empty if the table names no reward."""
+        return self.name or self.function.rpartition(":")[2] or ("judge" if self.judge else "")
 
 
 @dataclass(frozen=True)
@@ -307,7 +340,9 @@ class ProcessConfig:
 class RunConfig(RunBase):
     """One training run on a language model."""
 
-    task: Any = config_field(None, "[task] table: name = arithmetic, countdown, word_problems, running_total or jsonl")
+    task: Any = config_field(
+        None, "[task] table: name = arithmetic, countdown, word_problems, running_total, jsonl or reasoning_gym"
+    )
     model: str = config_field(
         "smollm2-135m",
         "smollm2-135m (embedded), a Hugging Face folder, a hub name, a .gguf file, or the folder of a run or of one of "

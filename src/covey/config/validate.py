@@ -12,12 +12,14 @@ from covey.config import (
     EvaluationConfig,
     JsonlConfig,
     LossBase,
+    ReasoningGymConfig,
     RewardConfig,
     RunConfig,
     SamplingConfig,
     UpdateBase,
     UpdateConfig,
 )
+from covey.config.arrow_file import check_arrow, is_arrow
 from covey.config.fields import (
     check_fields,
     get_type_hints,
@@ -32,6 +34,7 @@ from covey.config.model_sources import locate_model
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_process import check_process
+from covey.config.validate_reasoning_gym import check_reasoning_gym
 from covey.config.validate_rewards import check_normalization, check_rewards
 from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_size import check_control_size, check_size
@@ -225,15 +228,17 @@ def check_task(task: Any) -> None:
     """Refuse a task table whose data file cannot be read.
 
     Raises:
-        ConfigError: for a data file that is missing or not named.
+        ConfigError: for a data file that is missing or not named, and for a missing package.
     """
+    if isinstance(task, ReasoningGymConfig):
+        check_reasoning_gym(task)
     if not isinstance(task, JsonlConfig):
         return
     if not task.path:
         raise ConfigError('the jsonl task needs a file: set path = "prompts.jsonl" in [task]')
     for name, value in (("path", task.path), ("held_out_path", task.held_out_path)):
         path = user_path(value, f"task.{name}: ")
-        if value and path.is_dir():
-            raise ConfigError(f"task.{name}: {value} is a folder; name a JSONL file")
-        if value and not path.is_file():
+        if value and not (path.is_file() or path.is_dir()):
             raise ConfigError(f"task.{name}: {missing_file(path, value)}")
+        if value and is_arrow(path):
+            check_arrow(path, f"task.{name}: {value}")

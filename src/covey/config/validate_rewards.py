@@ -12,6 +12,7 @@ from covey.config.builtin_rewards import rewards_with
 from covey.config.fields import or_list
 from covey.config.files import shortened
 from covey.config.function_source import check_function_name
+from covey.config.validate_judge import check_judge
 from covey.config.validate_process import check_step_reward
 
 # Algorithms that divide by the standard deviation of a group. For the others, comparison and sum can be exchanged.
@@ -67,11 +68,12 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     """Refuse a [[rewards]] table that contradicts itself; `where` names it in the message.
 
     Raises:
-        ConfigError: for neither or both of name and function, an option that the reward does not take or lacks, a bad
-            pattern, a function that is no file.py:function.
+        ConfigError: unless it has one of name, function and judge; for an option that it does not take or lacks,
+            a bad pattern, a function that is no file.py:function, and a judge that cannot be asked.
     """
-    if bool(reward.name) == bool(reward.function):
-        wrong = "both name and function" if reward.name else "neither name nor function"
+    sources = [field for field in ("name", "function", "judge") if getattr(reward, field)]
+    if len(sources) != 1:
+        wrong = " and ".join(sources) or "neither name nor function nor judge"
         raise ConfigError(f"{where} has {wrong}: give exactly one of them")
     if reward.weight == 0 and not reward.score:
         raise ConfigError(f"{where} has weight 0 and so changes nothing: give it a weight or take it out")
@@ -86,9 +88,10 @@ def check_reward(reward: RewardConfig, where: str) -> None:
         )
     if reward.function:
         check_function_name(reward.function, f"{where}: function")
+    check_judge(reward, where)
     check_step_reward(reward, where)
     if reward.binary and reward.name:
-        raise ConfigError(f"{where} has binary = true, which is for functions of your own: take it out")
+        raise ConfigError(f"{where} has binary = true, which is for functions of your own and judges: take it out")
     if reward.binary and reward.per_step:
         raise ConfigError(
             f"{where} has binary = true and per_step = true: what evaluations average of a step reward is its mean "

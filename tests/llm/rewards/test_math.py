@@ -119,7 +119,7 @@ def test_the_worker_has_its_memory_limited(tmp_path):
         "    return [float(len(bytearray(1 << 31)))]\n"
     )
     from covey.llm.rewards.reward_call import RewardCallError
-    from covey.llm.rewards.runner import RewardProcess
+    from covey.llm.rewards.reward_process import RewardProcess
 
     arguments = {"completions": [""]}
     one = RewardProcess(f"{file}:limits", memory_mib=1024)

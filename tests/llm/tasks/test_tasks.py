@@ -436,7 +436,7 @@ def test_jsonl_names_the_bad_line(tmp_path, line, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["data.csv", "data.TSV", "data.parquet", "my data.xlsx"])
+@pytest.mark.parametrize("name", ["data.csv", "data.TSV", "my data.xlsx"])
 def test_files_of_other_formats_are_told_how_to_be_converted(tmp_path, name):
     path = tmp_path / name
     path.write_text("prompt,answer\n1 + 1,2\n")

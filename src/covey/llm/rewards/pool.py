@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from covey.llm.rewards.reward_call import Results
-from covey.llm.rewards.runner import LOAD_LEAST_SECONDS, RewardProcess
+from covey.llm.rewards.reward_process import LOAD_LEAST_SECONDS, RewardProcess
 
 INTERRUPT_SECONDS = 0.05  # between attempts to end the calls that are still running when the pool is closed
 

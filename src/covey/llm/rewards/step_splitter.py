@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from covey.data import Rollout
 from covey.llm.model.chat import Chat
 from covey.llm.rewards.reward_call import InvalidRewardOutput
-from covey.llm.rewards.runner import RewardProcess
+from covey.llm.rewards.reward_process import RewardProcess
 
 Boundary = Callable[[str], Sequence[int]]  # text -> positions (in characters) after its steps
 

@@ -13,6 +13,7 @@ from covey.config.builtin_rewards import BuiltInReward
 from covey.config.fields import check_fields
 from covey.config.validate_rewards import check_reward
 from covey.data import Group, Rollout, Start
+from covey.llm.rewards.judge import Judge
 from covey.llm.rewards.one_by_one import OneByOne
 from covey.llm.rewards.overlong import overlong
 from covey.llm.rewards.pool import RewardPool
@@ -66,18 +67,18 @@ class WeightedReward:
 
     @staticmethod
     def from_config(config: RewardConfig) -> WeightedReward:
-        """A reward from its config: a built-in one, or a function by its name in a process of its own.
+        """A reward from its config: a built-in one, a judge, or a function by its name in a process of its own.
 
         Raises:
-            ConfigError: if a field is invalid or the file is missing. The function itself is not loaded yet.
+            ConfigError: if a field is invalid or a file is missing. The function itself is not loaded yet.
         """
         check_fields(config, "reward: ")
-        name = config.name or config.function.rpartition(":")[2]
+        name = config.label
         check_reward(config, f"reward {name or '(no name)'}")
-        built_in, workers = config.built_in, config.workers or 1
+        built_in = config.built_in
         return WeightedReward(
             name,
-            _runner(built_in, config) if built_in else RewardPool(config.function, workers, config.timeout_seconds),
+            _runner(built_in, config),
             {} if built_in is None else {option: getattr(config, option) for option in built_in.arguments},
             config.weight,
             config.score,
@@ -145,14 +146,18 @@ class RewardResult:
         return self.value / len(self.steps) if self.value is not None and self.steps else self.value
 
 
-def _runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunner:
-    """The way to call a built-in reward."""
+def _runner(reward: BuiltInReward | None, config: RewardConfig) -> RewardRunner:
+    """The way to call a reward; one that is not built in is a judge or a function of the user's."""
+    if reward is None:
+        if config.judge:
+            return Judge(config)
+        return RewardPool(config.function, config.workers or 1, config.timeout_seconds)
     if reward.one_by_one:
         shortcut = load_function(reward.shortcut) if reward.shortcut else None
         pool = RewardPool(reward.function, config.workers or reward.workers, repeat=False, memory_mib=reward.memory_mib)
         return OneByOne(pool, reward.arguments, shortcut)
     if reward.own_process:
-        return RewardPool(reward.function, config.workers or reward.workers)
+        return RewardPool(reward.function, config.workers or reward.workers, config.timeout_seconds)
     return InProcess(load_function(reward.function))
 
 

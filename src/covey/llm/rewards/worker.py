@@ -1,4 +1,4 @@
-"""The process in which a user's reward function runs; `RewardProcess` in runner.py starts it.
+"""The process in which a user's reward function runs; `RewardProcess` starts it.
 
 A process that hangs can be killed, a thread cannot, so only a process enforces a deadline. There are two processes:
 
@@ -11,7 +11,7 @@ session, because orphans become its children (PR_SET_CHILD_SUBREAPER); elsewhere
 
 The function is trusted: the processes enforce the deadline and contain crashes. They are not a sandbox.
 
-This file and the two that it loads import the standard library only, so that the worker starts in milliseconds.
+This file and the three that it loads import the standard library only, so that the worker starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ def _module_at(path: Path, name: str) -> ModuleType:
 
 
 if TYPE_CHECKING or __package__:
-    from covey.llm.rewards import process_state, reward_call
+    from covey.llm.rewards import adapters, process_state, reward_call
 else:  # run by its path, so that neither the package nor this folder is on the function's search path
     reward_call = _module_at(Path(__file__).with_name("reward_call.py"), "covey_reward_call")
     process_state = _module_at(Path(__file__).with_name("process_state.py"), "covey_process_state")
+    adapters = _module_at(Path(__file__).with_name("adapters.py"), "covey_adapters")
 
 
 def main() -> NoReturn:
@@ -140,9 +141,9 @@ class _Server:
             return {}
         if "text" in request:
             return {"results": reward_call.call_on_text(self.function, request["text"])}
-        results = reward_call.call_function(
-            self.function, request["arguments"], request["global_step"], request["step_counts"]
-        )
+        arguments = request["arguments"]
+        function = adapters.adapted(self.function, arguments)
+        results = reward_call.call_function(function, arguments, request["global_step"], request["step_counts"])
         return {"results": results.values, "metrics": results.metrics, "extras": results.extras}
 
     def _send(self, reply: dict[str, Any]) -> None:

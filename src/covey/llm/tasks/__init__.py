@@ -11,6 +11,7 @@ from covey.config import (
     ConfigError,
     CountdownConfig,
     JsonlConfig,
+    ReasoningGymConfig,
     RunningTotalConfig,
     WordProblemsConfig,
 )
@@ -18,10 +19,13 @@ from covey.data import Task
 from covey.llm.tasks.arithmetic import Arithmetic
 from covey.llm.tasks.countdown import Countdown
 from covey.llm.tasks.jsonl import Jsonl, Rows
+from covey.llm.tasks.reasoning_gym import ReasoningGym
 from covey.llm.tasks.running_total import RunningTotal
 from covey.llm.tasks.word_problems import WordProblems
 
-__all__ = ["Arithmetic", "Countdown", "Jsonl", "Rows", "RunningTotal", "WordProblems", "build_task", "task_of"]
+__all__ = [
+    "Arithmetic", "Countdown", "Jsonl", "ReasoningGym", "Rows", "RunningTotal", "WordProblems", "build_task", "task_of",
+]  # fmt: skip
 
 _TASKS: dict[type, Callable[..., Task]] = {
     ArithmeticConfig: Arithmetic,
@@ -29,6 +33,7 @@ _TASKS: dict[type, Callable[..., Task]] = {
     WordProblemsConfig: WordProblems,
     RunningTotalConfig: RunningTotal,
     JsonlConfig: Jsonl,
+    ReasoningGymConfig: ReasoningGym,
 }
 
 

@@ -1,0 +1,158 @@
+"""Reads the rows of Parquet and Arrow files, and of folders that the package `datasets` saved with `save_to_disk`.
+
+The package pyarrow is an extra, and it is loaded only for such files.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import math
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from covey.config.common import ConfigError
+from covey.config.files import read_json, shortened
+
+SUFFIXES = (".parquet", ".arrow", ".feather")
+STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"  # of the package datasets
+_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)  # datetime is a date
+
+
+def is_arrow(file: Path) -> bool:
+    """True for a folder, and for a file with the suffix of Parquet or Arrow."""
+    return file.suffix.lower() in SUFFIXES or file.is_dir()
+
+
+def check_arrow(path: Path, name: str) -> None:
+    """Refuse a folder that holds no data set, and a missing pyarrow.
+
+    Args:
+        path: a file with one of `SUFFIXES`, or a folder.
+        name: of the path as the user wrote it.
+
+    Raises:
+        ConfigError: in one line, with the fix.
+    """
+    data_files(path, name)
+    if find_spec("pyarrow") is None:
+        raise ConfigError(f'{name} is read with pyarrow: pip install "covey[arrow]"')
+
+
+def data_files(path: Path, name: str) -> list[Path]:
+    """The data files of a path: the file itself, or those of a folder of the package datasets.
+
+    Raises:
+        ConfigError: if a folder holds no data set, or several.
+    """
+    if not path.is_dir():
+        return [path]
+    if (path / SPLITS_FILE).is_file():
+        splits = read_json(path / SPLITS_FILE)
+        names = splits.get("splits") if isinstance(splits, dict) else None
+        inside = ", ".join(f"{name.rstrip('/')}/{split}" for split in names) if isinstance(names, list) else ""
+        raise ConfigError(f"{name} has several data sets; name one of them{': ' if inside else ''}{inside}")
+    if not (path / STATE_FILE).is_file():
+        raise ConfigError(
+            f"{name} is a folder without {STATE_FILE}, so it is no data set that datasets saved with save_to_disk; "
+            "name a file, or such a folder"
+        )
+    state = read_json(path / STATE_FILE)
+    listed = state.get("_data_files") if isinstance(state, dict) else None
+    try:
+        files = [Path(entry["filename"]) for entry in listed or ()]
+    except (TypeError, KeyError):
+        files = []
+    if not files or any(len(file.parts) != 1 or file.parts[0] == ".." for file in files):
+        raise ConfigError(f"{name}: {STATE_FILE} lists no data files; save the data set again")
+    if missing := next((file for file in files if not (path / file).is_file()), None):
+        raise ConfigError(f"{name}: the file {missing}, which {STATE_FILE} lists, is missing; save the data set again")
+    return [path / file for file in files]
+
+
+def read_arrow(path: Path, name: str, most_bytes: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a path with their numbers from 1, not yet in the types of JSON (`plain_record`).
+
+    Raises:
+        ConfigError: if a file cannot be read, or is larger than `most_bytes`.
+    """
+    import pyarrow
+
+    try:
+        number = 0
+        for file in data_files(path, name):
+            for batch in _batches(file, name, most_bytes):
+                names = batch.schema.names
+                if again := next((column for column in names if names.count(column) > 1), None):
+                    raise ConfigError(f"{name}: the column {shortened(again)} is there twice")
+                for record in batch.to_pylist():
+                    number += 1
+                    yield number, record
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{name} cannot be read: {reason:.150}") from error
+
+
+def _batches(file: Path, name: str, most_bytes: int) -> Iterator[Any]:
+    """The record batches of one file."""
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    if file.suffix.lower() == ".parquet":
+        with parquet.ParquetFile(file) as source:
+            groups = range(source.metadata.num_row_groups)
+            _check_size(sum(source.metadata.row_group(group).total_byte_size for group in groups), name, most_bytes)
+            yield from source.iter_batches(1024)
+        return
+    _check_size(file.stat().st_size, name, most_bytes)
+    with pyarrow.memory_map(str(file)) as stream:
+        start = stream.read(6)
+        stream.seek(0)
+        if start == b"ARROW1":
+            reader = ipc.open_file(stream)
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:  # the package datasets writes streams
+            yield from ipc.open_stream(stream)
+
+
+def _check_size(size: int, name: str, most_bytes: int) -> None:
+    if size > most_bytes:
+        raise ConfigError(f"{name} has {size / 1e6:,.0f} MB of data; at most {most_bytes / 1e6:,.0f} MB are read")
+
+
+def plain_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A row in the types of JSON. Dates and decimal numbers become texts. Keys of chat messages whose value is null are
+    left out, because a column of messages has the keys of all rows.
+
+    Raises:
+        ValueError: naming the column of a value that cannot be converted.
+    """
+    found = {column: _plain(value, column) for column, value in record.items()}
+    if isinstance(found.get("prompt"), list):
+        found["prompt"] = [_without_nulls(message) for message in found["prompt"]]
+    return found
+
+
+def _without_nulls(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _plain(value: Any, column: str) -> Any:
+    if isinstance(value, (str, bool, int)) or value is None:
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"the column {shortened(column)} has {value}, which is no JSON: write null or a number")
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, column) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item, column) for key, item in value.items()}
+    if isinstance(value, _AS_TEXT):
+        return str(value)
+    kind = "bytes" if isinstance(value, bytes) else f"values of type {type(value).__name__}"
+    raise ValueError(f"the column {shortened(column)} has {kind}, which rewards cannot be given: remove the column")

@@ -1,0 +1,298 @@
+"""A reward function in a process of its own (`worker.py`), called by its name under a deadline."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from covey.llm.rewards import worker
+from covey.llm.rewards.reward_call import (
+    InvalidRewardOutput,
+    Log,
+    Results,
+    RewardCallError,
+    RewardTimeout,
+    checked_positions,
+    checked_values,
+    one_line,
+    printable,
+)
+
+LOAD_LEAST_SECONDS = 10.0  # to import the function's file, which may import torch; longer if a call's deadline is
+MOST_OUTPUT_CHARACTERS = 1 << 18  # printed output of one call; the rest is left out
+
+T = TypeVar("T")
+
+
+class RewardProcess:
+    """A function named `file.py:function` or `module:function`, in a process of its own (`worker.py`).
+
+    The process starts at the first call and again after it was ended. It ends at `close`, at any end of the run's
+    process, and after a call that timed out, ended the process or sent an unexpected reply. A call that fails in a
+    process that answered before is repeated once in a new one, because an earlier call may be the cause. A call that
+    timed out is not repeated.
+
+    Output of the function is printed to stderr.
+    """
+
+    def __init__(
+        self, function: str, load_seconds: float = LOAD_LEAST_SECONDS, *, repeat: bool = True, memory_mib: int = 0
+    ) -> None:
+        """The function is loaded at the first call.
+
+        Args:
+            function: its name.
+            load_seconds: deadline of importing its file, at least 10.
+            repeat: repeat a call that fails in a process that answered before.
+            memory_mib: limit of the process's address space, which then cannot write files either; 0: none.
+        """
+        self.function = function
+        self.repeat, self.memory_mib = repeat, memory_mib
+        self.load_seconds = max(load_seconds, LOAD_LEAST_SECONDS)
+        self._worker: _Worker | None = None
+
+    def call(
+        self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
+    ) -> Results:
+        """Call the reward function with a deadline; arguments and results as in `call_function`.
+
+        Raises:
+            RewardCallError: if the function raised or its process ended. RewardTimeout: at the deadline.
+            InvalidRewardOutput: if it returned anything else.
+        """
+        counts = None if step_counts is None else list(step_counts)
+        request = {"arguments": arguments, "global_step": global_step, "step_counts": counts}
+        count = len(arguments["completions"])
+        return self._ask(request, seconds, lambda reply: _results(reply, count, counts))
+
+    def call_on_text(self, text: str, seconds: float) -> list[int]:
+        """Call the boundary function with a deadline; errors as in `call`."""
+        return self._ask({"text": text}, seconds, lambda reply: checked_positions(reply["results"], len(text)))
+
+    def close(self) -> None:
+        """End the process and all processes that it started."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
+
+    def interrupt(self) -> None:
+        """End the running call of another thread, which fails. Without effect between calls."""
+        worker = self._worker
+        if worker is not None:
+            worker.interrupt()
+
+    def _ask(self, request: dict[str, Any], seconds: float, read: Callable[[dict[str, Any]], T]) -> T:
+        answered_before = self._worker is not None and self.repeat
+        try:
+            return self._ask_once(request, seconds, read)
+        except RewardTimeout:
+            raise
+        except RewardCallError:
+            if not answered_before:
+                raise
+        self.close()
+        return self._ask_once(request, seconds, read)
+
+    def _ask_once(self, request: dict[str, Any], seconds: float, read: Callable[[dict[str, Any]], T]) -> T:
+        if self._worker is None:
+            self._worker = _Worker()
+            path = [os.getcwd(), *sys.path]
+            try:
+                loaded = self._exchange(
+                    {"load": self.function, "path": path, "memory_mib": self.memory_mib}, self.load_seconds
+                )
+            except RewardTimeout as error:
+                raise RewardCallError(
+                    f"cannot be loaded: importing its file {error}; raise its timeout_seconds"
+                ) from None
+            if "failed" in loaded:
+                self.close()
+                raise RewardCallError(f"cannot be loaded: {loaded['failed']}")
+        reply = self._exchange(request, seconds)
+        if reply["last"]:
+            self.close()
+        if "wrong" in reply:
+            raise InvalidRewardOutput(reply["wrong"])
+        if "failed" in reply:
+            raise RewardCallError(reply["failed"])
+        return read(reply)
+
+    def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a request and wait for its reply. On a failure the process is ended, because it may reply later."""
+        assert self._worker is not None
+        worker, number = self._worker, secrets.token_hex(8)
+        try:
+            line = json.dumps(request | {"id": number}).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RewardCallError(f"its arguments cannot be sent to its process as JSON: {one_line(error)}") from None
+        try:
+            return _reply_to(number, worker.exchange(line, seconds))
+        except (EOFError, BrokenPipeError):
+            self.close()
+            raise RewardCallError(worker.last_words()) from None
+        except TimeoutError:
+            self.close()
+            raise RewardTimeout(f"took longer than {seconds:g} s") from None
+        except BaseException:
+            self.close()
+            raise
+
+
+def _reply_to(number: str, line: bytes) -> dict[str, Any]:
+    """Parse the reply with the number of the request; any other line was not written by the worker."""
+    with contextlib.suppress(ValueError, RecursionError):
+        reply = json.loads(line)
+        if isinstance(reply, dict) and reply.get("id") == number:
+            return reply
+    raise RewardCallError(
+        "something other than a reply came from its process: a function must not write to files that it did not open"
+    )
+
+
+def _results(reply: dict[str, Any], count: int, step_counts: Sequence[int] | None) -> Results:
+    """The results in a reply, checked again, because the function could change the process that checked them.
+
+    Raises:
+        InvalidRewardOutput: as `call_function`.
+    """
+    log = Log(count)
+    for name, numbers in reply["metrics"].items():
+        for number in numbers:
+            log.log_metric(name, number)
+    for column, values in reply["extras"].items():
+        log.log_extra(column, values)
+    return Results(checked_values(reply["results"], count, step_counts), log.metrics, log.extras)
+
+
+class _Worker:
+    """A started process: supervisor and worker, with the pipes to them."""
+
+    def __init__(self) -> None:
+        self.mark = secrets.token_hex(16)
+        requests, self.requests = os.pipe()
+        self.replies, replies = os.pipe()
+        # Run by its path and with -P, so that neither the package nor this folder is imported by accident. In its own
+        # session it does not receive the terminal's Ctrl-C.
+        self.supervisor = subprocess.Popen(
+            [sys.executable, "-P", worker.__file__, str(requests), str(replies)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            pass_fds=(requests, replies),
+            start_new_session=True,
+            # With the same hashes in every process, a function that iterates over a set gives the same results again.
+            env=os.environ | {worker.MARK: self.mark, "PYTHONHASHSEED": "0"},
+        )
+        os.close(requests)
+        os.close(replies)
+        os.set_blocking(self.requests, False)
+        assert self.supervisor.stdout is not None
+        self.output = _Output(self.supervisor.stdout.fileno())
+
+    def exchange(self, line: bytes, seconds: float) -> bytes:
+        """Send a line and return the next one, under one deadline; output in the meantime is printed to stderr.
+
+        Raises:
+            TimeoutError: at the deadline. EOFError, BrokenPipeError: if the other end is closed.
+        """
+        deadline = time.monotonic() + seconds
+        to_write, reply, whole = memoryview(line), bytearray(), False
+        self.output.left = MOST_OUTPUT_CHARACTERS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.requests, selectors.EVENT_WRITE)
+            selector.register(self.replies, selectors.EVENT_READ)
+            selector.register(self.output.descriptor, selectors.EVENT_READ)
+            while not whole:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                for key, _ in selector.select(left):
+                    if key.fd == self.requests:
+                        to_write = to_write[os.write(self.requests, to_write) :]
+                        if not to_write:
+                            selector.unregister(self.requests)
+                    elif key.fd == self.replies:
+                        read = os.read(self.replies, 1 << 16)
+                        if not read:
+                            raise EOFError
+                        reply += read
+                        # Longer than any valid reply, so it is refused.
+                        whole = b"\n" in read or len(reply) > worker.MOST_REPLY_BYTES
+                    elif not self.output.pass_on():
+                        selector.unregister(self.output.descriptor)
+        return bytes(reply)
+
+    def end(self) -> None:
+        """End the supervisor, which first ends its descendants; if it was killed itself, find them by their mark."""
+        self.interrupt()
+        if sys.platform.startswith("linux"):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.supervisor.wait(2 * worker.END_SECONDS)
+        if self.supervisor.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.supervisor.pid, signal.SIGKILL)
+            self.supervisor.wait()
+        if self.supervisor.returncode < 0:
+            worker.end_marked(self.mark)
+        self.output.drain()
+        assert self.supervisor.stdout is not None
+        self.supervisor.stdout.close()
+        os.close(self.requests)
+        os.close(self.replies)
+
+    def interrupt(self) -> None:
+        """Make the supervisor end the worker, so that a thread that waits for a reply finds the pipe closed."""
+        assert self.supervisor.stdin is not None
+        self.supervisor.stdin.close()
+        self.supervisor.send_signal(signal.SIGCONT)  # the function may have stopped it
+
+    def last_words(self) -> str:
+        """Description of the exit status after `end`; the supervisor exits with the worker's."""
+        code = self.supervisor.returncode
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        if code == worker.BROKEN:
+            return "its process cannot reply any more: a function must not close files that it did not open"
+        return f"its process ended by itself with exit code {code}"
+
+
+class _Output:
+    """Copies the function's output to stderr, without control characters and at most `left` bytes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.left = descriptor, MOST_OUTPUT_CHARACTERS
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        os.set_blocking(descriptor, False)
+
+    def pass_on(self) -> bool:
+        """Print the available output; False at its end."""
+        try:
+            read = os.read(self.descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not self.left:
+            return bool(read)
+        text = printable(self._decoder.decode(read).replace("\r\n", "\n"))
+        rest = len(text) - self.left
+        self.left = max(-rest, 0)
+        text = text if rest < 0 else text[: len(text) - rest] + "\n(further output of the function is left out)\n"
+        with contextlib.suppress(OSError, ValueError):  # the reader of stderr may be gone
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        return bool(read)
+
+    def drain(self) -> None:
+        """Print the remaining output."""
+        while self.pass_on():
+            pass

@@ -1,0 +1,609 @@
+"""Judges, asked over HTTP: how scores are read, and what faults of a real server cost."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from covey.config import ConfigError, RewardConfig
+from covey.config.recipe import read_recipe
+from covey.config.validate_rewards import check_reward
+from covey.data import EndReason, Group, Rollout, Start
+from covey.llm.grader import GradingError, RewardGrader, build_grader
+from covey.llm.rewards import judge_client
+from covey.llm.rewards.judge_cache import Reply, ReplyCache
+from covey.llm.rewards.judge_score import ScoreReader, UnreadableReply
+from helpers.judge_server import Asked, JudgeServer
+
+TOKEN = "tok-5d41402abc4b2a76"
+
+
+# ---- the score in a reply ----
+
+
+def reader(low: float = 0.0, high: float = 10.0, **how: Any) -> ScoreReader:
+    return ScoreReader(low, high, **how)
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("7", 7.0),
+        ("Of the 3 claims 2 are right. Score: 8.5", 8.5),
+        ("8/10", 8.0),
+        ("**8**/10", 8.0),
+        ("I give it 9 out of 10.", 9.0),
+        ("Score: `7.25`.", 7.25),
+        ("1e0", 1.0),
+        (".5", 0.5),
+        ("0", 0.0),
+        ("−0 is +3", 3.0),
+        ("It is a 4!", 4.0),
+    ],
+)
+def test_the_last_number_of_a_reply(reply: str, score: float) -> None:
+    assert reader().read(reply) == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        ("", "no number"),
+        ("no score", "no number"),
+        ("gpt4", "no number"),
+        ("11", "outside judge_range"),
+        ("-1", "outside judge_range"),
+        ("1e999", "not finite"),
+        ("0,8", "no number"),
+        ("4/5", "on a scale up to 5"),
+        ("4 out of 5", "on a scale up to 5"),
+        ("8%", "on a scale up to 100"),
+        ("nan", "no number"),
+        ("1.2.3", "no number"),
+    ],
+)
+def test_a_reply_without_a_valid_score_is_no_score(reply: str, why: str) -> None:
+    with pytest.raises(UnreadableReply, match=why):
+        reader().read(reply)
+
+
+def test_percent_and_thousands_are_read_where_the_range_says_so() -> None:
+    assert reader(high=100.0).read("80 %") == 80.0
+    assert reader(high=10_000.0).read("1,250") == 1250.0
+
+
+@given(st.floats(0, 10), st.text(alphabet="abc .\n:*", max_size=20))
+@example(0.1, "a ")
+def test_any_number_in_range_is_read_exactly(score: float, before: str) -> None:
+    assert reader().read(f"{before.rstrip('abc.')} {score!r}") == score
+
+
+def test_a_reply_that_was_cut_has_no_last_number_but_may_have_a_word() -> None:
+    with pytest.raises(UnreadableReply, match="raise judge_max_tokens"):
+        reader().read("Score: 1", cut=True)
+    assert reader(words={"yes": 1.0, "no": 0.0}).read("yes", cut=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Score: 3\nScore: 4\n(of 10)", 4.0),
+        ("Score: 8/10", 8.0),
+        ("Score: 12", None),
+        ("score: 4", None),
+        ("", None),
+        ("Score: 4.5", 4.5),
+    ],
+)
+def test_a_pattern_reads_its_group_at_the_last_match(reply: str, score: float | None) -> None:
+    one = reader(pattern=r"Score: ([0-9./]+)")
+    if score is None:
+        with pytest.raises(UnreadableReply):
+            one.read(reply)
+    else:
+        assert one.read(reply) == score
+
+
+def test_a_pattern_that_finds_more_than_a_number_is_refused() -> None:
+    with pytest.raises(UnreadableReply, match="no number where the score should be"):
+        reader(pattern="Score: (.*)").read("Score: 3 or 4")
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ('{"score": 7}', 7.0),
+        ('```json\n{"reason": "as {x} shows", "score": 7.5}\n```', 7.5),
+        ('{"score": 1} and later {"score": "9/10"}', 9.0),
+        ('{"score": true}', 1.0),
+        ('{"score": null}', None),
+        ('{"score": NaN}', None),
+        ('{"score": 1e999}', None),
+        ('{"score": [7]}', None),
+        ('{"score": 70}', None),
+        ('{"score": ' + "9" * 400 + "}", None),
+        ('{"score": 7', None),
+        ('{"other": 7}', None),
+        ('{"inner": {"score": 7}}', None),
+        ("{" * 5000, None),
+        ('{"a":' * 5000, None),
+        ("7", None),
+    ],
+)
+def test_a_field_of_a_json_object(reply: str, score: float | None) -> None:
+    if score is None:
+        with pytest.raises(UnreadableReply):
+            reader(field="score").read(reply)
+    else:
+        assert reader(field="score").read(reply) == score
+
+
+def test_a_field_of_an_inner_object_and_words_in_a_field() -> None:
+    assert reader(field="grades.style").read('{"grades": {"style": 3, "truth": 4}}') == 3.0
+    one = reader(high=1.0, field="verdict", words={"good": 1.0, "bad": 0.0})
+    assert one.read('{"verdict": "Good."}') == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [("Correct", 1.0), ("incorrect", 0.0), ("First correct, then INCORRECT.", 0.0), ("partly correct", 0.5)],
+)
+def test_words_stand_for_numbers_and_the_last_whole_word_counts(reply: str, score: float) -> None:
+    words = {"correct": 1.0, "incorrect": 0.0, "partly correct": 0.5}
+    assert reader(high=1.0, words=words).read(reply) == score
+    with pytest.raises(UnreadableReply, match="none of judge_words"):
+        reader(high=1.0, words=words).read("correctly 1")
+
+
+# ---- asking ----
+
+
+@pytest.fixture
+def build(tmp_path: Path):
+    """Build a grader with one judge at a server; all are closed at the end."""
+    graders: list[RewardGrader] = []
+
+    def make(server: JudgeServer | str, **fields: Any) -> RewardGrader:
+        address = server if isinstance(server, str) else server.address
+        own = {
+            "judge": address, "judge_model": "tiny", "judge_prompt": "{prompt}|{completion}|{answer}",
+            "judge_cache": str(tmp_path / "cache"), "judge_retries": 0, "timeout_seconds": 60.0,
+        }  # fmt: skip
+        graders.append(build_grader([RewardConfig(**(own | fields))], ()))
+        return graders[-1]
+
+    yield make
+    for one in graders:
+        one.close()
+
+
+def group(*texts: str, prompt: Any = "p", **columns: Any) -> Group:
+    rollouts = [
+        Rollout(context=(), actions=[1], behavior_logprobs=[0.0], end=EndReason.STOP, text=text) for text in texts
+    ]
+    return Group(Start(index=0, prompt=prompt, columns=columns), rollouts)
+
+
+def rewards_of(groups: list[Group]) -> list[float | None]:
+    return [rollout.reward for one in groups for rollout in one.rollouts]
+
+
+def errors_of(grader: RewardGrader, groups: list[Group]) -> list[str]:
+    return [result.error for result in grader.rewards[0].evaluate(groups, 1.0)]
+
+
+def say_the_number(asked: Asked) -> None:
+    """The score is the number in the completion."""
+    asked.say(f"The score is {asked.question.split('|')[1]}")
+
+
+def test_a_judge_scores_every_completion_and_equal_questions_are_asked_once(build) -> None:
+    with JudgeServer(say_the_number) as server:
+        one = build(server)
+        groups = [group("0.1", "0.7", "0.1", answer="x"), group("0.1", answer="y")]
+        assert rewards_of(one.grade(groups)) == [0.1, 0.7, 0.1, 0.1]
+        assert sorted(server.questions) == ["p|0.1|x", "p|0.1|y", "p|0.7|x"]
+        assert server.asked[0] == "/v1/chat/completions"
+        assert groups[0].rollouts[1].extras == {"judge": {"reply": "The score is 0.7"}}
+        rewards_of(one.grade([group("0.7", answer="x")]))
+        assert len(server.questions) == 3
+
+
+def test_a_request_has_the_fields_of_the_recipe(build) -> None:
+    seen = []
+
+    def answer(asked: Asked) -> None:
+        seen.append(asked.request)
+        asked.say("1")
+
+    with JudgeServer(answer) as server:
+        fields = {"judge_request": '{"seed": 3, "max_tokens": null, "top_p": 0.5}', "judge_temperature": 0.25}
+        build(server, **fields).grade([group("a", answer="b")])
+    assert seen == [
+        {
+            "model": "tiny", "temperature": 0.25, "seed": 3, "top_p": 0.5,
+            "messages": [{"role": "user", "content": "p|a|b"}],
+        }
+    ]  # fmt: skip
+
+
+def test_a_question_shows_chats_and_columns_as_text_and_is_filled_once(build) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    question = 'A: {prompt}\nB: {completion}\nC: {facts} {"score": 1} {{answer}}'
+    with JudgeServer(lambda asked: asked.say("1")) as server:
+        one = build(server, judge_prompt=question)
+        one.grade([group("{answer}", prompt=chat, facts=["é", 2], answer="42")])
+    assert server.questions == ['A: system: Be brief.\n\nuser: Why?\nB: {answer}\nC: ["é", 2] {"score": 1} {42}']
+
+
+def test_questions_are_asked_at_the_same_time_up_to_the_limit(build) -> None:
+    """The server answers only when three questions wait at once, so it would hang if they were asked in turn."""
+    waiting = threading.Barrier(3)
+
+    def answer(asked: Asked) -> None:
+        waiting.wait(60)
+        asked.say("1")
+
+    with JudgeServer(answer) as server:
+        one = build(server, judge_concurrency=3)
+        assert rewards_of(one.grade([group(*"abcdefghi", answer="x")])) == [1.0] * 9
+        assert server.most_at_once == 3
+
+
+def test_500_is_asked_again_and_then_counts(build) -> None:
+    def answer(asked: Asked) -> None:
+        asked.send(b"overloaded", 500) if asked.number < 2 else asked.say("1")
+
+    with JudgeServer(answer) as server:
+        assert rewards_of(build(server, judge_retries=2).grade([group("a", answer="x")])) == [1.0]
+        assert len(server.questions) == 3
+
+
+def test_a_server_may_ask_for_a_pause(build) -> None:
+    times = []
+
+    def answer(asked: Asked) -> None:
+        times.append(time.monotonic())
+        asked.send(b"slow down", 429, Retry_After="1") if asked.number == 0 else asked.say("1")
+
+    with JudgeServer(answer) as server:
+        assert rewards_of(build(server, judge_retries=1).grade([group("a", answer="x")])) == [1.0]
+    assert times[1] - times[0] >= 1.0
+
+
+def die(asked: Asked) -> None:
+    """Promise more than is sent, and close the connection."""
+    asked.send(b'{"choices": [', Content_Length="1000")
+    asked.handler.close_connection = True
+    asked.handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def flood(asked: Asked) -> None:
+    asked.handler.send_response(200)
+    asked.handler.end_headers()
+    for _ in range(100):
+        asked.handler.wfile.write(b" " * (1 << 16))
+    asked.handler.close_connection = True
+
+
+def drip(asked: Asked) -> None:
+    """A byte at a time for ever, each within any limit between two bytes."""
+    asked.handler.send_response(200)
+    asked.handler.send_header("Content-Length", "100000")
+    asked.handler.end_headers()
+    for _ in range(2000):
+        asked.handler.wfile.write(b" ")
+        time.sleep(0.05)
+
+
+FAULTS = {
+    "status": (lambda asked: asked.send(b"no such model\nhere", 404), r"got HTTP status 404: no such model here$"),
+    "server error": (lambda asked: asked.send(b"", 503), r"got HTTP status 503"),
+    "dies": (die, "had no reply from http://127"),
+    "closes": (lambda asked: asked.handler.connection.shutdown(socket.SHUT_RDWR), "had no reply from"),
+    "garbage": (lambda asked: asked.send(b"\xff\x00<html>"), "no chat completion: "),
+    "wrong json": (lambda asked: asked.send(b'{"choices": []}'), "no chat completion: "),
+    "nested": (lambda asked: asked.send(b"[" * 100_000), "no chat completion: "),
+    "no text": (lambda asked: asked.say(None), "without text"),
+    "number": (lambda asked: asked.say(1), "without text"),
+    "huge": (flood, "more than 1 MiB"),
+    "compressed": (lambda asked: asked.send(b"x", Content_Encoding="gzip"), "compressed"),
+    "nan": (lambda asked: asked.say('{"score": NaN}'), "could not be read: there is no number"),
+    "infinite": (lambda asked: asked.say("1e999"), "could not be read: the score inf is not finite"),
+    "out of range": (lambda asked: asked.say("7"), "could not be read: the score 7 is outside"),
+    "cut": (lambda asked: asked.say("0.", "length"), "could not be read: the reply was cut"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_costs_its_own_completion_only(build, fault: str) -> None:
+    act, why = FAULTS[fault]
+
+    def answer(asked: Asked) -> None:
+        act(asked) if "bad" in asked.question else asked.say("0.5")
+
+    with JudgeServer(answer) as server:
+        one = build(server)
+        groups = [group("a", "bad", "b", "c", "d", "e", answer="x")]
+        assert rewards_of(one.grade(groups)) == [0.5, None, 0.5, 0.5, 0.5, 0.5]
+        assert groups[0].rollouts[1].reward_parts == {"judge": None}
+        [error] = errors_of(one, [group("bad", answer="x")])
+    assert re.search(why, error), error
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize("act", [drip, lambda asked: time.sleep(5)], ids=["drip", "silent"])
+def test_a_slow_server_is_given_up_at_the_deadline(build, act) -> None:
+    def answer(asked: Asked) -> None:
+        act(asked) if "bad" in asked.question else asked.say("0.5")
+
+    with JudgeServer(answer) as server:
+        one = build(server, timeout_seconds=1.0)
+        assert rewards_of(one.grade([group("a", "bad", "b", "c", "d", answer="x")])) == [0.5, None, 0.5, 0.5, 0.5]
+        assert errors_of(one, [group("bad", answer="y")]) == ["took longer than 1 s"]
+
+
+def test_a_dead_server_stops_the_run_with_one_line_and_is_not_asked_for_ever(build) -> None:
+    def answer(asked: Asked) -> None:
+        asked.send(b"", 500)
+
+    with JudgeServer(answer) as server:
+        one = build(server, judge_concurrency=2)
+        with pytest.raises(GradingError, match=r"64 of 64 rollouts .* reward 'judge': got HTTP status 500") as caught:
+            one.grade([group(*map(str, range(64)), answer="x")])
+        assert "\n" not in str(caught.value)
+        assert len(server.questions) <= judge_client.GIVE_UP_AFTER + 1
+
+
+def test_nobody_listens(build) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        one = build(f"http://localhost:{free.getsockname()[1]}/v1")
+        [error] = errors_of(one, [group("a", answer="x")])
+    assert error.startswith("had no reply from http://localhost:")
+
+
+def test_localhost_is_found_at_any_of_its_addresses(build) -> None:
+    with JudgeServer(say_the_number) as server:
+        one = build(server.address.replace("127.0.0.1", "localhost"))
+        assert rewards_of(one.grade([group("0.5", answer="x")])) == [0.5]
+
+
+# ---- other machines ----
+
+
+def test_a_redirect_is_not_followed(build) -> None:
+    with JudgeServer(lambda asked: asked.say("1")) as other:
+
+        def answer(asked: Asked) -> None:
+            asked.send(b"", 307, Location=f"{other.address}/chat/completions")
+
+        with JudgeServer(answer) as server:
+            [error] = errors_of(build(server), [group("a", answer="x")])
+        assert error.startswith(f"was redirected to {other.address}/chat/completions, which is not followed")
+        assert not other.questions
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "192.0.2.1", "[2001:db8::1]", "0.0.0.0", "[::ffff:8.8.8.8]", "8.8.8.8"])
+def test_an_address_of_another_machine_is_refused_before_the_run(build, host: str) -> None:
+    with pytest.raises(ConfigError, match=r"is another machine, which would receive prompts"):
+        build(f"http://{host}:8000/v1")
+
+
+def test_a_name_of_another_machine_is_refused_where_it_is_resolved(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client runs in a process of its own, so it is called here, with a resolver that knows one name."""
+
+    async def resolve(self: Any, host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
+                (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.7", port))]  # fmt: skip
+
+    monkeypatch.setattr("asyncio.base_events.BaseEventLoop.getaddrinfo", resolve)
+    with JudgeServer(lambda asked: asked.say("1")) as server:
+        settings = vars(build(server).rewards[0].caller.settings) | {
+            "address": server.address.replace("127.0.0.1", "judge.test") + "/chat/completions"
+        }
+        logged: dict[str, list[str]] = {}
+        asyncio.run(judge_client.grade(["a"], settings, logged.__setitem__))
+        assert not server.questions
+    assert logged["error"] == [
+        "was not asked: judge.test (203.0.113.7) is another machine; allow it with allow_remote = true"
+    ]
+
+
+def test_an_unknown_host_name_is_one_line(build) -> None:
+    [error] = errors_of(build("http://no-such-host.invalid:9/v1"), [group("a", answer="x")])
+    assert error.startswith("was not asked: the host name no-such-host.invalid cannot be resolved (")
+
+
+def test_a_proxy_of_the_environment_is_not_used_on_this_machine(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    with JudgeServer(lambda asked: asked.say("1")) as proxy, JudgeServer(say_the_number) as server:
+        monkeypatch.setenv("HTTP_PROXY", proxy.address)
+        monkeypatch.setenv("ALL_PROXY", proxy.address)
+        assert rewards_of(build(server).grade([group("0.5", answer="x")])) == [0.5]
+        assert not proxy.questions
+
+
+@pytest.mark.parametrize(
+    ("address", "here"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True), ("fe80::1%eth0", False),
+     ("0.0.0.0", False), ("::", False), ("128.0.0.1", False), ("::ffff:8.8.8.8", False)],
+)  # fmt: skip
+def test_which_addresses_are_this_machine(address: str, here: bool) -> None:
+    assert judge_client.is_this_machine(address) is here
+
+
+# ---- the token ----
+
+
+def test_the_token_is_sent_and_never_shown(build, monkeypatch, tmp_path: Path, capfd) -> None:
+    """The server repeats the header in a reply and in an error."""
+    monkeypatch.setenv("JUDGE_TOKEN", f" {TOKEN}\n")
+
+    def answer(asked: Asked) -> None:
+        if "bad" in asked.question:
+            asked.send(f"who is {asked.authorization}?".encode(), 403)
+        else:
+            asked.say(f"{asked.authorization} gets 1")
+
+    with JudgeServer(answer) as server:
+        one = build(server, judge_token_variable="JUDGE_TOKEN")
+        groups = [group("a", "b", "c", "d", "bad", answer="x")]
+        one.grade(groups)
+        assert server.authorizations == [f"Bearer {TOKEN}"] * 5
+        [error] = errors_of(one, [group("bad", answer="x")])
+    assert error == "got HTTP status 403: who is Bearer [token]?"
+    assert groups[0].rollouts[0].extras["judge"]["reply"] == "Bearer [token] gets 1"
+    written = "".join(file.read_text() for file in tmp_path.rglob("*") if file.is_file())
+    assert "[token] gets 1" in written
+    assert TOKEN not in written + "".join(capfd.readouterr())
+
+
+def test_the_token_of_a_file(build, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(TOKEN + "\n")
+    with JudgeServer(lambda asked: asked.say("1")) as server:
+        build(server, judge_token_file=str(tmp_path / "secret")).grade([group("a", answer="x")])
+        assert server.authorizations == [f"Bearer {TOKEN}"]
+
+
+# ---- the cache ----
+
+
+def test_another_process_asks_nothing_twice_and_every_part_of_a_request_counts(build) -> None:
+    with JudgeServer(say_the_number) as server:
+        build(server).grade([group("0.1", "0.2", answer="x")])
+        build(server, judge_pattern="is (.*)").grade([group("0.1", "0.2", answer="x")])
+        assert len(server.questions) == 2
+        build(server, judge_model="other").grade([group("0.1", answer="x")])
+        build(server, judge_temperature=0.5).grade([group("0.1", answer="x")])
+        assert len(server.questions) == 4
+
+
+def test_faults_are_not_stored_and_unreadable_replies_are(build) -> None:
+    def answer(asked: Asked) -> None:
+        asked.say("no idea") if "odd" in asked.question else asked.send(b"", 500)
+
+    with JudgeServer(answer) as server:
+        one = build(server)
+        errors_of(one, [group("odd", "down", answer="x")])
+        errors_of(one, [group("odd", "down", answer="x")])
+        assert sorted(server.questions) == ["p|down|x", "p|down|x", "p|odd|x"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"key": "x", "text": "1", "cut": false}', b"\xff", None])
+def test_a_damaged_file_of_the_cache_counts_as_missing(tmp_path: Path, damage: bytes | None) -> None:
+    cache, request = ReplyCache(tmp_path), {"model": "m", "messages": []}
+    key = ReplyCache.key("http://a", request)
+    assert cache.get(key) is None
+    cache.put(key, request, Reply("1", cut=True))
+    assert cache.get(key) == Reply("1", cut=True)
+    [file] = (file for file in tmp_path.rglob("*") if file.is_file())
+    assert file.stat().st_mode & 0o777 == 0o600
+    if damage is None:
+        file.unlink()
+        file.mkdir()
+    else:
+        file.write_bytes(damage)
+    assert cache.get(key) is None
+
+
+def test_a_cache_that_cannot_be_written_costs_no_score(build, tmp_path: Path, capfd) -> None:
+    (tmp_path / "cache").write_text("a file in the folder's place")
+    with JudgeServer(say_the_number) as server:
+        one = build(server)
+        assert rewards_of(one.grade([group("0.1", "0.2", answer="x")])) == [0.1, 0.2]
+        one.close()
+    assert capfd.readouterr().err.count("the judge's replies cannot be stored in") == 1
+
+
+# ---- the dry run and the fields ----
+
+
+def test_the_dry_run_asks_and_reports_a_fault_in_one_line(build) -> None:
+    starts = [Start(index=0, prompt="p", columns={"answer": "0.5"})]
+    with JudgeServer(say_the_number) as server:
+        build(server).check(starts)
+        assert server.questions == ["p|0.5|0.5"]
+    with JudgeServer(lambda asked: asked.say("hello")) as server, pytest.raises(ConfigError) as caught:
+        build(server).check(starts)
+    assert str(caught.value) == (
+        "reward 'judge' could not be read: there is no number where the score should be, in a dry run on the right "
+        "answer"
+    )
+    with pytest.raises(ConfigError, match=r"has \{answer\} in its question, but there is only \{prompt\}, \{compl"):
+        build("http://127.0.0.1:9").check([Start(index=0, prompt="p", columns={})])
+
+
+GOOD: dict[str, Any] = {"judge": "http://127.0.0.1:1/v1", "judge_model": "m", "judge_prompt": "{completion}"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"judge": "127.0.0.1:8000"}, "must be an address such as http://"),
+        ({"judge": "ftp://127.0.0.1"}, "must be an address such as http://"),
+        ({"judge": "http://"}, "must be an address such as http://"),
+        ({"judge": "http://127.0.0.1:port"}, "is no address"),
+        ({"judge": "http://[::1"}, "is no address"),
+        ({"judge": f"http://me:{TOKEN}@127.0.0.1/v1"}, "has a user name; an access token belongs in a file"),
+        ({"judge": f"ftp://me:{TOKEN}@127.0.0.1/v1?key={TOKEN}"}, "must be an address"),
+        ({"judge": f"http://127.0.0.1/v1?key={TOKEN}"}, "has a query"),
+        ({"judge_model": ""}, "has no judge_model"),
+        ({"judge_prompt": ""}, "has no judge_prompt"),
+        ({"judge_prompt": "is it good?"}, r"has no \{completion\}"),
+        ({"judge_prompt_file": "x.txt"}, "has both judge_prompt and judge_prompt_file"),
+        ({"judge_prompt": "", "judge_prompt_file": "none.txt"}, "judge_prompt_file: there is no file none.txt"),
+        ({"judge_pattern": "("}, "is no regular expression"),
+        ({"judge_pattern": "[0-9]+"}, "needs one group"),
+        ({"judge_pattern": "(.)", "judge_field": "score"}, "both judge_pattern and judge_field"),
+        ({"judge_words": ("good",)}, "an entry is a word and its score"),
+        ({"judge_words": ("good = x",)}, "an entry is a word and its score"),
+        ({"judge_words": ("good = 1", "Good = 0")}, "'good' twice"),
+        ({"judge_words": ("good = 2",)}, "outside judge_range"),
+        ({"judge_range": (1.0,)}, "must be the lowest and the highest"),
+        ({"judge_range": (1.0, 0.0)}, "must be the lowest and the highest"),
+        ({"judge_request": "{"}, "judge_request is not valid JSON"),
+        ({"judge_request": "[]"}, "must be a JSON object"),
+        ({"judge_request": '{"messages": []}'}, "which covey sets itself"),
+        ({"judge_token_variable": "NO_SUCH_TOKEN"}, "there is no variable NO_SUCH_TOKEN with a value"),
+        ({"judge_token_variable": TOKEN}, "the name of an environment variable, not the token"),
+        ({"judge_token_file": "none"}, "judge_token_file: there is no file none"),
+        ({"judge_token_variable": "A", "judge_token_file": "b"}, "both judge_token_variable and judge_token_file"),
+        ({"per_step": True}, "a judge scores whole completions"),
+        ({"name": "numeric"}, "has name and judge: give exactly one of them"),
+        ({"judge": "", "name": "numeric"}, "has judge_model, which only a judge uses"),
+        ({"judge": "", "name": "numeric", "judge_model": "", "judge_prompt": "", "allow_remote": True}, "allow_remote"),
+    ],
+)
+def test_a_wrong_field_is_one_line_without_the_token(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        check_reward(RewardConfig(**(GOOD | fields)), "[[rewards]] number 1")
+    assert "\n" not in str(caught.value)
+    assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "two words", "café"])
+def test_a_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(ConfigError, match="holds no token") as caught:
+        check_reward(RewardConfig(**GOOD, judge_token_file=str(tmp_path / "t")), "r")
+    assert not text or text not in str(caught.value)
+
+
+def test_a_recipe_with_a_judge_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("question.txt").write_text("Is {completion} a good reply to {prompt}?", encoding="utf-8")
+    Path("r.toml").write_text(
+        '[task]\nname = "arithmetic"\n[[rewards]]\njudge = "http://localhost:8000/v1"\njudge_model = "m"\n'
+        'judge_prompt_file = "question.txt"\njudge_range = [0, 10]\njudge_words = ["good = 10", "bad = 0"]\n'
+    )
+    [reward] = read_recipe("r.toml").rewards  # type: ignore[union-attr]
+    assert (reward.label, reward.judge_range, reward.judge_words) == ("judge", (0, 10), ("good = 10", "bad = 0"))
