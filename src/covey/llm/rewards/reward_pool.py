@@ -11,6 +11,7 @@ from typing import Any
 from covey.llm.rewards.reward_call import FAILURES_ALLOWED, InvalidRewardOutput, Results, RewardCallError, one_line
 from covey.llm.rewards.runner import InProcess, RewardProcess
 
+LOAD_SECONDS = 60.0  # deadline of importing the function, with all workers at once
 NOT_SENT = ("prompts", "completion_ids")  # arguments that a function in a pool does not get
 
 
@@ -41,7 +42,9 @@ class RewardPool:
         """
         self._options = frozenset(options)
         self._shortcut = None if shortcut is None else InProcess(shortcut)
-        self._slots = [_Slot(RewardProcess(function, repeat=False, memory_mib=memory_mib)) for _ in range(workers)]
+        self._slots = [
+            _Slot(RewardProcess(function, LOAD_SECONDS, repeat=False, memory_mib=memory_mib)) for _ in range(workers)
+        ]
 
     def call(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None

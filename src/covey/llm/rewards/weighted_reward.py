@@ -33,6 +33,7 @@ class WeightedReward:
     shaping: bool = False  # added by the run: counts only if one of the user's rewards has a value
     per_step: bool = False  # a number for each reasoning step of a completion
     binary: bool = False  # always 1 (right) or 0 (wrong), so its mean is an accuracy
+    one_by_one: bool = False  # `timeout_seconds` is the deadline of one completion
 
     @staticmethod
     def from_function(
@@ -81,6 +82,7 @@ class WeightedReward:
             config.timeout_seconds,
             per_step=config.is_per_step,
             binary=config.is_binary,
+            one_by_one=built_in is not None and built_in.one_by_one,
         )
 
     @staticmethod
