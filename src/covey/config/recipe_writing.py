@@ -7,7 +7,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from covey.config import TASK_CONFIGS, ControlConfig, RunConfig
+from covey.config import TASK_CONFIGS, ControlConfig, RewardConfig, RunConfig
+from covey.config.builtin_rewards import rewards_with
 
 
 def config_to_dict(config: RunConfig | ControlConfig) -> dict[str, Any]:
@@ -18,6 +19,8 @@ def config_to_dict(config: RunConfig | ControlConfig) -> dict[str, Any]:
     tables: dict[str, Any] = plain(config)
     if isinstance(config, RunConfig) and config.task is not None:
         tables["task"] = {"name": task_name(config.task), **plain(config.task)}
+    if isinstance(config, RunConfig):
+        tables["rewards"] = [_reward(reward) for reward in config.rewards]
     return tables
 
 
@@ -37,6 +40,17 @@ def first_difference(first: Any, second: Any, where: str = "") -> str:
 def task_name(task: Any) -> str:
     """The name of the task with this config, as in a recipe."""
     return next(name for name, kind in TASK_CONFIGS.items() if kind is type(task))
+
+
+def _reward(reward: RewardConfig) -> dict[str, Any]:
+    """A [[rewards]] table without the options of other rewards, which have their defaults."""
+    taken = reward.built_in.options if reward.built_in is not None else ()
+    unused = {
+        item.name
+        for item in fields(reward)
+        if rewards_with(item.name) and item.name not in taken and getattr(reward, item.name) == item.default
+    }
+    return {name: value for name, value in plain(reward).items() if name not in unused}
 
 
 def plain(value: Any) -> Any:

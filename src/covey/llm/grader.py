@@ -22,7 +22,8 @@ from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import RewardResult, WeightedReward
 
 BOUNDARY = "process.boundary"  # name of the boundary function in messages
-# The dry run has two completions, a step has hundreds, so its deadline is a tenth, and a hang is found early.
+# The dry run has two completions, a step has hundreds, so its deadline is a tenth, and a hang is found early. The
+# deadline of a single completion is the same in both.
 DRY_RUN_FRACTION = 0.1
 DRY_RUN_LEAST_SECONDS = 1.0
 MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # from a wrong form of completions
@@ -150,7 +151,8 @@ class RewardGrader:
         values = []
         own = [reward for reward in self.rewards if not reward.shaping]
         for reward in own:
-            seconds = min(reward.timeout_seconds, max(DRY_RUN_LEAST_SECONDS, DRY_RUN_FRACTION * reward.timeout_seconds))
+            fraction = 1.0 if reward.one_by_one else DRY_RUN_FRACTION
+            seconds = min(reward.timeout_seconds, max(DRY_RUN_LEAST_SECONDS, fraction * reward.timeout_seconds))
             try:
                 values.append(reward.evaluate(groups, seconds))
             except RewardTimeout:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,6 +17,10 @@ from math_verify import parse, verify
 from covey.llm.rewards.answer_text import column_of, completion_text, marked_answer
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off
+
+
+# Builds the tables of the parser, so that the deadline of the first answer does not include it.
+verify(*map(partial(parse, parsing_timeout=None), ("$\\frac{x}{2}$", "$\\boxed{0.5x}$")), timeout_seconds=None)
 
 
 def math_equal(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:

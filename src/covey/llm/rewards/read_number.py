@@ -52,15 +52,21 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
+    if "\\" not in text and "{" not in text:
+        return text
     text = text.replace("{,}", ",").replace("\\$", "$").replace("\\!", "").replace("\\,", "")
     return _LATEX_FRACTION.sub(r" \1/\2 ", _LATEX_TEXT.sub(" ", text))
 
 
 def _to_fraction(match: re.Match[str]) -> Fraction | None:
-    digits, exponent, divisor = match["digits"].replace(",", ""), match["exponent"] or "", match["divisor"] or "1"
-    if len(digits) > LONGEST_NUMBER or len(divisor) > LONGEST_NUMBER or not int(divisor):
+    digits, exponent, divisor = match["digits"].replace(",", ""), match["exponent"] or "", match["divisor"]
+    if len(digits) > LONGEST_NUMBER:
         return None
-    number = Fraction(digits + exponent) / int(divisor)
+    number = Fraction(int(digits)) if digits.isdecimal() and not exponent else Fraction(digits + exponent)
+    if divisor is not None:
+        if len(divisor) > LONGEST_NUMBER or not int(divisor):
+            return None
+        number /= int(divisor)
     return -number if match["sign"] in ("-", "−", "–") else number
 
 
@@ -73,9 +79,12 @@ def number_pairs(
         ValueError: if the column is missing or an answer has no number.
     """
     pairs = []
-    for completion, answer in zip(completions, column_of(columns, answer_column), strict=True):
-        right = read_number(str(answer))
+    known: dict[str, Fraction | None] = {}  # the completions of a group have the same right answer
+    for completion, answer in zip(completions, map(str, column_of(columns, answer_column)), strict=True):
+        if answer not in known:
+            known[answer] = read_number(answer)
+        right = known[answer]
         if right is None:
-            raise ValueError(f"the {answer_column} {str(answer)!r:.60} is not a number; use the exact reward for texts")
+            raise ValueError(f"the {answer_column} {answer!r:.60} is not a number; use the exact reward for texts")
         pairs.append((read_number(completion_text(completion)), right))
     return pairs

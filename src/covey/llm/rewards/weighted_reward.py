@@ -21,6 +21,7 @@ from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import InProcess, RewardRunner
 from covey.llm.rewards.worker import load_function
 
+LOAD_SECONDS = 60.0  # deadline of importing a built-in reward's package, with all workers at once
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
 
 
@@ -37,6 +38,7 @@ class WeightedReward:
     shaping: bool = False  # added by the run: counts only if one of the user's rewards has a value
     per_step: bool = False  # a number for each reasoning step of a completion
     binary: bool = False  # always 1 (right) or 0 (wrong), so its mean is an accuracy
+    one_by_one: bool = False  # `timeout_seconds` is the deadline of one completion
 
     @staticmethod
     def from_function(
@@ -85,6 +87,7 @@ class WeightedReward:
             config.timeout_seconds,
             per_step=config.is_per_step,
             binary=config.is_binary,
+            one_by_one=built_in is not None and built_in.one_by_one,
         )
 
     @staticmethod
@@ -154,7 +157,9 @@ def _runner(reward: BuiltInReward | None, config: RewardConfig) -> RewardRunner:
         return RewardPool(config.function, config.workers or 1, config.timeout_seconds)
     if reward.one_by_one:
         shortcut = load_function(reward.shortcut) if reward.shortcut else None
-        pool = RewardPool(reward.function, config.workers or reward.workers, repeat=False, memory_mib=reward.memory_mib)
+        pool = RewardPool(
+            reward.function, config.workers or reward.workers, LOAD_SECONDS, repeat=False, memory_mib=reward.memory_mib
+        )
         return OneByOne(pool, reward.arguments, shortcut)
     if reward.own_process:
         return RewardPool(reward.function, config.workers or reward.workers, config.timeout_seconds)
