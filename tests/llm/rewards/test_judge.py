@@ -507,6 +507,7 @@ def test_a_damaged_file_of_the_cache_counts_as_missing(tmp_path: Path, damage: b
     assert cache.get(key) == Reply("1", cut=True)
     [file] = (file for file in tmp_path.rglob("*") if file.is_file())
     assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
     if damage is None:
         file.unlink()
         file.mkdir()

@@ -18,7 +18,9 @@ from covey.config.validate import check_task
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.rewards.reasoning_gym_process import is_plain_expression
+from covey.llm.rewards.runner import RewardProcess
 from covey.llm.tasks import ReasoningGym
+from covey.llm.tasks.reasoning_gym import PROCESS
 
 # Their scorers evaluate the answer's text.
 EVALUATING = [
@@ -159,11 +161,15 @@ def test_problems_do_not_depend_on_the_hashes_of_a_process(monkeypatch: pytest.M
 def test_every_data_set_gives_problems_whose_answers_score_as_in_the_package(grader: RewardGrader) -> None:
     from reasoning_gym.factory import DATASETS
 
+    process = RewardProcess(f"{PROCESS}:generate")
     for dataset in sorted(DATASETS.keys() - {"composite"}):
-        [start] = task_of(dataset, held_out_problems=1).draw(0, 1, 1)
-        if start.columns["answer"] is not None:
-            [value] = score(grader, start, start.columns["answer"])
-            assert value == 1.0, dataset
+        made = process.call({"completions": [7], "source_dataset": dataset, "options": {}}, 0, 120.0).extras
+        assert made["error"] == [""]
+        row = {"source_dataset": dataset, "options": {}, "seed": 7}
+        start = Start(0, [{"role": "user", "content": made["question"][0]}], {"reasoning_gym": row})
+        if made["answer"] != [None]:
+            assert score(grader, start, made["answer"][0]) == [1.0], dataset
+    process.close()
 
 
 # ---- text that may be evaluated ----

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from covey.runtime.cache import make_folder
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -52,7 +54,7 @@ class ReplyCache:
             OSError: if it cannot be written.
         """
         file = self._file(key)
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(file.parent)
         document = {"key": key, "request": request, "text": reply.text, "cut": reply.cut}
         beside = file.with_name(f".{key}.{secrets.token_hex(4)}")
         try:
