@@ -11,6 +11,9 @@ from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase,
 EMBEDDED_MODELS = ("smollm2-135m",)
 STEP_REWARDS = ("step_numbers",)  # built-in rewards with a value for every reasoning step
 BINARY_REWARDS = ("numeric", "exact", "format", "countdown")  # built-in rewards that are 1 for right and 0 for wrong
+CODE_FIELDS = (  # fields of a reward that only `code` uses
+    "tests_column", "partial", "time_limit_seconds", "memory_mb", "process_limit", "workers", "unsafe_without_sandbox",
+)  # fmt: skip
 DAPO_RESAMPLES = 3
 PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
 DAPO_OVERLONG_FRACTION = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
@@ -155,6 +158,25 @@ class RunningTotalConfig:
 
 
 @dataclass(frozen=True)
+class CodeFunctionsConfig:
+    cases: int = config_field(6, "hidden cases of a function", min=1, max=100, advanced=True)
+    steps: tuple[int, ...] = config_field(
+        (1,), "operations that a function combines, drawn evenly from this list (1 or 2)", min=1, max=2
+    )
+    examples: int = config_field(1, "solved examples before the problem", min=0, max=2, advanced=True)
+
+
+@dataclass(frozen=True)
+class HumanEvalConfig:
+    held_out_fraction: float = config_field(
+        0.5,
+        "fraction of the 164 problems that is held out for evaluation; the others are for training",
+        above=0,
+        below=1,
+    )
+
+
+@dataclass(frozen=True)
 class JsonlConfig:
     path: str = config_field("", "JSONL file; each line has a 'prompt' (string or chat messages) and any other columns")
     held_out_path: str = config_field("", "JSONL file of held-out prompts; empty takes held_out_fraction of `path`")
@@ -177,6 +199,8 @@ TASK_CONFIGS: dict[str, type] = {
     "countdown": CountdownConfig,
     "word_problems": WordProblemsConfig,
     "running_total": RunningTotalConfig,
+    "code_functions": CodeFunctionsConfig,
+    "human_eval": HumanEvalConfig,
     "jsonl": JsonlConfig,
 }
 
@@ -184,7 +208,9 @@ TASK_CONFIGS: dict[str, type] = {
 @dataclass(frozen=True)
 class RewardConfig:
     name: str = config_field(
-        "", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown", *STEP_REWARDS)
+        "",
+        "a built-in reward",
+        choices=("numeric", "digits", "exact", "format", "countdown", "code", *STEP_REWARDS),
     )
     function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
     weight: float = config_field(1.0, "weight in the sum of rewards")
@@ -212,6 +238,24 @@ class RewardConfig:
         advanced=True,
     )
 
+    tests_column: str = config_field("tests", "code: column that holds the hidden tests of a program", advanced=True)
+    partial: bool = config_field(False, "code: the share of passed cases, instead of 1 for all and else 0")
+    time_limit_seconds: float = config_field(
+        5.0, "code: wall time of a program in one case, or in a whole test program", above=0, max=3600, advanced=True
+    )
+    memory_mb: int = config_field(
+        256, "code: address space of each process of a program, in MiB", min=64, max=1 << 20, advanced=True
+    )
+    process_limit: int = config_field(
+        4, "code: processes and threads of a program, the first included", min=1, max=64, advanced=True
+    )
+    workers: int = config_field(
+        0, "code: programs that run side by side; 0: as many as the processor has cores", min=0, max=1024, advanced=True
+    )
+    unsafe_without_sandbox: bool = config_field(
+        False, "code: run programs without a sandbox, with all rights of the user who trains", advanced=True
+    )
+
     @property
     def is_per_step(self) -> bool:
         """True for a reward of reasoning steps, False for one of whole completions."""
@@ -220,7 +264,7 @@ class RewardConfig:
     @property
     def is_binary(self) -> bool:
         """True if the reward is always 1 (right) or 0 (wrong), so that its mean is an accuracy."""
-        return self.binary or self.name in BINARY_REWARDS
+        return self.binary or self.name in BINARY_REWARDS or (self.name == "code" and not self.partial)
 
 
 @dataclass(frozen=True)
@@ -261,7 +305,10 @@ class ProcessConfig:
 class RunConfig(RunBase):
     """One training run on a language model."""
 
-    task: Any = config_field(None, "[task] table: name = arithmetic, countdown, word_problems, running_total or jsonl")
+    task: Any = config_field(
+        None,
+        "[task] table: name = arithmetic, countdown, word_problems, running_total, code_functions, human_eval or jsonl",
+    )
     model: str = config_field(
         "smollm2-135m",
         "smollm2-135m (embedded), a Hugging Face folder, a hub name, a .gguf file, or the folder of a run or of one of "

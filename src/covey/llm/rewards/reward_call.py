@@ -11,7 +11,7 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +43,7 @@ class Results:
     values: list[Any]  # one float or None per completion; for a step reward one list of floats or None
     metrics: Mapping[str, list[float]]  # `log_metric`: all values of each name
     extras: Mapping[str, list[Any]]  # `log_extra`: one value per completion for each column
+    errors: Mapping[int, str] = field(default_factory=dict)  # completions that could not be graded: row and reason
 
 
 class Log:

@@ -9,9 +9,11 @@ from typing import Any
 
 from covey.config import ConfigError, RewardConfig
 from covey.config.fields import check_fields
+from covey.config.llm import CODE_FIELDS
 from covey.config.validate import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.rewards import builtin
+from covey.llm.rewards.code import CodeOptions, CodeRunner
 from covey.llm.rewards.runner import InProcess, RewardProcess, RewardRunner
 
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
@@ -80,6 +82,8 @@ class WeightedReward:
         options: dict[str, Any] = {}
         if config.function:
             caller = RewardProcess(config.function, config.timeout_seconds)
+        elif config.name == "code":
+            caller = CodeRunner(CodeOptions(**{name: getattr(config, name) for name in CODE_FIELDS}))
         elif config.name == "format":  # a regular expression may take exponential time
             caller, options = RewardProcess(f"{builtin.__name__}:format_match"), {"pattern": config.pattern}
         else:
@@ -124,7 +128,10 @@ class WeightedReward:
         for column, values in results.extras.items():
             for (_, rollout), value in zip(rows, values, strict=True):
                 rollout.extras.setdefault(self.name, {})[column] = value
-        return [_result_of(result, binary=self.binary) for result in results.values]
+        return [
+            RewardResult(None, results.errors[row]) if row in results.errors else _result_of(result, binary=self.binary)
+            for row, result in enumerate(results.values)
+        ]
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,35 @@ from typing import Any
 
 from covey.config import (
     ArithmeticConfig,
+    CodeFunctionsConfig,
     ConfigError,
     CountdownConfig,
+    HumanEvalConfig,
     JsonlConfig,
     RunningTotalConfig,
     WordProblemsConfig,
 )
 from covey.data import Task
 from covey.llm.tasks.arithmetic import Arithmetic
+from covey.llm.tasks.code_functions import CodeFunctions
 from covey.llm.tasks.countdown import Countdown
+from covey.llm.tasks.human_eval import HumanEval
 from covey.llm.tasks.jsonl import Jsonl, Rows
 from covey.llm.tasks.running_total import RunningTotal
 from covey.llm.tasks.word_problems import WordProblems
 
-__all__ = ["Arithmetic", "Countdown", "Jsonl", "Rows", "RunningTotal", "WordProblems", "build_task", "task_of"]
+__all__ = [
+    "Arithmetic", "CodeFunctions", "Countdown", "HumanEval", "Jsonl", "Rows", "RunningTotal", "WordProblems",
+    "build_task", "task_of",
+]  # fmt: skip
 
 _TASKS: dict[type, Callable[..., Task]] = {
     ArithmeticConfig: Arithmetic,
     CountdownConfig: Countdown,
     WordProblemsConfig: WordProblems,
     RunningTotalConfig: RunningTotal,
+    CodeFunctionsConfig: CodeFunctions,
+    HumanEvalConfig: HumanEval,
     JsonlConfig: Jsonl,
 }
 

@@ -32,12 +32,11 @@ from pathlib import Path
 
 from covey.llm.rewards.sandbox.command import harness_command
 from covey.llm.rewards.sandbox.interpreter import Interpreter, find_interpreter, site_packages
-from covey.llm.rewards.sandbox.limits import Limits
+from covey.llm.rewards.sandbox.limits import NOBODY, Limits
 from covey.llm.rewards.sandbox.seccomp import bpf_filter
 from covey.llm.rewards.sandbox.session import END_SECONDS, SandboxFailure
 
 FIRST_UID, UIDS = 61184, 4336  # the range that systemd keeps for services without an account
-NOBODY = 65534
 
 
 @lru_cache(maxsize=1)

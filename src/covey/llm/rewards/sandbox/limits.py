@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 MOST_FILE_BYTES = 1 << 24  # RLIMIT_FSIZE, for a backend in which a program can write at all
 MOST_OPEN_FILES = 64
+NOBODY = 65534  # user and group id inside a user namespace
 
 
 @dataclass(frozen=True)
