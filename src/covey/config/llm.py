@@ -163,7 +163,7 @@ class CodeFunctionsConfig:
     steps: tuple[int, ...] = config_field(
         (1,), "operations that a function combines, drawn evenly from this list (1 or 2)", min=1, max=2
     )
-    examples: int = config_field(1, "solved examples before the problem", min=0, max=2, advanced=True)
+    examples: int = config_field(2, "solved examples before the problem", min=0, max=2, advanced=True)
 
 
 @dataclass(frozen=True)

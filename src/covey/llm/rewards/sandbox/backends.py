@@ -19,6 +19,23 @@ CANDIDATES: dict[str, tuple[Callable[[], Sandbox], ...]] = {
 }
 
 
+def try_backend(name: str) -> Sandbox:
+    """The first variant of a backend of `CANDIDATES` that passes the probe.
+
+    Raises:
+        SandboxFailure: if there is none, with the reason of the first; one line.
+    """
+    reason = ""
+    for variant in CANDIDATES[name]:
+        try:
+            sandbox = variant()
+            check_isolation(sandbox)
+            return sandbox
+        except (SandboxFailure, InterpreterError) as error:
+            reason = reason or str(error)
+    raise SandboxFailure(reason)
+
+
 @lru_cache(maxsize=1)
 def find_sandbox() -> Sandbox:
     """The first backend that passes the probe, which is run once in a process.
@@ -27,27 +44,18 @@ def find_sandbox() -> Sandbox:
         ConfigError: if there is none; one line with each reason and what to install.
     """
     reasons = []
-    for name, variants in CANDIDATES.items():
-        reason = ""
-        for variant in variants:
-            try:
-                return _tried(variant)
-            except (SandboxFailure, InterpreterError) as error:
-                reason = reason or str(error)
-        reasons.append(f"{name}: {reason}")
+    for name in CANDIDATES:
+        try:
+            return try_backend(name)
+        except SandboxFailure as error:
+            reasons.append(f"{name}: {error}")
     raise ConfigError(
-        "programs of a model run in a sandbox only, and there is none: install bubblewrap (apt install bubblewrap) or "
-        f'sandlock (pip install "covey[sandbox]"); {"; ".join(reasons)}; unsafe_without_sandbox = true in [[rewards]] '
-        "runs them without protection"
+        "programs of a model run in a sandbox only, and none works here: install bubblewrap (apt install bubblewrap) "
+        f'or sandlock (pip install "covey[sandbox]"); {"; ".join(reasons)}; unsafe_without_sandbox = true in '
+        "[[rewards]] runs them without protection"
     )
 
 
 def choose_sandbox(*, unsafe: bool) -> Sandbox:
     """`find_sandbox`, or no sandbox at all if `unsafe` is set."""
     return LocalProcess() if unsafe else find_sandbox()
-
-
-def _tried(variant: Callable[[], Sandbox]) -> Sandbox:
-    sandbox = variant()
-    check_isolation(sandbox)
-    return sandbox
