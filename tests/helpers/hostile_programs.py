@@ -57,7 +57,7 @@ ESCAPES = {
     "    return s.sendto(b'x', ('1.1.1.1', 53))\nattempt('udp', send)",
     "resolves_names": "attempt('dns', socket.gethostbyname, 'example.com')",
     "connects_to_unix_sockets": "def unix(path):\n    s = socket.socket(socket.AF_UNIX)\n    return s.connect(path)\n"
-    "for p in ('/run/dbus/system_bus_socket', '/var/run/docker.sock', '\\0abstract'): attempt(p, unix, p)",
+    "for p in (UNIX, '/run/dbus/system_bus_socket', '/var/run/docker.sock', '\\0abstract'): attempt(p, unix, p)",
     "listens": "def serve():\n    s = socket.socket()\n    s.bind(('0.0.0.0', 0))\n    s.listen()\n"
     "    return s.getsockname()\nattempt('listen', serve)",
     "opens_raw_sockets": "attempt('raw', socket.socket, socket.AF_INET, socket.SOCK_RAW, 1)\n"
@@ -81,10 +81,15 @@ ESCAPES = {
     "    if (os.getresuid(), os.getresgid()) != before: leak('root')",
     "signals_the_parent": "for p in (PARENT, os.getppid()):\n"
     "    if p > 1: attempt('kill', os.kill, p, 0)",
+    "limits_the_parent": "import resource\nattempt('prlimit', resource.prlimit, PARENT, resource.RLIMIT_NOFILE)",
+    "slows_the_parent": "attempt('nice', os.setpriority, os.PRIO_PROCESS, PARENT, 0)\n"
+    "attempt('affinity', os.sched_setaffinity, PARENT, {0})",
+    "changes_metadata": "for path in (CANARY, '/', os.__file__):\n    attempt('chmod', os.chmod, path, 0o644)\n"
+    "    attempt('utime', os.utime, path)\n    attempt('xattr', os.setxattr, path, 'user.x', b'x')",
     "signals_everyone": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nattempt('kill', os.kill, -1, 15)",
     "writes_files": "for folder in ('/', '/tmp', '/var/tmp', '/dev/shm', '/run', os.path.dirname(CANARY), '.', "
     "os.path.dirname(os.__file__)):\n    attempt(folder, write, os.path.join(folder, 'x'))",
-    "changes_the_interpreter": "attempt('unlink', os.unlink, os.__file__)\nattempt('chmod', os.chmod, os.__file__, 0o777)\n"
+    "changes_the_interpreter": "attempt('unlink', os.unlink, os.__file__)\n"
     "attempt('write', write, sys.executable)",
     "makes_devices": "attempt('mknod', os.mknod, '/tmp/disk', 0o60666, os.makedev(8, 0))",
     "opens_devices": "for name in ('sda', 'vda', 'mem', 'kmsg', 'tty', 'console', 'fuse', 'kvm', 'net/tun'):\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -46,8 +47,16 @@ def test_a_program_reaches_nothing_outside(
         folder.chmod(0o755)
     canary = tmp_path / "expected.txt"
     canary.write_text("secret of the host")
-    with socket.create_server(("127.0.0.1", 0)) as server, Session(sandbox, LIMITS) as session:
-        known = f"CANARY, PORT, PARENT = {str(canary)!r}, {server.getsockname()[1]}, {os.getpid()}"
+    unix = Path("/tmp", f"covey_{os.getpid()}_{secrets.token_hex(4)}")  # paths of such sockets are short
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as local,
+        Session(sandbox, LIMITS) as session,
+    ):
+        local.bind(str(unix))
+        local.listen()
+        unix.chmod(0o777)
+        known = f"CANARY, PORT, PARENT = {str(canary)!r}, {server.getsockname()[1]}, {os.getpid()}\nUNIX = {str(unix)!r}"
         source = f"{TRY}\n{known}\n{ESCAPES[name]}\nprint('done')"
         try:
             printed = session.run_script(source, b"", 1 << 20)
@@ -56,6 +65,7 @@ def test_a_program_reaches_nothing_outside(
             printed = bytes(session._received)
         else:
             assert b"done" in printed
+    unix.unlink()
     assert b"LEAK" not in printed, printed.decode("utf-8", "replace")
     assert canary.read_text() == "secret of the host"
 

@@ -37,23 +37,32 @@ def harness_source() -> str:
     return Path(__file__).with_name("harness.py").read_text(encoding="utf-8")
 
 
+def resource_limits(limits: Limits) -> dict[str, int]:
+    """The limits of each process, as the names of RLIMIT_ constants; without those of memory and processes."""
+    return {
+        "RLIMIT_CORE": 0,
+        "RLIMIT_CPU": limits.cpu_seconds,
+        "RLIMIT_FSIZE": MOST_FILE_BYTES,
+        "RLIMIT_NOFILE": MOST_OPEN_FILES,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+        "RLIMIT_SIGPENDING": 64,
+        "RLIMIT_RTPRIO": 0,
+    }
+
+
 def harness_command(
-    interpreter: Interpreter, limits: Limits, *, uid: int | None = None, processes: int | None
+    interpreter: Interpreter, limits: Limits | None, *, uid: int | None = None, processes: int | None
 ) -> list[str]:
     """The command that runs the harness; starts the watchdog too.
 
     Args:
+        limits: that the harness sets; None: the backend does.
         uid: user and group id to which the harness changes; None: it keeps its own.
         processes: RLIMIT_NPROC; None: it stays as it is, where it would count all processes of the user.
     """
     start_watchdog()
-    settings = {
-        "mark": MARK,
-        "cpu_seconds": limits.cpu_seconds,
-        "memory_bytes": limits.memory_mb << 20,
-        "file_bytes": MOST_FILE_BYTES,
-        "open_files": MOST_OPEN_FILES,
-        "processes": processes,
-        "uid": uid,
-    }
-    return interpreter.arguments(harness_source(), json.dumps(settings))
+    numbers = {} if limits is None else resource_limits(limits) | {"RLIMIT_AS": limits.memory_mb << 20}
+    if processes is not None:
+        numbers["RLIMIT_NPROC"] = processes
+    return interpreter.arguments(harness_source(), json.dumps({"mark": MARK, "uid": uid, "limits": numbers}))

@@ -137,32 +137,21 @@ def main() -> NoReturn:
     os._exit(0)
 
 
-def _limit(limits: dict[str, Any]) -> None:
-    """Set the resource limits, hard ones included, then give up the user id if there is one to change to."""
-    numbers = {
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_CPU: limits["cpu_seconds"],
-        resource.RLIMIT_AS: limits["memory_bytes"],
-        resource.RLIMIT_FSIZE: limits["file_bytes"],
-        resource.RLIMIT_NOFILE: limits["open_files"],
-        resource.RLIMIT_NPROC: limits["processes"],
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_SIGPENDING: 64,
-        resource.RLIMIT_RTPRIO: 0,
-    }
+def _limit(settings: dict[str, Any]) -> None:
+    """Give up the user id if there is one to change to, then set the resource limits, hard ones included."""
     os.closerange(3, 256)
-    if limits["uid"] is not None:
+    if settings["uid"] is not None:
         os.setgroups([])
-        os.setresgid(limits["uid"], limits["uid"], limits["uid"])
-        os.setresuid(limits["uid"], limits["uid"], limits["uid"])
-    for kind, number in numbers.items():
-        if number is None:
+        os.setresgid(settings["uid"], settings["uid"], settings["uid"])
+        os.setresuid(settings["uid"], settings["uid"], settings["uid"])
+    for name, number in settings["limits"].items():
+        kind = getattr(resource, name, None)
+        if kind is None:  # another system's
             continue
         hard = resource.getrlimit(kind)[1]
         number = number if hard == resource.RLIM_INFINITY else min(number, hard)
         # One second between the limits of processor time: SIGXCPU at the first, SIGKILL at the second.
-        soft = max(number - 1, 1) if kind == resource.RLIMIT_CPU else number
+        soft = max(number - 1, 1) if name == "RLIMIT_CPU" else number
         resource.setrlimit(kind, (soft, number))
 
 

@@ -19,11 +19,19 @@ from typing import Any
 
 from covey.llm.rewards import worker
 from covey.llm.rewards.sandbox import sandlock_process
-from covey.llm.rewards.sandbox.command import harness_command
+from covey.llm.rewards.sandbox.command import harness_command, resource_limits
 from covey.llm.rewards.sandbox.interpreter import find_interpreter, site_packages
 from covey.llm.rewards.sandbox.limits import NOBODY, Limits
 from covey.llm.rewards.sandbox.session import SandboxFailure
 
+# Landlock limits neither the metadata of files nor what reaches other processes of the user; sandlock's own list leaves
+# these calls too. `prlimit64` also sets a program's own limits, so the supervisor sets them beforehand.
+REFUSED = (
+    "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes", "utimensat",
+    "futimesat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr",
+    "prlimit64", "setrlimit", "setpriority", "ioprio_set", "sched_setaffinity", "sched_setscheduler", "sched_setparam",
+    "sched_setattr", "memfd_create", "memfd_secret", "shmget", "semget", "msgget", "mq_open",
+)  # fmt: skip
 LINKER_CACHE = "/etc/ld.so.cache"  # names of the host's libraries, which the dynamic linker needs to find them
 
 
@@ -47,6 +55,7 @@ class Sandlock:
             "fs_readable": [str(path) for path in readable if path.exists()],
             "fs_denied": [str(path) for path in site_packages(found)],
             "clean_env": True,
+            "extra_deny_syscalls": list(REFUSED),
         }
         if os.geteuid() == 0:  # in a user namespace root cannot raise its limits again
             self.policy |= {"uid": NOBODY, "gid": NOBODY}
@@ -54,12 +63,12 @@ class Sandlock:
     def launch(self, limits: Limits) -> LaunchedSandlock:
         # sandlock counts processes and not threads; RLIMIT_NPROC would count all processes of the user.
         policy = self.policy | {"max_processes": limits.processes, "max_memory": f"{limits.memory_mb}M"}
-        harness = harness_command(self.interpreter, limits, processes=None)
-        settings = json.dumps({"policy": policy, "command": harness})
+        harness = harness_command(self.interpreter, None, processes=None)
+        settings = json.dumps({"policy": policy, "command": harness, "limits": resource_limits(limits)})
         lifeline_read, lifeline = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", sandlock_process.__file__, worker.__file__, str(lifeline_read), settings],
+                [sys.executable, "-I", "-W", "ignore", sandlock_process.__file__, worker.__file__, str(lifeline_read), settings],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -9,6 +9,7 @@ the program's status.
 import importlib.util
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -23,6 +24,10 @@ def main() -> NoReturn:
     processes.adopt_orphans()
     import sandlock
 
+    for name, number in settings["limits"].items():  # the program inherits them and cannot change them
+        hard = resource.getrlimit(getattr(resource, name))[1]
+        number = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(getattr(resource, name), (number, number))
     program = sandlock.Sandbox(**settings["policy"]).popen(settings["command"])
 
     def await_the_run() -> None:
