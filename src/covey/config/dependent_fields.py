@@ -21,8 +21,13 @@ from covey.config.validate_collection import NOT_BY_GROUP
 Config = RunConfig | ControlConfig
 
 # Built-in rewards that grade one task's answers; the others (format, functions) work with every task.
-REWARDS_OF_TASK = {"countdown": "countdown", "step_numbers": "running_total"}
-RIGHT_ANSWERS = ("numeric", "digits", "exact")  # they need an answer column, which every task except countdown has
+REWARDS_OF_TASK = {
+    "countdown": ("countdown",),
+    "step_numbers": ("running_total",),
+    "code": ("code_functions", "human_eval"),
+}
+RIGHT_ANSWERS = ("numeric", "digits", "exact")  # they need an answer column with the answer itself
+OTHER_ANSWERS = ("countdown", "code_functions", "human_eval")  # tasks in which many answers are right
 
 
 @dataclass(frozen=True)
@@ -167,8 +172,8 @@ def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardCon
     task = next((task for task, kind in TASK_CONFIGS.items() if kind is type(config.task)), "")
     kept = []
     for reward in config.rewards:
-        needed = REWARDS_OF_TASK.get(reward.name, task)
-        if task in (needed, "jsonl") and not (task == "countdown" and reward.name in RIGHT_ANSWERS):
+        needed = REWARDS_OF_TASK.get(reward.name, (task,))
+        if task in (*needed, "jsonl") and not (task in OTHER_ANSWERS and reward.name in RIGHT_ANSWERS):
             kept.append(reward)
     return tuple(kept)
 

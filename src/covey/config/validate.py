@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 from covey.config import (
@@ -31,6 +31,7 @@ from covey.config.fields import (
 )
 from covey.config.files import shortened, user_path
 from covey.config.function_source import check_function_name
+from covey.config.llm import CODE_FIELDS
 from covey.config.model_sources import locate_model
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_kl import check_kl, check_language_kl
@@ -256,6 +257,9 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     if reward.name != "format" and reward.pattern:
         raise ConfigError(f"{where} has a pattern, which only the format reward uses: take it out")
     _check_pattern(reward.pattern, where)
+    for item in fields(reward):
+        if item.name in CODE_FIELDS and reward.name != "code" and getattr(reward, item.name) != item.default:
+            raise ConfigError(f"{where} has {item.name}, which only the code reward uses: take it out")
     if reward.function:
         check_function_name(reward.function, f"{where}: function")
     check_step_reward(reward, where)

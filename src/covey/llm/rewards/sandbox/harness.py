@@ -246,7 +246,7 @@ def _check(request: dict[str, Any], receive: Receive, send: Send) -> None:
     module = types.ModuleType("check")
     stage = "broken"
     try:
-        _run(request["prefix"], module, "prefix.py")
+        _run(_completed(request["prefix"]), module, "prefix.py")
         for name in request["functions"]:
             setattr(module, name, _proxy(name, receive, send))
         if request["entry_point"]:
@@ -263,6 +263,14 @@ def _check(request: dict[str, Any], receive: Receive, send: Send) -> None:
         send({stage: _described(error)})
     else:
         send({"passed": True})
+
+
+def _completed(prefix: str) -> str:
+    """A prefix that ends with the head of a function, with an empty body."""
+    with contextlib.suppress(SyntaxError):
+        compile(prefix, "prefix.py", "exec")
+        return prefix
+    return f"{prefix}\n    pass\n"
 
 
 def _proxy(name: str, receive: Receive, send: Send) -> Callable[..., Any]:

@@ -50,6 +50,13 @@ def forks(count):
     return len(children)
 
 
+def traces():
+    child = os.fork()
+    if not child:
+        os._exit(libc.ptrace(0, 0, 0, 0) == 0)
+    return os.waitpid(child, 0)[1] != 0
+
+
 def connect(port):
     with socket.socket() as outgoing:
         outgoing.settimeout(1)
@@ -73,7 +80,7 @@ def attempts(canary, folder, port, count, parent):
         "opened a connection": works(connect, port),
         "became root": os.getuid() != 0 and works(os.setuid, 0) is None and os.getuid() == 0,
         "made a user namespace": libc.unshare(0x10000000) == 0,
-        "traced a process": libc.ptrace(0, 0, 0, 0) == 0,
+        "traced a process": traces(),
         "sent a signal to the run": not missing(parent),
         "started too many processes": forks(count) >= count,
     }
