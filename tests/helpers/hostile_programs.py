@@ -1,6 +1,6 @@
 """Programs that try to leave the sandbox, to exhaust it, or to forge a verdict.
 
-An escape prints "LEAK" and what it reached. A forgery is a program with a function `solve`, whose tests expect a secret.
+An escape prints "LEAK" and what it reached. A forgery has a function `solve`, whose tests expect a secret.
 """
 
 TRY = """
@@ -79,8 +79,7 @@ ESCAPES = {
     "    try: call(0)\n"
     "    except OSError: continue\n"
     "    if (os.getresuid(), os.getresgid()) != before: leak('root')",
-    "signals_the_parent": "for p in (PARENT, os.getppid()):\n"
-    "    if p > 1: attempt('kill', os.kill, p, 0)",
+    "signals_the_parent": "for p in (PARENT, os.getppid()):\n    if p > 1: attempt('kill', os.kill, p, 0)",
     "limits_the_parent": "import resource\nattempt('prlimit', resource.prlimit, PARENT, resource.RLIMIT_NOFILE)",
     "slows_the_parent": "attempt('nice', os.setpriority, os.PRIO_PROCESS, PARENT, 0)\n"
     "attempt('affinity', os.sched_setaffinity, PARENT, {0})",
@@ -89,18 +88,17 @@ ESCAPES = {
     "signals_everyone": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nattempt('kill', os.kill, -1, 15)",
     "writes_files": "for folder in ('/', '/tmp', '/var/tmp', '/dev/shm', '/run', os.path.dirname(CANARY), '.', "
     "os.path.dirname(os.__file__)):\n    attempt(folder, write, os.path.join(folder, 'x'))",
-    "changes_the_interpreter": "attempt('unlink', os.unlink, os.__file__)\n"
-    "attempt('write', write, sys.executable)",
+    "changes_the_interpreter": "attempt('unlink', os.unlink, os.__file__)\nattempt('write', write, sys.executable)",
     "makes_devices": "attempt('mknod', os.mknod, '/tmp/disk', 0o60666, os.makedev(8, 0))",
     "opens_devices": "for name in ('sda', 'vda', 'mem', 'kmsg', 'tty', 'console', 'fuse', 'kvm', 'net/tun'):\n"
     "    attempt(name, lambda: os.open(f'/dev/{name}', os.O_RDWR))",
     "starts_programs": "import subprocess\nfor p in ('/bin/sh', '/usr/bin/env', '/bin/ls', '/usr/bin/bwrap'):\n"
     "    attempt(p, subprocess.run, [p])",
-    "raises_its_limits": "import resource\nfor kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NPROC):\n"
-    "    before = resource.getrlimit(kind)\n"
-    "    try: resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+    "raises_its_limits": "import resource as r\nfor kind in (r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_NPROC):\n"
+    "    before = r.getrlimit(kind)\n"
+    "    try: r.setrlimit(kind, (r.RLIM_INFINITY, r.RLIM_INFINITY))\n"
     "    except (ValueError, OSError): continue\n"
-    "    if resource.getrlimit(kind) != before: leak('limit', kind)",
+    "    if r.getrlimit(kind) != before: leak('limit', kind)",
     "uses_inherited_descriptors": "for d in range(3, 256):\n    attempt(d, os.fstat, d)",
     "makes_shared_memory": "if libc.shmget(0, 1 << 20, 0o1600) >= 0: leak('shmget')\n"
     "attempt('memfd', os.memfd_create, 'x')",
@@ -176,8 +174,9 @@ FORGERIES = {  # `solve(x)` must return a secret number that the program cannot 
     "        found += [v for v in f.f_locals.values() if isinstance(v, (int, str))] "
     "+ [w for v in f.f_locals.values() if isinstance(v, dict) for w in v.values()]\n        f = f.f_back\n"
     "    return max([v for v in found if type(v) is int], default=1)",
-    "searches_all_objects": "import gc\ndef solve(x):\n    found = [v for o in gc.get_objects() if isinstance(o, (dict, "
-    "list)) for v in (o.values() if isinstance(o, dict) else o) if type(v) is int]\n    return max(found, default=1)",
+    "searches_all_objects": "import gc\ndef solve(x):\n    found = []\n    for o in gc.get_objects():\n"
+    "        if isinstance(o, dict): found += [v for v in o.values() if type(v) is int]\n"
+    "        if isinstance(o, list): found += [v for v in o if type(v) is int]\n    return max(found, default=1)",
     "searches_arguments": "import sys\ndef solve(x):\n    return ' '.join(sys.orig_argv)",
     "looks_at_the_caller": "import inspect\ndef solve(x):\n    for f in inspect.stack():\n"
     "        if 'expected' in f.frame.f_locals: return f.frame.f_locals['expected']\n    return 1",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from covey.llm.rewards.sandbox.watchdog import marked_processes
 BACKENDS = sorted(CANDIDATES)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tried(name: str) -> Sandbox | str:
     try:
         return try_backend(name)

@@ -159,7 +159,7 @@ class RunningTotalConfig:
 
 @dataclass(frozen=True)
 class CodeFunctionsConfig:
-    cases: int = config_field(6, "hidden cases of a function", min=1, max=100, advanced=True)
+    cases: int = config_field(6, "hidden cases of a function", min=2, max=100, advanced=True)
     steps: tuple[int, ...] = config_field(
         (1,), "operations that a function combines, drawn evenly from this list (1 or 2)", min=1, max=2
     )

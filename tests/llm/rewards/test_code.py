@@ -362,7 +362,8 @@ def test_without_a_sandbox_the_reward_is_refused_in_one_line(monkeypatch: pytest
     with pytest.raises(ConfigError) as error:
         CodeRunner(CodeOptions())
     backends.find_sandbox.cache_clear()
-    assert "apt install bubblewrap" in str(error.value) and "covey[sandbox]" in str(error.value)
+    assert "apt install bubblewrap" in str(error.value)
+    assert "covey[sandbox]" in str(error.value)
     assert "\n" not in str(error.value)
     runner = CodeRunner(CodeOptions(unsafe_without_sandbox=True))
     values = runner.call({"completions": [RIGHT], "tests": [TESTS], "entry_point": ["f"]}, 0, 0.0).values

@@ -12,7 +12,7 @@ from typing import Any
 from covey.llm.rewards.builtin import completion_text
 from covey.llm.rewards.code_judge import Judge, Verdict
 from covey.llm.rewards.code_tests import Tests, read_tests
-from covey.llm.rewards.reward_call import RewardCallError, Results, one_line
+from covey.llm.rewards.reward_call import Results, RewardCallError, one_line
 from covey.llm.rewards.sandbox.backends import choose_sandbox
 from covey.llm.rewards.sandbox.harness import NotPlain
 from covey.llm.rewards.sandbox.limits import Limits

@@ -21,6 +21,7 @@ from covey.llm.rewards.sandbox.harness import encode
 from covey.llm.rewards.sandbox.limits import Limits
 from covey.llm.rewards.sandbox.session import ProgramFault, Sandbox, SandboxFailure, Session, TimeLimit
 
+Source = dict[str, str]  # "prefix" and "source", the text of the program
 MOST_CALLS = 10_000  # of the program under test by one test program
 SPARE_CPU_SECONDS = 2  # for the start of the interpreter, and for the second between the two limits
 
@@ -65,9 +66,9 @@ class Judge:
         Raises:
             SandboxFailure: if the sandbox or a test program failed, and not the program.
         """
-        source = f"{prefix}\n{program}" if prefix else program
+        source = {"prefix": prefix, "source": program}
         if isinstance(tests, CheckTests):
-            return self._judge_check(source, tests, prefix)
+            return self._judge_check(source, tests)
         run = self._stdin_runner(source, tests) if isinstance(tests, StdinTests) else _Calls(self, source, tests)
         passed, fault = 0, ""
         total = len(tests.cases)
@@ -88,21 +89,23 @@ class Judge:
                 run.close()
         return Verdict(passed, total, fault or "passed")
 
-    def _stdin_runner(self, source: str, tests: StdinTests) -> Callable[[int], str]:
+    def _stdin_runner(self, source: Source, tests: StdinTests) -> Callable[[int], str]:
         limits = replace(self.limits, cpu_seconds=ceil(self.limits.seconds) + SPARE_CPU_SECONDS)
 
         def run(number: int) -> str:
             case = tests.cases[number]
             most = limits.output_bytes + 4 * len(case.output)
             with Session(self.sandbox, limits) as session:
-                printed = session.run_script(source, case.input.encode("utf-8", "replace"), most)
+                printed = session.run_script(
+                    source["source"], case.input.encode("utf-8", "replace"), most, source["prefix"]
+                )
             return "" if same_output(case.output, printed) else "wrong output"
 
         return run
 
     # ---- test programs ----
 
-    def _judge_check(self, source: str, tests: CheckTests, prefix: str) -> Verdict:
+    def _judge_check(self, source: Source, tests: CheckTests) -> Verdict:
         seconds = self.limits.seconds
         limits = replace(self.limits, cpu_seconds=ceil(seconds) + SPARE_CPU_SECONDS)
         with Session(self.sandbox, limits) as program, Session(self.sandbox, limits) as checker:
@@ -114,7 +117,7 @@ class Judge:
             checker.send(
                 {
                     "mode": "check",
-                    "prefix": prefix,
+                    "prefix": source["prefix"],
                     "source": tests.source,
                     "functions": list(tests.functions),
                     "entry_point": tests.entry_point,
@@ -161,7 +164,7 @@ class _Countdown:
 class _Calls:
     """Calls one function of a program, in a process that is started again after it ended."""
 
-    def __init__(self, judge: Judge, source: str, tests: CallTests) -> None:
+    def __init__(self, judge: Judge, source: Source, tests: CallTests) -> None:
         seconds = judge.limits.seconds
         self.limits = replace(
             judge.limits, cpu_seconds=ceil(seconds * len(tests.cases)) + SPARE_CPU_SECONDS
@@ -193,13 +196,13 @@ class _Calls:
             session.close()
 
 
-def load(session: Session, source: str, seconds: float) -> None:
+def load(session: Session, source: Source, seconds: float) -> None:
     """Load a program whose functions are called afterwards.
 
     Raises:
         ProgramFault: if it raises, or does not end.
     """
-    session.send({"mode": "functions", "source": source})
+    session.send({"mode": "functions", **source})
     reply = session.receive(seconds)
     kind, text = error_of(reply)
     if kind or reply != {"loaded": True}:

@@ -13,7 +13,6 @@ from covey.llm.rewards.sandbox import watchdog
 from covey.llm.rewards.sandbox.interpreter import Interpreter
 from covey.llm.rewards.sandbox.limits import MOST_FILE_BYTES, MOST_OPEN_FILES, Limits
 
-
 MARK = f"covey-{secrets.token_hex(12)}"  # in the command line of every process of this process's sandboxes
 
 

@@ -27,6 +27,8 @@ DEEPEST = 60  # nesting of values
 LONGEST_TEXT = 300  # characters of an error's text
 LARGEST_PLAIN_INT = 1 << 53
 
+_VIEWS: tuple[Any, ...] = (range, type({}.keys()), type({}.values()), type({}.items()))
+
 Send = Callable[[dict[str, Any]], None]
 Receive = Callable[[], dict[str, Any]]
 
@@ -65,10 +67,11 @@ def encode(value: Any, depth: int = 0) -> Any:
         return ["bytes", bytes(value).hex()]
     if isinstance(value, dict):
         return ["dict", *([encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value))]
-    for kind in (list, tuple, set, frozenset):
+    kinds: tuple[Any, ...] = (list, tuple, set, frozenset)
+    for kind in kinds:
         if isinstance(value, kind):
             return [kind.__name__, *(encode(item, depth + 1) for item in kind.__iter__(value))]
-    if isinstance(value, (range, type({}.keys()), type({}.values()), type({}.items()))):
+    if isinstance(value, _VIEWS):
         return ["list", *(encode(item, depth + 1) for item in value)]
     raise NotPlain(f"a value of type {type(value).__name__}")
 
@@ -124,7 +127,7 @@ def main() -> NoReturn:
     _send(replies, {"ready": True})
     request = _receive(requests)
     if request["mode"] == "script":
-        _run_script(request["source"])
+        _run_script(_joined(request["prefix"], request["source"]))
     # The program gets an empty stdin, and what it prints goes to stderr.
     requests, replies = os.dup(0), os.dup(1)
     nothing, writer = os.pipe()
@@ -193,7 +196,7 @@ def _run_script(source: str) -> NoReturn:
 def _serve_functions(request: dict[str, Any], receive: Receive, send: Send) -> None:
     module = types.ModuleType("solution")
     try:
-        _run(request["source"], module, "program.py")
+        _run(_joined(request["prefix"], request["source"]), module, "program.py")
     except BaseException as error:
         send({"error": _described(error)})
         return
@@ -263,6 +266,17 @@ def _check(request: dict[str, Any], receive: Receive, send: Send) -> None:
         send({stage: _described(error)})
     else:
         send({"passed": True})
+
+
+def _joined(prefix: str, source: str) -> str:
+    """A program after its prefix, whose last function it may continue or define again."""
+    if not prefix:
+        return source
+    joined = f"{prefix}\n{source}"
+    with contextlib.suppress(SyntaxError, ValueError):
+        compile(joined, "program.py", "exec", dont_inherit=True)
+        return joined
+    return f"{_completed(prefix)}\n{source}"
 
 
 def _completed(prefix: str) -> str:

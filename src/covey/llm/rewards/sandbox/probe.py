@@ -112,7 +112,7 @@ def check_isolation(sandbox: Sandbox) -> None:
         session = stack.enter_context(Session(sandbox, Limits(seconds=PROBE_SECONDS)))
         arguments = [str(canary), folder, listener.getsockname()[1], TRIED_PROCESSES, os.getpid()]
         try:
-            session.send({"mode": "functions", "source": _PROGRAM})
+            session.send({"mode": "functions", "prefix": "", "source": _PROGRAM})
             loaded = session.receive(PROBE_SECONDS)
             session.send({"function": "attempts", "args": encode(arguments), "kwargs": encode({})})
             reply = session.receive(PROBE_SECONDS) if "loaded" in loaded else loaded

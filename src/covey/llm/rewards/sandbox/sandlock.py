@@ -65,10 +65,11 @@ class Sandlock:
         policy = self.policy | {"max_processes": limits.processes, "max_memory": f"{limits.memory_mb}M"}
         harness = harness_command(self.interpreter, None, processes=None)
         settings = json.dumps({"policy": policy, "command": harness, "limits": resource_limits(limits)})
+        python = [sys.executable, "-I", "-W", "ignore"]  # of a package that finds no use for its own field gid
         lifeline_read, lifeline = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-W", "ignore", sandlock_process.__file__, worker.__file__, str(lifeline_read), settings],
+                [*python, sandlock_process.__file__, worker.__file__, str(lifeline_read), settings],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

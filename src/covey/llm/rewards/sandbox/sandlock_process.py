@@ -51,7 +51,8 @@ def _end(processes: ModuleType, code: int) -> NoReturn:
 def _load(path: str) -> ModuleType:
     """The module of the reward worker, which finds and ends descendants."""
     spec = importlib.util.spec_from_file_location("covey_processes", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""One sandboxed process as seen by the parent: frames to and from the harness, output cut while it is read, deadlines."""
+"""One sandboxed process as seen by the parent: frames, output that is cut while it is read, deadlines."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ class Session:
         self.limits = limits
         self._launched = sandbox.launch(limits)
         self._process = process = self._launched.process
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         self._to_write = memoryview(b"")
         self._received, self._stderr, self._stderr_count = bytearray(), b"", 0
         self._last_input = False
@@ -163,7 +165,7 @@ class Session:
 
     # ---- a script ----
 
-    def run_script(self, source: str, stdin: bytes, most_output: int) -> bytes:
+    def run_script(self, source: str, stdin: bytes, most_output: int, prefix: str = "") -> bytes:
         """Run a program to its end; returns its stdout.
 
         Args:
@@ -174,7 +176,7 @@ class Session:
         """
         self._most_output = most_output
         seconds = self.limits.seconds
-        self.send({"mode": "script", "source": source}, rest=stdin)
+        self.send({"mode": "script", "prefix": prefix, "source": source}, rest=stdin)
         self._pump(time.monotonic() + seconds, seconds, lambda: self._has_ended)
         if self._process.wait() != 0:
             raise ProgramFault(self._description_of_end())
