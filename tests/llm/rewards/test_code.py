@@ -415,7 +415,7 @@ def test_bwrap_itself_has_no_environment_to_show(monkeypatch: pytest.MonkeyPatch
     sandbox = backend("bubblewrap")
     monkeypatch.setenv("COVEY_TEST_TOKEN", "secret of the run")
     with Session(sandbox, LIMITS) as session:
-        process = session._launched.process.pid
+        process = session.launched.process.pid
         family = [process, *map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
         assert len(family) == 2
         for member in family:

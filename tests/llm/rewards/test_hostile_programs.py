@@ -14,7 +14,8 @@ import pytest
 from covey.llm.rewards.code_judge import Judge
 from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests
 from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.session import ProgramFault, Sandbox, Session
+from covey.llm.rewards.sandbox.pipes import ProgramFault
+from covey.llm.rewards.sandbox.session import Sandbox, Session
 from helpers.hostile_programs import ESCAPES, EXHAUSTING, FORGERIES, TRY
 from helpers.sandboxes import BACKENDS, any_backend, backend, processes_left
 
@@ -62,7 +63,10 @@ def test_a_program_reaches_nothing_outside(
             printed = session.run_script(f"{TRY}\n{places}\n{numbers}\n{ESCAPES[name]}\nprint('done')", b"", 1 << 20)
             assert b"done" in printed
         except ProgramFault as fault:  # ended for the attempt; a mistake of the program itself is no such end
-            printed, ended = bytes(session._received), "was killed" in str(fault) or "PermissionError" in str(fault)
+            printed, ended = (
+                bytes(session.pipes.received),
+                "was killed" in str(fault) or "PermissionError" in str(fault),
+            )
             assert ended, fault  # noqa: PT017 -- not the expected error alone
     unix.unlink()
     assert b"LEAK" not in printed, printed.decode("utf-8", "replace")

@@ -19,7 +19,8 @@ from covey.llm.rewards.code_values import matches, same_output
 from covey.llm.rewards.reward_call import one_printable_line
 from covey.llm.rewards.sandbox.harness import encode
 from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.session import ProgramFault, Sandbox, SandboxFailure, Session, TimeLimit
+from covey.llm.rewards.sandbox.pipes import ProgramFault, TimeLimit
+from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure, Session
 
 Source = dict[str, str]  # "prefix" and "source", the text of the program
 MOST_CALLS = 10_000  # of the program under test by one test program

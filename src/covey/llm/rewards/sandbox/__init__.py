@@ -5,7 +5,8 @@ bubblewrap                namespaces, an empty root and a seccomp filter, by bwr
 sandlock                  Landlock and seccomp, by the package sandlock; sandlock_process supervises one program
 local                     no sandbox, for the option unsafe_without_sandbox
 probe                     tries a backend with a program that attempts what it must prevent
-session                   one sandboxed process: frames, output, deadlines, its end
+session                   one sandboxed process: frames to and from it, its end
+pipes                     its stdin, stdout and stderr, under a deadline
 harness                   runs inside: sets the limits, runs the program, encodes values
 command                   the command line of the harness
 watchdog                  ends what is left when the run's process was killed

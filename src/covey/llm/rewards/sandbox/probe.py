@@ -10,7 +10,8 @@ from pathlib import Path
 
 from covey.llm.rewards.sandbox.harness import encode
 from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.session import ProgramFault, Sandbox, SandboxFailure, Session
+from covey.llm.rewards.sandbox.pipes import ProgramFault
+from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure, Session
 
 PROBE_SECONDS = 60.0
 TRIED_PROCESSES = 40
