@@ -268,6 +268,29 @@ def test_tests_that_cannot_run_are_a_failed_grading(source: str) -> None:
         Judge(any_backend(), LIMITS).judge("def f(x): return x", CheckTests(source, "f", ("f",)))
 
 
+def test_a_program_has_the_memory_of_its_limit() -> None:
+    sandbox = any_backend()
+    program = "try:\n    x = bytearray(400 << 20)\n    print('had it')\nexcept MemoryError:\n    print('had not')"
+    tests = StdinTests([StdinCase("", "had it")])
+    assert Judge(sandbox, replace(LIMITS, memory_mb=600)).judge(program, tests).is_right
+    assert not Judge(sandbox, replace(LIMITS, memory_mb=200)).judge(program, tests).is_right
+
+
+def test_output_is_cut_while_it_is_read() -> None:
+    program = "import os\nos.write(1, b'1' * 1000)\nwhile True: os.write(1, b' ' * 65536)"
+    verdict = Judge(any_backend(), replace(LIMITS, output_bytes=1 << 16)).judge(
+        program, StdinTests([StdinCase("", "1")])
+    )
+    assert verdict.text == "case 1: printed more than 64 KiB"
+
+
+def test_a_program_that_fails_after_its_output_is_wrong() -> None:
+    verdict = Judge(any_backend(), LIMITS).judge(
+        "print(1, flush=True)\nraise KeyError", StdinTests([StdinCase("", "1")])
+    )
+    assert (verdict.passed, verdict.text) == (0, "case 1: KeyError")
+
+
 # ---- the reward ----
 
 
