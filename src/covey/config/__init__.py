@@ -31,9 +31,11 @@ from covey.config.llm import (
     EMBEDDED_MODELS,
     TASK_CONFIGS,
     ArithmeticConfig,
+    CodeFunctionsConfig,
     CountdownConfig,
     CriticConfig,
     EvaluationConfig,
+    HumanEvalConfig,
     JsonlConfig,
     LossConfig,
     ProcessConfig,
@@ -49,9 +51,9 @@ from covey.config.llm import (
 
 __all__ = [
     "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "ArithmeticConfig", "CheckpointConfig",
-    "ConfigError", "ControlConfig", "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig",
-    "CountdownConfig", "CriticConfig", "EnvironmentConfig", "EvaluationConfig", "JsonlConfig", "LossBase",
-    "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "ReferenceConfig",
-    "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig", "SamplingConfig",
-    "UpdateBase", "UpdateConfig", "WordProblemsConfig", "config_field",
+    "CodeFunctionsConfig", "ConfigError", "ControlConfig", "ControlEvaluationConfig", "ControlLossConfig",
+    "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "EnvironmentConfig", "EvaluationConfig",
+    "HumanEvalConfig", "JsonlConfig", "LossBase", "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig",
+    "ReasoningGymConfig", "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError",
+    "RunningTotalConfig", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig", "config_field",
 ]  # fmt: skip

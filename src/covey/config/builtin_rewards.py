@@ -22,17 +22,18 @@ class BuiltInReward:
     workers: int = 1  # own_process, one_by_one: processes side by side unless the recipe sets another number
     memory_mib: int = 0  # one_by_one: limit of the address space of each process; 0: none
     package: str = ""  # module that it imports, of the extra covey[NAME] with the name of the reward
-    task: str = ""  # the only task whose answers it grades, besides jsonl; empty: any
+    tasks: tuple[str, ...] = ()  # the only tasks whose answers it grades, besides jsonl; empty: any
+    runner: str = ""  # module:function that builds its `RewardRunner` from the RewardConfig; empty: by the fields above
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """The options that the function gets; `workers` is for its runner."""
-        return tuple(option for option in self.options if option != "workers")
+        return () if self.runner else tuple(option for option in self.options if option != "workers")
 
     @property
     def reads_answers(self) -> bool:
         """True if it compares with a column of right answers that every task but countdown has."""
-        return "answer_column" in self.options and not self.task
+        return "answer_column" in self.options and not self.tasks
 
 
 BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
@@ -70,11 +71,24 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         "covey.llm.rewards.reasoning_gym_process:score",
         own_process=True,  # its scorers evaluate text
         options=("workers",),
-        task="reasoning_gym",
+        tasks=("reasoning_gym",),
     ),
-    "countdown": BuiltInReward("covey.llm.rewards.countdown:countdown", binary=True, task="countdown"),
+    "code": BuiltInReward(
+        "covey.llm.rewards.code:code",
+        binary=True,  # unless partial = true
+        options=(
+            *("tests_column", "partial", "time_limit_seconds", "memory_mb", "process_limit", "workers"),
+            "unsafe_without_sandbox",
+        ),
+        tasks=("code_functions", "human_eval"),
+        runner="covey.llm.rewards.code:CodeRunner.from_config",
+    ),
+    "countdown": BuiltInReward("covey.llm.rewards.countdown:countdown", binary=True, tasks=("countdown",)),
     "step_numbers": BuiltInReward(
-        "covey.llm.rewards.step_numbers:step_numbers", per_step=True, options=("answer_column",), task="running_total"
+        "covey.llm.rewards.step_numbers:step_numbers",
+        per_step=True,
+        options=("answer_column",),
+        tasks=("running_total",),
     ),
 }
 

@@ -22,6 +22,9 @@ from covey.config.validate_rewards import check_normalization
 
 Config = RunConfig | ControlConfig
 
+# Tasks in which many answers are right, so that no reward can compare with a column of right answers.
+OTHER_ANSWERS = ("countdown", "code_functions", "human_eval")
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -166,7 +169,7 @@ def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardCon
     kept = []
     for reward in config.rewards:
         entry = reward.built_in or BuiltInReward(reward.function)
-        if task in (entry.task or task, "jsonl") and not (task == "countdown" and entry.reads_answers):
+        if task in (*(entry.tasks or (task,)), "jsonl") and not (task in OTHER_ANSWERS and entry.reads_answers):
             kept.append(reward)
     return tuple(kept)
 

@@ -166,6 +166,25 @@ class RunningTotalConfig:
 
 
 @dataclass(frozen=True)
+class CodeFunctionsConfig:
+    cases: int = config_field(6, "hidden cases of a function", min=2, max=100, advanced=True)
+    steps: tuple[int, ...] = config_field(
+        (1,), "operations that a function combines, drawn evenly from this list (1 or 2)", min=1, max=2
+    )
+    examples: int = config_field(2, "solved examples before the problem", min=0, max=2, advanced=True)
+
+
+@dataclass(frozen=True)
+class HumanEvalConfig:
+    held_out_fraction: float = config_field(
+        0.5,
+        "fraction of the 164 problems that is held out for evaluation; the others are for training",
+        above=0,
+        below=1,
+    )
+
+
+@dataclass(frozen=True)
 class JsonlConfig:
     path: str = config_field(
         "",
@@ -209,6 +228,8 @@ TASK_CONFIGS: dict[str, type] = {
     "countdown": CountdownConfig,
     "word_problems": WordProblemsConfig,
     "running_total": RunningTotalConfig,
+    "code_functions": CodeFunctionsConfig,
+    "human_eval": HumanEvalConfig,
     "jsonl": JsonlConfig,
     "reasoning_gym": ReasoningGymConfig,
 }
@@ -260,7 +281,8 @@ class RewardFields:
     )
     workers: int | None = config_field(
         None,
-        "processes side by side, for your own function, math and format; unset: 2 for math, else 1",
+        "processes side by side, for your own function, math, format and code; unset: 2 for math, as many as the "
+        "processor has cores for code, else 1",
         min=1,
         max=256,
         advanced=True,
@@ -276,6 +298,21 @@ class RewardFields:
         advanced=True,
     )
 
+    tests_column: str = config_field("tests", "code: column that holds the hidden tests of a program", advanced=True)
+    partial: bool = config_field(False, "code: the share of passed cases, instead of 1 for all and else 0")
+    time_limit_seconds: float = config_field(
+        5.0, "code: wall time of a program in one case, or in a whole test program", above=0, max=3600, advanced=True
+    )
+    memory_mb: int = config_field(
+        256, "code: address space of each process of a program, in MiB", min=64, max=1 << 20, advanced=True
+    )
+    process_limit: int = config_field(
+        4, "code: processes and threads of a program, the first included", min=1, max=64, advanced=True
+    )
+    unsafe_without_sandbox: bool = config_field(
+        False, "code: run programs without a sandbox, with all rights of the user who trains", advanced=True
+    )
+
     @property
     def built_in(self) -> BuiltInReward | None:
         """The entry of a built-in reward in the table, None for a function of the user's."""
@@ -289,7 +326,7 @@ class RewardFields:
     @property
     def is_binary(self) -> bool:
         """True if the reward is always 1 (right) or 0 (wrong), so that its mean is an accuracy."""
-        return self.binary or (self.built_in is not None and self.built_in.binary)
+        return self.binary or (self.built_in is not None and self.built_in.binary and not self.partial)
 
 
 @dataclass(frozen=True)
@@ -341,7 +378,9 @@ class RunConfig(RunBase):
     """One training run on a language model."""
 
     task: Any = config_field(
-        None, "[task] table: name = arithmetic, countdown, word_problems, running_total, jsonl or reasoning_gym"
+        None,
+        "[task] table: name = arithmetic, countdown, word_problems, running_total, code_functions, human_eval, jsonl or "
+        "reasoning_gym",
     )
     model: str = config_field(
         "smollm2-135m",

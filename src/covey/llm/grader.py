@@ -1,7 +1,7 @@
 """Grades completions: calls every reward function, sums the rewards with their weights, and separates failures.
 
 A failed call is not a wrong answer: a rollout that could not be graded has the reward None and is removed from its
-group. Reward functions are the user's own trusted code; there is no sandbox for them.
+group. Reward functions are the user's own trusted code; there is no sandbox for them, only for the programs of `code`.
 """
 
 from __future__ import annotations

@@ -20,4 +20,9 @@ judge_client              its HTTP requests, with retries and deadlines, in the 
 judge_score               reads the score in a reply
 judge_cache               replies on disk, so that a question is asked once
 unfinished_call           a record of the current call, for a run that is resumed
+code                      the reward `code`: programs that pass hidden tests
+code_tests                the tests in a column of the data
+code_judge                runs a program on its tests and decides
+code_values               compares results with expected ones
+sandbox                   isolation of programs
 """

@@ -155,6 +155,9 @@ def _runner(reward: BuiltInReward | None, config: RewardConfig) -> RewardRunner:
         if config.judge:
             return Judge(config)
         return RewardPool(config.function, config.workers or 1, config.timeout_seconds)
+    if reward.runner:
+        runner: RewardRunner = load_function(reward.runner)(config)
+        return runner
     if reward.one_by_one:
         shortcut = load_function(reward.shortcut) if reward.shortcut else None
         pool = RewardPool(

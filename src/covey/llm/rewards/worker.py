@@ -68,7 +68,7 @@ else:  # run by its path, so that neither the package nor this folder is on the 
 def main() -> NoReturn:
     """Serve requests from one file descriptor, `sys.argv[1]`, with replies to another, `sys.argv[2]`."""
     requests, replies = int(sys.argv[1]), int(sys.argv[2])
-    _prctl(_SUBREAPER, 1)
+    adopt_orphans()
     supervisor = os.getpid()
     worker = os.fork()
     if worker:
@@ -203,7 +203,7 @@ def _supervise(worker: int) -> NoReturn:
         ended, status = os.waitpid(-1, 0)  # orphans of the function are reaped here too
         if ended == worker:
             break
-    _end_descendants()
+    end_descendants()
     code = 0 if run_ended.is_set() else os.waitstatus_to_exitcode(status)
     if code < 0:
         with contextlib.suppress(OSError, ValueError):
@@ -224,7 +224,12 @@ def _await_the_run(worker: int, run_ended: threading.Event) -> None:
     os.kill(worker, signal.SIGKILL)
 
 
-def _end_descendants() -> None:
+def adopt_orphans() -> None:
+    """Make orphans among the descendants children of this process, so that `end_descendants` finds them."""
+    _prctl(_SUBREAPER, 1)
+
+
+def end_descendants() -> None:
     """Kill descendants until there are no children: a process may start others until it is killed, and its orphans
     become children of this one.
     """

@@ -8,8 +8,10 @@ from typing import Any
 
 from covey.config import (
     ArithmeticConfig,
+    CodeFunctionsConfig,
     ConfigError,
     CountdownConfig,
+    HumanEvalConfig,
     JsonlConfig,
     ReasoningGymConfig,
     RunningTotalConfig,
@@ -17,14 +19,17 @@ from covey.config import (
 )
 from covey.data import Task
 from covey.llm.tasks.arithmetic import Arithmetic
+from covey.llm.tasks.code_functions import CodeFunctions
 from covey.llm.tasks.countdown import Countdown
+from covey.llm.tasks.human_eval import HumanEval
 from covey.llm.tasks.jsonl import Jsonl, Rows
 from covey.llm.tasks.reasoning_gym import ReasoningGym
 from covey.llm.tasks.running_total import RunningTotal
 from covey.llm.tasks.word_problems import WordProblems
 
 __all__ = [
-    "Arithmetic", "Countdown", "Jsonl", "ReasoningGym", "Rows", "RunningTotal", "WordProblems", "build_task", "task_of",
+    "Arithmetic", "CodeFunctions", "Countdown", "HumanEval", "Jsonl", "ReasoningGym", "Rows", "RunningTotal",
+    "WordProblems", "build_task", "task_of",
 ]  # fmt: skip
 
 _TASKS: dict[type, Callable[..., Task]] = {
@@ -32,6 +37,8 @@ _TASKS: dict[type, Callable[..., Task]] = {
     CountdownConfig: Countdown,
     WordProblemsConfig: WordProblems,
     RunningTotalConfig: RunningTotal,
+    CodeFunctionsConfig: CodeFunctions,
+    HumanEvalConfig: HumanEval,
     JsonlConfig: Jsonl,
     ReasoningGymConfig: ReasoningGym,
 }

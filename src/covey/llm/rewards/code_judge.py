@@ -1,0 +1,231 @@
+"""Judges one program by its tests. The program runs in a sandbox; this process compares and decides.
+
+Inputs go into the sandbox and results come out. Expected results never go in, so a program cannot find them, and
+nothing that it prints, returns or changes is a verdict. A test program (`check(candidate)`) runs in a second sandbox,
+where `candidate` asks this process, which asks the program's sandbox: the assert statements and the program share no
+process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from covey.llm.rewards.code_tests import CallTests, CheckTests, StdinTests, Tests
+from covey.llm.rewards.code_values import matches, same_output
+from covey.llm.rewards.reward_call import one_printable_line
+from covey.llm.rewards.sandbox.harness import encode
+from covey.llm.rewards.sandbox.limits import Limits
+from covey.llm.rewards.sandbox.pipes import ProgramFault, TimeLimit
+from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure, Session
+
+Source = dict[str, str]  # "prefix" and "source", the text of the program
+MOST_CALLS = 10_000  # of the program under test by one test program
+SPARE_CPU_SECONDS = 2  # for the start of the interpreter, and for the second between the two limits
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a program."""
+
+    passed: int  # cases
+    total: int
+    text: str  # one line for the user: "passed", or what went wrong first
+
+    @property
+    def share(self) -> float:
+        return self.passed / self.total
+
+    @property
+    def is_right(self) -> bool:
+        return self.passed == self.total
+
+
+class Judge:
+    """Judges programs in a sandbox.
+
+    Args:
+        sandbox: runs the programs.
+        limits: of one program; `seconds` is the wall time of one case, or of a whole test program.
+        every_case: run the cases after the first that fails, which the share of passed cases needs.
+    """
+
+    def __init__(self, sandbox: Sandbox, limits: Limits, *, every_case: bool = True) -> None:
+        self.sandbox, self.limits, self.every_case = sandbox, limits, every_case
+
+    def judge(self, program: str, tests: Tests, prefix: str = "") -> Verdict:
+        """Run a program on its tests.
+
+        Args:
+            program: source text.
+            tests: what it must do.
+            prefix: source text before the program, such as imports; a test program sees it too.
+
+        Raises:
+            SandboxFailure: if the sandbox or a test program failed, and not the program.
+        """
+        source = {"prefix": prefix, "source": program}
+        if isinstance(tests, CheckTests):
+            return self._judge_check(source, tests)
+        run = self._stdin_runner(source, tests) if isinstance(tests, StdinTests) else _Calls(self, source, tests)
+        passed, fault = 0, ""
+        total = len(tests.cases)
+        try:
+            for number in range(total):
+                try:
+                    wrong = run(number)
+                except ProgramFault as error:
+                    wrong = str(error)
+                    if isinstance(error, TimeLimit):
+                        return Verdict(passed, total, fault or f"case {number + 1}: {wrong}")
+                passed += not wrong
+                fault = fault or (wrong and f"case {number + 1}: {wrong}")
+                if wrong and not self.every_case:
+                    break
+        finally:
+            if isinstance(run, _Calls):
+                run.close()
+        return Verdict(passed, total, fault or "passed")
+
+    def _stdin_runner(self, source: Source, tests: StdinTests) -> Callable[[int], str]:
+        limits = replace(self.limits, cpu_seconds=ceil(self.limits.seconds) + SPARE_CPU_SECONDS)
+
+        def run(number: int) -> str:
+            case = tests.cases[number]
+            most = limits.output_bytes + 4 * len(case.output)
+            with Session(self.sandbox, limits) as session:
+                printed = session.run_script(
+                    source["source"], case.input.encode("utf-8", "replace"), most, source["prefix"]
+                )
+            return "" if same_output(case.output, printed) else "wrong output"
+
+        return run
+
+    # ---- test programs ----
+
+    def _judge_check(self, source: Source, tests: CheckTests) -> Verdict:
+        seconds = self.limits.seconds
+        limits = replace(self.limits, cpu_seconds=ceil(seconds) + SPARE_CPU_SECONDS)
+        with Session(self.sandbox, limits) as program, Session(self.sandbox, limits) as checker:
+            left = _Countdown(time.monotonic() + seconds)
+            try:
+                load(program, source, left())
+            except ProgramFault as error:
+                return Verdict(0, 1, str(error))
+            checker.send(
+                {
+                    "mode": "check",
+                    "prefix": source["prefix"],
+                    "source": tests.source,
+                    "functions": list(tests.functions),
+                    "entry_point": tests.entry_point,
+                }
+            )
+            return self._answer_calls(program, checker, left)
+
+    def _answer_calls(self, program: Session, checker: Session, left: _Countdown) -> Verdict:
+        """Pass calls of the test program on to the program under test, until the test program has its verdict."""
+        fault = ""
+        for _ in range(MOST_CALLS):
+            try:
+                message = checker.receive(left())
+            except TimeLimit:
+                return Verdict(0, 1, fault or f"took longer than {self.limits.seconds:g} s")
+            except ProgramFault as error:  # the values that it got may be too large for it
+                return Verdict(0, 1, fault or f"the tests {error}")
+            if "call" not in message:
+                return _verdict_of(message, fault)
+            call = {"function": message["call"], "args": message["args"], "kwargs": message["kwargs"]}
+            try:
+                program.send(call)
+                reply = program.receive(left())
+            except TimeLimit:
+                return Verdict(0, 1, f"took longer than {self.limits.seconds:g} s")
+            except ProgramFault as error:
+                return Verdict(0, 1, str(error))
+            kind, text = error_of(reply)
+            fault = fault or (f"{kind}: {text}" if kind else "")
+            checker.send({"error": [kind, text]} if kind else {"value": reply.get("value")})
+        raise SandboxFailure(f"the tests call the program more than {MOST_CALLS:,} times")
+
+
+class _Countdown:
+    """Seconds that are left until a deadline, above 0."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+
+    def __call__(self) -> float:
+        return max(self.deadline - time.monotonic(), 1e-3)
+
+
+class _Calls:
+    """Calls one function of a program, in a process that is started again after it ended."""
+
+    def __init__(self, judge: Judge, source: Source, tests: CallTests) -> None:
+        seconds = judge.limits.seconds
+        self.limits = replace(
+            judge.limits, cpu_seconds=ceil(seconds * len(tests.cases)) + SPARE_CPU_SECONDS
+        )  # of all cases, because they share a process
+        self.sandbox, self.source, self.tests = judge.sandbox, source, tests
+        self._session: Session | None = None
+
+    def __call__(self, number: int) -> str:
+        """What is wrong with the result of one case; empty if it is right."""
+        case = self.tests.cases[number]
+        call = {"function": self.tests.function, "args": encode(list(case.args)), "kwargs": encode(dict(case.kwargs))}
+        try:
+            if self._session is None:
+                self._session = Session(self.sandbox, self.limits)
+                load(self._session, self.source, self.limits.seconds)
+            self._session.send(call)
+            reply = self._session.receive(self.limits.seconds)
+        except ProgramFault:
+            self.close()
+            raise
+        kind, text = error_of(reply)
+        if kind:
+            return f"{kind}: {text}"
+        return "" if "value" in reply and matches(case.expected, reply["value"]) else "wrong result"
+
+    def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+
+def load(session: Session, source: Source, seconds: float) -> None:
+    """Load a program whose functions are called afterwards.
+
+    Raises:
+        ProgramFault: if it raises, or does not end.
+    """
+    session.send({"mode": "functions", **source})
+    reply = session.receive(seconds)
+    kind, text = error_of(reply)
+    if kind or reply != {"loaded": True}:
+        raise ProgramFault(f"{kind or 'no reply'}: {text}")
+
+
+def error_of(reply: dict[str, Any]) -> tuple[str, str]:
+    """Type and text of the exception in a reply, in one printable line; two empty texts if there is none."""
+    error = reply.get("error")
+    if error is None:
+        return "", ""
+    if not isinstance(error, list) or len(error) != 2 or not all(isinstance(part, str) for part in error):
+        return "Error", "unreadable"
+    return one_printable_line(error[0][:60]) or "Error", one_printable_line(error[1][:300])
+
+
+def _verdict_of(message: dict[str, Any], fault: str) -> Verdict:
+    """The verdict in the last message of a test program."""
+    if message == {"passed": True}:
+        return Verdict(1, 1, "passed")
+    if "failed" in message:
+        kind, text = error_of({"error": message["failed"]})
+        return Verdict(0, 1, fault or f"{kind}: {text}".rstrip(": "))
+    kind, text = error_of({"error": message.get("broken", "")})
+    raise SandboxFailure(f"the tests cannot be run: {kind}: {text}")

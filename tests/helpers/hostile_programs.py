@@ -1,0 +1,204 @@
+"""Programs that try to leave the sandbox, to exhaust it, or to forge a verdict.
+
+An escape prints "LEAK" and what it reached. A forgery has a function `solve`, whose tests expect a secret.
+"""
+
+TRY = """
+import os, sys, time, signal, socket, threading, ctypes, ctypes.util
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def leak(what, *details):
+    print("LEAK", what, *map(str, details), flush=True)
+
+
+def attempt(what, function, *arguments):
+    try:
+        result = function(*arguments)
+    except BaseException as error:
+        return None
+    leak(what, repr(result)[:200])
+    return result
+
+
+def read(path):
+    with open(path, "rb") as file:
+        return file.read(400)
+
+
+def write(path):
+    with open(path, "w") as file:
+        return file.write("x")
+"""
+
+ESCAPES = {
+    "reads_password_file": "attempt('passwd', read, '/etc/passwd')\nattempt('shadow', read, '/etc/shadow')",
+    "reads_the_hidden_file": "attempt('canary', read, CANARY)\nattempt('list', os.listdir, os.path.dirname(CANARY))",
+    "reads_by_parent_folders": "attempt('canary', read, '/..' * 9 + CANARY)",
+    "reads_through_a_symlink": "attempt('link', os.symlink, CANARY, '/tmp/link')\nattempt('canary', read, '/tmp/link')",
+    "reads_home_and_repository": "for folder in ('/home', '/work', '/mnt', '/srv', '/opt', '/var', '/etc', '/boot'):\n"
+    "    attempt(folder, os.listdir, folder)",
+    "reads_the_environment": "if dict(os.environ): leak('environ', dict(os.environ))\n"
+    "for p in ('self', '1', str(os.getppid())): attempt('environ', read, f'/proc/{p}/environ')",
+    "reads_environment_in_memory": "environ = ctypes.POINTER(ctypes.c_char_p).in_dll(libc, 'environ')\n"
+    "names = []\n"
+    "while environ and environ[len(names)]: names.append(environ[len(names)])\n"
+    "if any(b'COVEY' in name for name in names): leak('environ', names)",
+    "reads_other_processes": "for p in range(1, 3000):\n"
+    "    if p != os.getpid(): attempt('cmdline', read, f'/proc/{p}/cmdline')",
+    "reads_installed_packages": "import importlib.util\n"
+    "sys.path += [f'{p}/site-packages' for p in sys.path]\n"
+    "for name in ('torch', 'numpy', 'pip', 'covey'):\n"
+    "    if importlib.util.find_spec(name): leak(name)",
+    "connects_to_the_host": "attempt('connect', lambda: socket.create_connection(('127.0.0.1', PORT), 1))",
+    "connects_outside": "for host in ('1.1.1.1', '8.8.8.8', '10.0.2.2'):\n"
+    "    attempt('connect', lambda: socket.create_connection((host, 53), 0.2))",
+    "sends_udp": "def send():\n    s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+    "    return s.sendto(b'x', ('1.1.1.1', 53))\nattempt('udp', send)",
+    "resolves_names": "attempt('dns', socket.gethostbyname, 'example.com')",
+    "connects_to_unix_sockets": "def unix(path):\n    s = socket.socket(socket.AF_UNIX)\n    return s.connect(path)\n"
+    "for p in (UNIX, '/run/dbus/system_bus_socket', '/var/run/docker.sock', '\\0abstract'): attempt(p, unix, p)",
+    "listens": "def serve():\n    s = socket.socket()\n    s.bind(('0.0.0.0', 0))\n    s.listen()\n"
+    "    return s.getsockname()\nattempt('listen', serve)",
+    "opens_raw_sockets": "attempt('raw', socket.socket, socket.AF_INET, socket.SOCK_RAW, 1)\n"
+    "attempt('packet', socket.socket, getattr(socket, 'AF_PACKET', 17), socket.SOCK_RAW, 768)",
+    "makes_namespaces": "for flag in (0x10000000, 0x20000, 0x20000000, 0x40000000, 0x10000000 | 0x20000):\n"
+    "    if libc.unshare(flag) == 0: leak('unshare', flag)",
+    "clones_into_a_namespace": "if libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) > 0: leak('clone')\n"
+    "if libc.syscall(435, 0, 0) >= 0: leak('clone3')",
+    "traces_processes": "for p in (1, os.getppid()):\n"
+    "    if libc.ptrace(16, p, 0, 0) == 0 or libc.ptrace(0x4206, p, 0, 0) == 0: leak('ptrace', p)",
+    "reads_memory_of_others": "buffer = ctypes.create_string_buffer(16)\n"
+    "if libc.process_vm_readv(1, buffer, 1, buffer, 1, 0) > 0: leak('process_vm_readv')\n"
+    "attempt('mem', read, '/proc/1/mem')",
+    "mounts": "if libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0: leak('mount')\n"
+    "if libc.umount2(b'/', 2) == 0: leak('umount')",
+    "changes_root": "attempt('chroot', os.chroot, '/')",
+    "becomes_root": "for call in (os.setuid, os.seteuid, os.setgid):\n"
+    "    before = os.getresuid(), os.getresgid()\n"
+    "    try: call(0)\n"
+    "    except OSError: continue\n"
+    "    if (os.getresuid(), os.getresgid()) != before: leak('root')",
+    "signals_the_parent": "for p in (PARENT, os.getppid()):\n    if p > 1: attempt('kill', os.kill, p, 0)",
+    "limits_the_parent": "import resource\nattempt('prlimit', resource.prlimit, PARENT, resource.RLIMIT_NOFILE)",
+    "slows_the_parent": "attempt('nice', os.setpriority, os.PRIO_PROCESS, PARENT, 0)\n"
+    "attempt('affinity', os.sched_setaffinity, PARENT, {0})",
+    "changes_metadata": "for path in (CANARY, '/', os.__file__):\n    attempt('chmod', os.chmod, path, 0o644)\n"
+    "    attempt('utime', os.utime, path)\n    attempt('xattr', os.setxattr, path, 'user.x', b'x')",
+    "signals_everyone": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nattempt('kill', os.kill, -1, 15)",
+    "writes_files": "for folder in ('/', '/tmp', '/var/tmp', '/dev/shm', '/run', os.path.dirname(CANARY), '.', "
+    "os.path.dirname(os.__file__)):\n    attempt(folder, write, os.path.join(folder, 'x'))",
+    "changes_the_interpreter": "attempt('unlink', os.unlink, os.__file__)\nattempt('write', write, sys.executable)",
+    "makes_devices": "attempt('mknod', os.mknod, '/tmp/disk', 0o60666, os.makedev(8, 0))",
+    "opens_devices": "for name in ('sda', 'vda', 'mem', 'kmsg', 'tty', 'console', 'fuse', 'kvm', 'net/tun'):\n"
+    "    attempt(name, lambda: os.open(f'/dev/{name}', os.O_RDWR))",
+    "starts_programs": "import subprocess\nfor p in ('/bin/sh', '/usr/bin/env', '/bin/ls', '/usr/bin/bwrap'):\n"
+    "    attempt(p, subprocess.run, [p])",
+    "raises_its_limits": "import resource as r\nfor kind in (r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_NPROC):\n"
+    "    before = r.getrlimit(kind)\n"
+    "    try: r.setrlimit(kind, (r.RLIM_INFINITY, r.RLIM_INFINITY))\n"
+    "    except (ValueError, OSError): continue\n"
+    "    if r.getrlimit(kind) != before: leak('limit', kind)",
+    "uses_inherited_descriptors": "for d in range(3, 256):\n    attempt(d, os.fstat, d)",
+    "makes_shared_memory": "if libc.shmget(0, 1 << 20, 0o1600) >= 0: leak('shmget')\n"
+    "attempt('memfd', os.memfd_create, 'x')",
+    "uses_the_keyring": "if libc.syscall(250, 0, -3, 1) > 0: leak('keyctl')",
+    "uses_io_uring": "if libc.syscall(425, 8, ctypes.create_string_buffer(256)) >= 0: leak('io_uring')",
+    "changes_the_clock": "attempt('clock', time.clock_settime, time.CLOCK_REALTIME, 0)",
+    "changes_the_host_name": "attempt('name', socket.sethostname, 'other')",
+}
+
+EXHAUSTING = {  # they must end by a limit, at the latest after the time limit
+    "loops": "while True: pass",
+    "sleeps": "import time\ntime.sleep(1000)",
+    "forks_forever": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "forks_and_sleeps": "import os, time\nwhile True:\n    try: os.fork()\n    except OSError: time.sleep(100)",
+    "starts_threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(100,)).start()",
+    "takes_memory": "x = []\nwhile True: x.append(bytearray(1 << 24))",
+    "takes_memory_in_children": "import os\nos.fork(); os.fork()\nx = []\nwhile True:\n"
+    "    try: x.append(bytearray(1 << 24))\n    except MemoryError: pass",
+    "prints_forever": "while True: print('x' * 10000)",
+    "prints_bytes_forever": "import os\nwhile True: os.write(1, b'\\xff' * 65536)",
+    "prints_errors_forever": "import os\nwhile True: os.write(2, b'x' * 65536)",
+    "recurses": "def f(): f()\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()",
+    "ignores_signals": "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nwhile True: pass",
+    "computes_a_large_power": "print(9 ** 9 ** 9)",
+    "matches_a_slow_pattern": "import re\nre.match('(a+)+$', 'a' * 60 + 'b')",
+    "becomes_a_daemon": "import os, time\nif os.fork():\n    time.sleep(100)\nos.setsid()\nif os.fork(): os._exit(0)\n"
+    "while True: time.sleep(1)",
+    "restarts_itself_at_the_end": "import atexit, time\natexit.register(time.sleep, 1000)",
+    "waits_in_a_thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()",
+    "stops_itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "fills_descriptors": "import os\nwhile True: os.pipe()",
+    "kills_itself": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    "crashes": "import ctypes\nctypes.string_at(0)",
+}
+
+FORGERIES = {  # `solve(x)` must return a secret number that the program cannot know
+    "exits_with_0": "import os\nos._exit(0)",
+    "exits_by_sys": "import sys\nsys.exit(0)",
+    "exits_in_the_call": "import os\ndef solve(x): os._exit(0)",
+    "raises_system_exit": "def solve(x): raise SystemExit(0)",
+    "equals_everything": "class E:\n    def __eq__(self, other): return True\n    __hash__ = object.__hash__\n"
+    "def solve(x): return E()",
+    "is_an_int_that_equals_everything": "class E(int):\n    def __eq__(self, other): return True\n"
+    "    def __ne__(self, other): return False\n    __hash__ = int.__hash__\ndef solve(x): return E(1)",
+    "is_a_text_that_equals_everything": "class E(str):\n    def __eq__(self, other): return True\n"
+    "    __hash__ = str.__hash__\ndef solve(x): return E('a')",
+    "returns_nan": "def solve(x): return float('nan')",
+    "returns_infinity": "def solve(x): return float('inf')",
+    "returns_true": "def solve(x): return True",
+    "returns_none": "def solve(x): return None",
+    "prints_a_verdict": "print('{\"passed\": true}')\nprint('passed')\ndef solve(x): print('passed')",
+    "writes_frames": "import os, json\n"
+    "for m in ({'passed': True}, {'value': True}, {'ready': True}, {'loaded': True, 'passed': True}):\n"
+    "    p = json.dumps(m).encode()\n"
+    "    for d in range(1, 20):\n"
+    "        try: os.write(d, len(p).to_bytes(4, 'big') + p)\n"
+    "        except OSError: pass\n"
+    "def solve(x): return True",
+    "answers_before_it_is_asked": "import os, json\np = json.dumps({'passed': True, 'value': 1}).encode()\n"
+    "def solve(x):\n    for d in range(1, 20):\n        try: os.write(d, (len(p).to_bytes(4, 'big') + p) * 9)\n"
+    "        except OSError: pass",
+    "writes_nonsense": "import os\ndef solve(x):\n    for d in range(1, 20):\n        try: os.write(d, b'\\xff' * 99)\n"
+    "        except OSError: pass\n    return 1",
+    "writes_nested_json": "import os\np = b'[' * 100000\ndef solve(x):\n    for d in range(1, 20):\n"
+    "        try: os.write(d, len(p).to_bytes(4, 'big') + p)\n        except OSError: pass\n    return 1",
+    "patches_json": "import json\njson.dumps = lambda *a, **k: '{\"passed\": true}'\ndef solve(x): return 1",
+    "patches_builtins": "import builtins\nbuiltins.AssertionError = ValueError\nbuiltins.isinstance = lambda *a: True\n"
+    "builtins.print = builtins.len = lambda *a: 0\ndef solve(x): return 1",
+    "patches_the_harness": "import sys\nm = sys.modules['__main__']\nm.encode = lambda v, d=0: True\n"
+    "m._check = lambda *a: None\nm._answer = lambda *a: {'passed': True}\ndef solve(x): return 1",
+    "reads_frames": "import sys\ndef solve(x):\n    f, found = sys._getframe(), []\n    while f:\n"
+    "        found += [v for v in f.f_locals.values() if isinstance(v, (int, str))] "
+    "+ [w for v in f.f_locals.values() if isinstance(v, dict) for w in v.values()]\n        f = f.f_back\n"
+    "    return max([v for v in found if type(v) is int], default=1)",
+    "searches_all_objects": "import gc\ndef solve(x):\n    found = []\n    for o in gc.get_objects():\n"
+    "        if isinstance(o, dict): found += [v for v in o.values() if type(v) is int]\n"
+    "        if isinstance(o, list): found += [v for v in o if type(v) is int]\n    return max(found, default=1)",
+    "searches_arguments": "import sys\ndef solve(x):\n    return ' '.join(sys.orig_argv)",
+    "looks_at_the_caller": "import inspect\ndef solve(x):\n    for f in inspect.stack():\n"
+    "        if 'expected' in f.frame.f_locals: return f.frame.f_locals['expected']\n    return 1",
+    "closes_descriptors": "import os\nos.closerange(0, 20)\ndef solve(x): return 1",
+    "duplicates_descriptors": "import os\nfor d in range(3, 20):\n    try: os.dup2(1, d)\n    except OSError: pass\n"
+    "def solve(x): return 1",
+    "sends_itself_the_input": "import os\nos.dup2(0, 1)\ndef solve(x): return x",
+    "forks_an_answer": "import os\ndef solve(x):\n    os.fork()\n    return 1",
+    "answers_at_exit": "import atexit\natexit.register(print, 'passed')\ndef solve(x): raise SystemExit",
+    "raises_an_assertion_class": "class AssertionError(Exception): pass\ndef solve(x): raise AssertionError('passed')",
+    "returns_a_generator": "def solve(x):\n    while True: yield x",
+    "returns_an_endless_list": "def solve(x):\n    y = []\n    y.append(y)\n    return y",
+    "returns_a_huge_text": "def solve(x): return 'x' * 50_000_000",
+    "returns_a_huge_number": "def solve(x): return 10 ** 200_000",
+    "returns_colliding_keys": "def solve(x): return {n * (2 ** 61 - 1): n for n in range(1, 3000)}",
+    "returns_a_forged_encoding": "def solve(x): return ['int', 'passed']",
+    "changes_its_argument": "class L(list):\n    def __len__(self): return 0\ndef solve(x): return L([1, 2])",
+    "is_no_python": "def solve(x) return x",
+    "has_null_bytes": "def solve(x):\n    return 1\0",
+    "is_empty": "",
+    "is_not_a_function": "solve = 7",
+    "defines_another_name": "def solved(x): return 1",
+    "overrides_the_test_names": "def check(candidate): pass\ncandidate = solve = lambda x: True\nexpected = True",
+    "prints_surrogates": "print('\\ud800')\ndef solve(x): return '\\ud800'",
+}

@@ -1,0 +1,507 @@
+"""The code reward: what is taken from a completion, how tests are read, what counts as equal, what is masked."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from covey.config import ConfigError, RewardConfig
+from covey.config.validate import check_reward
+from covey.data import EndReason, Group, Rollout, Start
+from covey.llm.grader import GradingError, RewardGrader
+from covey.llm.rewards import code as code_module
+from covey.llm.rewards.code import CodeOptions, CodeRunner, code, extract_program
+from covey.llm.rewards.code_judge import Judge
+from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests, read_tests
+from covey.llm.rewards.code_values import matches, same_output
+from covey.llm.rewards.sandbox import backends, bubblewrap
+from covey.llm.rewards.sandbox.bubblewrap import Bubblewrap
+from covey.llm.rewards.sandbox.harness import DEEPEST, NotPlain, decode, encode
+from covey.llm.rewards.sandbox.limits import Limits
+from covey.llm.rewards.sandbox.local import LocalProcess
+from covey.llm.rewards.sandbox.probe import check_isolation
+from covey.llm.rewards.sandbox.session import SandboxFailure, Session
+from covey.llm.rewards.weighted_reward import WeightedReward
+from helpers.sandboxes import any_backend, backend, processes_left
+
+LIMITS = Limits(seconds=20.0, cpu_seconds=20)
+DOUBLE = CallTests("solve", [CallCase([n], 2 * n) for n in (3, -1, 0)])
+
+
+# ---- the program in a completion ----
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("def f(): pass", "def f(): pass"),
+        ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```\nfirst\n```\nand\n```py\nsecond\n```", "second\n"),
+        ("```python\n    return 1\n```", "    return 1\n"),
+        ("```python\nx = '''\n``\n'''\n", "x = '''\n``\n'''\n"),
+        ("a\n```python\ncut off", "cut off"),
+        ("```python\n```", ""),
+        ("~~~\ntilde\n```\n~~~", "tilde\n```\n"),
+        ("````\n```\ninner\n```\n````", "```\ninner\n```\n"),
+        ("inline ```x``` only", "inline ```x``` only"),
+        ("", ""),
+    ],
+)
+def test_the_last_fenced_block_is_the_program(text: str, program: str) -> None:
+    assert extract_program(text) == program
+
+
+# ---- the forms of tests ----
+
+
+def test_each_form_of_tests_is_read() -> None:
+    stdin = StdinTests([StdinCase("1\n", "2\n")])
+    assert read_tests([{"input": "1\n", "output": "2\n"}]) == stdin
+    assert read_tests({"inputs": ["1\n"], "outputs": ["2\n"]}) == stdin
+    assert read_tests(json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})) == stdin
+    calls = CallTests("f", [CallCase([1, "a"], [2])])
+    assert read_tests([{"args": [1, "a"], "expected": [2]}], "f") == calls
+    assert read_tests({"fn_name": "f", "inputs": [[1, "a"]], "outputs": [[2]]}) == calls
+    keyword = read_tests([{"args": [], "kwargs": {"x": 1}, "expected": None}], "f")
+    assert keyword == CallTests("f", [CallCase([], None, {"x": 1})])
+    program = "def check(candidate):\n    assert candidate(1) == 2\n"
+    assert read_tests(program, "f") == CheckTests(program, "f", ("f",))
+    asserts = ["assert f(len([1])) == g(2)", "assert isinstance(f(1), int)"]
+    assert read_tests(asserts) == CheckTests("\n".join(asserts), "", ("f", "g"))
+
+
+@pytest.mark.parametrize(
+    ("value", "entry_point", "named"),
+    [
+        ([], "f", "give a list"),
+        (None, "f", "give a list"),
+        (3, "f", "give a list"),
+        ([1], "f", "hold"),
+        ("x = 1", "f", "no function check"),
+        ("def check(:", "f", "no Python"),
+        ("def check(candidate): pass", None, "entry_point"),
+        ([{"args": [1], "expected": 2}], None, "entry_point"),
+        ([{"args": "abc", "expected": 2}], "f", "args"),
+        ([{"args": [1]}], "f", "expected"),
+        ([{"input": "1"}], None, "output"),
+        ({"inputs": ["1"], "outputs": []}, None, "same length"),
+        (["assert len([1]) == 1"], None, "no function of the program"),
+    ],
+)
+def test_unusable_tests_are_named_in_one_line(value: object, entry_point: str | None, named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        read_tests(value, entry_point)
+    assert "\n" not in str(error.value)
+
+
+# ---- values ----
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    max_leaves=12,
+)
+
+
+@given(PLAIN)
+@example({1, 2})
+@example(10**400)
+@example(1 + 2j)
+@example(frozenset({"a"}))
+def test_a_value_crosses_as_itself(value: object) -> None:
+    item = json.loads(json.dumps(encode(value)))
+    back = decode(item)
+    assert back == value
+    assert type(back) is type(value)
+    assert matches(value, item)
+
+
+@pytest.mark.parametrize(
+    ("expected", "result", "same"),
+    [
+        (1, 1, True), (1, 2, False), (1, True, False), (True, 1, False), (True, True, True), (0, False, False),
+        (1, 1.0, True), (0.1 + 0.2, 0.3, True), (0.3, 0.3001, False), (1.0, "1.0", False), ("1", 1, False),
+        (None, 0, False), (None, None, True), (math.nan, math.nan, True), (1.0, math.nan, False),
+        (math.nan, 1.0, False), (math.inf, math.inf, True), (1.0, math.inf, False), (math.inf, -math.inf, False),
+        ([1, 2], (1, 2), True), ((1, 2), [1, 2], True), ([1, 2], [2, 1], False), ([1], [1, 2], False),
+        ([], {}, False), ({"a": 1}, {"a": 1}, True), ({"a": 1}, {"a": 2}, False), ({"a": 1}, {"b": 1}, False),
+        ({"1": 2}, {1: 2}, True), ({"a": 1}, {"a": 1, "b": 1}, False), ({1}, {1}, True), ({1}, {2}, False),
+        ({1, 2}, [1, 2], False), (b"a", b"a", True), (b"a", "a", False), (10**30, 10**30, True),
+        (10**30, 10**30 + 1, False), ("a", "a", True), ("a", "A", False), ([[1.0]], [[1]], True),
+    ],
+)  # fmt: skip
+def test_what_counts_as_the_expected_value(expected: object, result: object, same: bool) -> None:
+    assert matches(expected, json.loads(json.dumps(encode(result)))) is same
+
+
+@pytest.mark.parametrize(
+    "item",
+    [{"a": 1}, [], ["int", "x"], ["int"], ["float", "xyz"], ["list", ["evil"]], ["dict", [1]], ["dict", [["list"], 1]],
+     ["complex", "1"], ["int", 5], ["set", ["list"]], 1.5, [["list"]], ["bytes", "zz"]],
+)  # fmt: skip
+def test_what_encode_never_writes_equals_nothing(item: object) -> None:
+    for expected in (1, 1.5, "a", [1], {"a": 1}, {1}, None, True, b"", 1j):
+        assert not matches(expected, item)
+    with pytest.raises(NotPlain):
+        decode(item)
+
+
+def test_a_value_nested_too_deeply_is_refused() -> None:
+    nested: list[object] = []
+    for _ in range(DEEPEST + 2):
+        nested = [nested]
+    with pytest.raises(NotPlain):
+        encode(nested)
+    with pytest.raises(NotPlain):
+        encode(object())
+
+
+def test_a_result_with_colliding_keys_is_not_built_in_this_process() -> None:
+    keys = [["int", hex(number * (2**61 - 1))] for number in range(200_000)]
+    began = time.process_time()
+    assert not matches({"a": 1}, ["dict", *([key, 1] for key in keys)])
+    assert not matches({1}, ["set", *keys])
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "same"),
+    [("a\nb", b"a  \nb\n\n", True), ("a", b"a\r\n", True), ("a b", b"a  b", False), ("", b"\n", True),
+     ("a", b"b", False), ("a", b"\xff", False), (" a", b"a", False), ("é", "é".encode(), True)],
+)  # fmt: skip
+def test_printed_lines_are_compared_without_white_space_at_their_ends(
+    expected: str, printed: bytes, same: bool
+) -> None:
+    assert same_output(expected, printed) is same
+
+
+# ---- verdicts ----
+
+
+def test_the_share_of_cases_counts_those_after_a_failure() -> None:
+    sandbox = any_backend()
+    program = "def solve(x):\n    if x == 3: raise ValueError('three')\n    return 2 * x"
+    verdict = Judge(sandbox, LIMITS).judge(program, DOUBLE)
+    assert (verdict.passed, verdict.total, verdict.share) == (2, 3, 2 / 3)
+    assert verdict.text == "case 1: ValueError: three"
+    assert Judge(sandbox, LIMITS, every_case=False).judge(program, DOUBLE).passed == 0
+
+
+def test_a_process_that_ended_is_started_again_for_the_next_case() -> None:
+    program = "import os\ndef solve(x):\n    if x == 3: os._exit(1)\n    return 2 * x"
+    assert Judge(any_backend(), LIMITS).judge(program, DOUBLE).passed == 2
+
+
+def test_no_case_is_run_after_one_that_took_too_long() -> None:
+    program = "import time\ndef solve(x):\n    if x == -1: time.sleep(100)\n    return 2 * x"
+    verdict = Judge(any_backend(), replace(LIMITS, seconds=2.0)).judge(program, DOUBLE)
+    assert (verdict.passed, verdict.total, verdict.text) == (1, 3, "case 2: took longer than 2 s")
+
+
+def test_stdin_cases_run_the_whole_program_each_time() -> None:
+    tests = StdinTests([StdinCase("1 2\n", "3"), StdinCase("4 5\n", "9\n"), StdinCase("0 0\n", "1")])
+    program = "import sys\nprint(sum(map(int, sys.stdin.read().split())))"
+    verdict = Judge(any_backend(), LIMITS).judge(program, tests)
+    assert (verdict.passed, verdict.text) == (2, "case 3: wrong output")
+
+
+def test_an_input_larger_than_a_pipe_arrives_whole() -> None:
+    text = "x" * 1_000_000
+    tests = StdinTests([StdinCase(text, str(len(text)))])
+    assert Judge(any_backend(), LIMITS).judge("print(len(input()))", tests).is_right
+
+
+def test_what_a_function_prints_is_no_part_of_its_result() -> None:
+    program = "import sys\ndef solve(x):\n    print('x' * 200_000)\n    print(sys.stdin.read())\n    return 2 * x"
+    assert Judge(any_backend(), LIMITS).judge(program, DOUBLE).is_right
+
+
+def test_a_method_of_a_class_solution_is_found() -> None:
+    program = "class Solution:\n    def solve(self, x):\n        return 2 * x"
+    assert Judge(any_backend(), LIMITS).judge(program, DOUBLE).is_right
+
+
+def test_a_test_program_runs_apart_from_the_program_under_test() -> None:
+    prefix = "import math\n\ndef helper(x):\n    return x + 1\n\ndef solve(x):\n"
+    source = (
+        "def check(candidate):\n    assert candidate((1, 2)) == {'sum': 3}\n    assert helper(1) == 2\n"
+        "    try:\n        candidate(0)\n    except ValueError as error:\n        assert 'zero' in str(error)\n"
+        "    else:\n        assert False\n"
+    )
+    tests = CheckTests(source, "solve", ("solve",))
+    judge = Judge(any_backend(), LIMITS)
+    body = "    if x == 0: raise ValueError('zero')\n    return {'sum': sum(x)}"
+    assert judge.judge(body, tests, prefix).is_right
+    assert judge.judge(f"def solve(x):\n{body}", tests, prefix).is_right
+    assert not judge.judge("    return {'sum': 3}", tests, prefix).is_right
+    spoiled = "    return {'sum': 3}\nimport builtins\nbuiltins.sum = builtins.str = None"
+    assert not judge.judge(spoiled, tests, prefix).is_right
+
+
+def test_assert_statements_call_the_program() -> None:
+    tests = read_tests(["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"])
+    judge = Judge(any_backend(), LIMITS)
+    assert judge.judge("def add(a, b): return a + b", tests).is_right
+    assert not judge.judge("def add(a, b): return 3", tests).is_right
+    assert not judge.judge("def sub(a, b): return a", tests).is_right
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["def check(candidate:\n    pass", "import no_such_module\ndef check(candidate): pass",
+     "def check(candidate):\n    candidate(lambda: 1)"],
+)  # fmt: skip
+def test_tests_that_cannot_run_are_a_failed_grading(source: str) -> None:
+    with pytest.raises(SandboxFailure, match="tests"):
+        Judge(any_backend(), LIMITS).judge("def f(x): return x", CheckTests(source, "f", ("f",)))
+
+
+def test_a_program_has_the_memory_of_its_limit() -> None:
+    sandbox = any_backend()
+    program = "try:\n    x = bytearray(400 << 20)\n    print('had it')\nexcept MemoryError:\n    print('had not')"
+    tests = StdinTests([StdinCase("", "had it")])
+    assert Judge(sandbox, replace(LIMITS, memory_mb=600)).judge(program, tests).is_right
+    assert not Judge(sandbox, replace(LIMITS, memory_mb=200)).judge(program, tests).is_right
+
+
+def test_output_is_cut_while_it_is_read() -> None:
+    program = "import os\nos.write(1, b'1' * 1000)\nwhile True: os.write(1, b' ' * 65536)"
+    verdict = Judge(any_backend(), replace(LIMITS, output_bytes=1 << 16)).judge(
+        program, StdinTests([StdinCase("", "1")])
+    )
+    assert verdict.text == "case 1: printed more than 64 KiB"
+
+
+def test_a_program_that_fails_after_its_output_is_wrong() -> None:
+    verdict = Judge(any_backend(), LIMITS).judge(
+        "print(1, flush=True)\nraise KeyError", StdinTests([StdinCase("", "1")])
+    )
+    assert (verdict.passed, verdict.text) == (0, "case 1: KeyError")
+
+
+# ---- the reward ----
+
+
+def groups(texts: list[str], **columns: object) -> list[Group]:
+    start = Start(0, "write", columns)
+    rollouts = [
+        Rollout(context=(), actions=(0,), behavior_logprobs=(0.0,), end=EndReason.STOP, text=text) for text in texts
+    ]
+    return [Group(start, rollouts)]
+
+
+def grader(**fields: object) -> RewardGrader:
+    any_backend()
+    return RewardGrader([WeightedReward.from_config(RewardConfig(name="code", workers=2, **fields))])  # type: ignore[arg-type]
+
+
+RIGHT, HALF, WRONG = "def f(x): return 2 * x", "```python\ndef f(x): return x ** 2\n```", "I do not know."
+TESTS = [{"args": [2], "expected": 4}, {"args": [3], "expected": 6}]
+
+
+def test_the_reward_is_all_or_nothing_or_the_share() -> None:
+    for partial, expected in ((False, [1.0, 0.0, 0.0]), (True, [1.0, 0.5, 0.0])):
+        judge = grader(partial=partial)
+        (group,) = judge.grade(groups([RIGHT, HALF, WRONG], tests=TESTS, entry_point="f"))
+        judge.close()
+        assert [rollout.reward for rollout in group.rollouts] == expected
+        assert judge.score_kind == ("score" if partial else "accuracy")
+        assert group.rollouts[1].extras["code"]["verdict"] == "case 2: wrong result"
+
+
+def test_a_failure_of_the_sandbox_is_masked_and_never_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = grader()
+    launch = type(any_backend()).launch
+
+    def fails(self: object, limits: Limits) -> object:
+        raise SandboxFailure("no namespace left")
+
+    monkeypatch.setattr(type(any_backend()), "launch", fails)
+    (group,) = groups([RIGHT], tests=TESTS, entry_point="f")
+    with pytest.raises(GradingError, match="no namespace left"):
+        judge.grade([group])
+    assert group.rollouts[0].reward is None
+    monkeypatch.setattr(type(any_backend()), "launch", launch)
+    mixed = [*groups([RIGHT] * 9, tests=TESTS, entry_point="f"), *groups([RIGHT], tests="broken", entry_point="f")]
+    graded = judge.grade(mixed)
+    judge.close()
+    assert [rollout.reward for group in graded for rollout in group.rollouts] == [1.0] * 9 + [None]
+
+
+def test_a_masked_program_is_masked_beside_other_rewards() -> None:
+    any_backend()
+    other = WeightedReward.from_function(lambda completions, **columns: [1.0] * len(completions))
+    both = RewardGrader([WeightedReward.from_config(RewardConfig(name="code")), other])
+    mixed = [*groups([RIGHT] * 9, tests=TESTS, entry_point="f"), *groups([RIGHT], tests="broken", entry_point="f")]
+    graded = both.grade(mixed)
+    both.close()
+    assert [rollout.reward for group in graded for rollout in group.rollouts] == [2.0] * 9 + [None]
+
+
+def test_data_without_tests_is_named_before_training() -> None:
+    judge = grader()
+    with pytest.raises(ConfigError, match="no column 'tests'"):
+        judge.check([Start(0, "write", {"answer": RIGHT})])
+    judge.close()
+
+
+def test_the_function_has_the_signature_of_trl() -> None:
+    any_backend()
+    chat = [{"role": "assistant", "content": RIGHT}]
+    assert code([chat, WRONG], tests=[TESTS, TESTS], entry_point=["f", "f"], prompts=["", ""]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({"name": "numeric", "workers": 2}, "workers"), ({"name": "exact", "partial": True}, "partial"),
+     ({"function": "f.py:g", "unsafe_without_sandbox": True}, "unsafe_without_sandbox")],
+)  # fmt: skip
+def test_fields_of_the_reward_are_refused_for_others(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"{named}, which only the code reward uses"):
+        check_reward(RewardConfig(**fields), "[[rewards]] number 1")  # type: ignore[arg-type]
+
+
+# ---- the choice of a sandbox ----
+
+
+def test_without_a_sandbox_the_reward_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise SandboxFailure("is not installed")
+
+    monkeypatch.setattr(backends, "CANDIDATES", {"bubblewrap": (absent,), "sandlock": (absent,)})
+    backends.find_sandbox.cache_clear()
+    with pytest.raises(ConfigError) as error:
+        CodeRunner(CodeOptions())
+    backends.find_sandbox.cache_clear()
+    assert "apt install bubblewrap" in str(error.value)
+    assert "covey[sandbox]" in str(error.value)
+    assert "\n" not in str(error.value)
+    runner = CodeRunner(CodeOptions(unsafe_without_sandbox=True))
+    values = runner.call({"completions": [RIGHT], "tests": [TESTS], "entry_point": ["f"]}, 0, 0.0).values
+    runner.close()
+    assert values == [1.0]
+
+
+def test_a_sandbox_that_leaks_is_not_used() -> None:
+    """A process without isolation fails the probe, so the probe can fail."""
+    with pytest.raises(SandboxFailure, match=r"read a file of the host.*opened a connection"):
+        check_isolation(LocalProcess())
+
+
+def test_bwrap_that_is_absent_or_broken_is_no_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: None)
+    with pytest.raises(SandboxFailure, match="not installed"):
+        Bubblewrap()
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: str(broken))
+    with pytest.raises(SandboxFailure, match="No permissions to create new namespace"):
+        check_isolation(Bubblewrap())
+
+
+# The four leaks of a naive command line: environment, processes of root, user namespaces, ptrace.
+@pytest.mark.parametrize(
+    ("removed", "leak"),
+    [("--unshare-net", "opened a connection"), ("--seccomp", "traced a process|made a user namespace")],
+)
+def test_the_probe_notices_a_missing_argument(removed: str, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend("bubblewrap")
+    start = subprocess.Popen
+
+    def without(command: list[str], **options: object) -> object:
+        if removed in command:
+            place = command.index(removed)
+            del command[place : place + (2 if removed == "--seccomp" else 1)]
+        return start(command, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(bubblewrap.subprocess, "Popen", without)
+    if removed == "--unshare-net":
+        monkeypatch.setattr(bubblewrap, "bpf_filter", lambda: b"\x06\x00\x00\x00\x00\x00\xff\x7f")  # allow all
+    with pytest.raises(SandboxFailure, match=leak):
+        check_isolation(Bubblewrap(disable_userns=False))
+
+
+def test_bwrap_itself_has_no_environment_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = backend("bubblewrap")
+    monkeypatch.setenv("COVEY_TEST_TOKEN", "secret of the run")
+    with Session(sandbox, LIMITS) as session:
+        process = session.launched.process.pid
+        family = [process, *map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
+        assert len(family) == 2
+        for member in family:
+            assert b"secret" not in Path(f"/proc/{member}/environ").read_bytes()
+
+
+# ---- nothing stays ----
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.04, 0.08, 0.3])
+def test_nothing_runs_on_when_covey_is_killed(seconds: float) -> None:
+    """SIGKILL while programs are being started, and while they run."""
+    any_backend()
+    program = """
+        import sys
+        from covey.llm.rewards.code import CodeOptions, CodeRunner
+        from covey.llm.rewards.sandbox.command import MARK
+        runner = CodeRunner(CodeOptions(workers=2, time_limit_seconds=3000))
+        print(MARK, flush=True)
+        hang = "import os, time\\nif os.fork():\\n    os.setsid()\\nwhile True: time.sleep(1)"
+        runner.call({"completions": [hang] * 4, "tests": [[{"input": "", "output": "x"}]] * 4}, 0, 0.0)
+    """
+    run = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": "src"}
+    )
+    assert run.stdout is not None
+    mark = run.stdout.readline().strip()
+    assert mark.startswith(b"covey-")
+    time.sleep(seconds)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    run.stdout.close()
+    deadline = time.monotonic() + 60
+    while _with_mark(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _with_mark(mark) == []
+
+
+def _with_mark(mark: bytes) -> list[int]:
+    from covey.llm.rewards.sandbox.watchdog import marked_processes
+
+    return marked_processes(mark)
+
+
+def test_programs_run_side_by_side() -> None:
+    any_backend()
+    runner = CodeRunner(CodeOptions(workers=3))
+    # Each program ends when all three have started: the file descriptors of one are not those of another, so they meet
+    # in time, not in files.
+    program = "import time\nbegan = time.time()\ntime.sleep(1.5)\nprint(began, time.time())"
+    printed: list[tuple[float, float]] = []
+
+    def spans(expected: str, output: bytes) -> bool:
+        first, last = map(float, output.split())
+        printed.append((first, last))
+        return True
+
+    original = code_module.Judge.judge.__globals__["same_output"]
+    code_module.Judge.judge.__globals__["same_output"] = spans
+    try:
+        runner.call({"completions": [program] * 3, "tests": [[{"input": "", "output": ""}]] * 3}, 0, 0.0)
+    finally:
+        code_module.Judge.judge.__globals__["same_output"] = original
+        runner.close()
+    assert max(first for first, _ in printed) < min(last for _, last in printed)
+    assert processes_left() == []
