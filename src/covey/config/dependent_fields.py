@@ -95,7 +95,7 @@ def _written(value: Any) -> str:
     if value is None:
         return "unset"
     if isinstance(value, tuple) and all(isinstance(item, RewardConfig) for item in value):
-        return f"[{', '.join(reward.name or reward.function for reward in value)}]"
+        return f"[{', '.join(reward.name or reward.function or reward.model for reward in value)}]"
     return toml_repr(value)
 
 

@@ -1,4 +1,4 @@
-"""The files that a run reads again when it is resumed: its data and its own Python functions."""
+"""The files that a run reads again when it is resumed: its data, its own Python functions and its reward models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from covey.config.control import ControlConfig
 from covey.config.faults import faults_of
 from covey.config.files import user_path
 from covey.config.llm import JsonlConfig, RunConfig
+from covey.config.reward_models import model_files
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:
-    """SHA-256 of the run's data and function files: name in the config -> digest.
+    """SHA-256 of the run's data, function and reward model files: name in the config -> digest.
 
     Args:
         own_task: the task is a script's own, so the config's files of it are not used.
@@ -29,6 +30,8 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
     functions = [config.process.boundary, *(() if own_rewards else (reward.function for reward in config.rewards))]
     sources = (function.rpartition(":")[0] for function in functions)
     names += [source for source in sources if source.endswith(".py")]
+    if not own_rewards:
+        names += [name for reward in config.rewards if reward.model for name in model_files(reward.model)]
     return {name: _checksum(user_path(name)) for name in names if name}
 
 

@@ -187,6 +187,29 @@ class RewardConfig:
         "", "a built-in reward", choices=("numeric", "digits", "exact", "format", "countdown", *STEP_REWARDS)
     )
     function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
+    model: str = config_field(
+        "",
+        "or a reward model: the run folder of `covey reward-model train`, a folder, or a hub name; with per_step = true "
+        "a process reward model scores each reasoning step",
+    )
+    standardise: bool | None = config_field(
+        None,
+        "model: subtract the mean of the scores on its training data and divide by their deviation; unset: if they are "
+        "stored with the model",
+        advanced=True,
+    )
+    clip: float | None = config_field(
+        None, "model: bound of the (standardised) score's absolute value; unset: none", above=0, advanced=True
+    )
+    step_differences: bool = config_field(
+        False, "model, per_step: each step's score minus that of the step before", advanced=True
+    )
+    aggregate: str = config_field(
+        "",
+        "process reward model without per_step: how the scores of the steps make one; unset: min",
+        choices=("min", "product", "mean", "last"),
+        advanced=True,
+    )
     weight: float = config_field(1.0, "weight in the sum of rewards")
     pattern: str = config_field(
         "", "regular expression of the format reward, matched against the whole completion", advanced=True

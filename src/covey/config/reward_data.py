@@ -132,7 +132,9 @@ def _without_prompt(chosen: Any, rejected: Any) -> tuple[str | Messages, str | M
     while common < min(map(len, whole)) - 1 and whole[0][common] == whole[1][common]:
         common += 1
     if not common:
-        raise ValueError("'chosen' and 'rejected' have no common first message, which would be the prompt: add 'prompt'")
+        raise ValueError(
+            "'chosen' and 'rejected' have no common first message, which would be the prompt: add 'prompt'"
+        )
     return whole[0][:common], whole[0][common:], whole[1][common:]
 
 

@@ -31,8 +31,14 @@ class RewardModelKind(StrEnum):
     PROCESS = "ForTokenClassification"  # one score for each step
 
     @property
-    def title(self) -> str:
+    def noun(self) -> str:
+        """'outcome reward model' or 'process reward model'."""
         return f"{self.name.lower()} reward model"
+
+    @property
+    def title(self) -> str:
+        """The noun with its article."""
+        return f"{'an' if self.noun.startswith('o') else 'a'} {self.noun}"
 
 
 @dataclass(frozen=True)
@@ -47,14 +53,14 @@ class RewardModelConfig:
     epochs: int = config_field(1, "passes over the training data", min=1, max=1000)
     batch_size: int = config_field(32, "pairs, completions or step-labelled completions of an optimizer step", min=1)
     learning_rate: float = config_field(2e-5, "peak learning rate of AdamW", above=0)
-    schedule: str = config_field(
-        "linear", "learning rate after the warm-up", choices=("constant", "linear", "cosine")
-    )
+    schedule: str = config_field("linear", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
     warmup_steps: int = config_field(0, "optimizer steps over which the learning rate rises from 0", min=0)
     weight_decay: float = config_field(0.0, "AdamW's decoupled weight decay", min=0)
     max_grad_norm: float = config_field(1.0, "largest norm of the gradient; a longer one is scaled down", above=0)
     center: float = config_field(
-        0.0, "preference pairs: weight of the squared sum of both scores, which keeps scores near 0; 0.01 is usual", min=0
+        0.0,
+        "preference pairs: weight of the squared sum of both scores, which keeps scores near 0; 0.01 is usual",
+        min=0,
     )
     grade_loss: str = config_field(
         "auto",
@@ -151,3 +157,16 @@ def reward_model_fault(name: str, *, per_step: bool) -> str:
     if kind is RewardModelKind.OUTCOME and per_step:
         return f"per_step = true, but {name} is an outcome reward model, which scores whole completions: take it out"
     return ""
+
+
+def model_files(name: str) -> list[str]:
+    """The files of a reward model on which its scores depend; none for a hub's model, whose name has its version.
+
+    Raises:
+        ConfigError: if there is no such model.
+    """
+    source = locate_reward_model(name)
+    if source.kind is not ModelKind.FOLDER:
+        return []
+    folder = Path(source.name)
+    return sorted(str(path) for pattern in ("*.json", "*.safetensors", "*.jinja") for path in folder.glob(pattern))

@@ -35,6 +35,7 @@ from covey.config.model_sources import locate_model
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_process import check_process, check_step_reward
+from covey.config.validate_reward_model import check_reward_model
 from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_size import check_control_size, check_size
 
@@ -244,11 +245,14 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     """Refuse a [[rewards]] table that contradicts itself; `where` names it in the message.
 
     Raises:
-        ConfigError: for neither or both of name and function, a bad pattern, a function that is no file.py:function.
+        ConfigError: for none or several of name, function and model, a bad pattern, a function that is no
+            file.py:function, a model that is no reward model.
     """
-    if bool(reward.name) == bool(reward.function):
-        wrong = "both name and function" if reward.name else "neither name nor function"
+    sources = [source for source in ("name", "function", "model") if getattr(reward, source)]
+    if len(sources) != 1:
+        wrong = " and ".join(sources) if sources else "neither name nor function nor model"
         raise ConfigError(f"{where} has {wrong}: give exactly one of them")
+    check_reward_model(reward, where)
     if reward.weight == 0 and not reward.score:
         raise ConfigError(f"{where} has weight 0 and so changes nothing: give it a weight or take it out")
     if reward.name == "format" and not reward.pattern:
@@ -259,7 +263,7 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     if reward.function:
         check_function_name(reward.function, f"{where}: function")
     check_step_reward(reward, where)
-    if reward.binary and reward.name:
+    if reward.binary and not reward.function:
         raise ConfigError(f"{where} has binary = true, which is for functions of your own: take it out")
     if reward.binary and reward.per_step:
         raise ConfigError(

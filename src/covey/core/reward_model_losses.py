@@ -12,7 +12,9 @@ from torch import Tensor
 AGGREGATES = ("min", "product", "mean", "last")
 
 
-def bradley_terry(chosen_N: Tensor, rejected_N: Tensor, margin_N: Tensor | None = None, *, center: float = 0.0) -> Tensor:
+def bradley_terry(
+    chosen_N: Tensor, rejected_N: Tensor, margin_N: Tensor | None = None, *, center: float = 0.0
+) -> Tensor:
     """Loss of preference pairs under the Bradley-Terry model, with an optional margin and centring term.
 
     -log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2

@@ -1,4 +1,4 @@
-"""Scores of reward models: those of transformers' own forward pass, whatever is shared, and those of the saved model."""
+"""Scores of reward models are those of transformers' own forward pass, before and after saving."""
 
 from __future__ import annotations
 
@@ -168,9 +168,7 @@ def test_a_step_has_the_same_tokens_however_the_text_was_cut() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_model_scores_zero_and_its_head_alone_has_a_gradient(kind: RewardModelKind, tmp_path: Path) -> None:
-    model = begin_reward_model(
-        str(tiny_folder(tmp_path)), kind, dtype=torch.float32, device=torch.device("cpu")
-    )
+    model = begin_reward_model(str(tiny_folder(tmp_path)), kind, dtype=torch.float32, device=torch.device("cpu"))
     rows = some_rows(model)
     logit_N = model.logits(rows)
     assert logit_N.tolist() == [0.0] * len(logit_N)
@@ -187,9 +185,7 @@ def test_a_new_model_has_the_decoder_of_the_language_model(architecture: str, tm
     folder = tiny_folder(tmp_path, architecture)
     if architecture == "cohere":
         with pytest.raises(ConfigError, match="transformers has no SequenceClassification for its architecture"):
-            begin_reward_model(
-                str(folder), RewardModelKind.OUTCOME, dtype=torch.float32, device=torch.device("cpu")
-            )
+            begin_reward_model(str(folder), RewardModelKind.OUTCOME, dtype=torch.float32, device=torch.device("cpu"))
         return
     model = begin_reward_model(str(folder), RewardModelKind.OUTCOME, dtype=torch.float32, device=torch.device("cpu"))
     decoder = AutoModelForCausalLM.from_pretrained(folder).base_model

@@ -45,7 +45,11 @@ class TemplateFailed(Exception):
 
 
 def render(
-    template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any], *, answer_begins: bool = True
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, Any],
+    *,
+    answer_begins: bool = True,
 ) -> str:
     """Render the text of a chat.
 

@@ -128,7 +128,7 @@ def choose_objective(examples: Sequence[Example], grade_loss: str = "auto", cent
         outside = [example for example in grades if not 0 <= example.grade <= 1]
         if outside:
             raise ConfigError(
-                f"{outside[0].place}: the grade is {outside[0].grade:g}, and cross_entropy needs grades from 0 to 1: set "
+                f"{outside[0].place}: the grade is {outside[0].grade:g}, and cross_entropy needs 0 to 1: set "
                 "grade_loss to squared_error, or scale the grades"
             )
         return GradeObjective(are_probabilities=True)

@@ -30,6 +30,7 @@ from covey.llm.model.checks import check_tokenizer, check_weights
 from covey.llm.model.folder import check_config, check_tokenizer_files, read_weight_files
 from covey.llm.model.foreign_files import read_model_config, reading
 from covey.llm.model.fused_layers import fuse
+from covey.llm.model.hub import cached_folder
 from covey.llm.model.loading import load_model, model_folder
 from covey.llm.model.pretrained import build, read_config, read_tokenizer
 from covey.llm.reward_models.model import RewardModel, head_of, read_scale
@@ -56,10 +57,7 @@ def load_reward_model(name: str, *, dtype: torch.dtype, device: torch.device) ->
     is_whole = source.kind in (ModelKind.FOLDER, ModelKind.HUB)
     kind = kind_of_class(read_model_config(model_folder(source) / MODEL_CONFIG_FILE)) if is_whole else None
     if kind is None:
-        raise ConfigError(
-            f"model {name} is a language model, no reward model: train one with "
-            f"{command('reward-model', 'train', 'DATA.jsonl', '--model', name)}"
-        )
+        raise ConfigError(_no_reward_model(name))
     return _load_classifier(model_folder(source), name, kind, dtype, device)
 
 
@@ -80,9 +78,7 @@ def begin_reward_model(name: str, kind: RewardModelKind, *, dtype: torch.dtype, 
             return _load_classifier(folder, name, kind, dtype, device)
         if found is not None:
             raise ConfigError(
-                f"model {name} is an {found.title}, but these data train a {kind.title}: begin with another model"
-                if found is RewardModelKind.OUTCOME
-                else f"model {name} is a {found.title}, but these data train an {kind.title}: begin with another model"
+                f"model {name} is {found.title}, but these data train {kind.title}: begin with another model"
             )
     loaded = load_model(name, dtype=dtype, device=device)
     module = classifier_on(loaded.module, kind, name)
@@ -115,11 +111,7 @@ def classifier_on(language_model: PreTrainedModel, kind: RewardModelKind, name: 
     """
     config: PreTrainedConfig = copy.deepcopy(language_model.config)
     config.num_labels = 1
-    with (
-        reading(f"model {name}: transformers has no {kind.value.removeprefix('For')} for its architecture"),
-        torch.device("meta"),
-    ):
-        module: PreTrainedModel = CLASSES[kind].from_config(config, trust_remote_code=False)
+    module = _skeleton(config, kind, name)
     head = head_of(module)
     decoder = language_model.base_model
     if head is None or type(module.base_model) is not type(decoder):
@@ -136,6 +128,37 @@ def classifier_on(language_model: PreTrainedModel, kind: RewardModelKind, name: 
     return module
 
 
+def count_parameters(name: str) -> int | None:
+    """Number of weights of a reward model, from its config alone; None if it has not been downloaded.
+
+    Raises:
+        ConfigError: if nothing has this name, or it is no reward model.
+    """
+    source = locate_reward_model(name)
+    folder = cached_folder(source.name) if source.kind is ModelKind.HUB else source.description
+    if folder is None:
+        return None
+    kind = kind_of_class(read_model_config(folder / MODEL_CONFIG_FILE))
+    if kind is None:
+        raise ConfigError(_no_reward_model(name))
+    return sum(parameter.numel() for parameter in _skeleton(read_config(folder, name), kind, name).parameters())
+
+
+def _skeleton(config: PreTrainedConfig, kind: RewardModelKind, name: str) -> PreTrainedModel:
+    """The classifier of a config without weights, on torch's meta device."""
+    with reading(f"model {name}: transformers has no {kind.value.removeprefix('For')} for it"), torch.device("meta"):
+        module = CLASSES[kind].from_config(config, trust_remote_code=False)
+        assert isinstance(module, PreTrainedModel)
+        return module
+
+
+def _no_reward_model(name: str) -> str:
+    return (
+        f"model {name} is a language model, no reward model: train one with "
+        f"{command('reward-model', 'train', 'DATA.jsonl', '--model', name)}"
+    )
+
+
 def _load_classifier(
     folder: Path, name: str, kind: RewardModelKind, dtype: torch.dtype, device: torch.device
 ) -> RewardModel:
@@ -148,16 +171,10 @@ def _load_classifier(
     if config.num_labels not in LABELS[kind]:
         allowed = " or ".join(map(str, LABELS[kind]))
         raise ConfigError(
-            f"model {name} has {config.num_labels} labels, but the score of an {kind.title} is one number: take a model "
-            f"with num_labels = {allowed}"
-            if kind is RewardModelKind.OUTCOME
-            else f"model {name} has {config.num_labels} labels: a {kind.title} has {allowed} (wrong, right)"
+            f"model {name} has {config.num_labels} labels, but {kind.title} has {allowed}: take a model with "
+            f"num_labels = {allowed}"
         )
-    with (
-        reading(f"model {name}: its config.json describes no model known here"),
-        torch.device("meta"),
-    ):
-        skeleton = CLASSES[kind].from_config(config, trust_remote_code=False)
+    skeleton = _skeleton(config, kind, name)
     with weights.open() as tensors:
         module, misfits = build(type(skeleton), config, tensors, dtype, name)
     if misfits:

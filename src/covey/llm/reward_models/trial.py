@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from covey.llm.generation.trial import MIN_TOKENS, TOLERANCE, Trial, in_fp32, probe_batch
+from covey.llm.model.architecture import vocabulary_of
 from covey.llm.model.hidden_states import hidden_states_for_actions, row_tokens
 from covey.llm.model.plain_forward import accepted
 from covey.llm.model.prefix_attention import IMPLEMENTATION
@@ -47,8 +48,8 @@ def shares_prompts(module: PreTrainedModel) -> bool:
 
 def _packs(module: PreTrainedModel, trial: Trial, length: int) -> bool:
     pad = module.config.get_text_config().pad_token_id
-    ids = [token + 1 if token == pad else token for token in trial.ids]  # the score is not read at padding
-    ids = [token % module.get_input_embeddings().weight.shape[0] for token in ids]  # type: ignore[operator,union-attr]
+    count = vocabulary_of(module)
+    ids = [(token + (token == pad)) % count for token in trial.ids]  # the score is not read at padding
     batch = probe_batch(ids, length).to(module.device)
     trial.restore_attention()
     plain = torch.cat([_plain(module, row_tokens(batch, row, column)) for row, column in batch.mask_BT.nonzero()])

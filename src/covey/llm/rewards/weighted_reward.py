@@ -11,6 +11,7 @@ from covey.config import ConfigError, RewardConfig
 from covey.config.fields import check_fields
 from covey.config.validate import check_reward
 from covey.data import Group, Rollout, Start
+from covey.llm.reward_models.reward import ModelReward
 from covey.llm.rewards import builtin
 from covey.llm.rewards.runner import InProcess, RewardProcess, RewardRunner
 
@@ -67,19 +68,24 @@ class WeightedReward:
         )
 
     @staticmethod
-    def from_config(config: RewardConfig) -> WeightedReward:
-        """A reward from its config: a built-in one, or a function by its name in a process of its own.
+    def from_config(config: RewardConfig, device: str = "auto", precision: str = "auto") -> WeightedReward:
+        """A reward from its config: a built-in one, a function by its name in a process of its own, or a reward model.
+
+        Args:
+            device, precision: of a reward model, as in a recipe.
 
         Raises:
             ConfigError: if a field is invalid or the file is missing. The function itself is not loaded yet.
         """
-        name = config.name or config.function.rpartition(":")[2]
+        name = config.name or config.function.rpartition(":")[2] or ("reward_model" if config.model else "")
         check_reward(config, f"reward {name or '(no name)'}")
         check_fields(config, f"reward {name}: ")
         caller: RewardRunner
         options: dict[str, Any] = {}
         if config.function:
             caller = RewardProcess(config.function, config.timeout_seconds)
+        elif config.model:
+            caller = ModelReward(config, device, precision)
         elif config.name == "format":  # a regular expression may take exponential time
             caller, options = RewardProcess(f"{builtin.__name__}:format_match"), {"pattern": config.pattern}
         else:
