@@ -39,7 +39,9 @@ def test_bradley_terry_by_hand() -> None:
 
 @given(st.lists(st.tuples(SCORES, SCORES, st.floats(0, 5)), min_size=1, max_size=5), st.floats(0, 1))
 @example([(2.0, 1.0, 0.5), (-1.0, 3.0, 0.0)], 0.3)
-def test_bradley_terry_is_logistic_regression_on_the_gap(pairs: list[tuple[float, float, float]], center: float) -> None:
+def test_bradley_terry_is_logistic_regression_on_the_gap(
+    pairs: list[tuple[float, float, float]], center: float
+) -> None:
     chosen, rejected, margin = (numbers(*column) for column in zip(*pairs, strict=True))
     regression = nn.functional.binary_cross_entropy_with_logits(
         chosen - rejected - margin, torch.ones_like(chosen), reduction="none"

@@ -36,7 +36,7 @@ class RewardModelKind(StrEnum):
         return f"{self.name.lower()} reward model"
 
     @property
-    def title(self) -> str:
+    def with_article(self) -> str:
         """The noun with its article."""
         return f"{'an' if self.noun.startswith('o') else 'a'} {self.noun}"
 

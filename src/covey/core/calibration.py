@@ -42,7 +42,7 @@ def auc(score_N: Tensor, positive_N: Tensor) -> float | None:
     Returns:
         None if all items are positive or all are negative.
     """
-    values, place_N = score_N.double().unique(return_inverse=True)
+    values, place_N = score_N.double().unique(return_inverse=True)  # type: ignore[no-untyped-call]
     positive_V, negative_V = (
         torch.bincount(place_N[chosen_N], minlength=len(values)).double() for chosen_N in (positive_N, ~positive_N)
     )

@@ -257,7 +257,9 @@ def evaluate_reward_model(
     model = load_reward_model(name, dtype=machine.dtype, device=machine.device)
     kind = kind_of_examples(examples)
     if kind is not model.kind:
-        raise ConfigError(f"{data} has data of {kind.title}, and {name} is {model.kind.title}: name other data")
+        raise ConfigError(
+            f"{data} has data of {kind.with_article}, and {name} is {model.kind.with_article}: name other data"
+        )
     encoded, _ = encode_examples(
         examples, model.encoder, _most_tokens(model, config), drop=config.long_examples == "drop"
     )

@@ -78,7 +78,7 @@ def begin_reward_model(name: str, kind: RewardModelKind, *, dtype: torch.dtype, 
             return _load_classifier(folder, name, kind, dtype, device)
         if found is not None:
             raise ConfigError(
-                f"model {name} is {found.title}, but these data train {kind.title}: begin with another model"
+                f"model {name} is {found.with_article}, but these data train {kind.with_article}: begin with another model"
             )
     loaded = load_model(name, dtype=dtype, device=device)
     module = classifier_on(loaded.module, kind, name)
@@ -171,7 +171,7 @@ def _load_classifier(
     if config.num_labels not in LABELS[kind]:
         allowed = " or ".join(map(str, LABELS[kind]))
         raise ConfigError(
-            f"model {name} has {config.num_labels} labels, but {kind.title} has {allowed}: take a model with "
+            f"model {name} has {config.num_labels} labels, but {kind.with_article} has {allowed}: take a model with "
             f"num_labels = {allowed}"
         )
     skeleton = _skeleton(config, kind, name)
