@@ -4,7 +4,7 @@ runs/reward_model-001/
   reward_model.json             data, settings and environment; `--resume` continues with them
   metrics.jsonl                 one line per optimizer step, and one per evaluation on the held-out examples
   checkpoints/                  for `--resume`
-  model/                        the trained model in Hugging Face's layout, with its tokenizer and the scale of its scores
+  model/                        the trained model in the format of transformers, with the scale of its scores
   summary.json, reliability.png the result
   covey.lock                    locked by the process that writes here
 """
@@ -22,7 +22,6 @@ from covey.config import ConfigError
 from covey.config.faults import faults_of
 from covey.config.fields import command, plural
 from covey.config.files import read_json, user_path
-from covey.config.model_sources import CHECKPOINTS_FOLDER, MODEL_FOLDER
 from covey.config.reward_data import Example, read_examples, split_examples
 from covey.config.reward_models import (
     TRAINING_FILE,

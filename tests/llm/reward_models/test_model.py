@@ -54,6 +54,7 @@ def test_scores_are_those_of_transformers(architecture: str, kind: RewardModelKi
     model = tiny_reward_model(kind, architecture)
     assert model.shares_prompts == (architecture in SHARED)
     rows = some_rows(model)
+    rows = rows[::2] + rows[1::2]  # the rows of a prompt do not follow each other
     expected = [plain(model, row) for row in rows]
     assert len({round(float(score_N[0]), 3) for score_N in expected}) > 8  # the scores differ
     for most_tokens in (10_000, 40, 1):

@@ -39,11 +39,11 @@ class Quality:
 def evaluate(model: RewardModel, examples: Sequence[EncodedExample], objective: Objective) -> Quality:
     """Score the examples and measure the quality of the scores.
 
-    | data   | accuracy                       | auc                      | other metrics                                  |
-    |--------|--------------------------------|--------------------------|------------------------------------------------|
-    | pairs  | the chosen one scores higher   | chosen against rejected  | mean margin                                    |
-    | grades | sigmoid(score) > 0.5 is right  | right against wrong      | rank_agreement, correlation                    |
-    | steps  | sigmoid(logit) > 0.5 is right  | right against wrong step | completion_auc: by the lowest score of a step  |
+    | data   | accuracy                      | auc                      | other metrics                     |
+    |--------|-------------------------------|--------------------------|-----------------------------------|
+    | pairs  | the chosen one scores higher  | chosen against rejected  | mean margin                       |
+    | grades | sigmoid(score) > 0.5 is right | right against wrong      | rank_agreement, correlation       |
+    | steps  | sigmoid(logit) > 0.5 is right | right against wrong step | completion_auc: by the lowest one |
 
     A tie counts one half. `rank_agreement` is the fraction of the pairs of completions of one prompt with different
     grades that the scores order as the grades do.

@@ -78,7 +78,8 @@ def begin_reward_model(name: str, kind: RewardModelKind, *, dtype: torch.dtype, 
             return _load_classifier(folder, name, kind, dtype, device)
         if found is not None:
             raise ConfigError(
-                f"model {name} is {found.with_article}, but these data train {kind.with_article}: begin with another model"
+                f"model {name} is {found.with_article}, but these data train {kind.with_article}: begin with another "
+                "model"
             )
     loaded = load_model(name, dtype=dtype, device=device)
     module = classifier_on(loaded.module, kind, name)
@@ -146,7 +147,8 @@ def count_parameters(name: str) -> int | None:
 
 def _skeleton(config: PreTrainedConfig, kind: RewardModelKind, name: str) -> PreTrainedModel:
     """The classifier of a config without weights, on torch's meta device."""
-    with reading(f"model {name}: transformers has no {kind.value.removeprefix('For')} for it"), torch.device("meta"):
+    missing = f"model {name}: transformers has no {kind.value.removeprefix('For')} for its architecture"
+    with reading(missing, "choose another model"), torch.device("meta"):
         module = CLASSES[kind].from_config(config, trust_remote_code=False)
         assert isinstance(module, PreTrainedModel)
         return module
