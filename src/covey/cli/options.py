@@ -202,7 +202,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         parsers[name] = command
         for action, leaf in actions.items():
-            leaf.set_defaults(command=name, takes_fields=False)
+            leaf.set_defaults(command=name)
             leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
             parsers[f"{name} {action}"] = leaf
     return parser, parsers

@@ -1,4 +1,4 @@
-"""The command `covey reward-model`: train, eval."""
+"""The command `covey reward-model`: train, eval, label."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError
+from covey.config import ConfigError, JsonlConfig, RunConfig
+from covey.config.data_file import read_data
 from covey.config.fields import command, get_type_hints
 from covey.config.files import user_path
-from covey.config.recipe import parse_value
+from covey.config.recipe import parse_value, read_recipe
 from covey.config.reward_data import read_examples
 from covey.config.reward_models import RewardModelConfig, check_training, reward_model_fault
 from covey.config.terminal import say
 from covey.runtime.interrupts import EXIT_CODE
 from covey.tracking.run_folder import check_new_file, next_run_dir
 
+MOST_CONTINUATIONS = 256  # for which there are random numbers
 
-def reward_model_command(arguments: argparse.Namespace, _fields: list[str]) -> int | None:
+
+def reward_model_command(arguments: argparse.Namespace, fields_given: list[str]) -> int | None:
     """`covey reward-model ACTION`; returns the exit code of a stopped training, which has printed how to continue."""
-    return ACTIONS[arguments.action](arguments)
+    return ACTIONS[arguments.action](arguments, fields_given)
 
 
-def train_action(arguments: argparse.Namespace) -> int | None:
+def train_action(arguments: argparse.Namespace, _fields: list[str]) -> int | None:
     """`covey reward-model train`."""
     given = _given(arguments)
     if arguments.resume:
@@ -49,7 +52,7 @@ def train_action(arguments: argparse.Namespace) -> int | None:
     return None if finished else EXIT_CODE
 
 
-def eval_action(arguments: argparse.Namespace) -> None:
+def eval_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey reward-model eval`."""
     name = arguments.model
     config = _config({key: value for key, value in _given(arguments).items() if key != "model"})
@@ -76,7 +79,37 @@ def eval_action(arguments: argparse.Namespace) -> None:
         )
 
 
-ACTIONS: dict[str, Any] = {"train": train_action, "eval": eval_action}
+def label_action(arguments: argparse.Namespace, fields_given: list[str]) -> None:
+    """`covey reward-model label`."""
+    counts = {name: _count(name, getattr(arguments, name)) for name in ("prompts", "completions", "continuations")}
+    if counts["continuations"] > MOST_CONTINUATIONS:
+        raise ConfigError(f"--continuations must be at most {MOST_CONTINUATIONS} (is {counts['continuations']})")
+    output = user_path(arguments.output, "--output: ")
+    check_new_file(output, "--output")
+    config = read_recipe(arguments.recipe, fields_given)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{arguments.recipe} is a recipe for control, which has no reasoning steps: name another")
+    if isinstance(config.task, JsonlConfig):
+        read_data(config.task)  # before torch is loaded
+    from covey.experiment.step_labels import LabelOptions, label_steps
+
+    found = label_steps(config, LabelOptions(**counts, estimate=arguments.estimate), output)
+    left_out = f" ({found.left_out} left out, because the verifier failed)" if found.left_out else ""
+    say(
+        f"{found.completions:,} completions{left_out}, {found.right:,} of them right; {found.steps:,} steps, "
+        f"{found.right_steps:,} of them with a right continuation; all are in {output}"
+    )
+    say(f"Next: {command('reward-model', 'train', output, '--model', config.model)}")
+
+
+def _count(name: str, text: str) -> int:
+    value: int = parse_value(text, int, f"--{name}")
+    if value < 1:
+        raise ConfigError(f"--{name} must be at least 1 (is {value})")
+    return value
+
+
+ACTIONS: dict[str, Any] = {"train": train_action, "eval": eval_action, "label": label_action}
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, str]:

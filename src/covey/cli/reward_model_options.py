@@ -22,6 +22,11 @@ The data are a JSONL file with one JSON object on each line, of one of these kin
 Prompts and completions are strings or chat messages."""
 
 
+RECIPE = """\
+The recipe has the task, the model, the limits of sampling and the verifier: a reward that is always 1 or 0. Its fields
+are options too, such as --model and --max-new-tokens. The file is data for covey reward-model train."""
+
+
 def add_actions(command: Any) -> dict[str, Any]:
     """Add the actions of `covey reward-model`; returns their parsers by name."""
     actions = command.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")
@@ -29,13 +34,14 @@ def add_actions(command: Any) -> dict[str, Any]:
     for name, add_options, text in (
         ("train", _train_options, "train a reward model on preference pairs, grades or step labels"),
         ("eval", _eval_options, "measure accuracy, AUC and calibration of a reward model"),
+        ("label", _label_options, "label the steps of sampled completions by continuations from them"),
     ):
         layout = argparse.RawDescriptionHelpFormatter
         parsers[name] = actions.add_parser(
             name, help=text, description=text, formatter_class=layout, allow_abbrev=False
         )
-        parsers[name].epilog = fitted(DATA, width_of(sys.stdout))
-        parsers[name].set_defaults(action=name)
+        parsers[name].epilog = fitted(RECIPE if name == "label" else DATA, width_of(sys.stdout))
+        parsers[name].set_defaults(action=name, takes_fields=name == "label")
         add_options(parsers[name])
     return parsers
 
@@ -60,6 +66,24 @@ def _eval_options(action: argparse.ArgumentParser) -> None:
     for item in fields(RewardModelConfig):
         if item.name in EVALUATION_FIELDS:
             _add_field(action, item)
+
+
+def _label_options(action: argparse.ArgumentParser) -> None:
+    action.usage = "covey reward-model label RECIPE --output FILE [options] [--field value ...]"
+    action.add_argument("recipe", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
+    action.add_argument("--output", metavar="FILE", required=True, help="JSONL file to write")
+    for name, default, text in (
+        ("prompts", 64, "training prompts of the task"),
+        ("completions", 4, "completions of each prompt"),
+        ("continuations", 8, "continuations from the end of each step, at most 256"),
+    ):
+        action.add_argument(f"--{name}", default=str(default), metavar="N", help=f"{text} ({default})")
+    action.add_argument(
+        "--estimate",
+        choices=("hard", "soft"),
+        default="hard",
+        help="labels: whether any continuation is right, or the share of right ones (hard)",
+    )
 
 
 def _add_field(action: argparse.ArgumentParser, item: Any) -> None:

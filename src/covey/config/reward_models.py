@@ -1,5 +1,4 @@
 """Reward models by name, and the config of their training. No torch is imported here."""
-# ruff: noqa: RUF009 -- `config_field` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations
 

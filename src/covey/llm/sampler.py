@@ -56,7 +56,7 @@ class LanguageSampler:
         ]
         results = self.generator.generate(requests)
         return [
-            Group(start, [self._rollout(request.prompt, completion) for completion in _completions(result)])
+            Group(start, [self._rollout(request.prompt, completion) for completion in completions_of(result)])
             for start, request, result in zip(starts, requests, results, strict=True)
         ]
 
@@ -100,8 +100,8 @@ class LanguageSampler:
         )
 
 
-def _completions(result: list[Completion] | GenerationFailure) -> list[Completion]:
-    """The completions of a result.
+def completions_of(result: list[Completion] | GenerationFailure) -> list[Completion]:
+    """The completions of a request's result.
 
     Raises:
         ConfigError: if the prompt is too long for the model.
