@@ -153,8 +153,8 @@ def _steps(place: str, record: dict[str, Any]) -> Steps:
     if len(texts) != len(labels):
         raise ValueError(f"there are {len(texts)} 'completions' (steps) and {len(labels)} 'labels': give one for each")
     for number, text in enumerate(texts, start=1):
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"step {number} of 'completions' must be a text that is not empty")
+        if not isinstance(text, str):  # it may be empty, if a policy ended its completion at once
+            raise ValueError(f"step {number} of 'completions' must be a text, this is {kind_name(text)}")
     numbers = [float(label) if isinstance(label, bool) else _number(label, "labels") for label in labels]
     if not all(0 <= number <= 1 for number in numbers):
         raise ValueError("'labels' are true or false, or probabilities from 0 to 1")

@@ -269,7 +269,7 @@ def test_bad_lines_are_refused_by_their_number(record: dict[str, Any], message: 
     [
         ({"completions": [], "labels": []}, "'completions' must be a list with one value for each step"),
         ({"completions": ["a"], "labels": [1, 0]}, r"1 'completions' \(steps\) and 2 'labels'"),
-        ({"completions": ["a", " "], "labels": [1, 0]}, "step 2 of 'completions' must be a text"),
+        ({"completions": ["a", 5], "labels": [1, 0]}, "step 2 of 'completions' must be a text, this is a number"),
         ({"completions": ["a"], "labels": [2]}, "probabilities from 0 to 1"),
         ({"completions": ["a"], "labels": [None]}, "'labels' must be a number, this is null"),
     ],
