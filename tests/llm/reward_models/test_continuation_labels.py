@@ -24,7 +24,7 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.reward_models.continuation_labels import StepLabeller
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import WeightedReward
-from covey.runtime.rng import CONTINUING, uniforms
+from covey.runtime.rng import CONTINUING, SAMPLING, uniforms
 from helpers.run_helpers import covey
 from helpers.tiny_models import tiny_folder, tiny_model, tiny_tokenizer
 
@@ -190,6 +190,16 @@ def test_labels_are_those_of_single_requests(policy: LanguagePolicy) -> None:
     assert [one.soft for part in alone for one in part] == expected
     again = labeller.label(groups, iteration=6)
     assert [one.soft for one in again] != expected
+
+
+def test_continuations_do_not_repeat_the_draws_of_training(policy: LanguagePolicy) -> None:
+    settings = labeller_settings(make(LocalGenerator(policy)), 12)
+    sampled, continued = (
+        GenerationRequest(tuple(ids("2+3=")), 4, replace(RandomKey(3, 5, 0), stream=stream), settings)
+        for stream in (SAMPLING, CONTINUING)
+    )
+    one, other = (LocalGenerator(policy).generate([request])[0] for request in (sampled, continued))
+    assert one != other
 
 
 def labeller_settings(labeller: StepLabeller, most: int) -> Any:
