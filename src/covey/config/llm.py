@@ -189,8 +189,8 @@ class RewardConfig:
     function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
     model: str = config_field(
         "",
-        "or a reward model: the run folder of `covey reward-model train`, a folder or a hub name; with per_step = true a "
-        "process reward model scores each step",
+        "or a reward model: the run folder of `covey reward-model train`, a folder or a hub name; with per_step = true "
+        "a process reward model scores each step",
     )
     standardise: bool | None = config_field(
         None,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, RewardConfig, RunConfig, RunError
+from covey.config.faults import faults_of
 from covey.config.fields import plural
+from covey.config.files import read_file
 from covey.config.llm import BINARY_REWARDS
+from covey.config.recipe_writing import config_to_dict
 from covey.data import Group
 from covey.experiment.llm import build_machine, build_problem, fit_prompts, load_policy
 from covey.llm.model.architecture import position_limit
@@ -18,6 +22,8 @@ from covey.llm.rewards.step_splitter import StepSplitter
 from covey.tracking.console import Display
 from covey.tracking.run_folder import write_atomically
 from covey.tracking.run_store import encode
+
+PROMPTS_AT_ONCE = 16  # whose completions and continuations are sampled together
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ def label_steps(config: RunConfig, options: LabelOptions, output: Path) -> Label
     Args:
         config: task, verifier, model, sampling limits, step boundary, seed and machine are used.
         output: JSONL file, which does not exist yet: TRL's stepwise format with the columns of the prompt and both
-            estimates.
+            estimates. An interrupted call with the same arguments is continued.
 
     Raises:
         ConfigError: if the config has no reward that is 1 or 0; for the first mistake in it.
@@ -77,30 +83,83 @@ def label_steps(config: RunConfig, options: LabelOptions, output: Path) -> Label
             f"{plural(options.prompts, 'prompt')} x {plural(options.completions, 'completion')}, "
             f"{plural(options.continuations, 'continuation')} from every step; {loaded.policy.backend.describe()}"
         )
-        records: list[dict[str, Any]] = []
-        found: list[LabelledCompletion] = []
+        draft = _Draft(output, config, options)
         with display, display.progress("labelling", options.prompts) as advance:
-            for first in range(0, options.prompts, sampling.prompts_per_step):
-                count = min(sampling.prompts_per_step, options.prompts - first)
+            advance(draft.done)
+            for first in range(draft.done, options.prompts, PROMPTS_AT_ONCE):
+                count = min(PROMPTS_AT_ONCE, options.prompts - first)
                 starts = problem.task.draw(config.seed, 1, count, first=first, before=first)
                 groups = loaded.sampler.sample(starts, options.completions, 1)
                 labelled = labeller.label(groups, iteration=1)
-                found += labelled
-                records += [_record(groups, one, options.estimate) for one in labelled]
+                draft.add(first + count, [_record(groups, one, options.estimate) for one in labelled])
                 advance(count)
     finally:
         problem.grader.close()
         splitter.close()
-    if not records:
+    if not draft.records:
         raise RunError("no completion could be labelled, because the verifier failed on all of them")
-    write_atomically(output, b"".join(encode(record) + b"\n" for record in records))
+    draft.publish()
     return Labelled(
-        len(found),
-        options.prompts * options.completions - len(found),
-        sum(len(one.steps) for one in found),
-        sum(int(label) for one in found for label in one.hard),
-        sum(one.right for one in found),
+        len(draft.records),
+        options.prompts * options.completions - len(draft.records),
+        sum(len(record["hard"]) for record in draft.records),
+        sum(int(label) for record in draft.records for label in record["hard"]),
+        sum(record["right"] for record in draft.records),
     )
+
+
+class _Draft:
+    """The labels so far, in a file beside the output, with which an interrupted command continues.
+
+    Labels are a function of the settings, so that the result is the same. The first line has the settings, each further
+    one the records of some prompts.
+    """
+
+    def __init__(self, output: Path, config: RunConfig, options: LabelOptions) -> None:
+        """Raises ConfigError for a draft of other settings."""
+        self.output = output
+        self.path = output.with_name(output.name + ".unfinished")
+        self.done = 0  # prompts
+        self.records: list[dict[str, Any]] = []
+        settings = json.loads(json.dumps({"config": config_to_dict(config), "options": asdict(options)}))
+        if not self.path.exists():
+            write_atomically(self.path, encode(settings) + b"\n")
+            return
+        first, *lines = read_file(self.path, 1 << 32).split(b"\n")
+        if _parsed(first) != settings:
+            raise ConfigError(
+                f"{self.path} has labels of a command with other settings: repeat that one, or delete the file"
+            )
+        whole = len(first) + 1
+        for line in lines:
+            part = _parsed(line)
+            if part is None:  # the line that a crash cut
+                break
+            self.done = part["done"]
+            self.records += part["records"]
+            whole += len(line) + 1
+        with faults_of(self.path), open(self.path, "r+b") as file:
+            file.truncate(whole)
+
+    def add(self, done: int, records: list[dict[str, Any]]) -> None:
+        """Append the records of the prompts up to `done`."""
+        self.done = done
+        self.records += records
+        with faults_of(self.path), open(self.path, "ab") as file:
+            file.write(encode({"done": done, "records": records}) + b"\n")
+
+    def publish(self) -> None:
+        """Write the output and remove the draft."""
+        write_atomically(self.output, b"".join(encode(record) + b"\n" for record in self.records))
+        with faults_of(self.path):
+            self.path.unlink()
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def verifier_of(config: RunConfig) -> tuple[RewardConfig, ...]:

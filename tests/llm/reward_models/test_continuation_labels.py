@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from covey.cli.main import main
 from covey.config import ConfigError, RewardConfig
 from covey.config.recipe import config_from_dict
 from covey.config.reward_data import Steps, read_examples
@@ -76,16 +77,16 @@ def make(generator: Any, verifier: Callable[..., Any] = ends_with_5, **settings:
 
 
 def test_estimates_by_hand() -> None:
-    """Three of four continuations of the first step are right, none of the second step's, which the third ends."""
+    """One of four continuations of the first step is right, none of the second step's."""
     generator = Scripted(
         {
-            "2+3=a\n": [completion(text) for text in ("5", "6", "b\n5", "c 5")],
+            "2+3=a\n": [completion(text) for text in ("5", "6", "b\n6", "c 7")],
             "2+3=a\nb\n": [completion(text) for text in ("6", "7", "8", "")],
         }
     )
     (found,) = make(generator).label([Group(Start(4, "2+3="), [rollout("a\nb\n6")])], iteration=2)
     assert found.steps == ("a\n", "b\n", "6")
-    assert found.soft == (0.75, 0.0, 0.0)
+    assert found.soft == (0.25, 0.0, 0.0)
     assert found.hard == (1.0, 0.0, 0.0)
     assert not found.right
     assert [request.completions for request in generator.requests] == [4, 4]
@@ -221,6 +222,41 @@ def test_the_verifier_of_a_recipe() -> None:
     assert verifier_of(config(exact, RewardConfig(name="format", pattern="."))) == (replace(exact, score=True),)
     with pytest.raises(ConfigError, match="no reward of the recipe is always 1 or 0"):
         verifier_of(config(steps))
+
+
+def test_an_interrupted_command_continues_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while the second part of the prompts is labelled, and while a line of the draft is written."""
+    words: list[object] = [
+        "reward-model", "label", "process_grpo", "--model", tiny_folder(tmp_path / "tiny"), "--prompts", "40",
+        "--completions", "2", "--continuations", "2", "--max-new-tokens", "8", "--precision", "fp32", "--threads", "1",
+    ]  # fmt: skip
+    code, said = covey(*words, "--output", "whole.jsonl", cwd=tmp_path)
+    assert code == 0, said
+    label = StepLabeller.label
+    calls = 0
+
+    def dies(labeller: StepLabeller, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return label(labeller, *arguments, **options)
+
+    monkeypatch.setattr(StepLabeller, "label", dies)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main([*map(str, words), "--output", "killed.jsonl"]) == 130
+    draft = tmp_path / "killed.jsonl.unfinished"
+    assert len(draft.read_text().splitlines()) == 2
+    with open(draft, "a") as file:
+        file.write('{"done": 32, "rec')
+    code, said = covey(*words, "--output", "killed.jsonl", "--seed", "9", cwd=tmp_path)
+    assert code == 2
+    assert "labels of a command with other settings" in said
+    code, said = covey(*words, "--output", "killed.jsonl", cwd=tmp_path)
+    assert code == 0, said
+    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert not draft.exists()
 
 
 def test_the_command_writes_data_to_train_on(tmp_path: Path) -> None:
