@@ -250,7 +250,7 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     """
     sources = [source for source in ("name", "function", "model") if getattr(reward, source)]
     if len(sources) != 1:
-        wrong = " and ".join(sources) if sources else "neither name nor function nor model"
+        wrong = f"both {' and '.join(sources)}" if sources else "neither name nor function nor model"
         raise ConfigError(f"{where} has {wrong}: give exactly one of them")
     check_reward_model(reward, where)
     if reward.weight == 0 and not reward.score:
