@@ -289,7 +289,7 @@ def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
         (replace(GOOD, task=JsonlConfig()), "the jsonl task needs a file"),
         (replace(GOOD, task=JsonlConfig(path="no/such.jsonl")), "task.path: there is no file no/such.jsonl"),
         (replace(GOOD, task=JsonlConfig(path="/")), "is a folder without state.json"),
-        (with_reward(), "neither name nor function nor judge: give exactly one"),
+        (with_reward(), "neither name nor function nor judge nor model: give exactly one"),
         (with_reward(name="numeric", function="a:b"), "name and function: give exactly one"),
         (with_reward(name="format"), "needs a value for pattern"),
         (with_reward(name="format", pattern="("), "is no regular expression"),

@@ -76,7 +76,8 @@ def inline_commands(path: Path) -> list[list[str]]:
 def shown_alone(words: list[str]) -> bool:
     """Whether a command in a sentence is only its name, or has a placeholder: `covey plan`, `covey train NAME`."""
     last = ("--help", "--help-all", "--resume", "--render")
-    return len(words) == 2 or any(word.isupper() for word in words) or words[-1] in last
+    is_name = len(words) == 2 or (words[1] == "reward-model" and len(words) == 3)
+    return is_name or any(word.isupper() for word in words) or words[-1] in last
 
 
 OWN_REWARD = """

@@ -22,7 +22,13 @@ from covey.tracking.metrics import is_reproducible
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["covey.cli.main", "covey.experiment.run", "covey.experiment.llm", "covey.experiment.control"]
+    [
+        "covey.cli.main",
+        "covey.experiment.run",
+        "covey.experiment.llm",
+        "covey.experiment.control",
+        "covey.experiment.reward_models",
+    ]
 )
 OF_ITS_OWN = {"metrics.jsonl", "config.toml", "origin.json", "summary.json", "curve.png", "covey.lock"}  # of a run
 CALLS_OF_A_STEP = 20_000  # of Python functions, about, in a run of RECIPE
@@ -203,16 +209,23 @@ def _command(
 
 
 def _stop_at(moment: Moment) -> None:
+    from covey.experiment.reward_model_folder import RewardModelFolder
     from covey.tracking.run_store import RunStore
 
-    record = RunStore.record
+    record, record_of_reward_model = RunStore.record, RewardModelFolder.record
 
     def recorded(store: RunStore, step: int, *more: Any) -> None:
         record(store, step, *more)
         if step == moment.step:
             signal_after(moment.calls, moment.signal)
 
+    def recorded_of_reward_model(folder: RewardModelFolder, metrics: dict[str, Any]) -> None:
+        record_of_reward_model(folder, metrics)
+        if metrics["step"] == moment.step and "loss" in metrics:
+            signal_after(moment.calls, moment.signal)
+
     RunStore.record = recorded  # type: ignore[method-assign]
+    RewardModelFolder.record = recorded_of_reward_model  # type: ignore[method-assign]
 
 
 def signal_after(calls: int, number: int = signal.SIGKILL) -> None:

@@ -1,4 +1,4 @@
-"""The command `covey`: train, check, plan, eval, compare, sample, recipes, completion.
+"""The command `covey`: train, check, plan, eval, compare, sample, reward-model, recipes, completion.
 
 Each command parses its arguments, calls one function and prints the result. Heavy modules are imported inside the
 commands, so that a mistake is reported before torch is loaded.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
+from covey.cli.reward_model import reward_model_command
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, JsonlConfig, RunConfig, RunError
 from covey.config.faults import machine_error, path_error
 from covey.config.fields import check_text, command, printable
@@ -173,6 +174,7 @@ def plan_command(arguments: argparse.Namespace, fields: list[str]) -> None:
             algorithms=arguments.algorithm.split(","),
             critic_trunk=arguments.critic_trunk,
             prompt_tokens=arguments.prompt_tokens,
+            reward_model=arguments.reward_model,
         )
     )
 
@@ -364,6 +366,7 @@ COMMANDS = {
     "eval": eval_command,
     "compare": compare_command,
     "sample": sample_command,
+    "reward-model": reward_model_command,
     "recipes": recipes_command,
     "completion": completion_command,
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from covey.cli.reward_model_options import add_actions
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.fields import TYPE_NAMES, command, did_you_mean
 from covey.config.files import shortened
@@ -111,10 +112,11 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.parse_args(words[:1])  # --help or --version ends here
         parser.error("name a command")
     if words[0] not in commands:
-        parser.error(_no_command(words[0], list(commands), parser))
-    own, fields = _split(words[1:], commands[words[0]])
-    arguments = parser.parse_args([words[0], *own])
-    _check_fields(fields, commands[words[0]], arguments.takes_fields)
+        parser.error(_no_command(words[0], [name for name in commands if " " not in name], parser))
+    leaf = " ".join(words[:2]) if " ".join(words[:2]) in commands else words[0]
+    own, fields = _split(words[len(leaf.split()) :], commands[leaf])
+    arguments = parser.parse_args([*leaf.split(), *own])
+    _check_fields(fields, commands[leaf], arguments.takes_fields)
     return arguments, fields
 
 
@@ -180,23 +182,29 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     parsers: dict[str, Parser] = {}
-    for name, add_options, text in (
+    options: tuple[tuple[str, Callable[[Parser], dict[str, Any] | None], str], ...] = (
         ("train", _train_options, "train a language model, or an agent in an environment"),
         ("check", _check_options, "check a recipe without training"),
         ("plan", _plan_options, "predict the memory of GRPO and of PPO on a language model, without loading it"),
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
         ("compare", _compare_options, "train several recipes over several seeds and report the differences"),
         ("sample", _sample_options, "let a language model answer one prompt"),
+        ("reward-model", add_actions, "train, evaluate and use models that score completions"),
         ("recipes", _recipes_options, "list the packaged recipes, or print one"),
         ("completion", _completion_options, "print a shell's code for completion with Tab"),
-    ):
+    )
+    for name, add_options, text in options:
         layout = argparse.RawDescriptionHelpFormatter
         command = commands.add_parser(name, help=text, description=text, formatter_class=layout, allow_abbrev=False)
         command.set_defaults(command=name, takes_fields=name in TAKE_FIELDS)
-        add_options(command)
+        actions = add_options(command) or {}
         command.epilog = command.epilog and fitted(command.epilog, width_of(sys.stdout))
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         parsers[name] = command
+        for action, leaf in actions.items():
+            leaf.set_defaults(command=name)
+            leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
+            parsers[f"{name} {action}"] = leaf
     return parser, parsers
 
 
@@ -228,6 +236,7 @@ def _plan_options(command: Parser) -> None:
         "--prompt-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="length of a prompt, in tokens (64)"
     )
     command.add_argument("--critic-trunk", choices=("own", "policy"), help="decoder of ppo's critic (show both)")
+    command.add_argument("--reward-model", metavar="MODEL", help="reward model whose weights are counted too")
 
 
 def _eval_options(command: Parser) -> None:

@@ -81,7 +81,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
             "unsafe_without_sandbox",
         ),
         tasks=("code_functions", "human_eval"),
-        runner="covey.llm.rewards.code:CodeRunner.from_config",
+        runner="covey.llm.rewards.code:code_runner",
     ),
     "countdown": BuiltInReward("covey.llm.rewards.countdown:countdown", binary=True, tasks=("countdown",)),
     "step_numbers": BuiltInReward(

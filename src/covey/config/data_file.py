@@ -91,38 +91,48 @@ OTHER_FORMATS = {
 
 @lru_cache(maxsize=2)  # `covey check` and `covey train` read the data before torch is loaded, the task after it
 def _read_rows(path: str, file: Path, _version: tuple[tuple[int, ...], ...]) -> list[Row]:
+    rows = [row_of(place, record) for place, record in _records(path, file)]
+    if not rows:
+        raise ConfigError(f"{path} is empty: it needs rows with a 'prompt', in JSONL one JSON object on each line")
+    return rows
+
+
+def read_records(path: str, needed: str) -> list[tuple[str, dict[str, Any]]]:
+    """All objects of a JSONL, Parquet or Arrow file with their places, such as "data.jsonl line 7".
+
+    Args:
+        needed: description of the objects, for the message about an empty file.
+
+    Raises:
+        ConfigError: for the first row that is no JSON object, and for an empty file.
+    """
+    records = list(_records(path, user_path(path)))
+    if not records:
+        raise ConfigError(f"{path} is empty: it needs {needed}, one JSON object on each line")
+    return records
+
+
+def _records(path: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place and the object of every row; blank lines are skipped."""
     most = (memory_bytes() or 2**40) // MEMORY_PER_BYTE
     if is_arrow(file):
-        return _read_arrow_rows(path, file, most)
+        for number, row in read_arrow(file, path, most):
+            place = f"{path} row {number}"
+            with faults_at(place):
+                plain = plain_record(row)
+            yield place, plain
+        return
     if reader := OTHER_FORMATS.get(file.suffix.lower()):
         raise ConfigError(
             f"{path} is no JSONL file; convert it: "
             f"pandas.{reader}({path!r}).to_json({f'{file.stem}.jsonl'!r}, orient='records', lines=True)"
         )
-    lines = read_file(file, most).split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        place = f"{path} line {number}"
-        with _faults_at(place):
-            record = _record(number, line)
-        rows.append(row_of(place, record))
-    if not rows:
-        raise ConfigError(f"{path} is empty: it needs one JSON object with a 'prompt' on each line")
-    return rows
-
-
-def _read_arrow_rows(path: str, file: Path, most: int) -> list[Row]:
-    rows = []
-    for number, record in read_arrow(file, path, most):
-        place = f"{path} row {number}"
-        with _faults_at(place):
-            plain = plain_record(record)
-        rows.append(row_of(place, plain))
-    if not rows:
-        raise ConfigError(f"{path} is empty: it needs rows with a 'prompt'")
-    return rows
+    for number, line in enumerate(read_file(file, most).split(b"\n"), start=1):
+        if line.strip():
+            place = f"{path} line {number}"
+            with faults_at(place):
+                record = _record(number, line)
+            yield place, record
 
 
 def _record(number: int, line: bytes) -> dict[str, Any]:
@@ -137,12 +147,12 @@ def _record(number: int, line: bytes) -> dict[str, Any]:
         raise ValueError("half of a surrogate pair (\\ud800 to \\udfff), which is no text")
     if not isinstance(record, dict):
         fix = "; write each of its objects on a line of its own" if isinstance(record, list) else ""
-        raise ValueError(f"a JSON object is needed, this is {_kind(record)}{fix}")
+        raise ValueError(f"a JSON object is needed, this is {kind_name(record)}{fix}")
     return record
 
 
 @contextmanager
-def _faults_at(place: str) -> Iterator[None]:
+def faults_at(place: str) -> Iterator[None]:
     """Context manager that turns a ValueError into a ConfigError that names the place."""
     try:
         yield
@@ -159,7 +169,7 @@ def row_of(place: str, record: Mapping[str, Any]) -> Row:
     Raises:
         ConfigError: with the place and the fault of the row.
     """
-    with _faults_at(place):
+    with faults_at(place):
         return Row(place, *_parts_of(record))
 
 
@@ -173,7 +183,7 @@ def _parts_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     else:
         found = ", ".join(map(shortened, list(columns)[:8])) or "none"
         raise ValueError(f"there is no 'prompt'; rename the column that holds it (columns: {found})")
-    _check_prompt(prompt)
+    check_prompt(prompt)
     verl = columns.get("reward_model")
     if "answer" not in columns and isinstance(verl, dict) and "ground_truth" in verl:
         columns["answer"] = verl["ground_truth"]
@@ -183,24 +193,25 @@ def _parts_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return prompt, columns
 
 
-def _check_prompt(prompt: Any) -> None:
+def check_prompt(prompt: Any, name: str = "prompt") -> None:
+    """Refuse what is neither a text nor chat messages; `name` is its column. Raises ValueError with the fault."""
     if not isinstance(prompt, (str, list)):
-        raise ValueError(f"'prompt' must be a string or a list of chat messages, this is {_kind(prompt)}")
+        raise ValueError(f"{name!r} must be a string or a list of chat messages, this is {kind_name(prompt)}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise ValueError("'prompt' is empty")
+        raise ValueError(f"{name!r} is empty")
     if isinstance(prompt, list):
         for position, message in enumerate(prompt, start=1):
             for key in ("role", "content"):
                 if not isinstance(message, dict) or not isinstance(message.get(key), str):
-                    raise ValueError(f"message {position} of 'prompt' needs a {key!r} that is a string")
+                    raise ValueError(f"message {position} of {name!r} needs a {key!r} that is a string")
             role = message["role"]  # the chat template decides which roles are allowed
             if not (role.strip() and role.isprintable() and len(role) <= LONGEST_ROLE):
                 raise ValueError(
-                    f"message {position} of 'prompt' has the role {shortened(role)}: a role is a printable name of at "
+                    f"message {position} of {name!r} has the role {shortened(role)}: a role is a printable name of at "
                     f"most {LONGEST_ROLE} characters, such as 'user'"
                 )
         if not any(message["content"].strip() for message in prompt):
-            raise ValueError("'prompt' is empty: no message has any content")
+            raise ValueError(f"{name!r} is empty: no message has any content")
 
 
 def _has_surrogate(record: Any) -> bool:
@@ -209,7 +220,8 @@ def _has_surrogate(record: Any) -> bool:
     return text.encode("utf-8", "replace").decode() != text
 
 
-def _kind(value: Any) -> str:
+def kind_name(value: Any) -> str:
+    """The JSON type of a value in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 

@@ -96,7 +96,8 @@ def _written(value: Any) -> str:
     if value is None:
         return "unset"
     if isinstance(value, tuple) and all(isinstance(item, RewardConfig) for item in value):
-        return f"[{', '.join(reward.name or reward.function or reward.judge for reward in value)}]"
+        words = (reward.name or reward.function or reward.judge or reward.model for reward in value)
+        return f"[{', '.join(words)}]"
     return toml_repr(value)
 
 

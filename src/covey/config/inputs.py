@@ -1,4 +1,4 @@
-"""The files that a run reads again when it is resumed: its data, its own Python functions, questions to judges."""
+"""The files that a run reads again when it is resumed: data, Python functions, questions to judges, reward models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from covey.config.control import ControlConfig
 from covey.config.faults import faults_of
 from covey.config.files import user_path
 from covey.config.llm import JsonlConfig, RunConfig
+from covey.config.reward_models import model_files
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:
-    """SHA-256 of the run's data, function and question files: name in the config -> digest.
+    """SHA-256 of the run's data, function, question and reward model files: name in the config -> digest.
 
     Args:
         own_task: the task is a script's own, so the config's files of it are not used.
@@ -34,6 +35,7 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
     functions = [config.process.boundary, *(reward.function for reward in rewards)]
     sources = (function.rpartition(":")[0] for function in functions)
     names += [source for source in sources if source.endswith(".py")]
+    names += [name for reward in rewards if reward.model for name in model_files(reward.model)]
     return {name: _checksum(user_path(name)) for name in names if name}
 
 

@@ -239,6 +239,29 @@ TASK_CONFIGS: dict[str, type] = {
 class RewardFields:
     name: str = config_field("", "a built-in reward", choices=tuple(BUILT_IN_REWARDS))
     function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
+    model: str = config_field(
+        "",
+        "or a reward model: the run folder of `covey reward-model train`, a folder or a hub name; with per_step = true "
+        "a process reward model scores each step",
+    )
+    standardise: bool | None = config_field(
+        None,
+        "model: subtract the mean of the scores on its training data and divide by their deviation; unset: if they are "
+        "stored with the model",
+        advanced=True,
+    )
+    clip: float | None = config_field(
+        None, "model: bound of the (standardised) score's absolute value; unset: none", above=0, advanced=True
+    )
+    step_differences: bool = config_field(
+        False, "model, per_step: each step's score minus that of the step before", advanced=True
+    )
+    aggregate: str = config_field(
+        "",
+        "process reward model without per_step: how the scores of the steps make one; unset: min",
+        choices=("min", "product", "mean", "last"),
+        advanced=True,
+    )
     weight: float = config_field(1.0, "weight in the sum of rewards")
     pattern: str = config_field(
         "", "regular expression of the format reward, matched against the whole completion", advanced=True
@@ -336,7 +359,10 @@ class RewardConfig(JudgeFields, RewardFields):
     @property
     def label(self) -> str:
         """The name of the reward in messages and metrics; empty if the table names no reward."""
-        return self.name or self.function.rpartition(":")[2] or ("judge" if self.judge else "")
+        models = {"judge": self.judge, "reward_model": self.model}
+        return (
+            self.name or self.function.rpartition(":")[2] or next((word for word, set_ in models.items() if set_), "")
+        )
 
 
 @dataclass(frozen=True)
@@ -379,8 +405,8 @@ class RunConfig(RunBase):
 
     task: Any = config_field(
         None,
-        "[task] table: name = arithmetic, countdown, word_problems, running_total, code_functions, human_eval, jsonl or "
-        "reasoning_gym",
+        "[task] table: name = arithmetic, countdown, word_problems, running_total, code_functions, human_eval, jsonl "
+        "or reasoning_gym",
     )
     model: str = config_field(
         "smollm2-135m",

@@ -14,6 +14,7 @@ from covey.config.files import shortened
 from covey.config.function_source import check_function_name
 from covey.config.validate_judge import check_judge
 from covey.config.validate_process import check_step_reward
+from covey.config.validate_reward_model import check_reward_model
 
 # Algorithms that divide by the standard deviation of a group. For the others, comparison and sum can be exchanged.
 DIVIDES_BY_GROUP_STD = ("grpo", "dapo", "gspo", "cispo")
@@ -68,12 +69,12 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     """Refuse a [[rewards]] table that contradicts itself; `where` names it in the message.
 
     Raises:
-        ConfigError: unless it has one of name, function and judge; for an option that it does not take or lacks,
+        ConfigError: unless it has one of name, function, judge and model; for an option that it does not take or lacks,
             a bad pattern, a function that is no file.py:function, and a judge that cannot be asked.
     """
-    sources = [field for field in ("name", "function", "judge") if getattr(reward, field)]
+    sources = [field for field in ("name", "function", "judge", "model") if getattr(reward, field)]
     if len(sources) != 1:
-        wrong = " and ".join(sources) or "neither name nor function nor judge"
+        wrong = " and ".join(sources) or "neither name nor function nor judge nor model"
         raise ConfigError(f"{where} has {wrong}: give exactly one of them")
     if reward.weight == 0 and not reward.score:
         raise ConfigError(f"{where} has weight 0 and so changes nothing: give it a weight or take it out")
@@ -89,8 +90,9 @@ def check_reward(reward: RewardConfig, where: str) -> None:
     if reward.function:
         check_function_name(reward.function, f"{where}: function")
     check_judge(reward, where)
+    check_reward_model(reward, where)
     check_step_reward(reward, where)
-    if reward.binary and reward.name:
+    if reward.binary and (reward.name or reward.model):
         raise ConfigError(f"{where} has binary = true, which is for functions of your own and judges: take it out")
     if reward.binary and reward.per_step:
         raise ConfigError(

@@ -6,5 +6,6 @@ llm, control         the components of a run on a language model (llm_components
 evaluate_llm         greedy answers to held-out problems
 inference            `covey eval` of a model
 plan                 `covey plan`
+reward_models        `covey reward-model`; reward_model_folder is the run folder of a training
 resuming, advice     resuming a run; the next command for the user
 """

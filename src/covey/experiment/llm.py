@@ -115,7 +115,9 @@ def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward 
     default = getattr(task, "default_rewards", ())
     if not (rewards or config.rewards or default):
         raise ConfigError("there is no reward: add a [[rewards]] table, or call run(config, rewards=[...])")
-    grader = build_grader(rewards or config.rewards, default, _shaping(config), config.process.boundary)
+    grader = build_grader(
+        rewards or config.rewards, default, _shaping(config), config.process.boundary, config.device, config.precision
+    )
     if config.loss.credit != "outcome" and grader.splitter is None:
         raise ConfigError(no_step_reward(config.loss.credit))
     try:

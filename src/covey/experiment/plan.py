@@ -15,6 +15,7 @@ from covey.config.recipe import apply_overrides, config_from_dict, split_overrid
 from covey.config.validate import validate
 from covey.llm.memory.dimensions import find_model_config, read_dimensions
 from covey.llm.memory.estimate import PROMPT_TOKENS, SAMPLING, UPDATE, MemoryPlan, predict
+from covey.llm.reward_models.loading import count_parameters
 from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
 
 NAME_WIDTH, COLUMN_WIDTH = 28, 14
@@ -60,6 +61,7 @@ def plan_memory(
     algorithms: Sequence[str] = ("grpo", "ppo"),
     critic_trunk: str | None = None,
     prompt_tokens: int = PROMPT_TOKENS,
+    reward_model: str | None = None,
 ) -> str:
     """The report of `covey plan`.
 
@@ -67,13 +69,14 @@ def plan_memory(
         model: a model's name as in a recipe, or the path of a config.json.
         fields: `--field value` words, as for `covey train`.
         algorithms: one column each; PPO has two, one for each trunk of its critic, unless `critic_trunk` selects one.
+        reward_model: a reward model's name, whose weights are counted.
 
     Raises:
         ConfigError: for invalid arguments, or a model that is not on this machine.
     """
     if prompt_tokens < 1:
         raise ConfigError(f"--prompt-tokens must be at least 1 (is {prompt_tokens})")
-    configs = _configs(fields, algorithms, critic_trunk)
+    configs = _configs(fields, algorithms, critic_trunk, reward_model)
     model_config = find_model_config(model)
     if model_config is None:
         raise ConfigError(
@@ -85,7 +88,14 @@ def plan_memory(
     place = Place.of(first)
 
     def planned(config: RunConfig) -> MemoryPlan:
-        return predict(size, config, device=place.device, width=place.dtype.itemsize, prompt_tokens=prompt_tokens)
+        return predict(
+            size,
+            config,
+            device=place.device,
+            width=place.dtype.itemsize,
+            prompt_tokens=prompt_tokens,
+            reward_model_parameters=_reward_model_parameters(config),
+        )
 
     columns = [Column(name, config, planned(config)) for name, config in configs.items()]
     sampling = first.sampling
@@ -123,16 +133,30 @@ def _plan_here(config: RunConfig) -> MemoryPlan | None:
     if model_config is None:
         return None
     place = Place.of(config)
-    return predict(read_dimensions(model_config, config.model), config, device=place.device, width=place.dtype.itemsize)
+    return predict(
+        read_dimensions(model_config, config.model),
+        config,
+        device=place.device,
+        width=place.dtype.itemsize,
+        reward_model_parameters=_reward_model_parameters(config),
+    )
 
 
-def _configs(fields: Sequence[str], algorithms: Sequence[str], critic_trunk: str | None) -> dict[str, RunConfig]:
+def _reward_model_parameters(config: RunConfig) -> int:
+    """Number of weights of the config's reward models; one that has not been downloaded counts as 0."""
+    return sum(count_parameters(reward.model) or 0 for reward in config.rewards if reward.model)
+
+
+def _configs(
+    fields: Sequence[str], algorithms: Sequence[str], critic_trunk: str | None, reward_model: str | None
+) -> dict[str, RunConfig]:
     """The config of every column, by its title."""
     configs: dict[str, RunConfig] = {}
     for algorithm in algorithms:
         trunks = [critic_trunk] if critic_trunk else ["own", "policy"]
         for trunk in trunks if algorithm == "ppo" else [None]:
             tables: dict[str, object] = {"algorithm": algorithm}
+            tables |= {"rewards": [{"model": reward_model}]} if reward_model else {}
             words = ["--critic.trunk", trunk] if trunk else []
             apply_overrides(tables, split_overrides([*fields, *words]))
             config = config_from_dict(tables)

@@ -6,6 +6,7 @@ sampler.LanguageSampler.sample     completions, token by token, with their log-p
     generation.batch               continuous batching; completions share a row until their tokens differ
     generation.backend             selects the decoder and the kernels
 grader.RewardGrader.grade          rewards.runner calls the reward functions with a deadline
+    reward_models.reward           scores of reward models, which reward_models.training trains
 covey.data.collate                 rollouts -> Batch; from here on the code is shared with control
 covey.train.prepare                values, old and reference log-probabilities, advantages
 covey.train.update                 policy.LanguagePolicy.evaluate, the loss, backward, an optimizer step

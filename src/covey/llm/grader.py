@@ -183,6 +183,8 @@ def build_grader(
     default: Sequence[RewardConfig],
     shaping: Sequence[WeightedReward] = (),
     boundary: str = "line",
+    device: str = "auto",
+    precision: str = "auto",
 ) -> RewardGrader:
     """Build the grader of a run; `rewards` may mix config tables, names, functions and weighted functions.
 
@@ -193,20 +195,24 @@ def build_grader(
         default: the task's own rewards.
         shaping: terms that the run adds to them.
         boundary: end of a reasoning step, for step rewards (`ProcessConfig.boundary`).
+        device, precision: of reward models, as in a recipe.
 
     Raises:
         ConfigError: if a reward is invalid.
     """
-    return RewardGrader([*(_weighted(reward) for reward in rewards or default), *shaping], boundary)
+    weighted = [_weighted(reward, device, precision) for reward in rewards or default]
+    return RewardGrader([*weighted, *shaping], boundary)
 
 
-def _weighted(reward: RewardConfig | WeightedReward | str | Callable[..., Any]) -> WeightedReward:
+def _weighted(
+    reward: RewardConfig | WeightedReward | str | Callable[..., Any], device: str, precision: str
+) -> WeightedReward:
     if isinstance(reward, WeightedReward):
         return reward
     if isinstance(reward, str):
         reward = RewardConfig(function=reward) if ":" in reward else RewardConfig(name=reward)
     if isinstance(reward, RewardConfig):
-        return WeightedReward.from_config(reward)
+        return WeightedReward.from_config(reward, device, precision)
     if callable(reward):
         return WeightedReward.from_function(reward)
     raise ConfigError(

@@ -63,8 +63,7 @@ class LanguageSampler:
             self.ready(groups[number])
 
         for result in self.generator.generate(requests, add_group):
-            if isinstance(result, GenerationFailure):
-                raise _error(result)
+            completions_of(result)  # raises if a request failed
         return [groups[number] for number in range(len(starts))]
 
     def truncated(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
@@ -107,9 +106,17 @@ class LanguageSampler:
         )
 
 
-def _error(failure: GenerationFailure) -> Exception:
-    """ConfigError if the prompt is too long; RunError for every other failure: a step needs all of its groups."""
-    return (ConfigError if failure.reason is FailureReason.PROMPT_TOO_LONG else RunError)(failure.message)
+def completions_of(result: list[Completion] | GenerationFailure) -> list[Completion]:
+    """The completions of a request's result.
+
+    Raises:
+        ConfigError: if the prompt is too long for the model.
+        RunError: for every other failure, because a step needs all of its groups.
+    """
+    if not isinstance(result, GenerationFailure):
+        return result
+    error = ConfigError if result.reason is FailureReason.PROMPT_TOO_LONG else RunError
+    raise error(result.message)
 
 
 def greedy(sampler: LanguageSampler, max_new_tokens: int) -> LanguageSampler:

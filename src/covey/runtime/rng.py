@@ -20,6 +20,7 @@ SHUFFLING = 1  # stream of the order of a step's minibatches
 EVALUATING = 2  # stream of the reset seeds of evaluation episodes
 STARTING = 3  # stream of the reset seeds of training episodes
 BRANCHING = 4  # stream of the episodes that branches continue, and of the steps at which they begin
+CONTINUING = 5  # stream of the continuations from which the labels of reasoning steps are estimated
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

@@ -6,4 +6,5 @@ console, notebook       the live display of a run
 wording, score_kinds    the texts and number formats of the display
 statistics, curve       confidence intervals; the picture of a run
 reports                 the output of `covey eval`
+reliability             the reliability diagram of a reward model
 """

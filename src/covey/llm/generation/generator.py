@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from covey.data import EndReason
+from covey.runtime.rng import SAMPLING
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class RandomKey:
     step: int
     group: int
     first_rollout: int = 0
+    stream: int = SAMPLING  # numbers of different streams are independent
 
 
 @dataclass(frozen=True)

@@ -155,5 +155,5 @@ def _uniforms(request: GenerationRequest) -> NDArray[np.float64]:
     key, tokens = request.key, request.settings.max_new_tokens
     rollouts = key.first_rollout + np.arange(request.completions)
     positions = np.tile(np.arange(tokens), request.completions)
-    numbers = uniforms(key.seed, key.step, key.group, rollouts.repeat(tokens), positions)
+    numbers = uniforms(key.seed, key.step, key.group, rollouts.repeat(tokens), positions, stream=key.stream)
     return numbers.reshape(request.completions, tokens)

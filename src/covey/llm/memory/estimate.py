@@ -49,13 +49,20 @@ class MemoryPlan:
 
 
 def predict(
-    size: Dimensions, config: RunConfig, *, device: str, width: int, prompt_tokens: int = PROMPT_TOKENS
+    size: Dimensions,
+    config: RunConfig,
+    *,
+    device: str,
+    width: int,
+    prompt_tokens: int = PROMPT_TOKENS,
+    reward_model_parameters: int = 0,
 ) -> MemoryPlan:
     """Predict the memory of a run by part.
 
     Args:
         device: "cpu" or "cuda".
         width: bytes of a weight and of an activation, 2 in bf16 and 4 in fp32.
+        reward_model_parameters: number of weights of all reward models (`count_parameters`).
     """
     critic_weights = _critic_weights(size, config)
     policy_state, critic_state = state_bytes(size.parameters, width), state_bytes(critic_weights, width)
@@ -77,6 +84,7 @@ def predict(
             "critic's weights": critic_weights * width,
             "critic's master weights": critic_state.masters,
             "critic's moments": critic_state.moments,
+            "reward models": reward_model_parameters * width,
             **_sampling(size, config, device, width, prompt_tokens),
             "gradients": policy_state.gradients,
             "critic's gradients": critic_state.gradients,

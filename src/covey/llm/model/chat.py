@@ -53,15 +53,33 @@ class Chat:
             if self._appended and tuple(ids[-len(self._appended) :]) == self._appended:
                 ids = ids[: -len(self._appended)]
         else:
-            ids = self.tokenizer(self.render(prompt), add_special_tokens=False)["input_ids"]
-            if not ids:
-                raise ConfigError(
-                    f"the model's chat template makes no text of the messages {_roles(prompt)}: use messages that it "
-                    "knows, or prompts that are plain strings"
-                )
+            ids = self._rendered(prompt, answer_begins=True)
         if not ids:
             raise ConfigError("a prompt is empty: a model needs at least one token to continue from")
         return self._checked(ids)
+
+    def encode_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a chat that ends with the model's answer, by the model's chat template.
+
+        Raises:
+            ConfigError: if the model has no chat template, or it cannot render the messages.
+        """
+        return self._checked(self._rendered(messages, answer_begins=False))
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text within a sequence, without the tokens that a tokenizer adds at its ends."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._checked(ids) if ids else ()
+
+    def _rendered(self, messages: Sequence[Message], *, answer_begins: bool) -> Any:
+        text = self.render(messages, answer_begins=answer_begins)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ConfigError(
+                f"the model's chat template makes no text of the messages {_roles(messages)}: use messages that it "
+                "knows, or prompts that are plain strings"
+            )
+        return ids
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
         if self.embedded is not None and max(ids) >= self.embedded:
@@ -81,8 +99,8 @@ class Chat:
                 return tuple(whole[begin + len(plain) :])
         return ()
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Render the text of a chat, up to the beginning of the model's answer.
+    def render(self, messages: Sequence[Message], *, answer_begins: bool = True) -> str:
+        """Render the text of a chat, up to the beginning of the model's answer, or with it among the messages.
 
         Raises:
             ConfigError: if the model has no chat template, or it cannot render the chat.
@@ -100,7 +118,7 @@ class Chat:
             ) from error
         known = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return render(template, known, self.tokenizer.special_tokens_map)
+            return render(template, known, self.tokenizer.special_tokens_map, answer_begins=answer_begins)
         except TemplateFailed as error:
             raise ConfigError(
                 f"the model's chat template {error} (the roles are {_roles(messages)}): change the prompts or the "

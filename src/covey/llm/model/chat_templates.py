@@ -44,18 +44,31 @@ class TemplateFailed(Exception):
     """A chat template cannot be rendered; one line with the reason."""
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any]) -> str:
-    """Render the text of a chat, up to the beginning of the model's answer.
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, Any],
+    *,
+    answer_begins: bool = True,
+) -> str:
+    """Render the text of a chat.
 
     Args:
         template: the tokenizer's template, in Jinja.
         messages: with role and content.
         special_tokens: name in templates -> the tokenizer's special token.
+        answer_begins: the text ends with the beginning of the model's answer, which follows the messages; if False, the
+            answer is among the messages.
 
     Raises:
         TemplateFailed: if the template does not parse, refuses the messages, does not end or needs too much memory.
     """
-    request = {"template": template, "messages": list(messages), "special_tokens": dict(special_tokens)}
+    request = {
+        "template": template,
+        "messages": list(messages),
+        "special_tokens": dict(special_tokens),
+        "answer_begins": answer_begins,
+    }
     if not isinstance(template, str):
         raise TemplateFailed("is no text")
     if not is_finite(template):
@@ -69,7 +82,7 @@ def reply_to(request: Mapping[str, Any]) -> dict[str, str]:
         rendered: Any = render_jinja_template(
             conversations=[request["messages"]],
             chat_template=request["template"],
-            add_generation_prompt=True,
+            add_generation_prompt=request["answer_begins"],
             **request["special_tokens"],
         )
         text = str(rendered[0][0])

@@ -7,7 +7,7 @@ or missing weights, with an architecture that is no causal language model, or wi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,15 +77,22 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def check_config(fields: dict[str, Any], model: str) -> None:
+def check_config(
+    fields: dict[str, Any],
+    model: str,
+    architectures: Container[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    needed: str = "causal language model: choose a decoder, such as Llama, Qwen or GPT-2",
+) -> None:
     """Refuse the `config.json` of a model that covey does not train.
 
     Args:
         fields: its content.
         model: the model's name in messages.
+        architectures: the model types that are allowed.
+        needed: the kind of these models, with the fix.
 
     Raises:
-        ConfigError: if it is no causal language model of transformers, has code of its own, or is quantised.
+        ConfigError: if it is no such model of transformers, has code of its own, or is quantised.
     """
     kind = fields.get("model_type")
     if not isinstance(kind, str) or not kind:
@@ -93,7 +100,7 @@ def check_config(fields: dict[str, Any], model: str) -> None:
     listed = fields.get("architectures")
     classes = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     named = f"{classes[0]} (model_type {kind!r})" if classes else f"model_type {kind!r}"
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind not in architectures:
         if fields.get("auto_map"):
             raise ConfigError(own_code(model, f"its architecture {named}"))
         if kind not in CONFIG_MAPPING_NAMES:
@@ -101,9 +108,7 @@ def check_config(fields: dict[str, Any], model: str) -> None:
                 f"model {model}: its architecture {named} is unknown to transformers {transformers_version}: choose "
                 "another model, or a newer transformers"
             )
-        raise ConfigError(
-            f"model {model}: {named} is no causal language model: choose a decoder, such as Llama, Qwen or GPT-2"
-        )
+        raise ConfigError(f"model {model}: {named} is no {needed}")
     quantised = fields.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None

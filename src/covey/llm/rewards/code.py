@@ -72,11 +72,6 @@ class CodeRunner:
         self._judge = Judge(sandbox, limits, every_case=options.partial)
         self._executor = ThreadPoolExecutor(options.workers or cpu_count() or 1, thread_name_prefix="covey-program")
 
-    @staticmethod
-    def from_config(config: RewardConfig) -> CodeRunner:
-        """The runner with the options of a [[rewards]] table; errors as of the constructor."""
-        return CodeRunner(CodeOptions(**{option.name: getattr(config, option.name) for option in fields(CodeOptions)}))
-
     workers = 1  # calls of the grader: the programs of one call are already side by side
 
     def start(
@@ -126,6 +121,11 @@ class CodeRunner:
             return str(error)
         except OSError as error:  # no process or no descriptor left on this machine
             return f"the sandbox failed: {one_line(error)}"
+
+
+def code_runner(config: RewardConfig) -> CodeRunner:
+    """The runner with the options of a [[rewards]] table; errors as of `CodeRunner`."""
+    return CodeRunner(CodeOptions(**{option.name: getattr(config, option.name) for option in fields(CodeOptions)}))
 
 
 def code(completions: Sequence[Any], **columns: Any) -> list[float | None]:

@@ -13,6 +13,7 @@ from covey.config.builtin_rewards import BuiltInReward
 from covey.config.fields import check_fields
 from covey.config.validate_rewards import check_reward
 from covey.data import Group, Rollout, Start
+from covey.llm.reward_models.reward import ModelReward
 from covey.llm.rewards.judge import Judge
 from covey.llm.rewards.one_by_one import OneByOne
 from covey.llm.rewards.overlong import overlong
@@ -68,8 +69,11 @@ class WeightedReward:
         )
 
     @staticmethod
-    def from_config(config: RewardConfig) -> WeightedReward:
-        """A reward from its config: a built-in one, a judge, or a function by its name in a process of its own.
+    def from_config(config: RewardConfig, device: str = "auto", precision: str = "auto") -> WeightedReward:
+        """A reward from its config: built in, a judge, a reward model, or a function by its name in its own processes.
+
+        Args:
+            device, precision: of a reward model, as in a recipe.
 
         Raises:
             ConfigError: if a field is invalid or a file is missing. The function itself is not loaded yet.
@@ -80,7 +84,7 @@ class WeightedReward:
         built_in = config.built_in
         return WeightedReward(
             name,
-            _runner(built_in, config),
+            _runner(config, device, precision),
             {} if built_in is None else {option: getattr(config, option) for option in built_in.arguments},
             config.weight,
             config.score,
@@ -149,12 +153,18 @@ class RewardResult:
         return self.value / len(self.steps) if self.value is not None and self.steps else self.value
 
 
-def _runner(reward: BuiltInReward | None, config: RewardConfig) -> RewardRunner:
-    """The way to call a reward; one that is not built in is a judge or a function of the user's."""
-    if reward is None:
-        if config.judge:
-            return Judge(config)
-        return RewardPool(config.function, config.workers or 1, config.timeout_seconds)
+def _runner(config: RewardConfig, device: str, precision: str) -> RewardRunner:
+    """The way to call a reward."""
+    if config.built_in is not None:
+        return _built_in_runner(config.built_in, config)
+    if config.judge:
+        return Judge(config)
+    if config.model:
+        return ModelReward(config, device, precision)
+    return RewardPool(config.function, config.workers or 1, config.timeout_seconds)
+
+
+def _built_in_runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunner:
     if reward.runner:
         runner: RewardRunner = load_function(reward.runner)(config)
         return runner

@@ -1,0 +1,194 @@
+"""Writes a data set of step labels: `covey reward-model label`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from covey.config import ConfigError, RewardConfig, RunConfig, RunError
+from covey.config.builtin_rewards import BUILT_IN_REWARDS
+from covey.config.faults import faults_of
+from covey.config.fields import plural
+from covey.config.files import read_file
+from covey.config.recipe_writing import config_to_dict
+from covey.data import Group
+from covey.experiment.llm import build_machine, build_problem, fit_prompts, load_policy
+from covey.llm.model.architecture import position_limit
+from covey.llm.reward_models.continuation_labels import LabelledCompletion, StepLabeller
+from covey.llm.rewards.step_splitter import StepSplitter
+from covey.tracking.console import Display
+from covey.tracking.run_folder import write_atomically
+from covey.tracking.run_store import encode
+
+PROMPTS_AT_ONCE = 16  # whose completions and continuations are sampled together
+
+
+@dataclass(frozen=True)
+class LabelOptions:
+    """Options of `covey reward-model label`."""
+
+    prompts: int = 64
+    completions: int = 4  # of each prompt
+    continuations: int = 8  # of each step
+    estimate: str = "hard"  # the column "labels": hard or soft
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Result of a labelling."""
+
+    completions: int  # that were written
+    left_out: int  # because the verifier failed
+    steps: int
+    right_steps: int  # by the hard estimate
+    right: int  # completions
+
+
+def label_steps(config: RunConfig, options: LabelOptions, output: Path) -> Labelled:
+    """Sample completions of the task's training prompts and label their steps.
+
+    Args:
+        config: task, verifier, model, sampling limits, step boundary, seed and machine are used.
+        output: JSONL file, which does not exist yet: TRL's stepwise format with the columns of the prompt and both
+            estimates. An interrupted call with the same arguments is continued.
+
+    Raises:
+        ConfigError: if the config has no reward that is 1 or 0; for the first mistake in it.
+        RunError: if nothing could be labelled.
+    """
+    config = replace(config, rewards=verifier_of(config), loss=replace(config.loss, credit="outcome"))
+    problem = build_problem(config)
+    splitter = StepSplitter(config.process.boundary)
+    display = Display(title="covey: step labels")
+    try:
+        if problem.grader.score_kind != "accuracy":
+            raise ConfigError(
+                "the task's reward is not always 1 or 0, so it cannot verify completions: name a binary reward in "
+                "[[rewards]], such as numeric, or your own function with binary = true"
+            )
+        loaded = load_policy(config, build_machine(config.device, config.precision, config.threads))
+        module_config = loaded.policy.module.config
+        problem = fit_prompts(problem, config, loaded.chat, module_config, display.note)
+        splitter.chat = loaded.chat
+        sampling = config.sampling
+        labeller = StepLabeller(
+            loaded.sampler.generator, loaded.chat, splitter, problem.grader, config.seed, sampling.max_new_tokens,
+            sampling.temperature, options.continuations, max_rows=sampling.rows_at_once,
+            positions=position_limit(module_config),
+        )  # fmt: skip
+        display.note(
+            f"{plural(options.prompts, 'prompt')} x {plural(options.completions, 'completion')}, "
+            f"{plural(options.continuations, 'continuation')} from every step; {loaded.policy.backend.describe()}"
+        )
+        draft = _Draft(output, config, options)
+        with display, display.progress("labelling", options.prompts) as advance:
+            advance(draft.done)
+            for first in range(draft.done, options.prompts, PROMPTS_AT_ONCE):
+                count = min(PROMPTS_AT_ONCE, options.prompts - first)
+                starts = problem.task.draw(config.seed, 1, count, first=first, before=first)
+                groups = loaded.sampler.sample(starts, options.completions, 1)
+                labelled = labeller.label(groups, iteration=1)
+                draft.add(first + count, [_record(groups, one, options.estimate) for one in labelled])
+                advance(count)
+    finally:
+        problem.grader.close()
+        splitter.close()
+    if not draft.records:
+        raise RunError("no completion could be labelled, because the verifier failed on all of them")
+    draft.publish()
+    return Labelled(
+        len(draft.records),
+        options.prompts * options.completions - len(draft.records),
+        sum(len(record["hard"]) for record in draft.records),
+        sum(int(label) for record in draft.records for label in record["hard"]),
+        sum(record["right"] for record in draft.records),
+    )
+
+
+class _Draft:
+    """The labels so far, in a file beside the output, with which an interrupted command continues.
+
+    Labels are a function of the settings, so that the result is the same. The first line has the settings, each further
+    one the records of some prompts.
+    """
+
+    def __init__(self, output: Path, config: RunConfig, options: LabelOptions) -> None:
+        """Raises ConfigError for a draft of other settings."""
+        self.output = output
+        self.path = output.with_name(output.name + ".unfinished")
+        self.done = 0  # prompts
+        self.records: list[dict[str, Any]] = []
+        settings = json.loads(json.dumps({"config": config_to_dict(config), "options": asdict(options)}))
+        if not self.path.exists():
+            write_atomically(self.path, encode(settings) + b"\n")
+            return
+        first, *lines = read_file(self.path, 1 << 32).split(b"\n")
+        if _parsed(first) != settings:
+            raise ConfigError(
+                f"{self.path} has labels of a command with other settings: repeat that one, or delete the file"
+            )
+        whole = len(first) + 1
+        for line in lines:
+            part = _parsed(line)
+            if part is None:  # the line that a crash cut
+                break
+            self.done = part["done"]
+            self.records += part["records"]
+            whole += len(line) + 1
+        with faults_of(self.path), open(self.path, "r+b") as file:
+            file.truncate(whole)
+
+    def add(self, done: int, records: list[dict[str, Any]]) -> None:
+        """Append the records of the prompts up to `done`."""
+        self.done = done
+        self.records += records
+        with faults_of(self.path), open(self.path, "ab") as file:
+            file.write(encode({"done": done, "records": records}) + b"\n")
+
+    def publish(self) -> None:
+        """Write the output and remove the draft."""
+        write_atomically(self.output, b"".join(encode(record) + b"\n" for record in self.records))
+        with faults_of(self.path):
+            self.path.unlink()
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def verifier_of(config: RunConfig) -> tuple[RewardConfig, ...]:
+    """The reward that verifies completions: the binary one with score = true, else the first binary one; empty for the
+    task's own reward, if the config names none.
+
+    Raises:
+        ConfigError: if the config has rewards, but none that is 1 or 0.
+    """
+    binary = [reward for reward in config.rewards if reward.is_binary]
+    if config.rewards and not binary:
+        example = next(name for name, reward in BUILT_IN_REWARDS.items() if reward.binary)
+        raise ConfigError(
+            f"no reward of the recipe is always 1 or 0, so none can verify completions: add a [[rewards]] table with "
+            f'name = "{example}" (weight = 0.0 and score = true), or your own function with binary = true'
+        )
+    preferred = sorted(binary, key=lambda reward: not reward.score)[:1]
+    return tuple(replace(reward, weight=1.0, score=True) for reward in preferred)
+
+
+def _record(groups: Sequence[Group], one: LabelledCompletion, estimate: str) -> dict[str, Any]:
+    start = groups[one.group].start
+    hard, soft = list(one.hard), list(one.soft)
+    return {
+        "prompt": start.prompt,
+        "completions": list(one.steps),
+        "labels": [bool(label) for label in hard] if estimate == "hard" else soft,
+        "hard": hard,
+        "soft": soft,
+        "right": one.right,
+        "columns": dict(start.columns),
+    }

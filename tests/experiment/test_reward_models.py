@@ -1,0 +1,182 @@
+"""`covey reward-model`: a training from the command line, its folder, its resume after SIGKILL, its mistakes."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from helpers.run_helpers import Moment, covey
+from helpers.tiny_models import tiny_folder
+
+WORDS = ["--precision", "fp32", "--threads", "1", "--batch-size", "4", "--learning-rate", "1e-3"]
+
+
+def lines(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def make_data(folder: Path) -> None:
+    source = random.Random(0)
+    pairs, grades, steps = [], [], []
+    for _ in range(24):
+        a, b = source.randint(1, 9), source.randint(1, 9)
+        prompt, wrong = [{"role": "user", "content": f"{a}+{b}="}], str(a + b + source.choice((1, 2)))
+        pairs.append({"prompt": prompt, "chosen": str(a + b), "rejected": wrong})
+        grades.append({"prompt": prompt, "completion": wrong, "grade": source.random() < 0.5})
+        steps.append({"prompt": f"{a}+{b}=", "completions": ["add", wrong], "labels": [True, source.random() < 0.5]})
+    lines(folder / "pairs.jsonl", *pairs)
+    lines(folder / "grades.jsonl", *grades)
+    lines(folder / "numbers.jsonl", *[record | {"grade": 3.0 * record["grade"]} for record in grades])
+    lines(folder / "steps.jsonl", *steps)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward_models")
+    tiny_folder(folder / "tiny")
+    make_data(folder)
+    return folder
+
+
+@pytest.mark.parametrize("data", ["pairs", "grades", "numbers", "steps"])
+def test_a_training_writes_a_model_that_transformers_loads_and_says_what_to_do_next(data: str, place: Path) -> None:
+    run_dir = place / f"run-{data}"
+    words = ["reward-model", "train", f"{data}.jsonl", "--model", "tiny", "--run-dir", run_dir, *WORDS]
+    code, said = covey(*words, cwd=place)
+    assert code == 0, said
+    last = said.strip().splitlines()[-1]
+    per_step = "per_step = true and " if data == "steps" else ""
+    assert last == f'Use it as a reward in a recipe: [[rewards]] with {per_step}model = "{run_dir}"'
+    names = {entry.name for entry in run_dir.iterdir()}
+    picture = set() if data == "numbers" else {"reliability.png"}
+    assert names == picture | {
+        "reward_model.json", "metrics.jsonl", "checkpoints", "model", "summary.json", "covey.lock"
+    }  # fmt: skip
+    auto: Any = AutoModelForTokenClassification if data == "steps" else AutoModelForSequenceClassification
+    _, info = auto.from_pretrained(run_dir / "model", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    scale = json.loads((run_dir / "model" / "covey_reward_model.json").read_text())
+    assert (scale["mean"] is None) == (data == "steps")
+    assert data == "steps" or (scale["deviation"] > 0 and scale["count"] > 20)
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics if "loss" in line] == list(range(1, 7))
+    assert [line["step"] for line in metrics if "held_out/loss" in line] == [0, 6]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["held_out"]["loss"] > 0
+
+    picture_file = place / f"{data}.png"
+    code, said = covey(
+        "reward-model", "eval", run_dir, f"{data}.jsonl", "--picture", picture_file, "--precision", "fp32", cwd=place
+    )
+    assert code == 0, said
+    assert picture_file.exists() == (data != "numbers")
+    assert "  loss " in said
+
+    code, said = covey("reward-model", "train", "--resume", run_dir, cwd=place)
+    assert code == 2
+    assert "is finished" in said
+    code, said = covey(*words, cwd=place)
+    assert code == 2
+    assert f"continue it with covey reward-model train --resume {run_dir}" in said
+
+
+@pytest.mark.parametrize("data", ["pairs", "steps"])
+def test_a_training_killed_again_and_again_ends_with_the_same_bits(data: str, place: Path) -> None:
+    def words(run_dir: str) -> list[object]:
+        return [
+            "reward-model", "train", f"{data}.jsonl", "--model", "tiny", "--run-dir", run_dir, *WORDS,
+            "--epochs", "2", "--checkpoint-every", "2",
+        ]  # fmt: skip
+
+    whole, killed = f"whole-{data}", f"killed-{data}"
+    code, said = covey(*words(whole), cwd=place)
+    assert code == 0, said
+    source = random.Random(data)
+    command = words(killed)
+    for step in (1, 3, 6, 8, 12):
+        calls = source.randint(0, 3_000)
+        code, said = covey(*command, cwd=place, moment=Moment(step, calls))
+        if code == 0:  # it ended before the moment
+            break
+        assert code == -9, said
+        assert not (place / killed / "summary.json").exists()
+        command = ["reward-model", "train", "--resume", killed]
+    if not (place / killed / "summary.json").exists():
+        code, said = covey("reward-model", "train", "--resume", killed, cwd=place)
+        assert code == 0, said
+    expected, found = (load_file(place / name / "model" / "model.safetensors") for name in (whole, killed))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert bool((tensor == found[name]).all()), name
+    for name in ("model/covey_reward_model.json", "summary.json", "reliability.png"):
+        assert (place / killed / name).read_bytes() == (place / whole / name).read_bytes(), name
+
+    def metrics(run_dir: str) -> list[dict[str, Any]]:
+        text = (place / run_dir / "metrics.jsonl").read_text()
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in text.splitlines()]
+
+    assert metrics(killed) == metrics(whole)
+
+
+def test_changed_data_and_damaged_checkpoints(place: Path) -> None:
+    run_dir = place / "changed"
+    shutil.copy(place / "pairs.jsonl", place / "own.jsonl")
+    words = ["reward-model", "train", "own.jsonl", "--model", "tiny", "--run-dir", run_dir, *WORDS]
+    code, _ = covey(*words, "--checkpoint-every", "2", cwd=place, moment=Moment(5))
+    assert code == -9
+    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+    assert newest.name == "step-00000004"
+    tensors = newest / "tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    data = (place / "own.jsonl").read_text()
+    (place / "own.jsonl").write_text(data.replace("+", "-"))
+    code, said = covey("reward-model", "train", "--resume", run_dir, cwd=place)
+    assert code == 2
+    assert "own.jsonl has changed since the training began" in said
+    (place / "own.jsonl").write_text(data)
+    code, said = covey("reward-model", "train", "--resume", run_dir, cwd=place)
+    assert code == 0, said
+    assert "resuming after step 2" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train"], "name the data, such as: covey reward-model train pairs.jsonl"),
+        (["train", "nothing.jsonl"], "nothing.jsonl"),
+        (["train", "pairs.jsonl", "--model", "nowhere/at/all"], "there is no folder nowhere/at/all"),
+        (["train", "pairs.jsonl", "--batch-size", "0"], "batch_size must be at least 1"),
+        (["train", "pairs.jsonl", "--batch-size", "many"], "--batch-size must be an integer"),
+        (["train", "pairs.jsonl", "--batchsize", "4"], "did you mean '--batch-size'?"),
+        (["train", "pairs.jsonl", "--held-out", "steps.jsonl"], "has another kind of data"),
+        (["train", "pairs.jsonl", "--held-out", "pairs.jsonl"], "this prompt is also in"),
+        (["train", "pairs.jsonl", "--run-dir", "tiny"], "tiny is not empty"),
+        (["train", "pairs.jsonl", "--resume", "tiny"], "leave out the other words"),
+        (["train", "--resume", "tiny"], "there is no training of a reward model to resume in tiny"),
+        (["train", "grades.jsonl", "--center", "0.1"], "center is for preference pairs"),
+        (["train", "pairs.jsonl", "--step-separator", ""], "step_separator is empty"),
+        (["train", "pairs.jsonl", "--max-tokens", "3"], "set --long-examples drop"),
+        (["eval", "tiny", "pairs.jsonl"], "is a language model, no reward model: train one with"),
+        (["eval", "tiny", "pairs.jsonl", "--picture", "x.gif"], "no reward model"),
+        (["judge"], "invalid choice: 'judge'"),
+        ([], "the following arguments are required: ACTION"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, place: Path) -> None:
+    code, said = covey("reward-model", *words, cwd=place)
+    assert code == 2, said
+    assert message in said
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "Traceback" not in said
+    assert not list((place / "runs").glob("*"))  # no folder is left

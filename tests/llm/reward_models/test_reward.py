@@ -1,0 +1,223 @@
+"""A reward model as a reward of a run: its scores, options, failures, and runs that it trains."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from covey.config import ConfigError, RewardConfig
+from covey.config.reward_models import RewardModelKind
+from covey.data import EndReason, Group, Rollout, Start
+from covey.llm.grader import RewardGrader, build_grader
+from covey.llm.reward_models.loading import load_reward_model
+from covey.llm.reward_models.model import RewardModel, ScoreScale
+from helpers.reward_models import tiny_reward_model
+from helpers.run_helpers import covey, reproducible_metrics
+from helpers.tiny_models import tiny_folder
+
+TEXTS = ("5", "six", "7\n8 or\n9", "")
+CPU = torch.device("cpu")
+
+
+def saved(folder: Path, kind: RewardModelKind, scale: ScoreScale | None = None) -> RewardModel:
+    model = tiny_reward_model(kind)
+    model.scale = scale or model.scale
+    model.save(folder)
+    return load_reward_model(str(folder), dtype=torch.float32, device=CPU)
+
+
+def groups(texts: tuple[str, ...] = TEXTS) -> list[Group]:
+    def rollout(text: str) -> Rollout:
+        return Rollout((1, 2), [5, 6, 1], [0.0, 0.0, 0.0], EndReason.STOP, text=text)
+
+    return [Group(Start(number, prompt), list(map(rollout, texts))) for number, prompt in enumerate(("2+3=", "1+1="))]
+
+
+def grader(**fields: Any) -> RewardGrader:
+    return build_grader([RewardConfig(**fields)], [], device="cpu", precision="fp32")
+
+
+def graded(**fields: Any) -> list[Rollout]:
+    return [rollout for group in grader(**fields).grade(groups()) for rollout in group.rollouts]
+
+
+def rewards(**fields: Any) -> list[float | None]:
+    return [rollout.reward for rollout in graded(**fields)]
+
+
+def test_an_outcome_score_is_standardised_and_clipped(tmp_path: Path) -> None:
+    model = saved(tmp_path, RewardModelKind.OUTCOME, ScoreScale(mean=0.5, deviation=2.0, count=9))
+    assert model.scale == ScoreScale(mean=0.5, deviation=2.0, count=9)
+    raw = torch.cat(
+        model.scores([model.encoder.outcome(group.start.prompt, r.text) for group in groups() for r in group.rollouts])
+    )
+    standard = (raw - 0.5) / 2
+    bound = float(standard.abs().median())
+
+    def close(found: list[float | None], expected: torch.Tensor) -> bool:
+        return torch.allclose(torch.tensor(found), expected, atol=1e-5)
+
+    name = str(tmp_path)
+    assert close(rewards(model=name), standard)
+    assert close(rewards(model=name, standardise=True), standard)
+    assert close(rewards(model=name, standardise=False), raw)
+    assert close(rewards(model=name, clip=bound), standard.clamp(-bound, bound))
+    assert bool((standard < -bound).any() or (standard > bound).any())
+    assert close(rewards(model=name, weight=-3.0), -3 * standard)
+
+
+def test_the_raw_scores_are_metrics_of_the_run(tmp_path: Path) -> None:
+    model = saved(tmp_path, RewardModelKind.OUTCOME, ScoreScale(mean=0.5, deviation=2.0, count=9))
+    found = grader(model=str(tmp_path)).grade(groups())
+    row = model.encoder.outcome("2+3=", "5")
+    assert found[0].logged["reward_model/raw_score"][0] == pytest.approx(float(model.scores([row])[0]), abs=1e-5)
+
+
+def test_a_step_is_paid_the_probability_that_it_is_right(tmp_path: Path) -> None:
+    model = saved(tmp_path, RewardModelKind.PROCESS)
+    expected = model.scores([model.encoder.process("2+3=", ["7\n", "8 or\n", "9"])])[0].sigmoid()
+    assert len(expected) == 3
+    name = str(tmp_path)
+    parts = graded(model=name, per_step=True)[2]
+    assert parts.reward == pytest.approx(float(expected.sum()), abs=1e-5)
+    # The differences add up to the last score.
+    assert rewards(model=name, per_step=True, step_differences=True)[2] == pytest.approx(float(expected[-1]), abs=1e-5)
+    for aggregate, value in {
+        "": expected.min(),
+        "min": expected.min(),
+        "product": expected.prod(),
+        "mean": expected.mean(),
+        "last": expected[-1],
+    }.items():
+        assert rewards(model=name, aggregate=aggregate)[2] == pytest.approx(float(value), abs=1e-5), aggregate
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"standardise": False}])
+def test_a_score_that_is_not_finite_is_a_failure_and_no_reward(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, RewardModelKind.OUTCOME, ScoreScale(mean=0.0, deviation=1.0, count=2))
+    scores = RewardModel.scores
+
+    def one_nan(model: RewardModel, rows: list[Any], *more: Any) -> list[torch.Tensor]:
+        return [torch.tensor([math.nan]), *scores(model, rows, *more)[1:]]
+
+    monkeypatch.setattr(RewardModel, "scores", one_nan)
+    first, *others = graded(model=str(tmp_path), **options)
+    assert first.reward is None
+    assert all(other.reward is not None for other in others)
+
+
+def test_a_completion_beyond_the_models_limit_is_not_graded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, RewardModelKind.OUTCOME)
+    (config := json.loads((tmp_path / "config.json").read_text()))["max_position_embeddings"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = [
+        r.reward
+        for group in grader(model=str(tmp_path)).grade(groups(("5", "1", "2", "3", "4", "987654")))
+        for r in group.rollouts
+    ]
+    assert [reward is None for reward in found] == [False] * 5 + [True] + [False] * 5 + [True]
+    assert "takes at most 8 tokens, and 2 of 12 completions are longer" in caplog.text
+
+
+def test_the_model_is_loaded_in_the_dry_run_and_mistakes_are_one_line(tmp_path: Path) -> None:
+    outcome, process = tmp_path / "outcome", tmp_path / "process"
+    saved(outcome, RewardModelKind.OUTCOME)
+    saved(process, RewardModelKind.PROCESS)
+    language = tiny_folder(tmp_path / "language")
+    starts = [Start(0, "2+3=", {"answer": "5"})]
+
+    def refused(message: str, **fields: Any) -> None:
+        with pytest.raises(ConfigError, match=message) as caught:
+            grader(**fields).check(starts)
+        assert "\n" not in str(caught.value)
+
+    refused("is a language model, no reward model: train one with", model=str(language))
+    refused("there is no folder", model=str(tmp_path / "nothing" / "here"))
+    refused("outcome reward model, which scores whole completions", model=str(outcome), per_step=True)
+    refused("has no mean and deviation", model=str(outcome), standardise=True)
+    refused("aggregate is for process reward models", model=str(outcome), aggregate="mean")
+    refused("clip is for outcome reward models", model=str(process), per_step=True, clip=1.0)
+    refused("standardise is for outcome reward models", model=str(process), standardise=True)
+    refused("step_differences = true without per_step", model=str(process), step_differences=True)
+    refused("aggregate and per_step", model=str(process), aggregate="min", per_step=True)
+    refused("clip, which only reward models use", name="numeric", clip=1.0)
+    refused("name and model: give exactly one", name="numeric", model=str(outcome))
+    refused("neither name nor function nor model")
+    refused("binary = true, which is for functions", model=str(outcome), binary=True)
+    grader(model=str(outcome)).check(starts)
+    grader(model=str(process), per_step=True).check(starts)
+
+
+RECIPE = """
+model = "{policy}"
+steps = 2
+threads = 1
+precision = "fp32"
+
+[task]
+name = "arithmetic"
+digits = [1]
+
+[[rewards]]
+model = "{reward}"
+{more}
+
+[[rewards]]
+name = "numeric"
+weight = 0.0
+score = true
+
+[sampling]
+prompts_per_step = 2
+group_size = 4
+max_new_tokens = 8
+
+[loss]
+credit = "{credit}"
+
+[update]
+learning_rate = 1e-3
+
+[evaluation]
+problems = 4
+
+[checkpoint]
+every = 1
+"""
+
+
+@pytest.mark.parametrize("kind", list(RewardModelKind))
+def test_a_run_is_trained_by_a_reward_model(kind: RewardModelKind, tmp_path: Path) -> None:
+    by_step = kind is RewardModelKind.PROCESS
+    saved(tmp_path / "reward", kind)
+    recipe = tmp_path / "recipe.toml"
+    text = RECIPE.format(
+        policy=tiny_folder(tmp_path / "policy", seed=3), reward=tmp_path / "reward",
+        more="per_step = true" if by_step else "clip = 3.0", credit="process_return_to_go" if by_step else "outcome",
+    )  # fmt: skip
+    recipe.write_text(text)
+    code, said = covey("check", recipe, cwd=tmp_path)
+    assert code == 0, said
+    assert "reward models" in said
+    code, said = covey("train", recipe, "--run-dir", "run", cwd=tmp_path)
+    assert code == 0, said
+    lines = reproducible_metrics(tmp_path / "run")
+    assert len(lines) == 2
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    ]
+    assert len({record["reward_parts"]["reward_model"] for record in records}) > 4
+    assert all(record["reward"] == pytest.approx(record["reward_parts"]["reward_model"]) for record in records)
+    (tmp_path / "run" / "summary.json").unlink()
+    with open(tmp_path / "reward" / "config.json", "a") as file:
+        file.write(" ")
+    code, said = covey("train", "--resume", "run", cwd=tmp_path)
+    assert code == 2
+    assert "has changed since the run began" in said
