@@ -290,7 +290,7 @@ class RewardFields:
     length_both_sides: bool = config_field(
         False, "length: completions shorter than length_target have a penalty too", advanced=True
     )
-    ngram_size: int = config_field(3, "repetition: units of an n-gram", min=1, max=1000, advanced=True)
+    ngram_size: int = config_field(3, "repetition: units of an n-gram", min=1, max=100, advanced=True)
     scripts: tuple[str, ...] = config_field(
         (), "language: Unicode scripts of the wanted language", choices=SCRIPTS, advanced=True
     )

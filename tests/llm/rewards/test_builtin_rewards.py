@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -63,6 +64,47 @@ def test_the_worker_needs_neither_torch_nor_transformers():
     imports = f"import sys, covey.llm.rewards.worker, {', '.join(sorted(modules))}"
     code = f"{imports}; print({{'torch', 'transformers'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+HOSTILE = [
+    "<think>",
+    "</think>",
+    "<answer>",
+    "\\boxed{",
+    "\\frac{1}{",
+    "answer is ",
+    "1,111",
+    "#### ",
+    "a",
+    "語",
+    "\\a",
+    " \n",
+]
+OPTIONS = {"answer_column": "answer", "tags": ("think", "answer"), "first_tag_in_prompt": True, "unit": "characters",
+           "length_target": 1, "length_limit": 9, "length_shape": "cosine", "length_both_sides": True,
+           "ngram_size": 100, "scripts": ("han",)}  # fmt: skip
+IN_PROCESS = [
+    *(entry.function for entry in BUILT_IN_REWARDS.values() if not (entry.own_process or entry.one_by_one)),
+    *(entry.shortcut for entry in BUILT_IN_REWARDS.values() if entry.shortcut),
+]
+
+
+@pytest.mark.parametrize("function", IN_PROCESS)
+def test_long_hostile_completions_take_no_time_in_the_runs_own_process(function):
+    """A reward that may need more than time linear in the text has to run in a process that can be ended."""
+    call = load_function(function)
+    began = time.process_time()
+    for piece in HOSTILE:
+        text = piece * (20_000 // len(piece))
+        columns = {"answer": ["5"], "numbers": [[1]], "target": [1]}
+        if "steps" in inspect.signature(call).parameters:
+            columns = {"answer": [[5]], "steps": [[text]]}
+        taken = {name: value for name, value in OPTIONS.items() if name in inspect.signature(call).parameters}
+        arguments = {"completions": [text], "completion_ids": [[1] * len(text)], **columns, **taken}
+        known = inspect.signature(call).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        assert len(call(**{name: value for name, value in arguments.items() if takes_all or name in known})) == 1
+    assert time.process_time() - began < 20.0, "seconds of the processor, of a tenth that is expected"
 
 
 # ---- the table ----
