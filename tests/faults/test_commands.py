@@ -143,11 +143,12 @@ def test_check_says_that_the_code_for_a_model_of_the_hub_is_chosen_later(folder)
     assert "someone/absent is not on this machine yet: the code that computes it is chosen when" in words_of(output)
 
 
-def test_check_loads_no_model_that_is_too_large(folder):
+def test_check_loads_no_model_whose_run_is_too_large(folder):
     large = shutil.copytree(folder / "model", folder / "large")
     described = json.loads((large / "config.json").read_text())
-    (large / "config.json").write_text(json.dumps(described | {"hidden_size": 2**20}))
-    code, output = covey("check", "tiny.toml", "--model", large, cwd=folder)
+    (large / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 2**30}))
+    limits = "--max-new-tokens", 10**6, "--microbatch-tokens", 10**9
+    code, output = covey("check", "tiny.toml", "--model", large, *limits, cwd=folder)
     assert code == 0, output
     assert "was not loaded, because a run needs more memory than this machine has" in words_of(output)
 
