@@ -29,23 +29,25 @@ from covey.config.control import (
 )
 from covey.config.llm import (
     EMBEDDED_MODELS,
+    CriticConfig,
+    EvaluationConfig,
+    LossConfig,
+    ProcessConfig,
+    ReferenceConfig,
+    RunConfig,
+    SamplingConfig,
+    UpdateConfig,
+)
+from covey.config.rewards import RewardConfig
+from covey.config.tasks import (
     TASK_CONFIGS,
     ArithmeticConfig,
     CodeFunctionsConfig,
     CountdownConfig,
-    CriticConfig,
-    EvaluationConfig,
     HumanEvalConfig,
     JsonlConfig,
-    LossConfig,
-    ProcessConfig,
     ReasoningGymConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RunConfig,
     RunningTotalConfig,
-    SamplingConfig,
-    UpdateConfig,
     WordProblemsConfig,
 )
 

@@ -15,7 +15,9 @@ from covey.config.builtin_rewards import BuiltInReward
 from covey.config.common import ConfigError
 from covey.config.control import ControlConfig
 from covey.config.fields import check_fields, iter_fields, toml_repr
-from covey.config.llm import TASK_CONFIGS, RewardConfig, RunConfig
+from covey.config.llm import RunConfig
+from covey.config.rewards import RewardConfig
+from covey.config.tasks import TASK_CONFIGS
 from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, largest_divisor
 from covey.config.validate_collection import NOT_BY_GROUP
 from covey.config.validate_rewards import check_normalization

@@ -9,8 +9,9 @@ from covey.config.arrow_file import data_files
 from covey.config.control import ControlConfig
 from covey.config.faults import faults_of
 from covey.config.files import user_path
-from covey.config.llm import JsonlConfig, RunConfig
+from covey.config.llm import RunConfig
 from covey.config.reward_models import model_files
+from covey.config.tasks import JsonlConfig
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:

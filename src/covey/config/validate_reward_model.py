@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from covey.config.common import ConfigError
-from covey.config.llm import RewardConfig
 from covey.config.reward_models import reward_model_fault
+from covey.config.rewards import RewardConfig
 
 OPTIONS = ("standardise", "clip", "step_differences", "aggregate")
 

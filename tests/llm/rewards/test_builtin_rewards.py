@@ -117,7 +117,7 @@ def test_every_entry_is_a_function_that_takes_its_options(name):
     assert set(entry.arguments) <= set(parameters)
     assert set(entry.required) <= set(entry.options)
     assert {option for option in parameters if option in FIELDS} == set(entry.arguments)
-    assert ("workers" in entry.options) == (entry.one_by_one or entry.own_process)
+    assert ("workers" in entry.options) == (entry.one_by_one or entry.own_process or bool(entry.runner))
     if entry.shortcut:
         assert set(entry.arguments) <= set(inspect.signature(load_function(entry.shortcut)).parameters)
     assert ("steps" in parameters) == entry.per_step

@@ -5,7 +5,7 @@ import unicodedata
 import pytest
 
 from covey.config import ConfigError, RewardConfig
-from covey.config.llm import SCRIPTS
+from covey.config.rewards import SCRIPTS
 from covey.llm.grader import build_grader
 from covey.llm.rewards.language import script_share
 

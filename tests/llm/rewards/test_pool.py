@@ -253,7 +253,7 @@ def test_a_reward_in_this_process_is_called_once_for_the_step():
 
 
 def test_workers_are_for_functions_with_processes_of_their_own():
-    with pytest.raises(ConfigError, match="sets workers, which only the math, format or reasoning_gym rewards use"):
+    with pytest.raises(ConfigError, match="sets workers, which only the math, format, reasoning_gym or code"):
         check_reward(RewardConfig(name="numeric", workers=2), "reward numeric")
     check_reward(RewardConfig(name="format", pattern="a", workers=2), "reward format")
 

@@ -1,0 +1,123 @@
+"""The [task] tables of a recipe for a language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from covey.config.common import config_field
+
+
+@dataclass(frozen=True)
+class ArithmeticConfig:
+    digits: tuple[int, ...] = config_field((2,), "digits of an operand, drawn evenly from this list", min=1, max=12)
+    operators: tuple[str, ...] = config_field(
+        ("+", "-"), "drawn evenly from this list of + - *", choices=("+", "-", "*")
+    )
+    terms: tuple[int, ...] = config_field(
+        (2,), "numbers in an expression, drawn evenly from this list", min=2, max=100, advanced=True
+    )
+    negative: bool = config_field(False, "allow answers below 0, such as that of 17 - 45", advanced=True)
+    instruction: str = config_field("Reply with the number only.", "sentence added to the question", advanced=True)
+    held_out_digits: tuple[int, ...] = config_field(
+        (),
+        "digits of an operand in held-out problems; empty: as in training",
+        min=1,
+        max=12,
+        advanced=True,
+    )
+
+
+@dataclass(frozen=True)
+class CountdownConfig:
+    numbers: int = config_field(3, "given numbers", min=2, max=6)
+    largest: int = config_field(20, "largest given number", min=2, advanced=True)
+    operators: tuple[str, ...] = config_field(
+        ("+", "-", "*"), "operators that a solution may use, of + - * /", choices=("+", "-", "*", "/")
+    )
+
+
+@dataclass(frozen=True)
+class WordProblemsConfig:
+    steps: tuple[int, ...] = config_field(
+        (2,), "reasoning steps of a problem, drawn evenly from this list (1 to 4)", min=1, max=4
+    )
+    largest: int = config_field(20, "largest number in a problem", min=2, advanced=True)
+
+
+@dataclass(frozen=True)
+class RunningTotalConfig:
+    steps: tuple[int, ...] = config_field(
+        (3,), "additions and subtractions, drawn evenly from this list", min=1, max=12
+    )
+    largest: int = config_field(5, "largest number in a problem", min=2, advanced=True)
+    examples: int = config_field(3, "solved examples before the problem", min=0, max=3, advanced=True)
+
+
+@dataclass(frozen=True)
+class CodeFunctionsConfig:
+    cases: int = config_field(6, "hidden cases of a function", min=2, max=100, advanced=True)
+    steps: tuple[int, ...] = config_field(
+        (1,), "operations that a function combines, drawn evenly from this list (1 or 2)", min=1, max=2
+    )
+    examples: int = config_field(2, "solved examples before the problem", min=0, max=2, advanced=True)
+
+
+@dataclass(frozen=True)
+class HumanEvalConfig:
+    held_out_fraction: float = config_field(
+        0.5,
+        "fraction of the 164 problems that is held out for evaluation; the others are for training",
+        above=0,
+        below=1,
+    )
+
+
+@dataclass(frozen=True)
+class JsonlConfig:
+    path: str = config_field(
+        "",
+        "JSONL or Parquet file, or a folder of the package datasets (save_to_disk); each row has a 'prompt' (string or "
+        "chat messages) and any other columns",
+    )
+    held_out_path: str = config_field("", "such a file of held-out prompts; empty takes held_out_fraction of `path`")
+    held_out_fraction: float = config_field(
+        0.1,
+        "fraction of the different prompts of `path` that is held out for evaluation, at least one",
+        above=0,
+        below=1,
+    )
+    overlap: str = config_field(
+        "refuse",
+        "a line of `path` whose prompt is also in `held_out_path`: refuse the run, or drop the line from training",
+        choices=("refuse", "drop"),
+        advanced=True,
+    )
+
+
+@dataclass(frozen=True)
+class ReasoningGymConfig:
+    source_dataset: str = config_field(
+        "chain_sum", "name of a data set of the package reasoning_gym, such as chain_sum or leg_counting"
+    )
+    options: tuple[str, ...] = config_field(
+        (), 'options of the data set, each as in a TOML file: ["max_animals = 4", "min_animals = 2"]'
+    )
+    instruction: str = config_field(
+        "Give the final answer between <answer> and </answer>.", "sentence added to the question", advanced=True
+    )
+    held_out_problems: int = config_field(
+        256, "problems that are held out from training; evaluation.problems of them are used", min=1, max=100_000,
+        advanced=True,
+    )  # fmt: skip
+
+
+TASK_CONFIGS: dict[str, type] = {
+    "arithmetic": ArithmeticConfig,
+    "countdown": CountdownConfig,
+    "word_problems": WordProblemsConfig,
+    "running_total": RunningTotalConfig,
+    "code_functions": CodeFunctionsConfig,
+    "human_eval": HumanEvalConfig,
+    "jsonl": JsonlConfig,
+    "reasoning_gym": ReasoningGymConfig,
+}
