@@ -149,7 +149,7 @@ def test_the_model_is_loaded_in_the_dry_run_and_mistakes_are_one_line(tmp_path: 
     refused("aggregate and per_step", model=str(process), aggregate="min", per_step=True)
     refused("clip, which only reward models use", name="numeric", clip=1.0)
     refused("name and model: give exactly one", name="numeric", model=str(outcome))
-    refused("neither name nor function nor model")
+    refused("neither name nor function nor judge nor model")
     refused("binary = true, which is for functions", model=str(outcome), binary=True)
     grader(model=str(outcome)).check(starts)
     grader(model=str(process), per_step=True).check(starts)

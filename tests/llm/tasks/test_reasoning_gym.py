@@ -18,7 +18,7 @@ from covey.config.validate import check_task
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.rewards.reasoning_gym_process import is_plain_expression
-from covey.llm.rewards.runner import RewardProcess
+from covey.llm.rewards.reward_process import RewardProcess
 from covey.llm.tasks import ReasoningGym
 from covey.llm.tasks.reasoning_gym import PROCESS
 
@@ -251,6 +251,6 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPat
 
 def test_a_recipe_with_the_task_is_read(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(
-        '[task]\nname = "reasoning_gym"\ngenerator = "leg_counting"\noptions = ["max_animals = 4"]\n'
+        '[task]\nname = "reasoning_gym"\nsource_dataset = "leg_counting"\noptions = ["max_animals = 4"]\n'
     )
     assert read_recipe(tmp_path / "r.toml").task == ReasoningGymConfig("leg_counting", ("max_animals = 4",))  # type: ignore[union-attr]
