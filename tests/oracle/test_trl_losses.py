@@ -20,6 +20,7 @@ from torch import Tensor
 from covey import algorithms
 from covey.algorithms import Algorithm
 from covey.algorithms.advantages import outcome
+from covey.algorithms.kl_penalty import KLInLoss
 from covey.core import baselines, kl, loss_weights
 from covey.data import Batch
 from helpers.tiny_models import tiny_folder
@@ -186,7 +187,7 @@ def test_bias_corrected_kl(name, folder, agree):
         def corrected(current_BT: Tensor, reference_BT: Tensor, mask_BT=mask_BT, old_BT=old_BT) -> Tensor:
             return kl.k3(current_BT, reference_BT) * setup.ours.ratio(current_BT, old_BT, mask_BT).exp()
 
-        algorithm = replace(setup.ours, kl=replace(setup.ours.kl, estimator=corrected))
+        algorithm = replace(setup.ours, kl=replace(setup.ours.kl, placement=KLInLoss(corrected)))
         logprobs_BT = case.logprobs_BT.clone().requires_grad_()
         losses = losses_of(algorithm, annotated(case, algorithm, on_policy=False), logprobs_BT, [rows], trainer.beta)
         agree(f"{name}, bias-corrected KL: loss", torch.stack(losses), torch.stack(theirs.losses))
