@@ -25,6 +25,7 @@ from typing import Any
 from covey.config import (
     ArithmeticConfig,
     CheckpointConfig,
+    CodeFunctionsConfig,
     ConfigError,
     ControlConfig,
     ControlEvaluationConfig,
@@ -34,6 +35,8 @@ from covey.config import (
     CriticConfig,
     EnvironmentConfig,
     EvaluationConfig,
+    HumanEvalConfig,
+    IterationConfig,
     JsonlConfig,
     LossConfig,
     PolicyConfig,
@@ -53,6 +56,7 @@ from covey.config import (
 __all__ = [
     "ArithmeticConfig",
     "CheckpointConfig",
+    "CodeFunctionsConfig",
     "ConfigError",
     "ControlConfig",
     "ControlEvaluationConfig",
@@ -64,6 +68,8 @@ __all__ = [
     "EvaluationConfig",
     "GRPOLoss",
     "GRPOTrainer",
+    "HumanEvalConfig",
+    "IterationConfig",
     "JsonlConfig",
     "LossConfig",
     "PPOLoss",

@@ -1,4 +1,4 @@
-"""The command `covey`: train, check, plan, eval, compare, sample, reward-model, recipes, completion.
+"""The command `covey`: train, iterate, check, plan, eval, compare, sample, reward-model, recipes, completion.
 
 Each command parses its arguments, calls one function and prints the result. Heavy modules are imported inside the
 commands, so that a mistake is reported before torch is loaded.
@@ -33,6 +33,7 @@ from covey.tracking.reports import return_report, score_report
 from covey.tracking.run_folder import check_new_file, check_run_dir, next_run_dir
 from covey.tracking.run_store import CONFIG_FILE, write_records
 
+EXAMPLES = {"train": "arithmetic_grpo", "iterate": "iterative_grpo"}  # recipes
 EVALUATED = ("model", "task", "rewards", "sampling")  # the tables of a language model's run that `covey eval` uses
 LANGUAGE_OPTIONS = (
     "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *MACHINE_FIELDS[1:]
@@ -123,7 +124,7 @@ def check_data(config: RunConfig | ControlConfig) -> None:
 
 
 def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
-    """`covey train`; returns the exit code of a stopped run, which has printed how to continue."""
+    """`covey train` and `covey iterate`; returns the exit code of a stopped run, which has printed how to continue."""
     if arguments.resume and (arguments.recipe or fields):
         what = arguments.recipe or fields[0]
         raise ConfigError(f"a resumed run keeps the settings that it began with: leave out {what}")
@@ -134,8 +135,13 @@ def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | Non
 
         return INTERRUPTED if resume(run_dir) is None else None
     if not arguments.recipe:
-        raise ConfigError("name a recipe, such as: covey train arithmetic_grpo")
+        raise ConfigError(f"name a recipe, such as: {command(arguments.command, EXAMPLES[arguments.command])}")
     config = read_recipe(arguments.recipe, fields)
+    if arguments.command == "iterate" and not (isinstance(config, RunConfig) and config.iteration.steps):
+        raise ConfigError(
+            f"{arguments.recipe} is no iterative run: set iteration.steps to the number of training steps between two "
+            f"trainings of its reward model, or use {command('train', arguments.recipe)}"
+        )
     check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
     check_data(config)
     from covey.experiment.advice import Launch
@@ -361,6 +367,7 @@ def completion_command(arguments: argparse.Namespace, _fields: list[str]) -> Non
 
 COMMANDS = {
     "train": train_command,
+    "iterate": train_command,
     "check": check_command,
     "plan": plan_command,
     "eval": eval_command,

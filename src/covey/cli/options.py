@@ -21,7 +21,14 @@ MACHINE_FIELDS = ("seed", "device", "precision", "threads")
 LARGEST_SEED = 2**32 - 1
 MOST_TOKENS = 1_000_000  # limit of an answer or a prompt
 COLDEST, HOTTEST = 1e-4, 1e4  # limits of a temperature above 0
-TAKE_FIELDS = ("train", "check", "plan", "eval", "compare")  # commands with --field value for fields of a recipe
+TAKE_FIELDS = (
+    "train",
+    "iterate",
+    "check",
+    "plan",
+    "eval",
+    "compare",
+)  # commands with --field value for fields of a recipe
 PLANNED_FIELDS = ("device", "precision", "prompts_per_step", "group_size", "max_new_tokens", "microbatch_tokens")
 
 
@@ -184,6 +191,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     parsers: dict[str, Parser] = {}
     options: tuple[tuple[str, Callable[[Parser], dict[str, Any] | None], str], ...] = (
         ("train", _train_options, "train a language model, or an agent in an environment"),
+        ("iterate", _iterate_options, "train a policy and its reward model in turn (iterative GRPO)"),
         ("check", _check_options, "check a recipe without training"),
         ("plan", _plan_options, "predict the memory of GRPO and of PPO on a language model, without loading it"),
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
@@ -209,7 +217,15 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
 
 
 def _train_options(command: Parser) -> None:
-    command.usage = "covey train RECIPE [--field value ...]\n       covey train --resume RUN_DIR"
+    _add_run_options(command, "train")
+
+
+def _iterate_options(command: Parser) -> None:
+    _add_run_options(command, "iterate")
+
+
+def _add_run_options(command: Parser, name: str) -> None:
+    command.usage = f"covey {name} RECIPE [--field value ...]\n       covey {name} --resume RUN_DIR"
     _add_fields_help(command)
     command.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
     command.add_argument("--resume", metavar="RUN_DIR", help="continue a stopped run, exactly from its last checkpoint")

@@ -91,13 +91,19 @@ def label_action(arguments: argparse.Namespace, fields_given: list[str]) -> None
         raise ConfigError(f"{arguments.recipe} is a recipe for control, which has no reasoning steps: name another")
     if isinstance(config.task, JsonlConfig):
         read_data(config.task)  # before torch is loaded
-    from covey.experiment.step_labels import LabelOptions, label_steps
+    from covey.experiment.reward_data import LabelOptions, label_completions
 
-    found = label_steps(config, LabelOptions(**counts, estimate=arguments.estimate), output)
+    options = LabelOptions(**counts, data=arguments.data, estimate=arguments.estimate)
+    found = label_completions(config, options, output)
     left_out = f" ({found.left_out} left out, because the verifier failed)" if found.left_out else ""
+    examples = {
+        "steps": f"{found.steps:,} steps, {found.right_steps:,} of them with a right continuation",
+        "pairs": f"{found.examples:,} pairs",
+        "grades": f"{found.examples:,} grades",
+    }
     say(
-        f"{found.completions:,} completions{left_out}, {found.right:,} of them right; {found.steps:,} steps, "
-        f"{found.right_steps:,} of them with a right continuation; all are in {output}"
+        f"{found.completions:,} completions{left_out}, {found.right:,} of them right; {examples[options.data]}; all "
+        f"are in {output}"
     )
     say(f"Next: {command('reward-model', 'train', output, '--model', config.model)}")
 

@@ -34,7 +34,7 @@ def add_actions(command: Any) -> dict[str, Any]:
     for name, add_options, text in (
         ("train", _train_options, "train a reward model on preference pairs, grades or step labels"),
         ("eval", _eval_options, "measure accuracy, AUC and calibration of a reward model"),
-        ("label", _label_options, "label the steps of sampled completions by continuations from them"),
+        ("label", _label_options, "write training data from completions of a policy, which a verifier grades"),
     ):
         layout = argparse.RawDescriptionHelpFormatter
         parsers[name] = actions.add_parser(
@@ -79,10 +79,17 @@ def _label_options(action: argparse.ArgumentParser) -> None:
     ):
         action.add_argument(f"--{name}", default=str(default), metavar="N", help=f"{text} ({default})")
     action.add_argument(
+        "--data",
+        choices=("steps", "pairs", "grades"),
+        default="steps",
+        help="steps with labels by continuation, for a process reward model; pairs of a right and a wrong completion, "
+        "or graded completions, for an outcome one (steps)",
+    )
+    action.add_argument(
         "--estimate",
         choices=("hard", "soft"),
         default="hard",
-        help="labels: whether any continuation is right, or the share of right ones (hard)",
+        help="labels of steps: whether any continuation is right, or the share of right ones (hard)",
     )
 
 

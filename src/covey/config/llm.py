@@ -138,6 +138,59 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class IterationConfig:
+    steps: int = config_field(
+        0,
+        "iterative GRPO: training steps of an iteration, after which the reward model is trained on its completions; "
+        "0: the reward model is never trained",
+        min=0,
+        advanced=True,
+    )
+    epochs: int = config_field(
+        1,
+        "passes of the reward model over an iteration's examples; 0: it stays frozen, and is only measured",
+        min=0,
+        max=1000,
+        advanced=True,
+    )
+    learning_rate: float = config_field(2e-5, "learning rate of the reward model, constant", above=0, advanced=True)
+    batch_size: int = config_field(32, "examples of an optimizer step of the reward model", min=1, advanced=True)
+    data: str = config_field(
+        "pairs",
+        "examples for an outcome reward model: pairs of a right and a wrong completion of a prompt, or the grades of "
+        "single completions; a process model has step labels by continuation",
+        choices=("pairs", "grades"),
+        advanced=True,
+    )
+    examples_per_group: int = config_field(
+        8, "most examples from the completions of one prompt in one step", min=1, advanced=True
+    )
+    continuations: int = config_field(
+        8, "process reward model: continuations from the end of each step", min=1, max=256, advanced=True
+    )
+    estimate: str = config_field(
+        "hard",
+        "process reward model: label of a step: whether any continuation is right, or the share of right ones",
+        choices=("hard", "soft"),
+        advanced=True,
+    )
+    replay_fraction: float = config_field(
+        0.1, "fraction of a training's examples that is drawn from earlier iterations", min=0, below=1, advanced=True
+    )
+    restart: bool = config_field(
+        False,
+        "begin each training with the reward model of the recipe instead of the one of the iteration before",
+        advanced=True,
+    )
+    evaluation_problems: int = config_field(
+        32,
+        "held-out problems on whose sampled completions the reward model is measured before and after each training",
+        min=1,
+        advanced=True,
+    )
+
+
+@dataclass(frozen=True)
 class ProcessConfig:
     boundary: str = config_field(
         "line",
@@ -174,6 +227,7 @@ class RunConfig(RunBase):
     update: UpdateConfig = config_field(UpdateConfig(), "[update] table")
     critic: CriticConfig = config_field(CriticConfig(), "[critic] table")
     reference: ReferenceConfig = config_field(ReferenceConfig(), "[reference] table")
+    iteration: IterationConfig = config_field(IterationConfig(), "[iteration] table")
     process: ProcessConfig = config_field(ProcessConfig(), "[process] table")
     evaluation: EvaluationConfig = config_field(EvaluationConfig(), "[evaluation] table")
     checkpoint: CheckpointConfig = config_field(CheckpointConfig(), "[checkpoint] table")

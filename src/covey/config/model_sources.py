@@ -21,6 +21,7 @@ CONFIG_FILE = "config.toml"
 CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FOLDER = "model"
 CRITIC_FOLDER = "critic"
+REWARD_MODEL_FOLDER = "reward_model"  # of an iterative run, trained
 ARCHITECTURE_FOLDER = "architecture"  # config and tokenizer of a run's model, which its checkpoints do not hold
 
 MODEL_CONFIG_FILE = "config.json"

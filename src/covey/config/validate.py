@@ -32,6 +32,7 @@ from covey.config.fields import (
 from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
+from covey.config.validate_iteration import check_iteration
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_process import check_process
 from covey.config.validate_reasoning_gym import check_reasoning_gym
@@ -125,6 +126,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> 
     check_rewards(config)
     check_normalization(config.loss, config.algorithm)
     check_process(config, own_rewards=own_rewards)
+    check_iteration(config, own_rewards=own_rewards)
     locate_model(config.model)
 
 

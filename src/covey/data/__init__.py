@@ -1,7 +1,17 @@
 """Data types (Start, Rollout, Group, Batch) and the Protocols of the components."""
 
 from covey.data.collate import collate
-from covey.data.protocols import Checkpoints, Critic, Grader, Observer, Policy, ReferenceUpdater, Sampler, Task
+from covey.data.protocols import (
+    Checkpoints,
+    Critic,
+    Grader,
+    Observer,
+    Policy,
+    ReferenceUpdater,
+    RewardModelUpdater,
+    Sampler,
+    Task,
+)
 from covey.data.types import Batch, EndReason, Group, PolicyOutput, Rollout, Start
 
 __all__ = [
@@ -15,6 +25,7 @@ __all__ = [
     "Policy",
     "PolicyOutput",
     "ReferenceUpdater",
+    "RewardModelUpdater",
     "Rollout",
     "Sampler",
     "Start",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -89,6 +89,25 @@ class ReferenceUpdater(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The reference's weights, for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state."""
+
+
+class RewardModelUpdater(Protocol):
+    """Trains the reward model of an iterative run."""
+
+    @property
+    def iterations(self) -> int:
+        """Number of iterations after which the reward model has been trained."""
+
+    def update(self, should_stop: Callable[[], bool]) -> None:
+        """Train the reward model after an iteration, from where an interrupted call has stopped. `iterations` grows by
+        one, unless `should_stop()` ended the training.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The reward model with its optimizer, the examples, and the place in the training, for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""

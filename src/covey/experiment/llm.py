@@ -25,6 +25,7 @@ from covey.experiment.build import (
     build_learners,
 )
 from covey.experiment.evaluate_llm import HeldOut
+from covey.experiment.iteration import build_iterated_reward_model
 from covey.experiment.llm_components import (
     build_collector,
     build_critic,
@@ -37,6 +38,7 @@ from covey.llm.critic import LanguageCritic
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import RewardGrader, build_grader
+from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import (
     find_chat,
@@ -45,6 +47,7 @@ from covey.llm.model.loading import (
     save_architecture,
 )
 from covey.llm.policy import LanguagePolicy
+from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
@@ -60,8 +63,8 @@ from covey.runtime.device import (
 )
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
-from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER, RunStore
-from covey.train.state import Components, LoopConfig
+from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER, REWARD_MODEL_FOLDER, RunStore
+from covey.train.state import Components, FixedRewards, LoopConfig
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,7 @@ class LLMBuilder:
         )
         policy = with_outputs(loaded.policy, config, algorithm, critics, reference)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
+        iterated = self._iterated(problem, loaded, store, display)
         held_out = HeldOut(config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store)
         parts = Components(
             task=problem.task,
@@ -304,8 +308,9 @@ class LLMBuilder:
                 shared_trunk=config.critic.trunk == "policy",
             ),
             kl_coefficient=kl_coefficient,
+            reward_model=next(iter(iterated), FixedRewards()),
             collector=build_collector(config),
-            observers=(store, display),
+            observers=(store, display, *iterated),
             checkpoints=build_checkpoints(store, config.checkpoint.keep),
             evaluate=lambda step: held_out.due(step) | problem.metrics(),
             critics=critics,
@@ -317,12 +322,13 @@ class LLMBuilder:
             group_size=build_group_size(config),
             mask_truncated=config.loss.mask_truncated,
             checkpoint_every=config.checkpoint.every,
+            iteration_steps=config.iteration.steps,
             decision_budget=config.token_budget,
         )
         machine = environment(self.chosen.device, self.chosen.dtype)
         machine |= loaded.policy.backend.recorded()
         return Experiment(
-            parts, settings, held_out.measure, lambda run_dir: _save(run_dir, loaded, critics),
+            parts, settings, held_out.measure, lambda run_dir: _save(run_dir, loaded, critics, iterated),
             machine, lambda: {"model": config.model},
         )  # fmt: skip
 
@@ -333,6 +339,20 @@ class LLMBuilder:
         write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
         display.note(loaded.policy.backend.describe())
         return loaded
+
+    def _iterated(
+        self, problem: Problem, loaded: LoadedPolicy, store: RunStore, display: Display
+    ) -> Sequence[IteratedRewardModel]:
+        """The training of the reward model, if the run is iterative."""
+        config = self.config
+        if not config.iteration.steps:
+            return ()
+        held_out = problem.held_out[: config.iteration.evaluation_problems]
+        positions = position_limit(loaded.policy.module.config)
+        trained = build_iterated_reward_model(
+            config, problem.grader, loaded.sampler, positions, held_out, store, display
+        )
+        return (trained,)
 
     def _note_unused_step_rewards(self, display: Display) -> None:
         """Note for the user if there are step rewards and the algorithm compares whole rollouts."""
@@ -356,7 +376,11 @@ def _noted(grader: RewardGrader, store: RunStore, display: Display) -> NotedGrad
     return noted
 
 
-def _save(run_dir: Path, loaded: LoadedPolicy, critics: Sequence[LanguageCritic]) -> None:
+def _save(
+    run_dir: Path, loaded: LoadedPolicy, critics: Sequence[LanguageCritic], iterated: Sequence[IteratedRewardModel]
+) -> None:
     loaded.save(run_dir / MODEL_FOLDER)
     for critic in critics:
         critic.save(run_dir / CRITIC_FOLDER)
+    for trained in iterated:
+        trained.save(run_dir / REWARD_MODEL_FOLDER)

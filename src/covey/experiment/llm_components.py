@@ -102,11 +102,11 @@ def with_outputs(
 
 
 def build_reference_updater(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> ReferenceUpdater:
-    if not config.reference.refresh_every:
+    """In an iterative run, the reference of an iteration is the policy at its beginning."""
+    every = config.reference.refresh_every or config.iteration.steps
+    if not every:
         return NeverUpdate()
-    return EMAWeights(
-        reference.module, policy.module, config.reference.refresh_fraction, every=config.reference.refresh_every
-    )
+    return EMAWeights(reference.module, policy.module, config.reference.refresh_fraction, every=every)
 
 
 def build_group_size(config: RunConfig) -> GroupSize:

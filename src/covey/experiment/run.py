@@ -27,9 +27,11 @@ from covey.runtime.device import differences, peak_memory_bytes
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.tracking.console import Display
 from covey.tracking.curve import draw_curve
+from covey.tracking.iterations import draw_iterations
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
 from covey.tracking.run_store import CONFIG_FILE, CURVE_FILE, RunStore, read_metrics
+from covey.train.iterate import iterate
 from covey.train.loop import train
 from covey.train.state import Progress
 
@@ -179,7 +181,8 @@ def _train(
                 display.note(f"resuming on another footing, so the last bits may differ: {line}")
             progress = restore_checkpoint(parts, store, display, settings.checkpoint_every)
         with stop_requests(display.note) as stopped:
-            train(parts, settings, progress, should_stop=stopped)
+            loop = iterate if settings.iteration_steps else train
+            loop(parts, settings, progress, should_stop=stopped)
         if stopped() or not settings.is_done(progress):
             display.note(f"stopped after step {progress.step}. {_how_to_continue(builder, store.run_dir, launch)}")
             return None
@@ -189,6 +192,8 @@ def _train(
     store.write_summary(summary)
     with faults_of(store.run_dir / CURVE_FILE):
         draw_curve(store.run_dir)
+        if settings.iteration_steps:
+            draw_iterations(store.run_dir)
     finished = advice.Finished(launch, builder.config, str(store.run_dir), builder.drawable())
     display.show_summary(summary, advice.after_training(finished, summary))
     return summary

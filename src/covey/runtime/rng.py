@@ -21,6 +21,8 @@ EVALUATING = 2  # stream of the reset seeds of evaluation episodes
 STARTING = 3  # stream of the reset seeds of training episodes
 BRANCHING = 4  # stream of the episodes that branches continue, and of the steps at which they begin
 CONTINUING = 5  # stream of the continuations from which the labels of reasoning steps are estimated
+SELECTING = 6  # stream of the completions of a group that become examples for a reward model
+REPLAYING = 7  # stream of the examples of earlier iterations on which a reward model is trained again
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -70,13 +72,13 @@ def uniforms(
     return (high_N * 2.0**26 + low_N) * 2.0**-53
 
 
-def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
-    """A random permutation of 0..n-1 for one epoch over a step's rollouts; int64 [n].
+def permutation(seed: int, step: int, epoch: int, n: int, *, stream: int = SHUFFLING) -> NDArray[np.int64]:
+    """A random permutation of 0..n-1, by default for one epoch over a step's rollouts; int64 [n].
 
     Raises:
         ValueError: if a value is not an integer from 0 to 2**32 - 1.
     """
-    drawn_N = uniforms(seed, step, epoch, np.arange(n), 0, stream=SHUFFLING)
+    drawn_N = uniforms(seed, step, epoch, np.arange(n), 0, stream=stream)
     return np.argsort(drawn_N, kind="stable").astype(np.int64)
 
 

@@ -60,10 +60,10 @@ def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str,
     has_scores = any(record.get("score/mean") is not None for record in records)
     name, label = ("score/mean", wording.kind.name) if has_scores else ("reward/mean", "reward")
     title = f"{summary['recipe']}: {label} while it trains" if "recipe" in summary else f"{label} while it trains"
-    _decorate(axes, label)
+    decorate(axes, label)
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, pad=12)
     axes.set_xlabel(wording.x_label, color=MUTED, fontsize=9)
-    _draw_series(
+    draw_series(
         axes, *points_of(records, name, wording.x_metric), TRAINING, f"training {label}, sampled (thin: each step)"
     )
 
@@ -111,13 +111,13 @@ def _draw_panel(axes: Axes, records: Sequence[dict[str, Any]], candidates: Seque
     """Draw the first of the candidates that was measured, or the last of them."""
     measured = [panel for panel in candidates if points_of(records, panel.metric, wording.x_metric)[0]]
     panel = measured[0] if measured else candidates[-1]
-    _decorate(axes, panel.unit, ticks=4)
+    decorate(axes, panel.unit, ticks=4)
     axes.set_title(panel.title, loc="left", fontsize=9, color=INK)
-    _draw_series(axes, *points_of(records, panel.metric, wording.x_metric), SMALL)
+    draw_series(axes, *points_of(records, panel.metric, wording.x_metric), SMALL)
     axes.set_ylim(panel.low, panel.high)
 
 
-def _draw_series(axes: Axes, x: Sequence[float], values: Sequence[float], color: str, label: str = "") -> None:
+def draw_series(axes: Axes, x: Sequence[float], values: Sequence[float], color: str, label: str = "") -> None:
     """Draw a metric: a thin line through every value, a thick one for their running mean."""
     if not x:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=MUTED, fontsize=9)
@@ -133,7 +133,7 @@ def smooth(values: Sequence[float], fraction: float = 0.06) -> list[float]:
     return [float(data[max(0, i - reach) : i + reach + 1].mean()) for i in range(len(data))]
 
 
-def _decorate(axes: Axes, unit: str, ticks: int = 8) -> None:
+def decorate(axes: Axes, unit: str, ticks: int = 8) -> None:
     """Format the axes: no frame, a light grid, a unit."""
     axes.set_ylabel(unit, color=MUTED, fontsize=9)
     axes.grid(axis="y", color=GRID, linewidth=0.8)

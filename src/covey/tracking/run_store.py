@@ -31,7 +31,13 @@ from typing import TYPE_CHECKING, Any
 from covey.config import ConfigError
 from covey.config.faults import faults_of, path_error
 from covey.config.files import sync
-from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE, CRITIC_FOLDER, MODEL_FOLDER  # noqa: F401 -- see above
+from covey.config.model_sources import (  # noqa: F401 -- see above
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    CRITIC_FOLDER,
+    MODEL_FOLDER,
+    REWARD_MODEL_FOLDER,
+)
 from covey.tracking.run_folder import (
     HELD_OUT_FOLDER,
     METRICS_FILE,
@@ -46,6 +52,7 @@ if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is repo
 
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
+ITERATIONS_FILE = "iterations.jsonl"  # of an iterative run: its trainings of the reward model
 _LAST_BYTES = 1 << 16  # read from the end of a file of rollouts: usually more than its last line
 
 

@@ -6,6 +6,7 @@
         prepare.prepare_batch    values, KL in the reward, advantages, loss weights, old and reference log-probabilities
         update.update            for each learner: epochs -> minibatches -> microbatches -> optimizer step
 
+iterate           iterations of the loop, each followed by a training of the reward model (iterative GRPO)
 learners          the models that an update trains: the policy; with a value loss also the critic
 kl_coefficient    a schedule, or a controller that keeps the KL near a target
 state             components, settings and progress of a run; checkpoints

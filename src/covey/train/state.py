@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from covey.algorithms import Algorithm
-from covey.data import Checkpoints, Critic, Grader, Group, Observer, Policy, ReferenceUpdater, Sampler, Task
+from covey.data import (
+    Checkpoints,
+    Critic,
+    Grader,
+    Group,
+    Observer,
+    Policy,
+    ReferenceUpdater,
+    RewardModelUpdater,
+    Sampler,
+    Task,
+)
 from covey.train.collect import Collector, FixedGroups, GroupSize
 from covey.train.kl_coefficient import KLCoefficient
 from covey.train.learners import Learner
@@ -19,6 +30,22 @@ class NeverUpdate:
 
     def after(self, step: int) -> None:
         """Nothing to do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+class FixedRewards:
+    """Null object of a run whose rewards are not trained; implements `covey.data.RewardModelUpdater`."""
+
+    iterations = 0
+
+    def update(self, should_stop: Callable[[], bool]) -> None:
+        """Nothing to train."""
 
     def state_dict(self) -> dict[str, Any]:
         """Empty."""
@@ -57,6 +84,7 @@ class Components:
     critics: Sequence[Critic] = ()  # the critic, if the algorithm has a value loss
     reference: Policy = NO_REFERENCE
     reference_updater: ReferenceUpdater = field(default_factory=NeverUpdate)
+    reward_model: RewardModelUpdater = field(default_factory=FixedRewards)
     collector: Collector = field(default_factory=FixedGroups)
     evaluate: Callable[[int], dict[str, float]] = lambda step: {}  # held-out metrics after a step, if they are due
     observers: Sequence[Observer] = ()
@@ -73,6 +101,7 @@ class LoopConfig:
     group_size: GroupSize
     mask_truncated: bool = False
     checkpoint_every: int = 20
+    iteration_steps: int = 0  # steps between two trainings of the reward model; 0: it is not trained
     decision_budget: int = 0  # training also ends when this number of decisions was sampled; 0: no limit
 
     def is_done(self, progress: Progress) -> bool:
@@ -107,6 +136,7 @@ def _stateful(run: Components) -> dict[str, Any]:
     return optimizers | {
         "reference": run.reference_updater,
         "kl_coefficient": run.kl_coefficient,
+        "reward_model": run.reward_model,
         "sampler": run.sampler,
     }
 

@@ -16,7 +16,7 @@ from covey.config import ConfigError, RewardConfig
 from covey.config.recipe import config_from_dict
 from covey.config.reward_data import Steps, read_examples
 from covey.data import EndReason, Group, Rollout, Start
-from covey.experiment.step_labels import verifier_of
+from covey.experiment.reward_data import verifier_of
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationResult, RandomKey
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import RewardGrader

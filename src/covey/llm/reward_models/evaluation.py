@@ -78,7 +78,7 @@ def _of_pairs(metrics: dict[str, float], logit_N: Tensor) -> Quality:
 
 def _of_grades(metrics: dict[str, float], logit_N: Tensor, graded: list[Graded], *, judged: bool) -> Quality:
     grade_N = torch.tensor([one.grade for one in graded], dtype=torch.float64)
-    metrics |= _measured("rank_agreement", _rank_agreement(logit_N, graded))
+    metrics |= _measured("rank_agreement", rank_agreement(logit_N, graded))
     metrics |= _measured("correlation", _correlation(logit_N, grade_N))
     if not judged:
         return Quality(metrics, None)
@@ -107,12 +107,15 @@ def _fraction_above(gap: Tensor) -> float:
     return float(((gap > 0).double() + (gap == 0).double() / 2).mean())
 
 
-def _rank_agreement(logit_N: Tensor, graded: list[Graded]) -> float | None:
+def rank_agreement(score_N: Tensor, graded: Sequence[Graded]) -> float | None:
+    """Fraction of the pairs of completions of one prompt with different grades that the scores order as the grades do;
+    a tie counts one half. None if there is no such pair.
+    """
     by_prompt: dict[str, list[int]] = {}
     for number, one in enumerate(graded):
         by_prompt.setdefault(one.content, []).append(number)
     gaps = [
-        float(logit_N[i] - logit_N[j]) * math.copysign(1.0, graded[i].grade - graded[j].grade)
+        float(score_N[i] - score_N[j]) * math.copysign(1.0, graded[i].grade - graded[j].grade)
         for members in by_prompt.values()
         for i, j in combinations(members, 2)
         if graded[i].grade != graded[j].grade

@@ -55,7 +55,7 @@ class ModelReward:
         Raises:
             ConfigError: if the model cannot be loaded, or does not fit the options or the prompts.
         """
-        model = self._loaded()
+        model = self.loaded()
         prompts, completions = arguments["prompts"], arguments["completions"]
         if model.kind is RewardModelKind.OUTCOME:
             rows = [model.encoder.outcome(*pair) for pair in zip(prompts, completions, strict=True)]
@@ -71,7 +71,12 @@ class ModelReward:
         """Free the model."""
         self._model = None
 
-    def _loaded(self) -> RewardModel:
+    def loaded(self) -> RewardModel:
+        """The model, which is loaded at the first call.
+
+        Raises:
+            ConfigError: as `call`.
+        """
         if self._model is None:
             device = choose_device(self._place[0])
             dtype = choose_precision(self._place[1], device)
@@ -79,6 +84,11 @@ class ModelReward:
             self._check(model)
             self._model = model
         return self._model
+
+    def reload(self) -> RewardModel:
+        """The model as its files have it, in place of one that was trained since."""
+        self.close()
+        return self.loaded()
 
     def _check(self, model: RewardModel) -> None:
         """Refuse options that the kind of the model does not have.

@@ -1,4 +1,4 @@
-"""Writes a data set of step labels: `covey reward-model label`."""
+"""Writes a data set for reward models from a policy's completions: `covey reward-model label`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from covey.data import Group
 from covey.experiment.llm import build_machine, build_problem, fit_prompts, load_policy
 from covey.llm.model.architecture import position_limit
 from covey.llm.reward_models.continuation_labels import LabelledCompletion, StepLabeller
+from covey.llm.reward_models.graded_groups import PairSource, graded_completions
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.tracking.console import Display
 from covey.tracking.run_folder import write_atomically
@@ -32,6 +33,7 @@ class LabelOptions:
 
     prompts: int = 64
     completions: int = 4  # of each prompt
+    data: str = "steps"  # steps (a process reward model), pairs or grades (an outcome one)
     continuations: int = 8  # of each step
     estimate: str = "hard"  # the column "labels": hard or soft
 
@@ -40,20 +42,24 @@ class LabelOptions:
 class Labelled:
     """Result of a labelling."""
 
-    completions: int  # that were written
+    completions: int  # that were graded
     left_out: int  # because the verifier failed
-    steps: int
-    right_steps: int  # by the hard estimate
     right: int  # completions
+    examples: int  # that were written
+    steps: int  # of step labels
+    right_steps: int  # by the hard estimate
 
 
-def label_steps(config: RunConfig, options: LabelOptions, output: Path) -> Labelled:
-    """Sample completions of the task's training prompts and label their steps.
+def label_completions(config: RunConfig, options: LabelOptions, output: Path) -> Labelled:
+    """Sample completions of the task's training prompts, and write examples for a reward model.
+
+    Of preference pairs, a prompt has at most as many as completions, drawn evenly from all pairs of a right and a wrong
+    completion.
 
     Args:
         config: task, verifier, model, sampling limits, step boundary, seed and machine are used.
-        output: JSONL file, which does not exist yet: TRL's stepwise format with the columns of the prompt and both
-            estimates. An interrupted call with the same arguments is continued.
+        output: JSONL file, which does not exist yet, in the format of `covey.config.reward_data`; steps also have the
+            columns of the prompt and both estimates. An interrupted call with the same arguments is continued.
 
     Raises:
         ConfigError: if the config has no reward that is 1 or 0; for the first mistake in it.
@@ -62,7 +68,7 @@ def label_steps(config: RunConfig, options: LabelOptions, output: Path) -> Label
     config = replace(config, rewards=verifier_of(config), loss=replace(config.loss, credit="outcome"))
     problem = build_problem(config)
     splitter = StepSplitter(config.process.boundary)
-    display = Display(title="covey: step labels")
+    display = Display(title=f"covey: {options.data} for a reward model")
     try:
         if problem.grader.score_kind != "accuracy":
             raise ConfigError(
@@ -79,9 +85,11 @@ def label_steps(config: RunConfig, options: LabelOptions, output: Path) -> Label
             sampling.temperature, options.continuations, max_rows=sampling.rows_at_once,
             positions=position_limit(module_config),
         )  # fmt: skip
+        continuations = plural(options.continuations, "continuation")
+        continued = f", {continuations} from every step" if options.data == "steps" else ""
         display.note(
-            f"{plural(options.prompts, 'prompt')} x {plural(options.completions, 'completion')}, "
-            f"{plural(options.continuations, 'continuation')} from every step; {loaded.policy.backend.describe()}"
+            f"{plural(options.prompts, 'prompt')} x {plural(options.completions, 'completion')}{continued}; "
+            f"{loaded.policy.backend.describe()}"
         )
         draft = _Draft(output, config, options)
         with display, display.progress("labelling", options.prompts) as advance:
@@ -90,22 +98,47 @@ def label_steps(config: RunConfig, options: LabelOptions, output: Path) -> Label
                 count = min(PROMPTS_AT_ONCE, options.prompts - first)
                 starts = problem.task.draw(config.seed, 1, count, first=first, before=first)
                 groups = loaded.sampler.sample(starts, options.completions, 1)
-                labelled = labeller.label(groups, iteration=1)
-                draft.add(first + count, [_record(groups, one, options.estimate) for one in labelled])
+                draft.add(first + count, _examples(groups, options, labeller))
                 advance(count)
     finally:
         problem.grader.close()
         splitter.close()
-    if not draft.records:
+    if not draft.graded:
         raise RunError("no completion could be labelled, because the verifier failed on all of them")
+    if not draft.records:
+        raise RunError(
+            f"no prompt has both a right and a wrong completion ({draft.right:,} of {draft.graded:,} are right): raise "
+            "--prompts or --completions, or write --data grades"
+        )
     draft.publish()
-    return Labelled(
-        len(draft.records),
-        options.prompts * options.completions - len(draft.records),
-        sum(len(record["hard"]) for record in draft.records),
-        sum(int(label) for record in draft.records for label in record["hard"]),
-        sum(record["right"] for record in draft.records),
-    )
+    hard = [label for record in draft.records for label in record.get("hard", ())]
+    left_out = options.prompts * options.completions - draft.graded
+    return Labelled(draft.graded, left_out, draft.right, len(draft.records), len(hard), int(sum(hard)))
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """Examples of some prompts."""
+
+    records: list[dict[str, Any]]
+    graded: int  # completions
+    right: int
+
+
+def _examples(groups: list[Group], options: LabelOptions, labeller: StepLabeller) -> _Examples:
+    """The examples of some groups, as records of the file."""
+    if options.data == "steps":
+        labelled = labeller.label(groups, iteration=1)
+        records = [_record(groups, one, options.estimate) for one in labelled]
+        return _Examples(records, len(labelled), sum(one.right for one in labelled))
+    graded = graded_completions(labeller.verifier.grade(groups))
+    right = int(sum(one.grade for one in graded))
+    if options.data == "grades":
+        records = [{"prompt": one.prompt, "completion": one.completion, "grade": bool(one.grade)} for one in graded]
+        return _Examples(records, len(graded), right)
+    pairs = PairSource(labeller.seed, options.completions).pairs(groups, 1)
+    records = [{"prompt": one.prompt, "chosen": one.chosen, "rejected": one.rejected} for one in pairs]
+    return _Examples(records, len(graded), right)
 
 
 class _Draft:
@@ -121,6 +154,7 @@ class _Draft:
         self.path = output.with_name(output.name + ".unfinished")
         self.done = 0  # prompts
         self.records: list[dict[str, Any]] = []
+        self.graded = self.right = 0  # completions
         settings = json.loads(json.dumps({"config": config_to_dict(config), "options": asdict(options)}))
         if not self.path.exists():
             write_atomically(self.path, encode(settings) + b"\n")
@@ -135,18 +169,23 @@ class _Draft:
             part = _parsed(line)
             if part is None:  # the line that a crash cut
                 break
-            self.done = part["done"]
-            self.records += part["records"]
+            self._count(part)
             whole += len(line) + 1
         with faults_of(self.path), open(self.path, "r+b") as file:
             file.truncate(whole)
 
-    def add(self, done: int, records: list[dict[str, Any]]) -> None:
-        """Append the records of the prompts up to `done`."""
-        self.done = done
-        self.records += records
+    def add(self, done: int, examples: _Examples) -> None:
+        """Append the examples of the prompts up to `done`."""
+        part = {"done": done, **vars(examples)}
+        self._count(part)
         with faults_of(self.path), open(self.path, "ab") as file:
-            file.write(encode({"done": done, "records": records}) + b"\n")
+            file.write(encode(part) + b"\n")
+
+    def _count(self, part: dict[str, Any]) -> None:
+        self.done = part["done"]
+        self.records += part["records"]
+        self.graded += part["graded"]
+        self.right += part["right"]
 
     def publish(self) -> None:
         """Write the output and remove the draft."""
