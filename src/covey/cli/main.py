@@ -33,7 +33,7 @@ from covey.tracking.reports import return_report, score_report
 from covey.tracking.run_folder import check_new_file, check_run_dir, next_run_dir
 from covey.tracking.run_store import CONFIG_FILE, write_records
 
-EXAMPLES = {"train": "arithmetic_grpo", "iterate": "iterative_grpo"}  # recipes
+EXAMPLES = {"train": "arithmetic_grpo", "iterate": "my.toml"}  # recipes
 EVALUATED = ("model", "task", "rewards", "sampling")  # the tables of a language model's run that `covey eval` uses
 LANGUAGE_OPTIONS = (
     "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *MACHINE_FIELDS[1:]

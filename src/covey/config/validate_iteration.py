@@ -44,10 +44,9 @@ def _check_iteration_rewards(config: RunConfig) -> None:
     """Refuse an iterative run without exactly one reward model, or without a verifier."""
     models = [reward for reward in config.rewards if reward.model]
     if len(models) != 1:
-        many = "several reward models" if models else "no reward model"
+        many = "are several" if models else "is none"
         raise ConfigError(
-            f"an iterative run trains one reward model, and there is {many}: give one [[rewards]] table "
-            'model = "FOLDER"'
+            f'an iterative run trains one reward model, and there {many}: give one [[rewards]] table model = "FOLDER"'
         )
     scored = next((reward for reward in config.rewards if reward.score), config.rewards[0])
     if not scored.is_binary:

@@ -101,8 +101,10 @@ class IterationMonitor:
 
 def describe(record: Record) -> str:
     """An iteration in one line."""
-    parts = [f"iteration {record['iteration']}: reward model on {plural(record['examples'], 'example')}"]
-    parts[0] += f" ({record['replayed']:,} replayed)" if record["replayed"] else ""
+    parts = [f"iteration {record['iteration']}: reward model not trained"]
+    if record["optimizer_steps"]:
+        replayed = f" ({record['replayed']:,} replayed)" if record["replayed"] else ""
+        parts = [f"iteration {record['iteration']}: reward model on {plural(record['examples'], 'example')}{replayed}"]
     for name, words in (
         ("accuracy", "accuracy"), ("auc", "AUC"), ("calibration_error", "calibration error"),
         ("rank_agreement", "rank agreement"), ("proxy_reward", "proxy reward"),
@@ -140,11 +142,8 @@ def _step_source(
     """Labels steps with the run's verifier, which shares its processes with the run's grader."""
     splitter = grader.splitter or StepSplitter(BOUNDARY)
     splitter.chat = sampler.chat
-    labeller = StepLabeller(
-        sampler.generator, sampler.chat, splitter, RewardGrader([_verifier(grader)]), config.seed,
-        sampler.max_new_tokens, sampler.temperature, config.iteration.continuations, max_rows=sampler.rows_at_once,
-        positions=positions,
-    )  # fmt: skip
+    verifier = RewardGrader([_verifier(grader)])
+    labeller = StepLabeller(sampler, splitter, verifier, config.iteration.continuations, positions)
     return StepSource(labeller, config.iteration.examples_per_group, config.iteration.estimate)
 
 

@@ -79,12 +79,9 @@ def label_completions(config: RunConfig, options: LabelOptions, output: Path) ->
         module_config = loaded.policy.module.config
         problem = fit_prompts(problem, config, loaded.chat, module_config, display.note)
         splitter.chat = loaded.chat
-        sampling = config.sampling
         labeller = StepLabeller(
-            loaded.sampler.generator, loaded.chat, splitter, problem.grader, config.seed, sampling.max_new_tokens,
-            sampling.temperature, options.continuations, max_rows=sampling.rows_at_once,
-            positions=position_limit(module_config),
-        )  # fmt: skip
+            loaded.sampler, splitter, problem.grader, options.continuations, position_limit(module_config)
+        )
         continuations = plural(options.continuations, "continuation")
         continued = f", {continuations} from every step" if options.data == "steps" else ""
         display.note(
@@ -136,7 +133,7 @@ def _examples(groups: list[Group], options: LabelOptions, labeller: StepLabeller
     if options.data == "grades":
         records = [{"prompt": one.prompt, "completion": one.completion, "grade": bool(one.grade)} for one in graded]
         return _Examples(records, len(graded), right)
-    pairs = PairSource(labeller.seed, options.completions).pairs(groups, 1)
+    pairs = PairSource(labeller.sampler.seed, options.completions).pairs(groups, 1)
     records = [{"prompt": one.prompt, "chosen": one.chosen, "rejected": one.rejected} for one in pairs]
     return _Examples(records, len(graded), right)
 

@@ -25,6 +25,7 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.reward_models.continuation_labels import StepLabeller
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import WeightedReward
+from covey.llm.sampler import LanguageSampler
 from covey.runtime.rng import CONTINUING, SAMPLING, uniforms
 from helpers.run_helpers import covey
 from helpers.tiny_models import tiny_folder, tiny_model, tiny_tokenizer
@@ -72,8 +73,8 @@ def make(generator: Any, verifier: Callable[..., Any] = ends_with_5, **settings:
     splitter = StepSplitter("line")
     splitter.chat = chat
     grader = RewardGrader([WeightedReward.from_function(verifier, binary=True)])
-    defaults = {"seed": 3, "max_new_tokens": 12, "temperature": 1.0, "continuations": 4}
-    return StepLabeller(generator, chat, splitter, grader, **(defaults | settings))
+    sampler = LanguageSampler(generator, chat, 3, settings.pop("max_new_tokens", 12))
+    return StepLabeller(sampler, splitter, grader, **({"continuations": 4} | settings))
 
 
 def test_estimates_by_hand() -> None:
@@ -206,7 +207,7 @@ def test_continuations_do_not_repeat_the_draws_of_training(policy: LanguagePolic
 def labeller_settings(labeller: StepLabeller, most: int) -> Any:
     from covey.llm.generation.generator import GenerationSettings
 
-    return GenerationSettings(most, labeller.temperature, labeller.chat.end_ids, 0)
+    return GenerationSettings(most, labeller.sampler.temperature, labeller.sampler.chat.end_ids, 0)
 
 
 def test_the_verifier_of_a_recipe() -> None:

@@ -85,6 +85,7 @@ def predict(
             "critic's master weights": critic_state.masters,
             "critic's moments": critic_state.moments,
             "reward models": reward_model_parameters * width,
+            "reward model's optimizer": _reward_model_state(config, reward_model_parameters, width),
             **_sampling(size, config, device, width, prompt_tokens),
             "gradients": policy_state.gradients,
             "critic's gradients": critic_state.gradients,
@@ -93,6 +94,16 @@ def predict(
             "fragmentation": int(holes * (activations + policy_state.gradients + critic_state.gradients)),
         }
     )
+
+
+def _reward_model_state(config: RunConfig, parameters: int, width: int) -> int:
+    """Masters and moments of the reward model that an iterative run trains. Its gradients and activations are not in
+    memory together with those of the policy's update.
+    """
+    if not (config.iteration.steps and config.iteration.epochs):
+        return 0
+    state = state_bytes(parameters, width)
+    return state.masters + state.moments
 
 
 def largest_microbatch(config: RunConfig, prompt_tokens: int) -> tuple[int, int]:

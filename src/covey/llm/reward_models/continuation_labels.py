@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 
 from covey.config import ConfigError
 from covey.data import EndReason, Grader, Group, Rollout
-from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, Generator, RandomKey
-from covey.llm.model.chat import Chat
+from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
 from covey.llm.rewards.step_splitter import StepSplitter
-from covey.llm.sampler import completions_of
+from covey.llm.sampler import LanguageSampler, completions_of
 from covey.runtime.rng import CONTINUING
 
 # A random number's rollout word has the rollout, the step and the continuation: 12 + 12 + 8 bits.
@@ -60,16 +59,10 @@ class StepLabeller:
     they do not depend on which completions are labelled together.
     """
 
-    generator: Generator
-    chat: Chat
+    sampler: LanguageSampler  # its token limit holds for a prefix and its continuation together
     splitter: StepSplitter  # its chat is set
     verifier: Grader  # fills in `score`: 1 for right, 0 for wrong
-    seed: int
-    max_new_tokens: int  # limit of the completions, which holds for a prefix and its continuation together
-    temperature: float
     continuations: int = 8
-    version: int = 0  # of the generator's weights
-    max_rows: int = 0  # completions decoded together; 0: the generator chooses
     positions: int | None = None  # longest sequence of the model; None: any
 
     def __post_init__(self) -> None:
@@ -124,7 +117,7 @@ class StepLabeller:
                     )
                 for step, end in enumerate(ends[:-1]):
                     actions = tuple(rollout.actions[: end + 1])
-                    found.append(_Prefix(number, place, step, actions, self.max_new_tokens - len(actions)))
+                    found.append(_Prefix(number, place, step, actions, self.sampler.max_new_tokens - len(actions)))
         return found
 
     def _shares(
@@ -135,7 +128,7 @@ class StepLabeller:
             return {}
         longest = max(prefix.room for prefix in prefixes)
         requests = [self._request(groups[prefix.group], prefix, longest, iteration) for prefix in prefixes]
-        results = self.generator.generate(requests)
+        results = self.sampler.generator.generate(requests)
         continued = []
         for prefix, result in zip(prefixes, results, strict=True):
             group = groups[prefix.group]
@@ -154,25 +147,30 @@ class StepLabeller:
         """The continuations of a prefix. Requests with the same limit are one batch, so the longest is asked for where
         the model's positions allow it, and `_rollout` cuts what is beyond the prefix's own limit.
         """
+        sampler = self.sampler
         prompt = (*group.rollouts[prefix.rollout].context, *prefix.actions)
         fits = self.positions is None or len(prompt) + longest <= self.positions
         settings = GenerationSettings(
-            longest if fits else prefix.room, self.temperature, self.chat.end_ids, self.version, self.max_rows
+            longest if fits else prefix.room,
+            sampler.temperature,
+            sampler.chat.end_ids,
+            sampler.version,
+            sampler.rows_at_once,
         )
         first = (prefix.rollout * MOST_STEPS + prefix.step) * MOST_CONTINUATIONS
-        key = RandomKey(self.seed, iteration, group.start.index, first, CONTINUING)
+        key = RandomKey(sampler.seed, iteration, group.start.index, first, CONTINUING)
         return GenerationRequest(prompt, self.continuations, key, settings)
 
     def _rollout(self, origin: Rollout, prefix: _Prefix, continuation: Completion) -> Rollout:
         """The completion that begins with the prefix, cut at the token limit."""
         added = continuation.tokens[: prefix.room]
         actions = [*prefix.actions, *added]
-        ended = added[-1] in self.chat.end_ids
+        ended = added[-1] in self.sampler.chat.end_ids
         return Rollout(
             context=origin.context,
             actions=actions,
             behavior_logprobs=[0.0] * len(actions),
             end=EndReason.STOP if ended else EndReason.LENGTH,
-            text=self.chat.decode(actions[:-1] if ended else actions),
+            text=self.sampler.chat.decode(actions[:-1] if ended else actions),
             version=continuation.version,
         )
