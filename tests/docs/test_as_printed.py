@@ -135,7 +135,7 @@ class Reader:
             self.script(words[1], [*words[2:], *shlex.split(SHORT.get(words[1], ""))])
         elif words[1:3] == ["train", "--resume"]:
             self.resume(words[1:])
-        elif words[1] == "train":
+        elif words[1] in ("train", "iterate"):
             self.train(words[1:])
         else:
             self.command(words[1:])
@@ -198,7 +198,7 @@ class Reader:
     def shortened(self, words: list[str]) -> list[str]:
         """The words of a command with what `SHORT` appends."""
         command = words[0]
-        if command in ("train", "check", "compare"):
+        if command in ("train", "iterate", "check", "compare"):
             world = self.world_of(words[1].split()[0])
             named = "--model" in words and EMBEDDED not in words  # a run of the page, or the tiny model
             model = self.appended if world == "language" and not named else []

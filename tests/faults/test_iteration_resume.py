@@ -41,8 +41,8 @@ score = true
 
 [iteration]
 steps = 2
-learning_rate = 1e-3
-batch_size = 4
+reward_model_learning_rate = 1e-3
+reward_model_batch_size = 4
 examples_per_group = 3
 replay_fraction = 0.4
 evaluation_problems = 3
@@ -73,14 +73,17 @@ def even(completions, **columns):
 
 WAYS = {
     "pairs": {"options": "clip = 3.0"},
-    "grades": {"iteration": 'data = "grades"\nrestart = true\nepochs = 2', "algorithm": "ppo"},
+    "grades": {
+        "algorithm": "ppo",
+        "iteration": 'data = "grades"\nrestart_reward_model = true\nreward_model_epochs = 2',
+    },
     "steps": {
         "reward_model": "process",
         "options": "per_step = true",
         "loss": 'credit = "process_return_to_go"',
         "iteration": "continuations = 2",
     },
-    "frozen": {"iteration": "epochs = 0"},
+    "frozen": {"iteration": "reward_model_epochs = 0"},
 }
 SOME = [way if way in ("pairs", "steps") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 

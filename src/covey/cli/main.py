@@ -22,7 +22,15 @@ from covey.config.faults import machine_error, path_error
 from covey.config.fields import check_text, command, printable
 from covey.config.files import user_path
 from covey.config.model_sources import find_origin, locate_model
-from covey.config.recipe import apply_overrides, config_from_dict, read_recipe, read_tables, root_of, split_overrides
+from covey.config.recipe import (
+    apply_overrides,
+    config_from_dict,
+    read_recipe,
+    read_tables,
+    root_of,
+    split_overrides,
+    training_command,
+)
 from covey.config.recipe_files import describe_recipe, find_recipe, packaged_recipes
 from covey.config.recipe_writing import config_to_dict, config_to_toml
 from covey.config.terminal import fitted, say
@@ -137,7 +145,7 @@ def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | Non
     if not arguments.recipe:
         raise ConfigError(f"name a recipe, such as: {command(arguments.command, EXAMPLES[arguments.command])}")
     config = read_recipe(arguments.recipe, fields)
-    if arguments.command == "iterate" and not (isinstance(config, RunConfig) and config.iteration.steps):
+    if arguments.command == "iterate" and training_command(config) != "iterate":
         raise ConfigError(
             f"{arguments.recipe} is no iterative run: set iteration.steps to the number of training steps between two "
             f"trainings of its reward model, or use {command('train', arguments.recipe)}"
@@ -166,7 +174,7 @@ def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
         print(check_memory(config) + "\n")
     for note in notes:
         say(note)
-    say(f"all is well. Next: {command('train', arguments.recipe, *fields)}")
+    say(f"all is well. Next: {command(training_command(config), arguments.recipe, *fields)}")
 
 
 def plan_command(arguments: argparse.Namespace, fields: list[str]) -> None:

@@ -177,6 +177,12 @@ def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardCon
     return tuple(kept)
 
 
+def _iteration_steps(recipe: RunConfig, config: RunConfig, name: str) -> int:
+    """Largest number of steps, up to the present one, that divides the run into whole iterations."""
+    steps = config.iteration.steps
+    return largest_divisor(config.steps, steps) if steps else 0
+
+
 def _has_step_rewards(config: RunConfig) -> bool:
     return any(reward.is_per_step for reward in config.rewards)
 
@@ -273,6 +279,7 @@ RULES: dict[type, list[Rule]] = {
         Rule("process.boundary", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
         Rule("token_budget", ("steps",), _scaled_budget),
         Rule("reference.refresh_every", ("steps",), _scaled_steps),
+        Rule("iteration.steps", ("steps",), _iteration_steps),
         Rule(
             "reference.refresh_fraction", ("reference.refresh_every",),
             _if(lambda config: not config.reference.refresh_every, default),

@@ -146,15 +146,19 @@ class IterationConfig:
         min=0,
         advanced=True,
     )
-    epochs: int = config_field(
+    reward_model_epochs: int = config_field(
         1,
         "passes of the reward model over an iteration's examples; 0: it stays frozen, and is only measured",
         min=0,
         max=1000,
         advanced=True,
     )
-    learning_rate: float = config_field(2e-5, "learning rate of the reward model, constant", above=0, advanced=True)
-    batch_size: int = config_field(32, "examples of an optimizer step of the reward model", min=1, advanced=True)
+    reward_model_learning_rate: float = config_field(
+        2e-5, "learning rate of the reward model, constant", above=0, advanced=True
+    )
+    reward_model_batch_size: int = config_field(
+        32, "examples of an optimizer step of the reward model", min=1, advanced=True
+    )
     data: str = config_field(
         "pairs",
         "examples for an outcome reward model: pairs of a right and a wrong completion of a prompt, or the grades of "
@@ -177,7 +181,7 @@ class IterationConfig:
     replay_fraction: float = config_field(
         0.1, "fraction of a training's examples that is drawn from earlier iterations", min=0, below=1, advanced=True
     )
-    restart: bool = config_field(
+    restart_reward_model: bool = config_field(
         False,
         "begin each training with the reward model of the recipe instead of the one of the iteration before",
         advanced=True,

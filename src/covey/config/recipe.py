@@ -232,6 +232,11 @@ def _elsewhere(key: str, root: type) -> str:
     return ""
 
 
+def training_command(config: RunConfig | ControlConfig) -> str:
+    """The command that trains with this config: "train", or "iterate" for an iterative run."""
+    return "iterate" if isinstance(config, RunConfig) and config.iteration.steps else "train"
+
+
 def config_from_dict(tables: dict[str, Any]) -> Config:
     """Build a config from the tables of a recipe, not yet checked by `validate`.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from covey.config.common import ConfigError
 from covey.config.llm import IterationConfig, RunConfig
 
@@ -20,9 +22,10 @@ def check_iteration(config: RunConfig, *, own_rewards: bool) -> None:
     iteration = config.iteration
     if not iteration.steps:
         if iteration != IterationConfig():
+            changed = next(item.name for item in fields(iteration) if getattr(iteration, item.name) != item.default)
             raise ConfigError(
-                "[iteration] has fields, but iteration.steps is 0: set it to the number of training steps of an "
-                "iteration, or take the table out"
+                f"iteration.{changed} is set, but iteration.steps is 0, so no reward model is trained: set "
+                "iteration.steps to the number of training steps of an iteration, or take the table out"
             )
         return
     if config.steps % iteration.steps:
@@ -46,11 +49,12 @@ def _check_iteration_rewards(config: RunConfig) -> None:
     if len(models) != 1:
         many = "are several" if models else "is none"
         raise ConfigError(
-            f'an iterative run trains one reward model, and there {many}: give one [[rewards]] table model = "FOLDER"'
+            f"iteration.steps is set, but an iterative run trains one reward model, and there {many}: give one "
+            '[[rewards]] table model = "FOLDER"'
         )
     scored = next((reward for reward in config.rewards if reward.score), config.rewards[0])
     if not scored.is_binary:
         raise ConfigError(
-            "an iterative run labels completions with a verifier, the reward with score = true, which must be 1 for "
-            f"right and 0 for wrong: add {VERIFIER}"
+            "iteration.steps is set, but an iterative run labels completions with a verifier, the reward with score = "
+            f"true, which must be 1 for right and 0 for wrong: add {VERIFIER}"
         )

@@ -15,7 +15,7 @@ from typing import Any
 from covey.config import ControlConfig, RunConfig
 from covey.config.fields import command
 from covey.config.model_sources import CONFIG_FILE
-from covey.config.recipe import config_from_dict, read_tables, split_overrides
+from covey.config.recipe import config_from_dict, read_tables, split_overrides, training_command
 from covey.tracking.console import verdict
 from covey.tracking.run_folder import ORIGIN_FILE
 from covey.tracking.wording import find_wording
@@ -106,7 +106,7 @@ def start(launch: Launch, config: Config, changes: Mapping[str, Any], *, keep_fo
     for name, value in changes.items():
         if value is not None:
             words += [f"--{name.rpartition('.')[2].replace('_', '-')}", f"{value}"]
-    return command("train", launch.recipe, *words)
+    return command(training_command(config), launch.recipe, *words)
 
 
 def go_on(launch: Launch, run_dir: str | Path) -> str:

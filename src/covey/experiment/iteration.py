@@ -128,8 +128,8 @@ def _training_config(config: RunConfig, runner: ModelReward) -> RewardModelConfi
     iteration = config.iteration
     return RewardModelConfig(
         model=runner.config.model,
-        batch_size=iteration.batch_size,
-        learning_rate=iteration.learning_rate,
+        batch_size=iteration.reward_model_batch_size,
+        learning_rate=iteration.reward_model_learning_rate,
         schedule="constant",
         microbatch_tokens=config.update.microbatch_tokens,
         seed=config.seed,

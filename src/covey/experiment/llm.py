@@ -315,20 +315,10 @@ class LLMBuilder:
             evaluate=lambda step: held_out.due(step) | problem.metrics(),
             critics=critics,
         )
-        settings = LoopConfig(
-            steps=config.steps,
-            seed=config.seed,
-            starts_per_step=config.sampling.prompts_per_step,
-            group_size=build_group_size(config),
-            mask_truncated=config.loss.mask_truncated,
-            checkpoint_every=config.checkpoint.every,
-            iteration_steps=config.iteration.steps,
-            decision_budget=config.token_budget,
-        )
         machine = environment(self.chosen.device, self.chosen.dtype)
         machine |= loaded.policy.backend.recorded()
         return Experiment(
-            parts, settings, held_out.measure, lambda run_dir: _save(run_dir, loaded, critics, iterated),
+            parts, _loop_config(config), held_out.measure, lambda run_dir: _save(run_dir, loaded, critics, iterated),
             machine, lambda: {"model": config.model},
         )  # fmt: skip
 
@@ -366,6 +356,19 @@ class LLMBuilder:
 
     def close(self) -> None:
         self.problem.grader.close()
+
+
+def _loop_config(config: RunConfig) -> LoopConfig:
+    return LoopConfig(
+        steps=config.steps,
+        seed=config.seed,
+        starts_per_step=config.sampling.prompts_per_step,
+        group_size=build_group_size(config),
+        mask_truncated=config.loss.mask_truncated,
+        checkpoint_every=config.checkpoint.every,
+        iteration_steps=config.iteration.steps,
+        decision_budget=config.token_budget,
+    )
 
 
 def _noted(grader: RewardGrader, store: RunStore, display: Display) -> NotedGrader:

@@ -100,7 +100,7 @@ def _reward_model_state(config: RunConfig, parameters: int, width: int) -> int:
     """Masters and moments of the reward model that an iterative run trains. Its gradients and activations are not in
     memory together with those of the policy's update.
     """
-    if not (config.iteration.steps and config.iteration.epochs):
+    if not (config.iteration.steps and config.iteration.reward_model_epochs):
         return 0
     state = state_bytes(parameters, width)
     return state.masters + state.moments

@@ -55,8 +55,8 @@ class Training:
 class IteratedRewardModel:
     """Collects the examples of an iteration and trains the reward model on them.
 
-    Implements `covey.data.RewardModelUpdater`, and `covey.data.Observer` for the completions. Frozen (`epochs` = 0), it
-    only measures.
+    Implements `covey.data.RewardModelUpdater`, and `covey.data.Observer` for the completions. If `reward_model_epochs`
+    is 0, the model is frozen and only measured.
 
     The record of an iteration has these keys, and in `before` and `after` the quality before and after training:
 
@@ -103,7 +103,7 @@ class IteratedRewardModel:
     def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Collect the examples of a step."""
         self._step = step
-        if self.settings.epochs:
+        if self.settings.reward_model_epochs:
             self._new += self._source.examples(groups, step)
 
     def update(self, should_stop: Callable[[], bool]) -> None:
@@ -113,9 +113,9 @@ class IteratedRewardModel:
         held_out = self._source.examples(groups, self._step)
         if self._training is None:
             self._training = Training(self._quality(groups, held_out), [])
-            if self.settings.restart and self.settings.epochs:
+            if self.settings.restart_reward_model and self.settings.reward_model_epochs:
                 self._begin()
-        examples = self._encoded([*self._new, *self._replayed(number)])
+        examples = _encoded(self._model, [*self._new, *self._replayed(number)])
         if all(self._train(trainer, examples, self._training.losses, should_stop) for trainer in self._trainers):
             self._finish(groups, held_out, examples)
 
@@ -154,7 +154,7 @@ class IteratedRewardModel:
         steps = 0  # the learning rate is constant
         self._trainers = (
             [RewardModelTrainer(self._model, self.config, self._source.objective, steps)]
-            if self.settings.epochs
+            if self.settings.reward_model_epochs
             else []
         )
 
@@ -165,14 +165,6 @@ class IteratedRewardModel:
         order = permutation(self.config.seed, number, 0, len(self._history), stream=REPLAYING)
         return [self._history[place] for place in sorted(order[:count])]
 
-    def _encoded(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        """The examples that the model can take."""
-        if not examples:
-            return []
-        model = self._model
-        limit = position_limit(model.module.config)
-        return encode_examples(examples, model.encoder, limit, drop=True)[0]
-
     def _train(
         self,
         trainer: RewardModelTrainer,
@@ -181,8 +173,8 @@ class IteratedRewardModel:
         should_stop: Callable[[], bool],
     ) -> bool:
         """Train from the minibatch after the last finished one; False if it was stopped."""
-        settings, number = self.settings, self.iterations + 1
-        total = settings.epochs * batches_per_epoch(len(examples), settings.batch_size)
+        number, epochs = self.iterations + 1, self.settings.reward_model_epochs
+        total = epochs * batches_per_epoch(len(examples), self.config.batch_size)
         if not total:
             return True
         with self._monitor.progress(f"reward model, iteration {number}", total) as advance:
@@ -193,9 +185,7 @@ class IteratedRewardModel:
                 advance(1)
                 return not should_stop()
 
-            done = train_epochs(
-                trainer, examples, epochs=settings.epochs, on_step=on_step, done=len(losses), iteration=number
-            )
+            done = train_epochs(trainer, examples, epochs=epochs, on_step=on_step, done=len(losses), iteration=number)
         return done == total
 
     def _finish(self, groups: Sequence[Group], held_out: Sequence[Example], examples: Sequence[EncodedExample]) -> None:
@@ -234,7 +224,14 @@ class IteratedRewardModel:
         if len(known) == len(scored):
             agreement = rank_agreement(torch.tensor(known), graded_completions(groups))
             found |= {} if agreement is None else {"rank_agreement": agreement}
-        if encoded := self._encoded(held_out):
+        if encoded := _encoded(self._model, held_out):
             metrics = evaluate(self._model, encoded, self._source.objective).metrics
             found |= {name: metrics[name] for name in ("accuracy", "auc", "calibration_error") if name in metrics}
         return found
+
+
+def _encoded(model: RewardModel, examples: Sequence[Example]) -> list[EncodedExample]:
+    """The examples that the model can take."""
+    if not examples:
+        return []
+    return encode_examples(examples, model.encoder, position_limit(model.module.config), drop=True)[0]
