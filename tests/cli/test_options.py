@@ -75,7 +75,10 @@ def test_a_printed_recipe_is_a_recipe(capsys: pytest.CaptureFixture[str], tmp_pa
         ("Train x", "there is no command 'Train' (did you mean 'train'?)"),
         ("complete", "(did you mean 'completion'?)"),
         ("evaluate runs/x", "there is no command 'evaluate'"),
-        ("frobnicate", "commands: train, check, plan, eval, compare, sample, reward-model, recipes, completion"),
+        (
+            "frobnicate",
+            "commands: train, iterate, check, plan, eval, compare, sample, reward-model, recipes, completion",
+        ),
         ("cartpole_grpo", "cartpole_grpo is a recipe, not a command: write covey train cartpole_grpo"),
         ("my.toml", "my.toml is a recipe, not a command: write covey train my.toml"),
         ("--versio", "unknown option '--versio' (did you mean '--version'?) (see covey --help)"),

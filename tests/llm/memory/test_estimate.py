@@ -15,6 +15,7 @@ from covey.cli.main import main
 from covey.config import (
     ConfigError,
     CriticConfig,
+    IterationConfig,
     LossConfig,
     RunConfig,
     SamplingConfig,
@@ -170,6 +171,18 @@ def test_ppo_is_grpo_and_a_critic(kind: str) -> None:
         assert rest == {name: count for name, count in grpo.parts.items() if name not in names}
     assert not any(size for name, size in grpo.parts.items() if name.startswith("critic"))
     assert grpo.peak < min(shared.peak, own.peak)
+
+
+def test_a_reward_model_has_an_optimizer_in_an_iterative_run(smollm2: Dimensions) -> None:
+    def parts(width: int, **fields: int) -> dict[str, int]:
+        config = replace(CONFIG, iteration=IterationConfig(**fields))
+        found = predict(smollm2, config, device="cpu", width=width, reward_model_parameters=1000).parts
+        return {name: found[name] for name in ("reward models", "reward model's optimizer")}
+
+    assert parts(2) == {"reward models": 2000, "reward model's optimizer": 0}
+    assert parts(2, steps=10) == {"reward models": 2000, "reward model's optimizer": 12_000}
+    assert parts(4, steps=10) == {"reward models": 4000, "reward model's optimizer": 8000}  # no fp32 masters
+    assert parts(2, steps=10, reward_model_epochs=0) == parts(2)
 
 
 def test_keys_and_values_grow_with_the_rows_up_to_the_sampler_s_bound(smollm2: Dimensions) -> None:
