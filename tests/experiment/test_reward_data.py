@@ -1,4 +1,4 @@
-"""`covey reward-model label`: pairs and grades from completions that a verifier grades. Steps: test_continuation_labels."""
+"""`covey reward-model label`: pairs and grades from graded completions. Its steps: test_continuation_labels."""
 
 from __future__ import annotations
 
