@@ -13,9 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey.cli.main import main
 from covey.config import (
+    ArithmeticConfig,
     ConfigError,
     CriticConfig,
     LossConfig,
+    ReasoningGymConfig,
+    RewardConfig,
     RunConfig,
     SamplingConfig,
     UpdateConfig,
@@ -170,6 +173,34 @@ def test_ppo_is_grpo_and_a_critic(kind: str) -> None:
         assert rest == {name: count for name, count in grpo.parts.items() if name not in names}
     assert not any(size for name, size in grpo.parts.items() if name.startswith("critic"))
     assert grpo.peak < min(shared.peak, own.peak)
+
+
+def test_the_processes_of_rewards_are_counted(smollm2: Dimensions) -> None:
+    config = replace(
+        CONFIG,
+        model="smollm2-135m",
+        task=ArithmeticConfig(),
+        rewards=(
+            RewardConfig(name="math"),  # two processes
+            RewardConfig(name="math", workers=3),
+            RewardConfig(name="format", pattern="a"),
+            RewardConfig(function="rewards.py:mine", workers=4),
+            RewardConfig(name="numeric"),
+        ),
+    )
+    without = replace(config, rewards=())
+    assert [reward.process_bytes >> 20 for reward in config.rewards] == [140, 210, 15, 60, 0]
+    assert _planned(config) - _planned(without) == pytest.approx(425 / 1024, abs=0.02)
+    assert "reward processes" in check_memory(config)
+    assert "reward processes" not in check_memory(without)
+    task_s_own = replace(without, task=ReasoningGymConfig())
+    assert _planned(task_s_own) - _planned(without) == pytest.approx(100 / 1024, abs=0.02)
+    assert predict(smollm2, config, device="cuda", width=2, reward_processes=1 << 30).parts["reward processes"] == 0
+
+
+def _planned(config: RunConfig) -> float:
+    """The sum of the parts that `covey check` prints, in GiB."""
+    return sum(float(line.split()[-2]) for line in check_memory(config).splitlines()[1:])
 
 
 def test_keys_and_values_grow_with_the_rows_up_to_the_sampler_s_bound(smollm2: Dimensions) -> None:
