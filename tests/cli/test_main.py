@@ -5,12 +5,22 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from covey.cli.main import main, parse
-from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, MachineError, RewardConfig, RunConfig, RunError
+from covey.config import (
+    TASK_CONFIGS,
+    ArithmeticConfig,
+    ConfigError,
+    CountdownConfig,
+    MachineError,
+    RewardConfig,
+    RunConfig,
+    RunError,
+)
 from covey.config.recipe import describe_fields
 from covey.config.recipe_writing import write_config
 from covey.experiment.advice import Launch
@@ -243,3 +253,15 @@ def test_help_explains_the_fields(option: str) -> None:
     assert ("--help-all shows the other fields" in done.stdout) == (option == "--help")
     for name in ("--group-size ", "--max-new-tokens ", "--checkpoint.every ", "--task.steps ", "--steps "):
         assert f"  {name}" in done.stdout
+
+
+def test_help_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for command in ("train", "eval"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        shown[command] = capsys.readouterr().out
+    assert all(f"[task ({name})]" in shown["train"] for name in TASK_CONFIGS)
+    assert ",".join(TASK_CONFIGS) in "".join(shown["eval"].split())
+    (task,) = (field for field in fields(RunConfig) if field.name == "task")
+    assert task.metadata["help"].endswith(", ".join(TASK_CONFIGS))

@@ -64,7 +64,7 @@ NOT_RUN = {
     ".venv/bin/python benchmarks/curves.py": "takes an hour, in the repository",
     ".venv/bin/python benchmarks/uneven.py": "takes minutes, in the repository",
     ".venv/bin/python benchmarks/grading.py": "takes a minute, in the repository",
-    'pip install "covey[math]"': "downloads math-verify",
+    "pip install 'covey[math]'": "downloads math-verify",
 }
 MAKE = {"make train": "covey train arithmetic_grpo"}  # what the Makefile runs
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from helpers.run_helpers import Moment, covey
+from helpers.run_helpers import Moment, covey, files
 from helpers.tiny_models import tiny_folder
 
+STEPS = 12  # of two epochs
+CALLS = 6_000  # of Python functions, about, in two steps with an evaluation and a checkpoint
+MOST_IN_A_CHAIN = 7  # kills of one training
 WORDS = ["--precision", "fp32", "--threads", "1", "--batch-size", "4", "--learning-rate", "1e-3"]
 
 
@@ -90,42 +93,70 @@ def test_a_training_writes_a_model_that_transformers_loads_and_says_what_to_do_n
     assert f"continue it with covey reward-model train --resume {run_dir}" in said
 
 
-@pytest.mark.parametrize("data", ["pairs", "steps"])
-def test_a_training_killed_again_and_again_ends_with_the_same_bits(data: str, place: Path) -> None:
-    def words(run_dir: str) -> list[object]:
+def kill_many_times(data: str, kills: int, place: Path) -> None:
+    """Trainings killed at random moments and resumed, in chains, until there were `kills` kills."""
+
+    def words(run_dir: Path) -> list[object]:
         return [
             "reward-model", "train", f"{data}.jsonl", "--model", "tiny", "--run-dir", run_dir, *WORDS,
             "--epochs", "2", "--checkpoint-every", "2",
         ]  # fmt: skip
 
-    whole, killed = f"whole-{data}", f"killed-{data}"
-    code, said = covey(*words(whole), cwd=place)
-    assert code == 0, said
-    source = random.Random(data)
-    command = words(killed)
-    for step in (1, 3, 6, 8, 12):
-        calls = source.randint(0, 3_000)
-        code, said = covey(*command, cwd=place, moment=Moment(step, calls))
-        if code == 0:  # it ended before the moment
-            break
-        assert code == -9, said
-        assert not (place / killed / "summary.json").exists()
-        command = ["reward-model", "train", "--resume", killed]
-    if not (place / killed / "summary.json").exists():
-        code, said = covey("reward-model", "train", "--resume", killed, cwd=place)
+    whole = place / f"whole-{data}"
+    if not whole.exists():
+        code, said = covey(*words(whole), cwd=place)
         assert code == 0, said
-    expected, found = (load_file(place / name / "model" / "model.safetensors") for name in (whole, killed))
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert bool((tensor == found[name]).all()), name
-    for name in ("model/covey_reward_model.json", "summary.json", "reliability.png"):
-        assert (place / killed / name).read_bytes() == (place / whole / name).read_bytes(), name
+    rng, done = random.Random(f"{data} {kills}"), 0
+    while done < kills:
+        run_dir = place / f"killed-{data}-{done}"
+        summary, command = run_dir / "summary.json", words(run_dir)
+        for _ in range(min(rng.randint(1, MOST_IN_A_CHAIN), kills - done)):
+            saved = max([int(path.name[5:]) for path in run_dir.glob("checkpoints/step-*")], default=0)
+            moment = Moment(rng.randint(min(saved + 1, STEPS), STEPS), rng.randrange(CALLS))
+            code, said = covey(*command, cwd=place, moment=moment)
+            assert code in (0, -signal.SIGKILL), said
+            if summary.exists():
+                break
+            assert code != 0
+            done += 1
+            command = ["reward-model", "train", "--resume", run_dir]
+        if not summary.exists():
+            code, said = covey(*command, cwd=place)
+            assert code == 0, said
+        assert_same_training(run_dir, whole)
+        shutil.rmtree(run_dir)
 
-    def metrics(run_dir: str) -> list[dict[str, Any]]:
-        text = (place / run_dir / "metrics.jsonl").read_text()
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in text.splitlines()]
 
-    assert metrics(killed) == metrics(whole)
+def assert_same_training(run_dir: Path, whole: Path) -> None:
+    """The same model, checkpoints, picture and summary, byte for byte, and the same metrics."""
+    made, expected = files(run_dir), files(whole)
+    assert made.keys() == expected.keys()
+    assert {
+        "model/model.safetensors",
+        "reliability.png",
+        f"checkpoints/step-{STEPS:08d}/tensors.safetensors",
+    } <= made.keys()
+    for name in expected.keys() - {"metrics.jsonl", "covey.lock"}:
+        assert made[name] == expected[name], name
+
+    def metrics(folder: Path) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+
+    assert metrics(run_dir) == metrics(whole)
+    assert len({line["loss"] for line in metrics(whole) if "loss" in line}) > STEPS // 2
+
+
+@pytest.mark.parametrize("data", ["pairs", "steps"])
+def test_killed_trainings_end_with_the_same_bits(data: str, place: Path) -> None:
+    kill_many_times(data, 2, place)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("data", ["pairs", "grades", "steps"])
+def test_trainings_killed_twenty_times_end_with_the_same_bits(data: str, place: Path) -> None:
+    kill_many_times(data, 20, place)
 
 
 def test_changed_data_and_damaged_checkpoints(place: Path) -> None:

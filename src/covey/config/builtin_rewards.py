@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+PROCESS_MIB = 15  # measured memory of a process that calls a reward, without what its function imports
+
 
 @dataclass(frozen=True)
 class BuiltInReward:
@@ -21,6 +23,7 @@ class BuiltInReward:
     shortcut: str = ""  # one_by_one: a function of this process that grades what is easy, and returns None for the rest
     workers: int = 1  # own_process, one_by_one: processes side by side unless the recipe sets another number
     memory_mib: int = 0  # one_by_one: limit of the address space of each process; 0: none
+    resident_mib: int = PROCESS_MIB  # own_process, one_by_one: measured memory of each process
     package: str = ""  # module that it imports, of the extra covey[NAME] with the name of the reward
     tasks: tuple[str, ...] = ()  # the only tasks whose answers it grades, besides jsonl; empty: any
     runner: str = ""  # module:function that builds its `RewardRunner` from the RewardConfig; empty: by the fields above
@@ -48,6 +51,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         shortcut="covey.llm.rewards.plain_numbers:plain_verdicts",
         workers=2,
         memory_mib=2048,
+        resident_mib=70,  # SymPy
         package="math_verify",
     ),
     "format": BuiltInReward(
@@ -70,6 +74,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     "reasoning_gym": BuiltInReward(
         "covey.llm.rewards.reasoning_gym_process:score",
         own_process=True,  # its scorers evaluate text
+        resident_mib=100,
         options=("workers",),
         tasks=("reasoning_gym",),
     ),

@@ -8,6 +8,7 @@ from typing import Any
 
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 from covey.config.rewards import RewardConfig
+from covey.config.tasks import TASK_CONFIGS
 
 EMBEDDED_MODELS = ("smollm2-135m",)
 DAPO_RESAMPLES = 3
@@ -208,11 +209,7 @@ class ProcessConfig:
 class RunConfig(RunBase):
     """One training run on a language model."""
 
-    task: Any = config_field(
-        None,
-        "[task] table: name = arithmetic, countdown, word_problems, running_total, code_functions, human_eval, jsonl "
-        "or reasoning_gym",
-    )
+    task: Any = config_field(None, f"[task] table; its name is one of {', '.join(TASK_CONFIGS)}")
     model: str = config_field(
         "smollm2-135m",
         "smollm2-135m (embedded), a Hugging Face folder, a hub name, a .gguf file, or the folder of a run or of one of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.builtin_rewards import BUILT_IN_REWARDS, BuiltInReward
+from covey.config.builtin_rewards import BUILT_IN_REWARDS, PROCESS_MIB, BuiltInReward
 from covey.config.common import config_field
 from covey.config.judge import JudgeFields
 
@@ -120,6 +120,17 @@ class RewardFields:
     def built_in(self) -> BuiltInReward | None:
         """The entry of a built-in reward in the table, None for a function of the user's."""
         return BUILT_IN_REWARDS.get(self.name)
+
+    @property
+    def process_bytes(self) -> int:
+        """Measured memory of its processes, without what a user's function imports. 0 for `code`, whose processes exist
+        for a moment.
+        """
+        built_in = self.built_in
+        if built_in is None:
+            return ((self.workers or 1) * PROCESS_MIB << 20) if self.function else 0
+        has_processes = built_in.one_by_one or built_in.own_process
+        return (self.workers or built_in.workers) * built_in.resident_mib << 20 if has_processes else 0
 
     @property
     def is_per_step(self) -> bool:

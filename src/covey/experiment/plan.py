@@ -16,6 +16,7 @@ from covey.config.validate import validate
 from covey.llm.memory.dimensions import find_model_config, read_dimensions
 from covey.llm.memory.estimate import PROMPT_TOKENS, SAMPLING, UPDATE, MemoryPlan, predict
 from covey.llm.reward_models.loading import count_parameters
+from covey.llm.tasks import default_rewards
 from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
 
 NAME_WIDTH, COLUMN_WIDTH = 28, 14
@@ -95,6 +96,7 @@ def plan_memory(
             width=place.dtype.itemsize,
             prompt_tokens=prompt_tokens,
             reward_model_parameters=_reward_model_parameters(config),
+            reward_processes=_reward_processes(config),
         )
 
     columns = [Column(name, config, planned(config)) for name, config in configs.items()]
@@ -139,12 +141,19 @@ def _plan_here(config: RunConfig) -> MemoryPlan | None:
         device=place.device,
         width=place.dtype.itemsize,
         reward_model_parameters=_reward_model_parameters(config),
+        reward_processes=_reward_processes(config),
     )
 
 
 def _reward_model_parameters(config: RunConfig) -> int:
     """Number of weights of the config's reward models; one that has not been downloaded counts as 0."""
     return sum(count_parameters(reward.model) or 0 for reward in config.rewards if reward.model)
+
+
+def _reward_processes(config: RunConfig) -> int:
+    """Bytes of the processes of the config's rewards, or of its task's own reward; 0 for a task from Python."""
+    default = default_rewards(config.task) if config.task is not None else ()
+    return sum(reward.process_bytes for reward in config.rewards or default)
 
 
 def _configs(

@@ -307,7 +307,13 @@ METRICS: dict[str, Metric] = _glossary(
         reproducible=False,
     ),
     Metric("time/sample", "s", "sampling the rollouts", "often the largest part", reproducible=False),
-    Metric("time/grade", "s", "calling the reward functions; in control there are none", "small", reproducible=False),
+    Metric(
+        "time/grade",
+        "s",
+        "grading that was not done while the step was sampled; in control there is none",
+        "small; if not, raise workers in [[rewards]]",
+        reproducible=False,
+    ),
     Metric(
         "time/prepare",
         "s",

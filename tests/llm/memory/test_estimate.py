@@ -13,10 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey.cli.main import main
 from covey.config import (
+    ArithmeticConfig,
     ConfigError,
     CriticConfig,
     IterationConfig,
     LossConfig,
+    ReasoningGymConfig,
+    RewardConfig,
     RunConfig,
     SamplingConfig,
     UpdateConfig,
@@ -183,6 +186,34 @@ def test_a_reward_model_has_an_optimizer_in_an_iterative_run(smollm2: Dimensions
     assert parts(2, steps=10) == {"reward models": 2000, "reward model's optimizer": 12_000}
     assert parts(4, steps=10) == {"reward models": 4000, "reward model's optimizer": 8000}  # no fp32 masters
     assert parts(2, steps=10, reward_model_epochs=0) == parts(2)
+
+
+def test_the_processes_of_rewards_are_counted(smollm2: Dimensions) -> None:
+    config = replace(
+        CONFIG,
+        model="smollm2-135m",
+        task=ArithmeticConfig(),
+        rewards=(
+            RewardConfig(name="math"),  # two processes
+            RewardConfig(name="math", workers=3),
+            RewardConfig(name="format", pattern="a"),
+            RewardConfig(function="rewards.py:mine", workers=4),
+            RewardConfig(name="numeric"),
+        ),
+    )
+    without = replace(config, rewards=())
+    assert [reward.process_bytes >> 20 for reward in config.rewards] == [140, 210, 15, 60, 0]
+    assert _planned(config) - _planned(without) == pytest.approx(425 / 1024, abs=0.02)
+    assert "reward processes" in check_memory(config)
+    assert "reward processes" not in check_memory(without)
+    task_s_own = replace(without, task=ReasoningGymConfig())
+    assert _planned(task_s_own) - _planned(without) == pytest.approx(100 / 1024, abs=0.02)
+    assert predict(smollm2, config, device="cuda", width=2, reward_processes=1 << 30).parts["reward processes"] == 0
+
+
+def _planned(config: RunConfig) -> float:
+    """The sum of the parts that `covey check` prints, in GiB."""
+    return sum(float(line.split()[-2]) for line in check_memory(config).splitlines()[1:])
 
 
 def test_keys_and_values_grow_with_the_rows_up_to_the_sampler_s_bound(smollm2: Dimensions) -> None:

@@ -10,13 +10,14 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+import psutil
 import pytest
 
 from covey.config import ConfigError, RewardConfig
 from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.llm.grader import build_grader
 from covey.llm.rewards.worker import load_function
-from covey.llm.tasks import Arithmetic, Countdown, WordProblems
+from covey.llm.tasks import Arithmetic, Countdown, ReasoningGym, WordProblems
 from helpers.graded import group, rewards_of, start
 from helpers.mutants import PACKAGE
 from helpers.pages import ROOT
@@ -169,3 +170,34 @@ def test_a_reward_is_added_as_contributing_says(tmp_path):
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("[1.0, 0.0] accuracy\n", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("name", "answer", "completion"),
+    [("math", "x^2 + 2x + 1", "\\boxed{(x + 1)^2}"), ("format", "", "a"), ("reasoning_gym", "", "5")],
+)
+def test_the_memory_of_a_process_is_about_that_of_the_table(name, answer, completion):
+    """Of the worker and its supervisor, without the pages that they share with other processes."""
+    columns = {"answer": answer}
+    if name == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+        columns = ReasoningGym().draw(0, 1, 1)[0].columns
+    config = RewardConfig(name=name, workers=1, timeout_seconds=60.0, **({"pattern": "a"} if name == "format" else {}))
+    before = descendants()
+    grader = build_grader([config], ())
+    try:
+        grader.grade([group(start(**columns), completion)])
+        measured = sum(private_mib(process) for process in descendants() - before)
+    finally:
+        grader.close()
+    assert 0.6 * measured < config.built_in.resident_mib < 1.7 * measured
+
+
+def descendants():
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def private_mib(process):
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from covey.config.validate_rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
 from covey.llm.rewards import judge_client
+from covey.llm.rewards.judge import CLIENT
 from covey.llm.rewards.judge_cache import Reply, ReplyCache
 from covey.llm.rewards.judge_score import ScoreReader, UnreadableReply
+from covey.llm.rewards.pool import RewardPool
 from helpers.judge_server import Asked, JudgeServer
 
 TOKEN = "tok-5d41402abc4b2a76"
@@ -167,19 +170,34 @@ def test_words_stand_for_numbers_and_the_last_whole_word_counts(reply: str, scor
 # ---- asking ----
 
 
+@pytest.fixture(scope="module")
+def client() -> Iterator[RewardPool]:
+    """A process of the client for several judges, because its start takes half a second."""
+    pool = RewardPool(CLIENT)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
-def build(tmp_path: Path):
-    """Build a grader with one judge at a server; all are closed at the end."""
+def build(tmp_path: Path, client: RewardPool):
+    """Build a grader with one judge at a server; all are closed at the end.
+
+    They share the process `client`, which has none of the variables that a test sets, unless `own_process` is set.
+    """
     graders: list[RewardGrader] = []
 
-    def make(server: JudgeServer | str, **fields: Any) -> RewardGrader:
+    def make(server: JudgeServer | str, *, own_process: bool = False, **fields: Any) -> RewardGrader:
         address = server if isinstance(server, str) else server.address
         own = {
             "judge": address, "judge_model": "tiny", "judge_prompt": "{prompt}|{completion}|{answer}",
             "judge_cache": str(tmp_path / "cache"), "judge_retries": 0, "timeout_seconds": 60.0,
         }  # fmt: skip
-        graders.append(build_grader([RewardConfig(**(own | fields))], ()))
-        return graders[-1]
+        one = build_grader([RewardConfig(**(own | fields))], ())
+        if own_process:
+            graders.append(one)
+        else:
+            one.rewards[0].caller._pool = client
+        return one
 
     yield make
     for one in graders:
@@ -428,7 +446,7 @@ def test_a_proxy_of_the_environment_is_not_used_on_this_machine(build, monkeypat
     with JudgeServer(lambda asked: asked.say("1")) as proxy, JudgeServer(say_the_number) as server:
         monkeypatch.setenv("HTTP_PROXY", proxy.address)
         monkeypatch.setenv("ALL_PROXY", proxy.address)
-        assert rewards_of(build(server).grade([group("0.5", answer="x")])) == [0.5]
+        assert rewards_of(build(server, own_process=True).grade([group("0.5", answer="x")])) == [0.5]
         assert not proxy.questions
 
 
@@ -455,7 +473,7 @@ def test_the_token_is_sent_and_never_shown(build, monkeypatch, tmp_path: Path, c
             asked.say(f"{asked.authorization} gets 1")
 
     with JudgeServer(answer) as server:
-        one = build(server, judge_token_variable="JUDGE_TOKEN")
+        one = build(server, own_process=True, judge_token_variable="JUDGE_TOKEN")
         groups = [group("a", "b", "c", "d", "bad", answer="x")]
         one.grade(groups)
         assert server.authorizations == [f"Bearer {TOKEN}"] * 5
@@ -479,11 +497,11 @@ def test_the_token_of_a_file(build, tmp_path: Path) -> None:
 
 def test_another_process_asks_nothing_twice_and_every_part_of_a_request_counts(build) -> None:
     with JudgeServer(say_the_number) as server:
-        build(server).grade([group("0.1", "0.2", answer="x")])
-        build(server, judge_pattern="is (.*)").grade([group("0.1", "0.2", answer="x")])
+        build(server, own_process=True).grade([group("0.1", "0.2", answer="x")])
+        build(server, own_process=True, judge_pattern="is (.*)").grade([group("0.1", "0.2", answer="x")])
         assert len(server.questions) == 2
-        build(server, judge_model="other").grade([group("0.1", answer="x")])
-        build(server, judge_temperature=0.5).grade([group("0.1", answer="x")])
+        build(server, own_process=True, judge_model="other").grade([group("0.1", answer="x")])
+        build(server, own_process=True, judge_temperature=0.5).grade([group("0.1", answer="x")])
         assert len(server.questions) == 4
 
 
@@ -519,7 +537,7 @@ def test_a_damaged_file_of_the_cache_counts_as_missing(tmp_path: Path, damage: b
 def test_a_cache_that_cannot_be_written_costs_no_score(build, tmp_path: Path, capfd) -> None:
     (tmp_path / "cache").write_text("a file in the folder's place")
     with JudgeServer(say_the_number) as server:
-        one = build(server)
+        one = build(server, own_process=True)
         assert rewards_of(one.grade([group("0.1", "0.2", answer="x")])) == [0.1, 0.2]
         one.close()
     assert capfd.readouterr().err.count("the judge's replies cannot be stored in") == 1

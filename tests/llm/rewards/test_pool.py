@@ -272,10 +272,11 @@ def slow(completions, **columns):
 def test_a_run_has_the_same_numbers_with_any_number_of_workers(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     recipe = write_recipe(tmp_path, tiny_folder(tmp_path / "model"), steps=3)
-    text = recipe.read_text().partition("[[rewards]]")[0]
+    before, _, rest = recipe.read_text().partition("[[rewards]]")
+    after = rest[rest.index("[sampling]") :]
     runs = {}
     for workers in (1, 3):
-        recipe.write_text(f'{text}[[rewards]]\nfunction = "slow.py:slow"\nworkers = {workers}\n')
+        recipe.write_text(f'{before}[[rewards]]\nfunction = "slow.py:slow"\nworkers = {workers}\n{after}')
         code, output = covey("train", recipe, "--run-dir", tmp_path / f"{workers}", cwd=tmp_path)
         assert code == 0, output
         runs[workers] = reproducible_metrics(tmp_path / f"{workers}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.rewards.reasoning_gym_process import is_plain_expression
 from covey.llm.rewards.reward_process import RewardProcess
-from covey.llm.tasks import ReasoningGym
+from covey.llm.tasks import ReasoningGym, reasoning_gym
 from covey.llm.tasks.reasoning_gym import PROCESS
 
 # Their scorers evaluate the answer's text.
@@ -30,6 +32,16 @@ EVALUATING = [
         for dataset in ("binary_matrix", "intermediate_integration", "puzzle24", "simple_integration", "spiral_matrix")
     ),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tasks_share_a_process() -> Iterator[None]:
+    """One process generates the problems of all tasks, because importing the package takes a second."""
+    process = RewardProcess(f"{PROCESS}:generate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reasoning_gym, "RewardProcess", lambda *_: SimpleNamespace(call=process.call, close=lambda: None))
+        yield
+    process.close()
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +161,7 @@ def test_metadata_that_json_would_change_is_scored_as_in_the_package(grader: Rew
 
 def test_problems_do_not_depend_on_the_hashes_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """This data set iterates over sets of strings."""
+    monkeypatch.setattr(reasoning_gym, "RewardProcess", RewardProcess)  # one for each task
     draws = []
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)

@@ -56,6 +56,7 @@ def predict(
     width: int,
     prompt_tokens: int = PROMPT_TOKENS,
     reward_model_parameters: int = 0,
+    reward_processes: int = 0,
 ) -> MemoryPlan:
     """Predict the memory of a run by part.
 
@@ -63,6 +64,8 @@ def predict(
         device: "cpu" or "cuda".
         width: bytes of a weight and of an activation, 2 in bf16 and 4 in fp32.
         reward_model_parameters: number of weights of all reward models (`count_parameters`).
+        reward_processes: bytes of the processes of reward functions (`RewardFields.process_bytes`); a GPU's memory has
+            none of them.
     """
     critic_weights = _critic_weights(size, config)
     policy_state, critic_state = state_bytes(size.parameters, width), state_bytes(critic_weights, width)
@@ -86,6 +89,7 @@ def predict(
             "critic's moments": critic_state.moments,
             "reward models": reward_model_parameters * width,
             "reward model's optimizer": _reward_model_state(config, reward_model_parameters, width),
+            "reward processes": reward_processes if device == "cpu" else 0,
             **_sampling(size, config, device, width, prompt_tokens),
             "gradients": policy_state.gradients,
             "critic's gradients": critic_state.gradients,

@@ -20,10 +20,6 @@ class NotedGrader:
     grader: RewardGrader
     file: Path
 
-    def start(self, group: Group) -> None:
-        """As `RewardGrader.start`."""
-        self.grader.start(group)
-
     def grade(self, groups: list[Group]) -> list[Group]:
         """As `RewardGrader.grade`."""
         self.file.write_text(json.dumps([reward.name for reward in self.grader.rewards]))

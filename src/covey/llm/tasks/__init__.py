@@ -14,6 +14,7 @@ from covey.config import (
     HumanEvalConfig,
     JsonlConfig,
     ReasoningGymConfig,
+    RewardConfig,
     RunningTotalConfig,
     WordProblemsConfig,
 )
@@ -29,7 +30,7 @@ from covey.llm.tasks.word_problems import WordProblems
 
 __all__ = [
     "Arithmetic", "CodeFunctions", "Countdown", "HumanEval", "Jsonl", "ReasoningGym", "Rows", "RunningTotal",
-    "WordProblems", "build_task", "task_of",
+    "WordProblems", "build_task", "default_rewards", "task_of",
 ]  # fmt: skip
 
 _TASKS: dict[type, Callable[..., Task]] = {
@@ -51,6 +52,12 @@ def build_task(config: Any) -> Task:
         ConfigError: if its fields are invalid, or its data cannot be read.
     """
     return _TASKS[type(config)](**vars(config))
+
+
+def default_rewards(config: Any) -> tuple[RewardConfig, ...]:
+    """The rewards of a run on this task if the recipe names none; the task is not built."""
+    rewards: tuple[RewardConfig, ...] = getattr(_TASKS[type(config)], "default_rewards", ())
+    return rewards
 
 
 def task_of(given: Any) -> Task:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import secrets
 import subprocess
@@ -13,13 +15,14 @@ from covey.llm.rewards.sandbox import watchdog
 from covey.llm.rewards.sandbox.interpreter import Interpreter
 from covey.llm.rewards.sandbox.limits import MOST_FILE_BYTES, MOST_OPEN_FILES, Limits
 
+END_SECONDS = 2 * watchdog.SECONDS  # for the watchdog to end after its stdin
 MARK = f"covey-{secrets.token_hex(12)}"  # in the command line of every process of this process's sandboxes
 
 
 @lru_cache(maxsize=1)
 def start_watchdog() -> subprocess.Popen[bytes]:
     """Start the process that ends marked processes after this one has ended; once."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", watchdog.__file__, MARK],
         stdin=subprocess.PIPE,  # kept open until this process ends
         stdout=subprocess.DEVNULL,
@@ -28,6 +31,16 @@ def start_watchdog() -> subprocess.Popen[bytes]:
         cwd="/",
         start_new_session=True,
     )
+    atexit.register(_end_watchdog, process)
+    return process
+
+
+def _end_watchdog(process: subprocess.Popen[bytes]) -> None:
+    """Let the watchdog do its work, and wait for its end, so that a normal end of this process leaves no child."""
+    assert process.stdin is not None
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_SECONDS)
 
 
 @lru_cache(maxsize=1)
