@@ -23,8 +23,8 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader
 from covey.llm.rewards import code as code_module
 from covey.llm.rewards.code import CodeOptions, CodeRunner, code, extract_program
-from covey.llm.rewards.code_judge import Judge
-from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests, read_tests
+from covey.llm.rewards.code_judge import Judge, Verdict
+from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests, Tests, read_tests
 from covey.llm.rewards.code_values import matches, same_output
 from covey.llm.rewards.sandbox import backends, bubblewrap
 from covey.llm.rewards.sandbox.bubblewrap import Bubblewrap
@@ -348,6 +348,44 @@ def test_a_masked_program_is_masked_beside_other_rewards() -> None:
     graded = both.grade(mixed)
     both.close()
     assert [rollout.reward for group in graded for rollout in group.rollouts] == [2.0] * 9 + [None]
+
+
+def test_a_program_of_several_completions_is_run_once_for_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+    judge = Judge.judge
+
+    def counting(self: Judge, program: str, tests: Tests, prefix: str = "") -> Verdict:
+        judged.append(program)
+        return judge(self, program, tests, prefix)
+
+    monkeypatch.setattr(Judge, "judge", counting)
+    squares = [{"args": [n], "expected": n * n} for n in (2, 3)]
+    fenced = f"Here it is:\n```python\n{RIGHT}\n```"
+    texts = [RIGHT, HALF, WRONG, RIGHT, HALF, fenced, RIGHT]
+    mixed = [*groups(texts, tests=TESTS, entry_point="f"), *groups(texts, tests=squares, entry_point="f")]
+    grading = grader()
+    graded = grading.grade(mixed)
+    grading.close()
+    rewards = [[rollout.reward for rollout in group.rollouts] for group in graded]
+    assert rewards == [[1, 0, 0, 1, 0, 1, 1], [0, 1, 0, 0, 1, 0, 0]]
+    assert [graded[0].rollouts[row].extras["code"]["verdict"] for row in (1, 4)] == ["case 2: wrong result"] * 2
+    # The fenced program ends with a line break, so it is another text.
+    assert sorted(judged) == sorted(2 * [RIGHT, extract_program(HALF), WRONG, f"{RIGHT}\n"])
+
+
+def test_the_same_program_after_another_prefix_or_for_another_function_is_another() -> None:
+    any_backend()
+    runner = CodeRunner(CodeOptions(workers=2))
+    program = "def f(x): return number * x\ndef g(x): return 0"
+    columns = {
+        "completions": [program] * 4,
+        "tests": [TESTS] * 4,
+        "entry_point": ["f", "f", "g", "f"],
+        "code_prefix": ["number = 2", "number = 3", "number = 2", "number = 2"],
+    }
+    values = runner.call(columns, 0, 0.0).values
+    runner.close()
+    assert values == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_data_without_tests_is_named_before_training() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -85,6 +85,8 @@ class CodeRunner:
     ) -> Results:
         """One value for each completion; a program that could not be judged has None and an entry in `errors`.
 
+        A program that several completions of a prompt share is run once.
+
         Raises:
             RewardCallError: if the data has no column with tests.
         """
@@ -96,7 +98,7 @@ class CodeRunner:
             )
         nothing = [None] * len(completions)
         columns = [arguments.get(name) or nothing for name in ("entry_point", "code_prefix")]
-        results = list(self._executor.map(self._grade, completions, tests, *columns))
+        results = self._grade_each(completions, tests, *columns)
         verdicts = [result for result in results if isinstance(result, Verdict)]
         return Results(
             values=[self._value(result) if isinstance(result, Verdict) else None for result in results],
@@ -112,11 +114,26 @@ class CodeRunner:
     def _value(self, verdict: Verdict) -> float:
         return verdict.share if self.options.partial else float(verdict.is_right)
 
-    def _grade(self, completion: Any, tests: Any, entry_point: Any, prefix: Any) -> Verdict | str:
-        """The verdict on a completion, or why there is none."""
+    def _grade_each(self, completions: Sequence[Any], *columns: Sequence[Any]) -> list[Verdict | str]:
+        """`_grade` of every row, side by side; rows with the same program and the same objects in `columns` share one.
+
+        The rows of a prompt have the same objects, because they get its columns.
+        """
+        started: dict[Hashable, Future[Verdict | str]] = {}
+        rows: list[Future[Verdict | str]] = []
+        for completion, *values in zip(completions, *columns, strict=True):
+            program = extract_program(completion_text(completion))
+            key = (program, *map(id, values))
+            if key not in started:
+                started[key] = self._executor.submit(self._grade, program, *values)
+            rows.append(started[key])
+        return [row.result() for row in rows]
+
+    def _grade(self, program: str, tests: Any, entry_point: Any, prefix: Any) -> Verdict | str:
+        """The verdict on a program, or why there is none."""
         try:
             read: Tests = read_tests(tests, entry_point)
-            return self._judge.judge(extract_program(completion_text(completion)), read, prefix or "")
+            return self._judge.judge(program, read, prefix or "")
         except (SandboxFailure, ValueError, NotPlain) as error:
             return str(error)
         except OSError as error:  # no process or no descriptor left on this machine
