@@ -6,6 +6,8 @@ llm, control         the components of a run on a language model (llm_components
 evaluate_llm         greedy answers to held-out problems
 inference            `covey eval` of a model
 plan                 `covey plan`
-reward_models        `covey reward-model`; reward_model_folder is the run folder of a training
+reward_models        `covey reward-model train` and `eval`; reward_model_folder is the run folder of a training
+reward_data          `covey reward-model label`
+iteration            the training of the reward model in an iterative run
 resuming, advice     resuming a run; the next command for the user
 """

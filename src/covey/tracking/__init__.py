@@ -7,4 +7,5 @@ wording, score_kinds    the texts and number formats of the display
 statistics, curve       confidence intervals; the picture of a run
 reports                 the output of `covey eval`
 reliability             the reliability diagram of a reward model
+iterations              the picture of an iterative run
 """

@@ -7,4 +7,6 @@ training, examples        losses on pairs, grades and step labels; optimizer ste
 evaluation                accuracy, AUC and calibration on held-out examples
 reward                    a reward model as a reward of a run
 continuation_labels       labels of steps by continuations from them (Math-Shepherd)
+graded_groups             examples from the completions of a run, which the verifier has graded
+iteration                 trains the reward model between iterations of the policy's training (iterative GRPO)
 """
