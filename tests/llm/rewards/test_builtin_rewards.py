@@ -84,7 +84,11 @@ OPTIONS = {"answer_column": "answer", "tags": ("think", "answer"), "first_tag_in
            "length_target": 1, "length_limit": 9, "length_shape": "cosine", "length_both_sides": True,
            "ngram_size": 100, "scripts": ("han",)}  # fmt: skip
 IN_PROCESS = [
-    *(entry.function for entry in BUILT_IN_REWARDS.values() if not (entry.own_process or entry.one_by_one or entry.runner)),
+    *(
+        entry.function
+        for entry in BUILT_IN_REWARDS.values()
+        if not (entry.own_process or entry.one_by_one or entry.runner)
+    ),
     *(entry.shortcut for entry in BUILT_IN_REWARDS.values() if entry.shortcut),
 ]
 
