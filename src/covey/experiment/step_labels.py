@@ -15,7 +15,7 @@ from covey.config.fields import plural
 from covey.config.files import read_file
 from covey.config.recipe_writing import config_to_dict
 from covey.data import Group
-from covey.experiment.llm import build_machine, build_problem, fit_prompts, load_policy
+from covey.experiment.llm import LoadedPolicy, Machine, build_machine, build_problem, fit_prompts, load_policy
 from covey.llm.model.architecture import position_limit
 from covey.llm.reward_models.continuation_labels import LabelledCompletion, StepLabeller
 from covey.llm.rewards.step_splitter import StepSplitter
@@ -34,6 +34,7 @@ class LabelOptions:
     completions: int = 4  # of each prompt
     continuations: int = 8  # of each step
     estimate: str = "hard"  # the column "labels": hard or soft
+    completer: str = ""  # model that continues the steps; empty: the one that samples the completions
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def label_steps(config: RunConfig, options: LabelOptions, output: Path) -> Label
             estimates. An interrupted call with the same arguments is continued.
 
     Raises:
-        ConfigError: if the config has no reward that is 1 or 0; for the first mistake in it.
+        ConfigError: if the config has no reward that is 1 or 0; if the completer has another tokenizer; for the first
+            mistake in the config.
         RunError: if nothing could be labelled.
     """
     config = replace(config, rewards=verifier_of(config), loss=replace(config.loss, credit="outcome"))
@@ -69,15 +71,17 @@ def label_steps(config: RunConfig, options: LabelOptions, output: Path) -> Label
                 "the task's reward is not always 1 or 0, so it cannot verify completions: name a binary reward in "
                 "[[rewards]], such as numeric, or your own function with binary = true"
             )
-        loaded = load_policy(config, build_machine(config.device, config.precision, config.threads))
+        machine = build_machine(config.device, config.precision, config.threads)
+        loaded = load_policy(config, machine)
+        completer = _completer(config, options.completer, machine, loaded)
         module_config = loaded.policy.module.config
         problem = fit_prompts(problem, config, loaded.chat, module_config, display.note)
         splitter.chat = loaded.chat
         sampling = config.sampling
         labeller = StepLabeller(
-            loaded.sampler.generator, loaded.chat, splitter, problem.grader, config.seed, sampling.max_new_tokens,
+            completer.sampler.generator, loaded.chat, splitter, problem.grader, config.seed, sampling.max_new_tokens,
             sampling.temperature, options.continuations, max_rows=sampling.rows_at_once,
-            positions=position_limit(module_config),
+            positions=position_limit(completer.policy.module.config),
         )  # fmt: skip
         display.note(
             f"{plural(options.prompts, 'prompt')} x {plural(options.completions, 'completion')}, "
@@ -106,6 +110,23 @@ def label_steps(config: RunConfig, options: LabelOptions, output: Path) -> Label
         sum(int(label) for record in draft.records for label in record["hard"]),
         sum(record["right"] for record in draft.records),
     )
+
+
+def _completer(config: RunConfig, name: str, machine: Machine, sampled: LoadedPolicy) -> LoadedPolicy:
+    """The model that continues the steps of the completions that `sampled` has sampled; itself for an empty name.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or reads other token ids than those of the completions.
+    """
+    if not name:
+        return sampled
+    loaded = load_policy(replace(config, model=name), machine)
+    if loaded.chat.tokenizer.get_vocab() != sampled.chat.tokenizer.get_vocab():
+        raise ConfigError(
+            f"--completer {name} has another tokenizer than {config.model}, so it cannot continue its completions: name "
+            "a model of the same family"
+        )
+    return loaded
 
 
 class _Draft:
