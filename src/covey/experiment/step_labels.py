@@ -123,8 +123,8 @@ def _completer(config: RunConfig, name: str, machine: Machine, sampled: LoadedPo
     loaded = load_policy(replace(config, model=name), machine)
     if loaded.chat.tokenizer.get_vocab() != sampled.chat.tokenizer.get_vocab():
         raise ConfigError(
-            f"--completer {name} has another tokenizer than {config.model}, so it cannot continue its completions: name "
-            "a model of the same family"
+            f"--completer {name} has another tokenizer than {config.model}, so it cannot continue its completions: "
+            "name a model of the same family"
         )
     return loaded
 

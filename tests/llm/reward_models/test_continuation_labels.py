@@ -320,7 +320,7 @@ boundary = "even.py:thirds"
 
 
 def test_another_model_continues_the_steps(tmp_path: Path) -> None:
-    """The completions and the labels of their last steps stay the same; a completer of the same weights changes none."""
+    """Completions and the labels of their last steps stay the same; a completer of the same weights changes none."""
     model = tiny_folder(tmp_path / "tiny")
     tiny_folder(tmp_path / "same")
     tiny_folder(tmp_path / "other", seed=1)
