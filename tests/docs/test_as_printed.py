@@ -65,7 +65,20 @@ NOT_RUN = {
     ".venv/bin/python benchmarks/uneven.py": "takes minutes, in the repository",
     ".venv/bin/python benchmarks/grading.py": "takes a minute, in the repository",
     "pip install 'covey[math]'": "downloads math-verify",
-}
+} | dict.fromkeys(
+    (
+        "covey train outcome_grpo --seed 1 --token-budget 40000 --run-dir runs/policy",
+        "covey train outcome_grpo --seed 2 --token-budget 40000 --model runs/policy --run-dir runs/completer",
+        "covey reward-model label process_grpo --model runs/policy --completer runs/completer --output steps.jsonl "
+        "--prompts 64 --completions 8 --continuations 4 --estimate soft",
+        "covey reward-model label process_grpo --model runs/policy --completer runs/completer --output held_out.jsonl "
+        "--prompts 16 --completions 8 --continuations 4 --estimate soft --seed 1",
+        "covey reward-model train steps.jsonl --held-out held_out.jsonl --model runs/completer --run-dir runs/prm "
+        "--epochs 3 --batch-size 16 --learning-rate 1e-4 --warmup-steps 5",
+        "covey train prm.toml --token-budget 30000 --run-dir runs/prm_grpo",
+    ),
+    "takes minutes with the embedded model",
+)
 MAKE = {"make train": "covey train arithmetic_grpo"}  # what the Makefile runs
 
 ADVICE = re.compile(r"Next: (?:[^:\n]*: )?(covey .*)$", re.M)

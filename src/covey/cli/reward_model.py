@@ -11,6 +11,7 @@ from covey.config import ConfigError, JsonlConfig, RunConfig
 from covey.config.data_file import read_data
 from covey.config.fields import command, get_type_hints
 from covey.config.files import user_path
+from covey.config.model_sources import locate_model
 from covey.config.recipe import parse_value, read_recipe
 from covey.config.reward_data import read_examples
 from covey.config.reward_models import RewardModelConfig, check_training, reward_model_fault
@@ -89,11 +90,17 @@ def label_action(arguments: argparse.Namespace, fields_given: list[str]) -> None
     config = read_recipe(arguments.recipe, fields_given)
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{arguments.recipe} is a recipe for control, which has no reasoning steps: name another")
+    if arguments.completer and arguments.data != "steps":
+        raise ConfigError(
+            f"--completer continues steps, and --data {arguments.data} needs no continuations: take it out"
+        )
+    if arguments.completer:
+        locate_model(arguments.completer)
     if isinstance(config.task, JsonlConfig):
         read_data(config.task)  # before torch is loaded
     from covey.experiment.reward_data import LabelOptions, label_completions
 
-    options = LabelOptions(**counts, data=arguments.data, estimate=arguments.estimate)
+    options = LabelOptions(**counts, data=arguments.data, estimate=arguments.estimate, completer=arguments.completer)
     found = label_completions(config, options, output)
     left_out = f" ({found.left_out} left out, because the verifier failed)" if found.left_out else ""
     examples = {

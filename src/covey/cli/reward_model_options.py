@@ -91,6 +91,12 @@ def _label_options(action: argparse.ArgumentParser) -> None:
         default="hard",
         help="labels of steps: whether any continuation is right, or the share of right ones (hard)",
     )
+    action.add_argument(
+        "--completer",
+        default="",
+        metavar="MODEL",
+        help="model that continues the steps, with the tokenizer of the recipe's model (the recipe's model)",
+    )
 
 
 def _add_field(action: argparse.ArgumentParser, item: Any) -> None:

@@ -15,7 +15,7 @@ from covey.config.fields import plural
 from covey.config.files import read_file
 from covey.config.recipe_writing import config_to_dict
 from covey.data import Group
-from covey.experiment.llm import build_machine, build_problem, fit_prompts, load_policy
+from covey.experiment.llm import LoadedPolicy, Machine, build_machine, build_problem, fit_prompts, load_policy
 from covey.llm.model.architecture import position_limit
 from covey.llm.reward_models.continuation_labels import LabelledCompletion, StepLabeller
 from covey.llm.reward_models.graded_groups import PairSource, graded_completions
@@ -36,6 +36,7 @@ class LabelOptions:
     data: str = "steps"  # steps (a process reward model), pairs or grades (an outcome one)
     continuations: int = 8  # of each step
     estimate: str = "hard"  # the column "labels": hard or soft
+    completer: str = ""  # model that continues the steps; empty: the one that samples the completions
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def label_completions(config: RunConfig, options: LabelOptions, output: Path) ->
             columns of the prompt and both estimates. An interrupted call with the same arguments is continued.
 
     Raises:
-        ConfigError: if the config has no reward that is 1 or 0; for the first mistake in it.
+        ConfigError: if the config has no reward that is 1 or 0; if the completer has another tokenizer; for the first
+            mistake in the config.
         RunError: if nothing could be labelled.
     """
     config = replace(config, rewards=verifier_of(config), loss=replace(config.loss, credit="outcome"))
@@ -75,13 +77,16 @@ def label_completions(config: RunConfig, options: LabelOptions, output: Path) ->
                 "the task's reward is not always 1 or 0, so it cannot verify completions: name a binary reward in "
                 "[[rewards]], such as numeric, or your own function with binary = true"
             )
-        loaded = load_policy(config, build_machine(config.device, config.precision, config.threads))
+        machine = build_machine(config.device, config.precision, config.threads)
+        loaded = load_policy(config, machine)
+        completer = _completer(config, options.completer, machine, loaded)
         module_config = loaded.policy.module.config
         problem = fit_prompts(problem, config, loaded.chat, module_config, display.note)
         splitter.chat = loaded.chat
         labeller = StepLabeller(
-            loaded.sampler, splitter, problem.grader, options.continuations, position_limit(module_config)
-        )
+            completer.sampler, splitter, problem.grader, options.continuations,
+            position_limit(completer.policy.module.config),
+        )  # fmt: skip
         continuations = plural(options.continuations, "continuation")
         continued = f", {continuations} from every step" if options.data == "steps" else ""
         display.note(
@@ -136,6 +141,23 @@ def _examples(groups: list[Group], options: LabelOptions, labeller: StepLabeller
     pairs = PairSource(labeller.sampler.seed, options.completions).pairs(groups, 1)
     records = [{"prompt": one.prompt, "chosen": one.chosen, "rejected": one.rejected} for one in pairs]
     return _Examples(records, len(graded), right)
+
+
+def _completer(config: RunConfig, name: str, machine: Machine, sampled: LoadedPolicy) -> LoadedPolicy:
+    """The model that continues the steps of the completions that `sampled` has sampled; itself for an empty name.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or reads other token ids than those of the completions.
+    """
+    if not name:
+        return sampled
+    loaded = load_policy(replace(config, model=name), machine)
+    if loaded.chat.tokenizer.get_vocab() != sampled.chat.tokenizer.get_vocab():
+        raise ConfigError(
+            f"--completer {name} has another tokenizer than {config.model}, so it cannot continue its completions: "
+            "name a model of the same family"
+        )
+    return loaded
 
 
 class _Draft:

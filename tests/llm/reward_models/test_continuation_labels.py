@@ -297,3 +297,61 @@ def test_the_command_writes_data_to_train_on(tmp_path: Path) -> None:
     refused("is a recipe for control", "reward-model", "label", "cartpole_grpo", "--output", "x.jsonl")
     refused("are required: --output", "reward-model", "label", "process_grpo")
     assert not (tmp_path / "x.jsonl").exists()
+
+
+EVEN = """
+def even(completions, **columns):
+    return [float(sum(map(ord, text[0]["content"])) % 2 == 0) for text in completions]
+
+
+def thirds(text):
+    return list(range(3, len(text), 3))
+"""
+EVEN_RECIPE = """
+rewards = [{ function = "even.py:even", binary = true }, { name = "step_numbers", answer_column = "totals" }]
+precision = "fp32"
+threads = 1
+[task]
+name = "running_total"
+[sampling]
+max_new_tokens = 14
+[process]
+boundary = "even.py:thirds"
+"""
+
+
+def test_another_model_continues_the_steps(tmp_path: Path) -> None:
+    """Completions and the labels of their last steps stay the same; a completer of the same weights changes none."""
+    model = tiny_folder(tmp_path / "tiny")
+    tiny_folder(tmp_path / "same")
+    tiny_folder(tmp_path / "other", seed=1)
+    tiny_folder(tmp_path / "stranger")
+    tokenizer = json.loads((tmp_path / "stranger" / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (tmp_path / "stranger" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "even.py").write_text(EVEN)
+    (tmp_path / "even.toml").write_text(EVEN_RECIPE)
+    words: list[object] = [
+        "reward-model", "label", "even.toml", "--model", model, "--prompts", "12", "--completions", "4",
+        "--continuations", "5",
+    ]  # fmt: skip
+
+    def label(name: str, *more: object) -> list[dict[str, Any]]:
+        code, said = covey(*words, *more, "--output", name, cwd=tmp_path)
+        assert code == 0, said
+        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+    own = label("own.jsonl")
+    assert label("same.jsonl", "--completer", "same") == own
+    others = label("other.jsonl", "--completer", "other")
+    assert [one["completions"] for one in others] == [one["completions"] for one in own]
+    assert [one["soft"][-1] for one in others] == [one["soft"][-1] for one in own]
+    assert sum(one["soft"] != two["soft"] for one, two in zip(own, others, strict=True)) > 5
+
+    for name, message in (("stranger", "has another tokenizer than"), ("nowhere/model.gguf", "nowhere")):
+        code, said = covey(*words, "--output", "x.jsonl", "--completer", name, cwd=tmp_path)
+        assert code == 2, said
+        assert message in said
+        assert "Traceback" not in said
+    assert not list(tmp_path.glob("x.jsonl*"))
