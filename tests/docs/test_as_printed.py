@@ -75,7 +75,9 @@ NOT_RUN = {
         "--prompts 16 --completions 8 --continuations 4 --estimate soft --seed 1",
         "covey reward-model train steps.jsonl --held-out held_out.jsonl --model runs/completer --run-dir runs/prm "
         "--epochs 3 --batch-size 16 --learning-rate 1e-4 --warmup-steps 5",
-        "covey train prm.toml --token-budget 30000 --run-dir runs/prm_grpo",
+        "covey reward-model train steps.jsonl --held-out held_out.jsonl --model runs/prm --run-dir runs/prm2 "
+        "--epochs 4 --batch-size 16 --learning-rate 1e-4 --warmup-steps 5 --seed 1",
+        "covey train prm.toml --run-dir runs/prm_grpo",
     ),
     "takes minutes with the embedded model",
 )
