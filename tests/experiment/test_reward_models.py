@@ -69,6 +69,7 @@ def test_a_training_writes_a_model_that_transformers_loads_and_says_what_to_do_n
     assert not info["unexpected_keys"]
     scale = json.loads((run_dir / "model" / "covey_reward_model.json").read_text())
     assert (scale["mean"] is None) == (data == "steps")
+    assert scale["reads_end"] is (data == "steps")
     assert data == "steps" or (scale["deviation"] > 0 and scale["count"] > 20)
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics if "loss" in line] == list(range(1, 7))

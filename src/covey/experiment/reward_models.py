@@ -165,7 +165,8 @@ def _train(
     config, run_dir = training.config, folder.run_dir
     go_on = command("reward-model", "train", "--resume", run_dir)
     model = begin_reward_model(config.model, data.kind, dtype=machine.dtype, device=machine.device)
-    model.scale = replace(model.scale, step_separator=config.step_separator)
+    reads_end = data.kind is RewardModelKind.PROCESS
+    model.scale = replace(model.scale, step_separator=config.step_separator, reads_end=reads_end)
     examples, held_out = _encoded(model, data, config, folder.notes)
     per_epoch = batches_per_epoch(len(examples), config.batch_size)
     total = config.epochs * per_epoch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,28 @@ def test_a_step_has_the_same_tokens_however_the_text_was_cut() -> None:
     assert one.reads == (begin + len("it is"), begin + len("it is\n5"))
     newline = encoder.chat.encode_text("\n")[0]
     assert [one.tokens[read] for read in one.reads] == [newline, newline]
+
+
+def test_the_last_step_s_score_is_read_at_an_end_token() -> None:
+    chat = Chat(tiny_tokenizer(), frozenset())
+    without, encoder = (RewardEncoder(chat, pad_id=0, reads_end=reads_end) for reads_end in (False, True))
+    (end,) = encoder.process("2+3=", ["5"]).tokens[len(without.process("2+3=", ["5"]).tokens) :]
+    assert end == chat.tokenizer.eos_token_id
+    plain, ended = (one.process("2+3=", ["it is", "5", "so 5"]) for one in (without, encoder))
+    assert ended.tokens == (*plain.tokens, end)
+    assert ended.reads == (*plain.reads[:-1], plain.reads[-1] + 1)
+
+
+def test_a_step_s_score_depends_on_whether_the_completion_ends_after_it() -> None:
+    model = tiny_reward_model(RewardModelKind.PROCESS)
+    model.scale = replace(model.scale, reads_end=True)
+    steps = ["2+3 is 5", "5", "so 5"]
+    whole, stopped = model.scores([model.encoder.process("2+3=", cut) for cut in (steps, steps[:2])])
+    assert float(whole[0]) == pytest.approx(float(stopped[0]), abs=1e-5)
+    assert abs(float(whole[1]) - float(stopped[1])) > 1e-3
+    rows = [model.encoder.process(prompt, cut) for prompt in PROMPTS for cut in (steps, steps[:1], [""])]
+    for row, score_N in zip(rows, model.scores(rows), strict=True):
+        torch.testing.assert_close(score_N, plain(model, row), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

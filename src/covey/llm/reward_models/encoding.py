@@ -31,6 +31,7 @@ class RewardEncoder:
     chat: Chat
     pad_id: int  # of the model's config: transformers reads the score at the last token that is another one
     separator: str = DEFAULT_SEPARATOR  # after each step
+    reads_end: bool = False  # the score of a completion's last step is read at an end token after it
 
     def outcome(self, prompt: str | Sequence[Message], completion: str | Sequence[Message]) -> ScoredRow:
         """The sequence of a prompt and a completion, whose score is read at its last token that is not padding.
@@ -52,7 +53,9 @@ class RewardEncoder:
         """The sequence of a prompt and the steps of a completion, whose scores are read at the last token of each.
 
         White space around a step is removed and the separator put after it. So a step has the same tokens wherever the
-        text of a completion is cut, and the scores of its steps do not depend on what follows.
+        text of a completion is cut, and the scores of its steps do not depend on what follows. With `reads_end`, the
+        score of the last step is read at the tokenizer's end token, which follows it, so that it depends on whether
+        the completion ends there: otherwise a policy that stops after a right first step would have the best scores.
 
         Raises:
             ConfigError: if the prompt cannot be encoded.
@@ -62,6 +65,9 @@ class RewardEncoder:
         for step in steps:
             tokens += self.chat.encode_text(step.strip()) + self.chat.encode_text(self.separator)
             reads.append(len(tokens) - 1)
+        if self.reads_end and steps:
+            tokens += self._end()
+            reads[-1] = len(tokens) - 1
         return ScoredRow(tuple(tokens), tuple(reads), _group(prompt))
 
     def _begin(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:

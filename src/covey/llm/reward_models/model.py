@@ -37,6 +37,7 @@ class ScoreScale:
     deviation: float | None = None
     count: int = 0  # number of these completions
     step_separator: str = DEFAULT_SEPARATOR
+    reads_end: bool = False  # see `RewardEncoder`; covey trains process models so, others do not
 
     def standardised(self, score: float) -> float:
         """(score - mean) / deviation; the score itself if they are not known."""
@@ -71,7 +72,7 @@ class RewardModel:
 
     @property
     def encoder(self) -> RewardEncoder:
-        return RewardEncoder(self.chat, self.pad_id, self.scale.step_separator)
+        return RewardEncoder(self.chat, self.pad_id, self.scale.step_separator, self.scale.reads_end)
 
     def logits(self, rows: Sequence[ScoredRow]) -> Tensor:
         """logit_N of one forward pass, in fp32 (fp64 for an fp64 model), with gradient.
@@ -243,7 +244,7 @@ def read_scale(folder: Path) -> ScoreScale:
     saved: Any = json.loads(path.read_text(encoding="utf-8"))
     scale = ScoreScale(**saved) if isinstance(saved, dict) else None
     numbers = () if scale is None else (scale.mean, scale.deviation)
-    if scale is None or not isinstance(scale.step_separator, str):
+    if scale is None or not isinstance(scale.step_separator, str) or not isinstance(scale.reads_end, bool):
         raise ValueError(f"{REWARD_MODEL_FILE} holds no scale")
     if any(number is not None and not math.isfinite(number) for number in numbers):
         raise ValueError(f"{REWARD_MODEL_FILE} holds numbers that are not finite")
