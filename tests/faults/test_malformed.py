@@ -51,7 +51,17 @@ def test_mistakes_in_data_and_reward_files_are_told_before_torch_is_loaded(table
     assert not wrong
 
 
-@pytest.mark.parametrize("table", [tables.recipes, tables.failing_rewards, tables.commands])
+TABLES = [tables.recipes, tables.failing_rewards, tables.commands]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_some_malformed_inputs_are_one_line_each(table, forks: Forks, tmp_path: Path) -> None:
+    check(forks, list(islice(table(), 0, None, 3)), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("table", TABLES)
 def test_malformed_inputs_are_one_line_each(table, forks: Forks, tmp_path: Path) -> None:
     check(forks, list(table()), tmp_path)
 
@@ -63,7 +73,7 @@ def test_patterns_of_every_kind_are_answered(forks: Forks, tmp_path: Path) -> No
 
 
 def test_names_that_are_no_path_are_one_line_each(forks: Forks, tmp_path: Path) -> None:
-    check(forks, list(islice(tables.paths(), 0, None, 5)), tmp_path)
+    check(forks, list(islice(tables.paths(), 0, None, 15)), tmp_path)
 
 
 @pytest.mark.slow
@@ -77,11 +87,12 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> damage.Samples:
     return damage.make_samples(tmp_path_factory.mktemp("samples"))
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(25, marks=[pytest.mark.slow, pytest.mark.ci_sample])])
 @pytest.mark.parametrize("generator", damage.GENERATORS)
 def test_damaged_inputs_are_one_line_each(
-    generator: str, samples: damage.Samples, forks: Forks, tmp_path: Path
+    generator: str, count: int, samples: damage.Samples, forks: Forks, tmp_path: Path
 ) -> None:
-    check(forks, list(damage.GENERATORS[generator](samples, random.Random(20), 25)), tmp_path)
+    check(forks, list(damage.GENERATORS[generator](samples, random.Random(20), count)), tmp_path)
 
 
 @pytest.mark.slow

@@ -56,6 +56,8 @@ def test_a_run_on_a_fake_gpu_has_the_numbers_of_a_cpu(tmp_path, kind, algorithm)
     assert machine["sampling"] == ("padded cache" if kind == "bloom" else "shared prefix")
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_run_in_bf16_on_a_fake_gpu(tmp_path):
     """Roundings of the two devices' layers differ, so that other tokens are sampled: it must go through."""
     recipe = write_recipe(tmp_path, tiny_folder(tmp_path / "model"), steps=3)

@@ -97,6 +97,8 @@ except RunError as error:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_run_that_cannot_go_on_leaves_its_output_and_one_line(folder: Path) -> None:
     published, printed = outputs_of(FAILS, folder)
     assert "told: " in printed
