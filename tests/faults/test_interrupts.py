@@ -73,7 +73,9 @@ def test_ctrl_c_while_covey_is_imported() -> None:
     assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
 
 
-@pytest.mark.parametrize("errors_too", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.ci_sample])])
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("errors_too", [False, True])
 def test_a_run_outlives_the_reader_of_its_output(errors_too: bool, folder: Path) -> None:
     """As in `covey train ... | head -1`. What it leaves can be read by whom the umask lets."""
     run_dir = f"unread {errors_too}"

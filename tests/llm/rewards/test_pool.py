@@ -271,6 +271,8 @@ def slow(completions, **columns):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_run_has_the_same_numbers_with_any_number_of_workers(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     recipe = write_recipe(tmp_path, tiny_folder(tmp_path / "model"), steps=3)
