@@ -22,7 +22,7 @@ RECIPE = """
 model = "{model}"
 algorithm = "ppo"
 [task]
-name = "jsonl"
+name = "dataset"
 path = "prompts.jsonl"
 [[rewards]]
 function = "rewards.py:length"

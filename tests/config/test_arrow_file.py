@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import feather, parquet
 
-from covey.config import ConfigError, JsonlConfig
+from covey.config import ConfigError, DatasetConfig
 from covey.config.data_file import read_data, read_rows
 from covey.config.inputs import input_checksums
 from covey.config.recipe import config_from_dict
 from covey.config.validate import check_task
-from covey.llm.tasks import Jsonl
+from covey.llm.tasks import PromptDataset
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 # As verl's documentation describes a row of its Parquet files.
@@ -60,8 +60,8 @@ ROWS = [{"prompt": [{"role": "user", "content": f"{n} + 1"}], "answer": str(n + 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_task_is_that_of_the_same_rows_in_jsonl(form: str, tmp_path: Path) -> None:
-    one = Jsonl(path=str(write(tmp_path / form, ROWS)))
-    other = Jsonl(path=str(write(tmp_path / "same.jsonl", ROWS)))
+    one = PromptDataset(path=str(write(tmp_path / form, ROWS)))
+    other = PromptDataset(path=str(write(tmp_path / "same.jsonl", ROWS)))
     assert one.draw(3, 1, 40) == other.draw(3, 1, 40)
     assert one.held_out(100) == other.held_out(100)
     assert len(one.held_out(100)) == 3
@@ -72,8 +72,8 @@ def test_held_out_rows_and_overlaps_are_as_in_jsonl(form: str, tmp_path: Path) -
     (tmp_path / "held").mkdir()
     path, held = write(tmp_path / form, ROWS), write(tmp_path / "held" / form, ROWS[25:])
     with pytest.raises(ConfigError, match=rf'{form} row 26: this prompt is also in .*{form} row 1, .*overlap = "drop"'):
-        read_data(JsonlConfig(path=str(path), held_out_path=str(held)))
-    data = read_data(JsonlConfig(path=str(path), held_out_path=str(held), overlap="drop"))
+        read_data(DatasetConfig(path=str(path), held_out_path=str(held)))
+    data = read_data(DatasetConfig(path=str(path), held_out_path=str(held), overlap="drop"))
     assert (len(data.training), len(data.held_out), data.overlap) == (25, 5, 5)
 
 
@@ -189,7 +189,7 @@ def test_a_folder_that_is_no_data_set(files: dict[str, str], why: str, tmp_path:
     for name, text in files.items():
         (folder / name).write_text(text)
     with pytest.raises(ConfigError, match=why) as caught:
-        check_task(JsonlConfig(path=str(folder)))
+        check_task(DatasetConfig(path=str(folder)))
     assert "\n" not in str(caught.value)
 
 
@@ -197,12 +197,12 @@ def test_a_missing_package_is_named_before_the_run(tmp_path: Path, monkeypatch: 
     path = write(tmp_path / "d.parquet", ROWS)
     monkeypatch.setattr("covey.config.arrow_file.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'is read with pyarrow: pip install "covey\[arrow\]"'):
-        check_task(JsonlConfig(path=str(path)))
+        check_task(DatasetConfig(path=str(path)))
 
 
 def test_a_changed_file_of_a_folder_is_noticed_on_resume(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", ROWS)
-    config = config_from_dict({"task": {"name": "jsonl", "path": str(folder)}})
+    config = config_from_dict({"task": {"name": "dataset", "path": str(folder)}})
     before = input_checksums(config, own_task=False, own_rewards=False)
     assert len(before) == 2
     rows = read_rows(str(folder))

@@ -19,8 +19,8 @@ from covey.config import (
     ConfigError,
     CountdownConfig,
     CriticConfig,
+    DatasetConfig,
     EvaluationConfig,
-    JsonlConfig,
     LossConfig,
     RewardConfig,
     RunConfig,
@@ -131,7 +131,7 @@ def test_what_is_written_reads_back_equal(
         assert config_from_dict(tomllib.loads(path.read_text(encoding="utf-8"))) == config
 
 
-@pytest.mark.parametrize("task", [ArithmeticConfig(), CountdownConfig(), WordProblemsConfig(), JsonlConfig(path="x")])
+@pytest.mark.parametrize("task", [ArithmeticConfig(), CountdownConfig(), WordProblemsConfig(), DatasetConfig(path="x")])
 def test_every_task_reads_back_equal(task: object, tmp_path: Path) -> None:
     config = RunConfig(task=task)
     write_config(config, tmp_path / "c.toml")
@@ -144,7 +144,7 @@ def test_every_field_has_help() -> None:
     rows = describe_fields()
     assert all(row.text and row.type for row in rows)
     assert ("sampling", "group_size") in [(row.section, row.name) for row in rows]
-    assert ("task (jsonl)", "path") in [(row.section, row.name) for row in rows]
+    assert ("task (dataset)", "path") in [(row.section, row.name) for row in rows]
 
 
 # ---- mistakes in the file and on the command line ----
@@ -286,9 +286,9 @@ def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
         (replace(GOOD, task=ArithmeticConfig(digits=(0,))), "task.digits must be at least 1"),
         (replace(GOOD, task=ArithmeticConfig(operators=("/",))), "task.operators must be +, - or *"),
         (replace(GOOD, task=WordProblemsConfig(steps=(5,))), "task.steps must be at most 4"),
-        (replace(GOOD, task=JsonlConfig()), "the jsonl task needs a file"),
-        (replace(GOOD, task=JsonlConfig(path="no/such.jsonl")), "task.path: there is no file no/such.jsonl"),
-        (replace(GOOD, task=JsonlConfig(path="/")), "is a folder without state.json"),
+        (replace(GOOD, task=DatasetConfig()), "the dataset task needs a file"),
+        (replace(GOOD, task=DatasetConfig(path="no/such.jsonl")), "task.path: there is no file no/such.jsonl"),
+        (replace(GOOD, task=DatasetConfig(path="/")), "is a folder without state.json"),
         (with_reward(), "neither name nor function nor judge nor model: give exactly one"),
         (with_reward(name="numeric", function="a:b"), "name and function: give exactly one"),
         (with_reward(name="format"), "needs a value for pattern"),
@@ -326,7 +326,7 @@ def test_edges_that_are_allowed() -> None:
 
 def test_a_near_file_is_suggested(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("{}\n")
-    text = refused(replace(GOOD, task=JsonlConfig(path=str(tmp_path / "prompt.jsonl"))))
+    text = refused(replace(GOOD, task=DatasetConfig(path=str(tmp_path / "prompt.jsonl"))))
     assert f"did you mean '{tmp_path / 'prompts.jsonl'}'?" in text
 
 

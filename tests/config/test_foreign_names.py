@@ -75,7 +75,7 @@ def test_a_recipe_is_answered_as_well(tmp_path: Path, capsys: pytest.CaptureFixt
         '[task]\nname = "arithmetic"\n[sampling]\nnum_generations = 8\n': "is covey's sampling.group_size",
         'ppo_epochs = 4\n[environment]\nid = "CartPole-v1"\n': "is covey's update.epochs",
         '[task]\nname = "arithmetic"\n[loss]\nbeta = 0.1\n': "is covey's loss.kl_coefficient",
-        '[task]\nname = "jsonl"\ndataset_name = "x"\n': "is covey's task.path; a JSONL file",
+        '[task]\nname = "dataset"\ndataset_name = "x"\n': "is covey's task.path; a JSONL or Parquet file",
     }.items():
         recipe.write_text(text)
         assert main(["check", str(recipe)]) == 2

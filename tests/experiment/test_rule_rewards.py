@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from covey import EvaluationConfig, LossConfig, RewardConfig, RunConfig, SamplingConfig, UpdateConfig, run
-from covey.config import JsonlConfig
+from covey.config import DatasetConfig
 from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.config.recipe import read_recipe
 from helpers.tiny_models import tiny_folder
@@ -42,7 +42,7 @@ def test_a_run_with_every_built_in_reward(normalize: str, tmp_path: Path) -> Non
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = RunConfig(
         model=str(tiny_folder(tmp_path / "model")),
-        task=JsonlConfig(path=str(data)),
+        task=DatasetConfig(path=str(data)),
         rewards=REWARDS,
         steps=2,
         run_dir=str(tmp_path / "run"),

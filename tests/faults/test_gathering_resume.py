@@ -23,7 +23,7 @@ threads = 1
 precision = "fp32"
 
 [task]
-name = "jsonl"
+name = "dataset"
 path = "{data}"
 
 [[rewards]]

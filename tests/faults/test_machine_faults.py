@@ -249,7 +249,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("data", "held_out"):
         rows = [{"prompt": [{"role": "user", "content": f"{number}+1 {name}"}], "answer": "1"} for number in range(6)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = f'name = "jsonl"\npath = "{folder}/data.jsonl"\nheld_out_path = "{folder}/held_out.jsonl"'
+    task = f'name = "dataset"\npath = "{folder}/data.jsonl"\nheld_out_path = "{folder}/held_out.jsonl"'
     recipe.write_text(recipe.read_text().replace('name = "arithmetic"\ndigits = [1]', task))
     outcome = command(["check", recipe], folder)
     assert outcome.code == 0, outcome

@@ -26,7 +26,7 @@ steps = {steps}
 threads = 1
 precision = "fp32"
 [task]
-name = "jsonl"
+name = "dataset"
 path = "prompts.jsonl"
 [[rewards]]
 function = "rewards.py:short"

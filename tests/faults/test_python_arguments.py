@@ -13,12 +13,12 @@ from covey import (
     ArithmeticConfig,
     ConfigError,
     ControlConfig,
-    JsonlConfig,
+    DatasetConfig,
     RewardConfig,
     RunConfig,
     SamplingConfig,
 )
-from covey.llm.tasks import Arithmetic, Jsonl, Rows, task_of
+from covey.llm.tasks import Arithmetic, PromptDataset, Rows, task_of
 from helpers.tiny_models import tiny_folder
 
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n), "level": n} for n in range(12)]
@@ -58,8 +58,8 @@ def forms(folder: Path) -> dict[str, tuple[Any, Any]]:
         "a data set": (Dataset(), even),
         "a path": (path, RewardConfig(function=function)),
         "the path's name": (str(path), function),
-        "a config": (JsonlConfig(path=str(path)), [function]),
-        "a task": (Jsonl(path=str(path)), (even,)),
+        "a config": (DatasetConfig(path=str(path)), [function]),
+        "a task": (PromptDataset(path=str(path)), (even,)),
     }
 
 
@@ -80,7 +80,10 @@ def test_every_form_of_task_and_rewards_trains_the_same(folder: Path, monkeypatc
 
 
 def test_rows_hold_out_what_the_same_file_holds_out(folder: Path) -> None:
-    rows, file = Rows(ROWS, held_out_fraction=0.3), Jsonl(path=str(folder / "data.jsonl"), held_out_fraction=0.3)
+    rows, file = (
+        Rows(ROWS, held_out_fraction=0.3),
+        PromptDataset(path=str(folder / "data.jsonl"), held_out_fraction=0.3),
+    )
     assert rows.held_out(99) == file.held_out(99)
     assert len(rows.held_out(99)) == 4
     assert rows.draw(3, 2, 4) == file.draw(3, 2, 4)

@@ -179,7 +179,7 @@ def own_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("data", "held_out"):
         rows = [{"prompt": [{"role": "user", "content": f"{i}+1 {name}"}], "answer": str(i + 1)} for i in range(6)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = f'name = "jsonl"\npath = "{folder}/data.jsonl"\nheld_out_path = "{folder}/held_out.jsonl"'
+    task = f'name = "dataset"\npath = "{folder}/data.jsonl"\nheld_out_path = "{folder}/held_out.jsonl"'
     recipe.write_text(
         recipe.read_text().replace('name = "arithmetic"\ndigits = [1]', task).replace("every = 2", "every = 1")
     )

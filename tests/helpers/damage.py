@@ -25,7 +25,7 @@ import numpy as np
 from covey.config import ControlConfig, RunConfig
 from covey.config.recipe import describe_fields
 from helpers.forks import Forks
-from helpers.malformed import CONTROL, JSONL_RECIPE, LANGUAGE, ROWS, Content, Input, cases, faults, jsonl
+from helpers.malformed import CONTROL, DATASET_RECIPE, LANGUAGE, ROWS, Content, Input, cases, faults, jsonl
 from helpers.tiny_models import CHARACTERS, tiny_folder
 
 Files = dict[str, bytes]
@@ -246,7 +246,7 @@ def damaged_safetensors(data: bytes, rng: random.Random) -> bytes:
 def recipes(samples: Samples, rng: random.Random, count: int) -> Iterator[Input]:
     """Recipes of both kinds with wrong values, tables and bytes."""
     fields = {
-        base: [row for row in describe_fields(kind) if row.section not in ("task (jsonl)",)]
+        base: [row for row in describe_fields(kind) if row.section not in ("task (dataset)",)]
         for base, kind in ((LANGUAGE, RunConfig), (CONTROL, ControlConfig))
     }
     for number in range(count):
@@ -313,7 +313,7 @@ def data(samples: Samples, rng: random.Random, count: int) -> Iterator[Input]:
                 else damaged_bytes(lines[place], rng)
             )
         content = b"\n".join(lines) if rng.randrange(8) else damaged_bytes(b"\n".join(lines), rng)
-        files: dict[str, Content] = {"recipe.toml": JSONL_RECIPE, "data.jsonl": content}
+        files: dict[str, Content] = {"recipe.toml": DATASET_RECIPE, "data.jsonl": content}
         yield Input(f"data {number}", ("check", "recipe.toml"), files, accepted=True)
 
 
@@ -418,7 +418,7 @@ def undamaged(samples: Samples) -> Iterator[Input]:
     model: Files = {f"model/{name}": content for name, content in samples.model.items()}
     yield Input("language recipe", ("check", "recipe.toml"), {"recipe.toml": LANGUAGE})
     yield Input("control recipe", ("check", "recipe.toml"), {"recipe.toml": CONTROL})
-    yield Input("data", ("check", "recipe.toml"), {"recipe.toml": JSONL_RECIPE, "data.jsonl": jsonl()})
+    yield Input("data", ("check", "recipe.toml"), {"recipe.toml": DATASET_RECIPE, "data.jsonl": jsonl()})
     yield Input("planned model", ("plan", "model"), dict(model))
     yield Input("sampled model", ("sample", "model", *sample), dict(model))
     yield Input("sampled GGUF", ("sample", "x.gguf", *sample), {"x.gguf": samples.gguf}, {"COVEY_CACHE": "cache"})

@@ -47,9 +47,9 @@ episodes = 2
 [checkpoint]
 every = 1
 """
-JSONL_RECIPE = """
+DATASET_RECIPE = """
 [task]
-name = "jsonl"
+name = "dataset"
 path = "data.jsonl"
 [[rewards]]
 name = "exact"

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from helpers.malformed import CONTROL, JSONL_RECIPE, LANGUAGE, ROWS, Content, Input, jsonl
+from helpers.malformed import CONTROL, DATASET_RECIPE, LANGUAGE, ROWS, Content, Input, jsonl
 
 # ---- recipes ----
 
@@ -264,7 +264,7 @@ def data() -> Iterator[Input]:
             content, bytes
         )
         text: bytes | str = content if alone or "array" in name else good + str(content)
-        files: dict[str, Content] = {"recipe.toml": JSONL_RECIPE, "data.jsonl": text}
+        files: dict[str, Content] = {"recipe.toml": DATASET_RECIPE, "data.jsonl": text}
         yield Input(f"data: {name}", ("check", "recipe.toml"), files)
     for name, text in {
         "byte order mark": b"\xef\xbb\xbf" + good.encode(),
@@ -278,7 +278,7 @@ def data() -> Iterator[Input]:
             [{"prompt": f"{n}", "answer": [None, 1, 1.5, [], {}][n % 5]} for n in range(20)]
         ).encode(),
     }.items():
-        files = {"recipe.toml": JSONL_RECIPE, "data.jsonl": text}
+        files = {"recipe.toml": DATASET_RECIPE, "data.jsonl": text}
         yield Input(f"data: {name}", ("check", "recipe.toml"), files, accepted=True)
 
 
@@ -434,10 +434,10 @@ def paths() -> Iterator[Input]:
             "train": (("train", path), {}),
             "resume": (("train", "--resume", path), {}),
             "run_dir": (("train", "arithmetic_grpo", "--run-dir", path, "--model", "./nowhere"), {}),
-            "data": (("check", "recipe.toml", "--path", path), {"recipe.toml": JSONL_RECIPE}),
+            "data": (("check", "recipe.toml", "--path", path), {"recipe.toml": DATASET_RECIPE}),
             "held out": (
                 ("check", "recipe.toml", "--held-out-path", path),
-                {"recipe.toml": JSONL_RECIPE, "data.jsonl": jsonl()},
+                {"recipe.toml": DATASET_RECIPE, "data.jsonl": jsonl()},
             ),
             "model": (("check", "arithmetic_grpo", "--model", path), {}),
             "sampled model": (("sample", path, "hello"), {}),
@@ -474,7 +474,7 @@ COMMANDS = {
         "--learning-rate 1e999", "--threads 1000000", "--threads BIG", "--prompts-per-step 100000000",
         "--group-size 100000000000", "--max-new-tokens 9223372036854775807", "--microbatch-tokens -5",
         "--digits EMPTY", "--digits ,", "--digits LIST", "--digits 99", "--operators ESC", "--task", "--task EMPTY",
-        "--task HALF", "--task jsonl", "--task.name x", "--task. x", "--. x", "-- x", "--instruction HALF",
+        "--task HALF", "--task dataset", "--task.name x", "--task. x", "--. x", "-- x", "--instruction HALF",
         "--instruction ESC", "--rewards x", "--rewards.name x", "--sampling x", "--environment x", "--a.b.c.d x",
         "--LONG x", "--model", "--model a/b/c", "--model LONG", "--model é/ü/ö", "--problems 1000000000",
         "--token-budget -1", "--temperature 1e-310",

@@ -17,7 +17,7 @@ from typing import Any
 
 from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
 from covey.cli.reward_model import reward_model_command
-from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, JsonlConfig, RunConfig, RunError
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, RunError
 from covey.config.faults import machine_error, path_error
 from covey.config.fields import check_text, command, printable
 from covey.config.files import user_path
@@ -125,7 +125,7 @@ def check_data(config: RunConfig | ControlConfig) -> None:
     Raises:
         ConfigError: naming file and line.
     """
-    if isinstance(config, RunConfig) and isinstance(config.task, JsonlConfig):
+    if isinstance(config, RunConfig) and isinstance(config.task, DatasetConfig):
         from covey.config.data_file import read_data
 
         read_data(config.task)

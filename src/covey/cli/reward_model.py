@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError, JsonlConfig, RunConfig
+from covey.config import ConfigError, DatasetConfig, RunConfig
 from covey.config.data_file import read_data
 from covey.config.fields import command, get_type_hints
 from covey.config.files import user_path
@@ -96,7 +96,7 @@ def label_action(arguments: argparse.Namespace, fields_given: list[str]) -> None
         )
     if arguments.completer:
         locate_model(arguments.completer)
-    if isinstance(config.task, JsonlConfig):
+    if isinstance(config.task, DatasetConfig):
         read_data(config.task)  # before torch is loaded
     from covey.experiment.reward_data import LabelOptions, label_completions
 

@@ -25,7 +25,7 @@ class BuiltInReward:
     memory_mib: int = 0  # one_by_one: limit of the address space of each process; 0: none
     resident_mib: int = PROCESS_MIB  # own_process, one_by_one: measured memory of each process
     package: str = ""  # module that it imports, of the extra covey[NAME] with the name of the reward
-    tasks: tuple[str, ...] = ()  # the only tasks whose answers it grades, besides jsonl; empty: any
+    tasks: tuple[str, ...] = ()  # the only tasks whose answers it grades, besides dataset; empty: any
     runner: str = ""  # module:function that builds its `RewardRunner` from the RewardConfig; empty: by the fields above
 
     @property

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError, JsonlConfig
+from covey.config import ConfigError, DatasetConfig
 from covey.config.arrow_file import data_files, is_arrow, plain_record, read_arrow
 from covey.config.faults import path_error
 from covey.config.files import parse_json, read_file, shortened, user_path
@@ -50,8 +50,8 @@ class Data:
     overlap: int  # training rows that were dropped because their prompts are held out
 
 
-def read_data(config: JsonlConfig) -> Data:
-    """Read the rows of a [task] table with the name jsonl. An unchanged file is read once.
+def read_data(config: DatasetConfig) -> Data:
+    """Read the rows of a [task] table with the name dataset. An unchanged file is read once.
 
     Raises:
         ConfigError: if a file is missing, empty or too large, or has an unusable line; if no row is left to train on or
@@ -226,7 +226,7 @@ def kind_name(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _without_held_out(rows: list[Row], kept: list[Row], config: JsonlConfig) -> list[Row]:
+def _without_held_out(rows: list[Row], kept: list[Row], config: DatasetConfig) -> list[Row]:
     """The training rows whose prompts are not held out; with `overlap = "refuse"` the others are an error."""
     path, held_out_path = config.path, config.held_out_path
     held_out = {row.content: row.place for row in reversed(kept)}
@@ -242,7 +242,7 @@ def _without_held_out(rows: list[Row], kept: list[Row], config: JsonlConfig) -> 
     return [row for row in rows if row.content not in held_out]
 
 
-def split(rows: list[Row], config: JsonlConfig) -> Data:
+def split(rows: list[Row], config: DatasetConfig) -> Data:
     """Hold out `config.held_out_fraction` of the different prompts; rows with the same prompt stay together.
 
     Raises:

@@ -172,7 +172,7 @@ def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardCon
     kept = []
     for reward in config.rewards:
         entry = reward.built_in or BuiltInReward(reward.function)
-        if task in (*(entry.tasks or (task,)), "jsonl") and not (task in OTHER_ANSWERS and entry.reads_answers):
+        if task in (*(entry.tasks or (task,)), "dataset") and not (task in OTHER_ANSWERS and entry.reads_answers):
             kept.append(reward)
     return tuple(kept)
 

@@ -11,7 +11,7 @@ from covey.config.faults import faults_of
 from covey.config.files import user_path
 from covey.config.llm import RunConfig
 from covey.config.reward_models import model_files
-from covey.config.tasks import JsonlConfig
+from covey.config.tasks import DatasetConfig
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:
@@ -27,7 +27,7 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
     if not isinstance(config, RunConfig):
         return {}
     names = []
-    if isinstance(config.task, JsonlConfig) and not own_task:
+    if isinstance(config.task, DatasetConfig) and not own_task:
         for path in filter(None, (config.task.path, config.task.held_out_path)):
             folder = user_path(path)
             names += [str(file) for file in data_files(folder, path)] if folder.is_dir() else [path]

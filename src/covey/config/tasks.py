@@ -73,7 +73,7 @@ class HumanEvalConfig:
 
 
 @dataclass(frozen=True)
-class JsonlConfig:
+class DatasetConfig:
     path: str = config_field(
         "",
         "JSONL or Parquet file, or a folder of the package datasets (save_to_disk); each row has a 'prompt' (string or "
@@ -118,6 +118,6 @@ TASK_CONFIGS: dict[str, type] = {
     "running_total": RunningTotalConfig,
     "code_functions": CodeFunctionsConfig,
     "human_eval": HumanEvalConfig,
-    "jsonl": JsonlConfig,
+    "dataset": DatasetConfig,
     "reasoning_gym": ReasoningGymConfig,
 }

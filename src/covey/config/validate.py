@@ -9,8 +9,8 @@ from covey.config import (
     TASK_CONFIGS,
     ConfigError,
     ControlConfig,
+    DatasetConfig,
     EvaluationConfig,
-    JsonlConfig,
     LossBase,
     ReasoningGymConfig,
     RewardConfig,
@@ -234,10 +234,10 @@ def check_task(task: Any) -> None:
     """
     if isinstance(task, ReasoningGymConfig):
         check_reasoning_gym(task)
-    if not isinstance(task, JsonlConfig):
+    if not isinstance(task, DatasetConfig):
         return
     if not task.path:
-        raise ConfigError('the jsonl task needs a file: set path = "prompts.jsonl" in [task]')
+        raise ConfigError('the dataset task needs a file: set path = "prompts.jsonl" in [task]')
     for name, value in (("path", task.path), ("held_out_path", task.held_out_path)):
         path = user_path(value, f"task.{name}: ")
         if value and not (path.is_file() or path.is_dir()):

@@ -51,7 +51,7 @@ from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
-from covey.llm.tasks import Jsonl, build_task, task_of
+from covey.llm.tasks import PromptDataset, build_task, task_of
 from covey.llm.tasks.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
 from covey.runtime.device import (
     choose_device,
@@ -86,7 +86,7 @@ class Problem:
             asked: requested number of held-out problems.
             name: of the field or option with this number.
         """
-        notes = [self.task.describe()] if isinstance(self.task, Jsonl) else []
+        notes = [self.task.describe()] if isinstance(self.task, PromptDataset) else []
         if len(self.held_out) < asked:
             there = plural(len(self.held_out), "held-out problem")
             notes.append(f"evaluation: {there}, all that there are ({name} is {asked:,})")
@@ -155,7 +155,7 @@ def fit_prompts(
     longest = max(sampling.max_new_tokens, *config.evaluation.token_limits, 0)
     evaluated = replace(limit, max_new_tokens=longest)
     task = problem.task
-    if isinstance(task, Jsonl):
+    if isinstance(task, PromptDataset):
         task.keep_fitting(limit if training else None, evaluated)
         return replace(problem, held_out=task.held_out(config.evaluation.problems))
     held_out = evaluated.taken(problem.held_out, note)
@@ -233,7 +233,7 @@ class LLMBuilder:
         self.chosen = build_machine(config.device, config.precision, config.threads)
         self.problem = build_problem(config, task, rewards)
         self._prompts_checked = False  # True if the lengths of the prompts were checked
-        found = find_chat(self.config.model) if isinstance(self.problem.task, Jsonl) else None
+        found = find_chat(self.config.model) if isinstance(self.problem.task, PromptDataset) else None
         if found is not None:
             self._fit_prompts(*found, lambda text: None)
 

@@ -52,7 +52,7 @@ def run(
     Args:
         config: config of the run; an empty `run_dir` means a numbered folder.
         task: for a language model, instead of the config's: prompts (dicts with a `prompt` and any other columns), the
-            path of a JSONL file, a task's config, or an object with the methods of `covey.data.Task`.
+            path of a data file, a task's config, or an object with the methods of `covey.data.Task`.
         rewards: for a language model, instead of the config's: functions, built-in rewards by name, file.py:function.
         recipe_name: first part of the run folder's name.
         launch: the command that starts the run, for the advice at its end; None advises calls of this function.

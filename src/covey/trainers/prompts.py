@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.config import ConfigError
 from covey.config.data_file import row_of
 from covey.data import Start, Task
-from covey.llm.tasks.jsonl import order_of_pass
+from covey.llm.tasks.dataset import order_of_pass
 
 PROMPT_COLUMNS = ("prompts", "prompt")
 

@@ -16,7 +16,7 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
 from covey.llm.rewards.adapters import adapted
 from covey.llm.rewards.reward_process import RewardProcess
-from covey.llm.tasks import Jsonl
+from covey.llm.tasks import PromptDataset
 
 # The examples have the shapes that verl's and verifiers' documentation show.
 FUNCTIONS = """
@@ -190,7 +190,7 @@ def test_verls_example_from_data_to_reward(file: Path, tmp_path: Path) -> None:
         ROW | {"prompt": [{"role": "user", "content": "1 + 3?"}], "ability": "math"},
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
-    task = Jsonl(path=str(tmp_path / "train.parquet"), held_out_fraction=0.5)
+    task = PromptDataset(path=str(tmp_path / "train.parquet"), held_out_fraction=0.5)
     [start] = task.draw(0, 1, 1)
     one = build_grader([RewardConfig(function=f"{file}:compute_score")], ())
     one.check([start])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from transformers import BloomConfig
 
-from covey.config import ConfigError, EvaluationConfig, JsonlConfig, RunConfig, RunError, SamplingConfig
+from covey.config import ConfigError, DatasetConfig, EvaluationConfig, RunConfig, RunError, SamplingConfig
 from covey.data import Start
 from covey.experiment.llm import LLMBuilder
 from covey.experiment.run import check, run
@@ -16,7 +16,7 @@ from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
-from covey.llm.tasks import Jsonl
+from covey.llm.tasks import PromptDataset
 from covey.llm.tasks.prompt_limit import FittingTask, PromptLimit, length_fault, refuse_first_starts
 from helpers.tiny_models import tiny_folder, tiny_model, tiny_tokenizer
 
@@ -59,7 +59,7 @@ def rows(*places, count=24):
 
 def config(path, model, *, held_out="", policy="refuse", limits=()):
     return RunConfig(
-        task=JsonlConfig(path=path, held_out_path=held_out),
+        task=DatasetConfig(path=path, held_out_path=held_out),
         model=model,
         steps=2,
         threads=1,
@@ -112,7 +112,7 @@ def test_a_line_that_the_template_refuses_is_named(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     path = write(tmp_path / "d.jsonl", [{"prompt": "1+1"}, {"prompt": chat}, {"prompt": "2"}])
     with pytest.raises(ConfigError, match=r"d\.jsonl line 2: .*no chat template"):
-        Jsonl(path=path, held_out_fraction=0.4).keep_fitting(*[limit(template=False)] * 2)
+        PromptDataset(path=path, held_out_fraction=0.4).keep_fitting(*[limit(template=False)] * 2)
 
 
 def test_a_limit_that_leaves_no_room_says_so(tmp_path, model):

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, JsonlConfig, RewardConfig, WordProblemsConfig
+from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, DatasetConfig, RewardConfig, WordProblemsConfig
 from covey.llm.rewards.countdown import solves_countdown
-from covey.llm.tasks import Arithmetic, Countdown, Jsonl, WordProblems, build_task
+from covey.llm.tasks import Arithmetic, Countdown, PromptDataset, WordProblems, build_task
 
 GENERATED = {
     "arithmetic": Arithmetic(),
@@ -277,12 +277,12 @@ def numbered(tmp_path):
 
 
 def test_jsonl_passes_every_column_on(numbered):
-    start = Jsonl(path=numbered).draw(0, 1, 1)[0]
+    start = PromptDataset(path=numbered).draw(0, 1, 1)[0]
     assert start.columns == {"answer": int(start.prompt[1:]), "topic": "t"}
 
 
 def test_jsonl_shares_are_disjoint_and_complete(numbered):
-    task = Jsonl(path=numbered, held_out_fraction=0.25)
+    task = PromptDataset(path=numbered, held_out_fraction=0.25)
     held_out = {start.prompt for start in task.held_out(10)}
     trained = {start.prompt for step in range(1, 20) for start in task.draw(0, step, 8)}
     assert len(held_out) == 10
@@ -293,25 +293,25 @@ def test_jsonl_shares_are_disjoint_and_complete(numbered):
 
 def test_jsonl_keeps_equal_prompts_on_one_side(tmp_path):
     path = write(tmp_path / "d.jsonl", [{"prompt": f"p{i % 10}", "answer": i} for i in range(40)])
-    task = Jsonl(path=path, held_out_fraction=0.3)
+    task = PromptDataset(path=path, held_out_fraction=0.3)
     held_out = [start.prompt for start in task.held_out(3)]
     assert len(set(held_out)) == 3
     assert not set(held_out) & {start.prompt for start in task.draw(0, 1, 200)}
 
 
 def test_jsonl_draws_without_replacement_in_an_order_of_its_own_each_pass(numbered):
-    task = Jsonl(path=numbered, held_out_fraction=0.1)  # 36 lines for training
+    task = PromptDataset(path=numbered, held_out_fraction=0.1)  # 36 lines for training
     passes = [[start.prompt for step in range(6 * p + 1, 6 * p + 7) for start in task.draw(5, step, 6)] for p in (0, 1)]
     assert all(len(set(one)) == 36 for one in passes)
     assert passes[0] != passes[1]
-    again = Jsonl(path=numbered, held_out_fraction=0.1)  # a resumed run
+    again = PromptDataset(path=numbered, held_out_fraction=0.1)  # a resumed run
     assert [start.prompt for start in again.draw(5, 9, 6)] == passes[1][12:18]
     assert [start.prompt for start in again.draw(6, 9, 6)] != passes[1][12:18]
 
 
 def test_jsonl_goes_on_after_what_was_drawn_before(numbered):
     """Steps that draw again take the next rows of the pass, so that each row comes once before any comes twice."""
-    task = Jsonl(path=numbered, held_out_fraction=0.1)
+    task = PromptDataset(path=numbered, held_out_fraction=0.1)
     drawn, before = [], 0
     for step, counts in enumerate([(8, 3, 1), (8,), (8, 8)], start=1):
         first = 0
@@ -325,34 +325,34 @@ def test_jsonl_goes_on_after_what_was_drawn_before(numbered):
 
 
 def test_jsonl_pass_ends_in_the_middle_of_a_step(numbered):
-    task = Jsonl(path=numbered, held_out_fraction=0.1)
+    task = PromptDataset(path=numbered, held_out_fraction=0.1)
     drawn = [start.prompt for step in range(1, 37) for start in task.draw(0, step, 7)]
     assert set(Counter(drawn).values()) == {7}
 
 
 def test_jsonl_held_out_file(tmp_path, numbered):
     other = write(tmp_path / "held.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
-    task = Jsonl(path=numbered, held_out_path=other)
+    task = PromptDataset(path=numbered, held_out_path=other)
     assert {start.prompt for start in task.held_out(2)} == {"x", "y"}
     assert len({start.prompt for start in task.draw(0, 1, 40)}) == 40
     overlap = write(tmp_path / "overlap.jsonl", [{"prompt": "x"}, {"prompt": "p3"}])
     with pytest.raises(
         ConfigError, match=r"data\.jsonl line 4: this prompt is also in .*overlap\.jsonl line 2.*overlap"
     ):
-        Jsonl(path=numbered, held_out_path=overlap)
-    task = Jsonl(path=numbered, held_out_path=overlap, overlap="drop")
+        PromptDataset(path=numbered, held_out_path=overlap)
+    task = PromptDataset(path=numbered, held_out_path=overlap, overlap="drop")
     assert {start.prompt for start in task.held_out(2)} == {"x", "p3"}
     assert {start.prompt for start in task.draw(0, 1, 39)} == {f"p{i}" for i in range(40)} - {"p3"}
     assert "39 different prompts to train on, 2 held out" in task.describe()
     assert "; 1 line dropped that" in task.describe()
     with pytest.raises(ConfigError, match=r"every prompt of .* so none is left for training"):
-        Jsonl(path=numbered, held_out_path=numbered, overlap="drop")
+        PromptDataset(path=numbered, held_out_path=numbered, overlap="drop")
 
 
 @pytest.mark.parametrize(("prompts", "held_out"), [(2, 1), (3, 1), (12, 1), (15, 2), (40, 4)])
 def test_jsonl_files_of_any_size_hold_out_a_tenth_and_at_least_one(tmp_path, prompts, held_out):
     path = write(tmp_path / "d.jsonl", [{"prompt": f"p{i}"} for i in range(prompts)] * 2)
-    task = Jsonl(path=path)
+    task = PromptDataset(path=path)
     assert len(task.held_out(256)) == held_out
     assert f"{prompts - held_out} different" in task.describe()
     assert f"{held_out} held out" in task.describe()
@@ -364,9 +364,9 @@ def test_jsonl_files_of_any_size_hold_out_a_tenth_and_at_least_one(tmp_path, pro
 def test_jsonl_with_one_prompt_says_what_to_do(tmp_path):
     path = write(tmp_path / "d.jsonl", [{"prompt": "p"}, {"prompt": "p"}])
     with pytest.raises(ConfigError, match=r"only one prompt, so none is left for evaluation: .*task.held_out_path"):
-        Jsonl(path=path)
+        PromptDataset(path=path)
     other = write(tmp_path / "other.jsonl", [{"prompt": "q"}])
-    assert [start.prompt for start in Jsonl(path=path, held_out_path=other).held_out(256)] == ["q"]
+    assert [start.prompt for start in PromptDataset(path=path, held_out_path=other).held_out(256)] == ["q"]
 
 
 def test_jsonl_takes_rows_of_verl_and_of_reasoning_gym(tmp_path):
@@ -379,7 +379,7 @@ def test_jsonl_takes_rows_of_verl_and_of_reasoning_gym(tmp_path):
             {"prompt": "4 + 4?", "answer": "8"},
         ],
     )
-    task = Jsonl(path=path, held_out_fraction=0.34)
+    task = PromptDataset(path=path, held_out_fraction=0.34)
     starts = [*task.draw(0, 1, 2), *task.held_out(1)]
     rows = {start.columns["answer"]: start for start in starts}
     assert set(rows) == {"4", "6", "8"}
@@ -393,7 +393,7 @@ def test_jsonl_takes_rows_of_verl_and_of_reasoning_gym(tmp_path):
 def test_which_roles_there_are_is_left_to_the_chat_template(tmp_path):
     chats = [[{"role": role, "content": "p"}] for role in ("wizard", "Küchenchef", "tool result", "r" * 64)]
     path = write(tmp_path / "d.jsonl", [{"prompt": chat} for chat in chats])
-    task = Jsonl(path=path, held_out_fraction=0.25)
+    task = PromptDataset(path=path, held_out_fraction=0.25)
     found = [start.prompt for start in (*task.draw(0, 1, 3), *task.held_out(1))]
     assert sorted(found, key=str) == sorted(chats, key=str)
 
@@ -432,7 +432,7 @@ def test_jsonl_names_the_bad_line(tmp_path, line, message):
     path = tmp_path / "data.jsonl"
     path.write_text(f"{GOOD}\n\n{GOOD}\n{line}\n{GOOD}\n")
     with pytest.raises(ConfigError, match=rf"data\.jsonl line 4: .*{re.escape(message)}") as caught:
-        Jsonl(path=str(path))
+        PromptDataset(path=str(path))
     assert "\n" not in str(caught.value)
 
 
@@ -441,7 +441,7 @@ def test_files_of_other_formats_are_told_how_to_be_converted(tmp_path, name):
     path = tmp_path / name
     path.write_text("prompt,answer\n1 + 1,2\n")
     with pytest.raises(ConfigError, match=r"is no JSONL file; convert it: pandas\.read_\w+\(.*\)\.to_json") as caught:
-        Jsonl(path=str(path))
+        PromptDataset(path=str(path))
     ast.parse(str(caught.value).partition("convert it: ")[2])
 
 
@@ -449,21 +449,21 @@ def test_jsonl_bad_bytes_empty_missing_and_unnamed_files(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"data\.jsonl line 2: not valid UTF-8"):
-        Jsonl(path=str(path))
+        PromptDataset(path=str(path))
     path.write_text("\n \n")
     with pytest.raises(ConfigError, match=r"data\.jsonl is empty"):
-        Jsonl(path=str(path))
+        PromptDataset(path=str(path))
     path.write_text(GOOD)
     with pytest.raises(ConfigError, match="only one prompt"):
-        Jsonl(path=str(path))
+        PromptDataset(path=str(path))
     with pytest.raises(ConfigError, match=r"no file .*missing\.jsonl"):
-        Jsonl(path=str(tmp_path / "missing.jsonl"))
+        PromptDataset(path=str(tmp_path / "missing.jsonl"))
     with pytest.raises(ConfigError, match="needs a file"):
-        build_task(JsonlConfig())
+        build_task(DatasetConfig())
 
 
 def test_every_task_names_a_reward_of_its_own(numbered):
-    for task in (*GENERATED.values(), Jsonl(path=numbered)):
+    for task in (*GENERATED.values(), PromptDataset(path=numbered)):
         assert all(isinstance(reward, RewardConfig) for reward in task.default_rewards)
         assert task.default_rewards
 

@@ -11,8 +11,8 @@ from covey.config import (
     CodeFunctionsConfig,
     ConfigError,
     CountdownConfig,
+    DatasetConfig,
     HumanEvalConfig,
-    JsonlConfig,
     ReasoningGymConfig,
     RewardConfig,
     RunningTotalConfig,
@@ -22,14 +22,14 @@ from covey.data import Task
 from covey.llm.tasks.arithmetic import Arithmetic
 from covey.llm.tasks.code_functions import CodeFunctions
 from covey.llm.tasks.countdown import Countdown
+from covey.llm.tasks.dataset import PromptDataset, Rows
 from covey.llm.tasks.human_eval import HumanEval
-from covey.llm.tasks.jsonl import Jsonl, Rows
 from covey.llm.tasks.reasoning_gym import ReasoningGym
 from covey.llm.tasks.running_total import RunningTotal
 from covey.llm.tasks.word_problems import WordProblems
 
 __all__ = [
-    "Arithmetic", "CodeFunctions", "Countdown", "HumanEval", "Jsonl", "ReasoningGym", "Rows", "RunningTotal",
+    "Arithmetic", "CodeFunctions", "Countdown", "HumanEval", "PromptDataset", "ReasoningGym", "Rows", "RunningTotal",
     "WordProblems", "build_task", "default_rewards", "task_of",
 ]  # fmt: skip
 
@@ -40,7 +40,7 @@ _TASKS: dict[type, Callable[..., Task]] = {
     RunningTotalConfig: RunningTotal,
     CodeFunctionsConfig: CodeFunctions,
     HumanEvalConfig: HumanEval,
-    JsonlConfig: Jsonl,
+    DatasetConfig: PromptDataset,
     ReasoningGymConfig: ReasoningGym,
 }
 
@@ -61,7 +61,7 @@ def default_rewards(config: Any) -> tuple[RewardConfig, ...]:
 
 
 def task_of(given: Any) -> Task:
-    """The task of a script, given as a `Task`, the config of one, the path of a JSONL file, or rows.
+    """The task of a script, given as a `Task`, the config of one, the path of a data file, or rows.
 
     Raises:
         ConfigError: if it is none of these, or cannot be read.
@@ -72,10 +72,10 @@ def task_of(given: Any) -> Task:
     if type(given) in _TASKS:
         return build_task(given)
     if isinstance(given, str | Path):
-        return Jsonl(path=str(given))
+        return PromptDataset(path=str(given))
     if hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, Mapping):
         return Rows(given)
     raise ConfigError(
-        f"task is of type {type(given).__name__}: give a list of dicts with a 'prompt', the path of a JSONL file, a "
+        f"task is of type {type(given).__name__}: give a list of dicts with a 'prompt', the path of a data file, a "
         "config such as ArithmeticConfig(), or an object with the methods draw and held_out"
     )

