@@ -181,6 +181,18 @@ def test_changed_data_and_damaged_checkpoints(place: Path) -> None:
     assert "resuming after step 2" in said
 
 
+def test_examples_with_held_out_prompts_are_dropped_if_the_user_says_so(place: Path) -> None:
+    records = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+    held_out = [record for record in records if record["prompt"] == records[0]["prompt"]]
+    lines(place / "held_out.jsonl", {**held_out[0], "rejected": "another"})
+    words = ["reward-model", "train", "pairs.jsonl", "--held-out", "held_out.jsonl", "--model", "tiny", *WORDS]
+    code, said = covey(*words, "--overlap", "drop", "--run-dir", place / "overlap", cwd=place)
+    assert code == 0, said
+    assert f"{24 - len(held_out)} examples to train on, 1 held out" in " ".join(said.split())
+    count = "1 example" if len(held_out) == 1 else f"{len(held_out)} examples"
+    assert f"{count} left out of training because their prompts are held out" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -191,7 +203,8 @@ def test_changed_data_and_damaged_checkpoints(place: Path) -> None:
         (["train", "pairs.jsonl", "--batch-size", "many"], "--batch-size must be an integer"),
         (["train", "pairs.jsonl", "--batchsize", "4"], "did you mean '--batch-size'?"),
         (["train", "pairs.jsonl", "--held-out", "steps.jsonl"], "has another kind of data"),
-        (["train", "pairs.jsonl", "--held-out", "pairs.jsonl"], "this prompt is also in"),
+        (["train", "pairs.jsonl", "--held-out", "pairs.jsonl"], "(24 such lines): add --overlap drop"),
+        (["train", "pairs.jsonl", "--held-out", "pairs.jsonl", "--overlap", "drop"], "none is left for training"),
         (["train", "pairs.jsonl", "--run-dir", "tiny"], "tiny is not empty"),
         (["train", "pairs.jsonl", "--resume", "tiny"], "leave out the other words"),
         (["train", "--resume", "tiny"], "there is no training of a reward model to resume in tiny"),

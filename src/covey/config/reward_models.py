@@ -70,6 +70,12 @@ class RewardModelConfig:
     held_out_fraction: float = config_field(
         0.1, "fraction of the different prompts that is held out for evaluation, at least one", above=0, below=1
     )
+    overlap: str = config_field(
+        "refuse",
+        "an example whose prompt is in the file of held-out examples too: refuse the data, or drop the example from "
+        "training",
+        choices=("refuse", "drop"),
+    )
     max_tokens: int = config_field(0, "longest prompt with its completion, in tokens; 0: the model's limit", min=0)
     long_examples: str = config_field(
         "refuse", "an example that is longer: refuse the data, or drop the example", choices=("refuse", "drop")

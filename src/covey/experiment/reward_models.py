@@ -72,6 +72,7 @@ class Data:
     held_out: list[Example]
     objective: Objective
     kind: RewardModelKind
+    overlap: int = 0  # examples that were dropped because their prompts are held out
 
 
 def read_training_data(training: Training) -> Data:
@@ -86,17 +87,30 @@ def read_training_data(training: Training) -> Data:
         held_out = read_examples(training.held_out, config.grade_column)
         if type(held_out[0]) is not type(examples[0]):
             raise ConfigError(f"{training.held_out} has another kind of data than {training.data}")
-        shared = {example.content: example.place for example in held_out}
-        for example in examples:
-            if example.content in shared:
-                raise ConfigError(
-                    f"{example.place}: this prompt is also in {shared[example.content]}, so training would see a "
-                    "held-out prompt: remove such lines from one of the files"
-                )
+        all_examples, examples = examples, _without_held_out(examples, held_out, training)
+        overlap = len(all_examples) - len(examples)
     else:
         examples, held_out = split_examples(examples, config.held_out_fraction)
+        overlap = 0
     objective = choose_objective([*examples, *held_out], config.grade_loss, config.center)
-    return Data(examples, held_out, objective, kind_of_examples(examples))
+    return Data(examples, held_out, objective, kind_of_examples(examples), overlap)
+
+
+def _without_held_out(examples: list[Example], held_out: list[Example], training: Training) -> list[Example]:
+    """The examples whose prompts are not held out; with `overlap = "refuse"` the others are an error."""
+    places = {example.content: example.place for example in reversed(held_out)}
+    shared = [example for example in examples if example.content in places]
+    if shared and training.config.overlap == "refuse":
+        more = f" ({len(shared):,} such lines)" if len(shared) > 1 else ""
+        raise ConfigError(
+            f"{shared[0].place}: this prompt is also in {places[shared[0].content]}, so training would see a held-out "
+            f"prompt{more}: add --overlap drop to leave such lines out of training, or remove them"
+        )
+    if len(shared) == len(examples):
+        raise ConfigError(
+            f"every prompt of {training.data} is also in {training.held_out}, so none is left for training"
+        )
+    return [example for example in examples if example.content not in places]
 
 
 def train_reward_model(training: Training, run_dir: Path) -> bool:
@@ -278,6 +292,8 @@ def _encoded(
     held_out, more = encode_examples(data.held_out, model.encoder, most, drop=drop)
     if dropped + more:
         notes.append(f"{plural(dropped + more, 'example')} of more than {most:,} tokens were left out")
+    if data.overlap:
+        notes.append(f"{plural(data.overlap, 'example')} left out of training because their prompts are held out")
     return examples, held_out
 
 
