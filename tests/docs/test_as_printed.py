@@ -64,19 +64,27 @@ NOT_RUN = {
     ".venv/bin/python benchmarks/curves.py": "takes an hour, in the repository",
     ".venv/bin/python benchmarks/uneven.py": "takes minutes, in the repository",
     ".venv/bin/python benchmarks/grading.py": "takes a minute, in the repository",
+    ".venv/bin/python benchmarks/reward_hacking.py --frozen 'runs/frozen-*' --retrained 'runs/retrained-*'": "belongs "
+    "to the repository, not to what is installed",
     "pip install 'covey[math]'": "downloads math-verify",
 } | dict.fromkeys(
     (
         "covey train outcome_grpo --seed 1 --token-budget 40000 --run-dir runs/policy",
-        "covey train outcome_grpo --seed 2 --token-budget 40000 --model runs/policy --run-dir runs/completer",
-        "covey reward-model label process_grpo --model runs/policy --completer runs/completer --output steps.jsonl "
-        "--prompts 64 --completions 8 --continuations 4 --estimate soft",
-        "covey reward-model label process_grpo --model runs/policy --completer runs/completer --output held_out.jsonl "
-        "--prompts 16 --completions 8 --continuations 4 --estimate soft --seed 1",
-        "covey reward-model train steps.jsonl --held-out held_out.jsonl --model runs/completer --run-dir runs/prm "
-        "--epochs 3 --batch-size 16 --learning-rate 1e-4 --warmup-steps 5",
-        "covey reward-model train steps.jsonl --held-out held_out.jsonl --model runs/prm --run-dir runs/prm2 "
-        "--epochs 4 --batch-size 16 --learning-rate 1e-4 --warmup-steps 5 --seed 1",
+        "covey train outcome_grpo --seed 2 --token-budget 60000 --model runs/policy --run-dir runs/completer",
+        "covey reward-model label process_grpo --model runs/policy --completer runs/completer --output a.jsonl "
+        "--prompts 192 --completions 6 --continuations 4 --estimate soft",
+        "covey reward-model label process_grpo --model runs/policy --completer runs/completer --output b.jsonl "
+        "--prompts 40 --completions 6 --continuations 4 --estimate soft --seed 1",
+        "covey reward-model label process_grpo --completer runs/completer --output c.jsonl "
+        "--prompts 96 --completions 4 --continuations 4 --estimate soft --seed 2",
+        "covey reward-model label process_grpo --model runs/policy --completer runs/completer --output d.jsonl "
+        "--prompts 480 --completions 3 --continuations 4 --estimate soft --seed 5",
+        "covey reward-model train abc.jsonl --held-out-fraction 0.12 --model runs/completer --run-dir runs/prm1 "
+        "--epochs 3 --batch-size 16 --learning-rate 1e-4 --warmup-steps 10",
+        "covey reward-model train abc.jsonl --held-out-fraction 0.12 --model runs/prm1 --run-dir runs/prm2 "
+        "--epochs 3 --batch-size 16 --learning-rate 4e-5 --warmup-steps 5 --seed 1",
+        "covey reward-model train abcd.jsonl --held-out held_out.jsonl --overlap drop --model runs/prm2 "
+        "--run-dir runs/prm3 --epochs 2 --batch-size 16 --learning-rate 6e-5 --warmup-steps 5 --seed 2",
         "covey train prm.toml --run-dir runs/prm_grpo",
     ),
     "takes minutes with the embedded model",
