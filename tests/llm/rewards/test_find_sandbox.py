@@ -27,6 +27,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     for folder in folders:
         folder.mkdir()
     monkeypatch.setenv("PATH", f"{folders[0]}:{folders[1]}")
+    (folders[2] / "python").symlink_to(sys.executable)  # which starts the watchdog
     monkeypatch.setattr(sys, "executable", str(folders[2] / "python"))
     monkeypatch.setitem(sys.modules, "sandlock", None)  # as if it were not installed
 
