@@ -8,7 +8,6 @@ The runs are made by the commands of docs/iterative.md. A thin line is one seed,
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -17,8 +16,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from covey.tracking.curve import EVALUATION, MUTED, TRAINING, decorate
-from covey.tracking.run_store import ITERATIONS_FILE, read_metrics
+from covey.tracking.curve import EVALUATION, MUTED, TRAINING, decorate, points_of
+from covey.tracking.iterations import read_iterations
+from covey.tracking.run_store import read_metrics
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "iterative.png"
 
@@ -35,17 +35,15 @@ def main() -> None:
         (arguments.frozen, "frozen reward model", EVALUATION),
         (arguments.retrained, "retrained reward model", TRAINING),
     ):
-        steps = [{record["step"]: record for record in read_metrics(run)} for run in runs]
-        ends = [iterations_of(run) for run in runs]
-        name = next(iter(ends[0].values()))["reward"]
-        draw(panels[0], [values_of(run, "score/mean") for run in steps], color, label)
-        draw(panels[1], [values_of(run, f"reward/{name}") for run in steps], color, label)
-        quality = [{step: record["before"] for step, record in run.items()} for run in ends]
-        draw(panels[2], [values_of(run, "rank_agreement") for run in quality], color, label, marker="o")
+        steps, iterations = [read_metrics(run) for run in runs], [read_iterations(run) for run in runs]
+        rewards = ("score/mean", f"reward/{iterations[0][0]['reward']}")
+        for axes, metric in zip(panels, rewards, strict=False):
+            draw(axes, [values_of(records, metric) for records in steps], color, label)
+        quality = [[{"step": record["step"], **record["before"]} for record in records] for records in iterations]
+        draw(panels[2], [values_of(records, "rank_agreement") for records in quality], color, label, marker="o")
         print(f"{label}: seed by seed, means of the last five steps")
         for run, records in zip(runs, steps, strict=True):
-            last = [records[step] for step in sorted(records)[-5:]]
-            true, proxy = (mean(record[key] for record in last) for key in ("score/mean", f"reward/{name}"))
+            true, proxy = (mean(record[metric] for record in records[-5:]) for metric in rewards)
             print(f"  {run}: true reward {true:.3f}, proxy reward {proxy:.2f}")
     titles = ("true reward (verifier)", "proxy reward (reward model of the step)", "rank agreement before retraining")
     for axes, title in zip(panels, titles, strict=True):
@@ -57,18 +55,12 @@ def main() -> None:
     print(f"written: {arguments.picture}")
 
 
-def iterations_of(run: Path) -> dict[int, dict[str, Any]]:
-    """The records of a run's iterations by their last step."""
-    records = [json.loads(line) for line in (run / ITERATIONS_FILE).read_text(encoding="utf-8").splitlines()]
-    return {record["step"]: record for record in records}
-
-
-def values_of(records: dict[int, dict[str, Any]], key: str) -> dict[int, float]:
+def values_of(records: Sequence[dict[str, Any]], metric: str) -> dict[float, float]:
     """The values of one metric by step, without the steps that lack it."""
-    return {step: record[key] for step, record in records.items() if record.get(key) is not None}
+    return dict(zip(*points_of(records, metric, "step"), strict=True))
 
 
-def draw(axes: Axes, seeds: Sequence[dict[int, float]], color: str, label: str, *, marker: str = "") -> None:
+def draw(axes: Axes, seeds: Sequence[dict[float, float]], color: str, label: str, *, marker: str = "") -> None:
     """Draw each seed thin, and their mean where any seed has a value thick."""
     for values in seeds:
         axes.plot(list(values), list(values.values()), color=color, marker=marker, linewidth=0.7, alpha=0.4)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from covey.config import ConfigError, DatasetConfig
 from covey.config.arrow_file import data_files, is_arrow, plain_record, read_arrow
@@ -25,6 +25,19 @@ LONGEST_ROLE = 64  # characters
 MEMORY_PER_BYTE = 8  # peak memory while a file is read, relative to its size
 BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors write at the beginning of a file
 LONGEST_LINE = 64 << 20  # bytes
+
+
+class Prompted(Protocol):
+    """A row or an example: it has a prompt, and a place for messages."""
+
+    @property
+    def place(self) -> str: ...
+
+    @property
+    def content(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=Prompted)
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,13 @@ def read_data(config: DatasetConfig) -> Data:
     if not config.held_out_path:
         return split(rows, config)
     held_out = read_rows(config.held_out_path)
-    training = _without_held_out(rows, held_out, config)
+    training = without_held_out(
+        rows,
+        held_out,
+        paths=(config.path, config.held_out_path),
+        drop=config.overlap == "drop",
+        remedy='; set task.overlap = "drop"',
+    )
     return Data(training, held_out, overlap=len(rows) - len(training))
 
 
@@ -226,20 +245,54 @@ def kind_name(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _without_held_out(rows: list[Row], kept: list[Row], config: DatasetConfig) -> list[Row]:
-    """The training rows whose prompts are not held out; with `overlap = "refuse"` the others are an error."""
-    path, held_out_path = config.path, config.held_out_path
-    held_out = {row.content: row.place for row in reversed(kept)}
-    shared = [row for row in rows if row.content in held_out]
-    if shared and config.overlap == "refuse":
+def without_held_out(
+    items: Sequence[Item], held_out: Sequence[Item], *, paths: tuple[str, str], drop: bool, remedy: str
+) -> list[Item]:
+    """The training items whose prompts are not held out.
+
+    Args:
+        items: rows or examples of the first path.
+        held_out: those of the second.
+        paths: of both, for messages.
+        drop: leave the others out; False: they are an error.
+        remedy: end of this error, which names the setting that drops them.
+
+    Raises:
+        ConfigError: for a prompt in both files without `drop`; if no item is left.
+    """
+    places = {item.content: item.place for item in reversed(held_out)}
+    shared = [item for item in items if item.content in places]
+    if shared and not drop:
         more = f" ({len(shared):,} such lines)" if len(shared) > 1 else ""
         raise ConfigError(
-            f"{shared[0].place}: this prompt is also in {held_out[shared[0].content]}, so training would see a "
-            f'held-out prompt{more}; set task.overlap = "drop" to leave such lines out of training, or remove them'
+            f"{shared[0].place}: this prompt is also in {places[shared[0].content]}, so training would see a held-out "
+            f"prompt{more}{remedy} to leave such lines out of training, or remove them"
         )
-    if len(shared) == len(rows):
-        raise ConfigError(f"every prompt of {path} is also in {held_out_path}, so none is left for training")
-    return [row for row in rows if row.content not in held_out]
+    if len(shared) == len(items):
+        raise ConfigError(f"every prompt of {paths[0]} is also in {paths[1]}, so none is left for training")
+    return [item for item in items if item.content not in places]
+
+
+def hold_out(items: Sequence[Item], fraction: float, *, one_prompt: str) -> tuple[list[Item], list[Item]]:
+    """Training and held-out items; those of one prompt stay together.
+
+    The choice depends on the prompts alone, so that it is the same for every order and every run.
+
+    Args:
+        items: rows or examples.
+        fraction: of the different prompts; at least one is held out, and at least one is for training.
+        one_prompt: message of the error if all items have the same prompt.
+
+    Raises:
+        ConfigError: if there is one prompt only.
+    """
+    contents = sorted({item.content for item in items}, key=prompt_hash)
+    if len(contents) < 2:
+        raise ConfigError(one_prompt)
+    count = min(max(1, round(fraction * len(contents))), len(contents) - 1)
+    held_out = set(contents[:count])
+    training = [item for item in items if item.content not in held_out]
+    return training, [item for item in items if item.content in held_out]
 
 
 def split(rows: list[Row], config: DatasetConfig) -> Data:
@@ -248,16 +301,11 @@ def split(rows: list[Row], config: DatasetConfig) -> Data:
     Raises:
         ConfigError: if there is one prompt only.
     """
-    contents = sorted({row.content for row in rows}, key=prompt_hash)
-    if len(contents) < 2:
-        raise ConfigError(
-            f"{config.path} has only one prompt, so none is left for evaluation: add prompts, or name a file of "
-            "held-out prompts with task.held_out_path"
-        )
-    count = min(max(1, round(config.held_out_fraction * len(contents))), len(contents) - 1)
-    held_out = set(contents[:count])
-    training = [row for row in rows if row.content not in held_out]
-    return Data(training, [row for row in rows if row.content in held_out], overlap=0)
+    one_prompt = (
+        f"{config.path} has only one prompt, so none is left for evaluation: add prompts, or name a file of held-out "
+        "prompts with task.held_out_path"
+    )
+    return Data(*hold_out(rows, config.held_out_fraction, one_prompt=one_prompt), overlap=0)
 
 
 def prompt_hash(content: str) -> int:

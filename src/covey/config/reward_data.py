@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from covey.config.common import ConfigError
-from covey.config.data_file import check_prompt, faults_at, kind_name, prompt_hash, read_records
+from covey.config.data_file import check_prompt, faults_at, kind_name, read_records
 
 Messages = tuple[dict[str, str], ...]
 
@@ -84,23 +83,6 @@ def read_examples(path: str, grade_column: str = "grade") -> list[Example]:
                 raise ValueError(f"it has other columns than {found[0].place}: write each kind of data to its own file")
             found.append(kinds[matching[0]][1](place, record))
     return found
-
-
-def split_examples(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
-    """Training and held-out examples; those of one prompt stay together.
-
-    The choice depends on the prompts alone, so that it is the same for every order and every run.
-
-    Raises:
-        ConfigError: if there is one prompt only.
-    """
-    contents = sorted({example.content for example in examples}, key=prompt_hash)
-    if len(contents) < 2:
-        raise ConfigError("the data have only one prompt, so none is left for evaluation: add prompts")
-    count = min(max(1, round(fraction * len(contents))), len(contents) - 1)
-    held_out = set(contents[:count])
-    training = [example for example in examples if example.content not in held_out]
-    return training, [example for example in examples if example.content in held_out]
 
 
 def _kinds(grade_column: str) -> dict[type[Example], tuple[set[str], Callable[[str, dict[str, Any]], Example]]]:

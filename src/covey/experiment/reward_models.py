@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError
+from covey.config.data_file import hold_out, without_held_out
 from covey.config.faults import faults_of
 from covey.config.fields import command, plural
 from covey.config.files import read_json, user_path
-from covey.config.reward_data import Example, read_examples, split_examples
+from covey.config.reward_data import Example, read_examples
 from covey.config.reward_models import (
     TRAINING_FILE,
     RewardModelConfig,
@@ -87,30 +88,19 @@ def read_training_data(training: Training) -> Data:
         held_out = read_examples(training.held_out, config.grade_column)
         if type(held_out[0]) is not type(examples[0]):
             raise ConfigError(f"{training.held_out} has another kind of data than {training.data}")
-        all_examples, examples = examples, _without_held_out(examples, held_out, training)
-        overlap = len(all_examples) - len(examples)
+        kept = without_held_out(
+            examples,
+            held_out,
+            paths=(training.data, training.held_out),
+            drop=config.overlap == "drop",
+            remedy=": add --overlap drop",
+        )
     else:
-        examples, held_out = split_examples(examples, config.held_out_fraction)
-        overlap = 0
-    objective = choose_objective([*examples, *held_out], config.grade_loss, config.center)
-    return Data(examples, held_out, objective, kind_of_examples(examples), overlap)
-
-
-def _without_held_out(examples: list[Example], held_out: list[Example], training: Training) -> list[Example]:
-    """The examples whose prompts are not held out; with `overlap = "refuse"` the others are an error."""
-    places = {example.content: example.place for example in reversed(held_out)}
-    shared = [example for example in examples if example.content in places]
-    if shared and training.config.overlap == "refuse":
-        more = f" ({len(shared):,} such lines)" if len(shared) > 1 else ""
-        raise ConfigError(
-            f"{shared[0].place}: this prompt is also in {places[shared[0].content]}, so training would see a held-out "
-            f"prompt{more}: add --overlap drop to leave such lines out of training, or remove them"
-        )
-    if len(shared) == len(examples):
-        raise ConfigError(
-            f"every prompt of {training.data} is also in {training.held_out}, so none is left for training"
-        )
-    return [example for example in examples if example.content not in places]
+        one_prompt = "the data have only one prompt, so none is left for evaluation: add prompts"
+        kept, held_out = hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
+    objective = choose_objective([*kept, *held_out], config.grade_loss, config.center)
+    overlap = len(examples) - len(kept) if training.held_out else 0
+    return Data(kept, held_out, objective, kind_of_examples(kept), overlap)
 
 
 def train_reward_model(training: Training, run_dir: Path) -> bool:

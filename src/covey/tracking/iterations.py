@@ -17,6 +17,14 @@ from covey.tracking.run_store import ITERATIONS_FILE, read_metrics
 ITERATIONS_PICTURE = "iterations.png"
 
 
+def read_iterations(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The records of the iterations of a run that have ended, in order."""
+    path = Path(run_dir) / ITERATIONS_FILE
+    with faults_of(path):
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
 def draw_iterations(run_dir: str | Path) -> Path | None:
     """Draw the picture; returns its path, or None if no iteration has ended.
 
@@ -24,10 +32,7 @@ def draw_iterations(run_dir: str | Path) -> Path | None:
         ConfigError: if the run has no metrics.
     """
     run_dir = Path(run_dir)
-    path = run_dir / ITERATIONS_FILE
-    with faults_of(path):
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    iterations = [json.loads(line) for line in lines]
+    iterations = read_iterations(run_dir)
     if not iterations:
         return None
     steps = read_metrics(run_dir)
