@@ -110,6 +110,7 @@ def make_run(returns: list[float], *, seed: int = 0, final: float = 500.0, slow:
         final=final,
         final_count=100,
         peak_bytes=2**28,
+        ending={},
     )
     return replace(run, **changes)
 
@@ -243,6 +244,30 @@ def test_two_seeds_claim_nothing_and_three_are_told_what_they_are_worth() -> Non
     assert "is better" not in text.replace("called better", "")
     three = markdown_report(compare_runs(3), summarise(compare_runs(3)))
     assert "completely apart in one of 10 comparisons" in three
+
+
+def test_metrics_of_the_last_five_steps_are_listed(tmp_path: Path) -> None:
+    def seed_run(name: str, seed: int, entropy: float, **others: float) -> SeedRun:
+        records = [
+            {"step": n, "decisions/sampled": 10, "time/step": 1.0, "reward/std": 1.0, "reward/proxy": n, **others}
+            for n in range(1, 8)
+        ]
+        for record in records[-2:]:
+            record["entropy"] = entropy  # a step without a value does not count
+        return read_seed_run(write_run(tmp_path / name / str(seed), records, 0.5, "accuracy"), seed)
+
+    runs = {
+        "hot": [seed_run("hot", 0, 0.5, kl=0.25), seed_run("hot", 1, 1.5, kl=0.75)],
+        "cold": [seed_run("cold", 0, 0.125)],
+    }
+    comparison = Comparison("arithmetic", runs)
+    summary = summarise(comparison)
+    assert summary["recipes"]["hot"]["ending"] == {"entropy": [0.5, 1.5], "kl": [0.25, 0.75], "reward/proxy": [5, 5]}
+    text = markdown_report(comparison, summary)
+    assert "| recipe | `entropy` | `kl` | `reward/proxy` |" in text
+    assert "| hot | 1.00 (0.50 to 1.50) | 0.50 (0.25 to 0.75) | 5.00 (5.00 to 5.00) |" in text
+    assert "| cold | 0.12 (0.12 to 0.12) |  | 5.00 (5.00 to 5.00) |" in text
+    assert "last steps" not in markdown_report(compare_runs(3), summarise(compare_runs(3)))
 
 
 def test_failures_stand_first_in_the_report() -> None:

@@ -29,6 +29,7 @@ DRAWS = 20_000  # bootstrap draws for an interval in a table
 CURVE_DRAWS = 1_000  # bootstrap draws at each point of a curve's band
 CURVE_POINTS = 300
 SMOOTHING = 0.03  # a smoothed curve is the mean over this fraction of the run's steps to each side
+LAST_STEPS = 5  # steps in the mean of a metric at the end of training
 SOLVED_EPISODES = 100  # Gymnasium defines solved by the mean return of 100 consecutive episodes
 
 
@@ -137,6 +138,7 @@ class SeedRun:
     final: float  # the evaluation after the last step
     final_count: int  # episodes or problems in its mean
     peak_bytes: int
+    ending: dict[str, float]  # metric -> its mean over the last `LAST_STEPS` steps; without metrics that the run lacks
 
     @property
     def seconds_per_thousand(self) -> float:
@@ -173,7 +175,16 @@ def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
         final=final,
         final_count=count,
         peak_bytes=peak,
+        ending=_ending(records, wording),
     )
+
+
+def _ending(records: Sequence[dict[str, Any]], wording: Wording) -> dict[str, float]:
+    """The means over the last steps of the metrics that a comparison lists, and of every reward before its weight."""
+    last = records[-LAST_STEPS:]
+    rewards = [name for name in last[-1] if name.startswith("reward/") and name not in ("reward/mean", "reward/std")]
+    columns = {name: _column(last, name) for name in (*wording.at_the_end, *rewards)}
+    return {name: float(np.nanmean(column)) for name, column in columns.items() if not np.isnan(column).all()}
 
 
 def _column(records: Sequence[dict[str, Any]], name: str) -> Floats:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from covey.comparison.estimates import (
     DRAWS,
+    LAST_STEPS,
     SeedRun,
     Threshold,
     find_threshold,
@@ -21,7 +22,7 @@ from covey.comparison.estimates import (
     probability_of_improvement,
 )
 from covey.config.fields import plural
-from covey.tracking.score_kinds import SCORE_KINDS
+from covey.tracking.score_kinds import SCORE_KINDS, number
 from covey.tracking.wording import SECONDS, Wording
 
 CURVES_PICTURE, FINAL_PICTURE = "learning_curves.png", "final_scores.png"
@@ -67,6 +68,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
             "peak_bytes": median(run.peak_bytes for run in runs),
             "seconds": median(float(run.spent[SECONDS][-1]) for run in runs),
             "seconds_per_thousand": median(run.seconds_per_thousand for run in runs),
+            "ending": {name: [run.ending[name] for run in runs] for name in _shared_metrics(runs)},
         }
         if label in thresholds:
             recipes[label] |= _describe_thresholds(thresholds[label], comparison.wording)
@@ -87,6 +89,11 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         "command": comparison.command,
         "machine": comparison.machine,
     }
+
+
+def _shared_metrics(runs: Sequence[SeedRun]) -> list[str]:
+    """The metrics of the last steps that every seed has, in the order of the first."""
+    return [name for name in runs[0].ending if all(name in run.ending for run in runs)]
 
 
 def find_thresholds(comparison: Comparison) -> dict[str, list[Threshold]]:
@@ -158,7 +165,8 @@ def markdown_report(comparison: Comparison, summary: dict[str, Any]) -> str:
         "",
         f"![final {summary['score']} of each seed]({FINAL_PICTURE})",
     ]
-    sections = [_final_section(summary), _threshold_section(summary), _cost_section(summary), _pairs_section(summary)]
+    parts = (_final_section, _threshold_section, _ending_section, _cost_section, _pairs_section)
+    sections = [part(summary) for part in parts]
     body = [line for section in sections if section for line in ("", *section)]
     return "\n".join([*head, *body, "", *_how_measured(summary, comparison.wording)]) + "\n"
 
@@ -242,6 +250,31 @@ def _threshold_section(summary: dict[str, Any]) -> list[str]:
         )
         lines.append(f"| {label} | {recipe['reached']} of {seeds} | {recipe['kept']} of {seeds} | {spent} |")
     return lines
+
+
+def _ending_section(summary: dict[str, Any]) -> list[str]:
+    recipes = summary["recipes"]
+    metrics = list(dict.fromkeys(name for recipe in recipes.values() for name in recipe["ending"]))
+    if not metrics:
+        return []
+    lines = [
+        "## The last steps of training",
+        "",
+        f"Means over the last {plural(LAST_STEPS, 'step')} and all seeds (lowest to highest seed).",
+        "",
+        f"| recipe | {' | '.join(f'`{name}`' for name in metrics)} |",
+        "|---|" + "---|" * len(metrics),
+    ]
+    for label, recipe in recipes.items():
+        lines.append(f"| {label} | {' | '.join(_over_seeds(recipe['ending'].get(name, [])) for name in metrics)} |")
+    return lines
+
+
+def _over_seeds(values: Sequence[float]) -> str:
+    """'0.28 (0.21 to 0.4)'."""
+    if not values:
+        return ""
+    return f"{number(float(np.mean(values)))} ({number(min(values))} to {number(max(values))})"
 
 
 def _cost_section(summary: dict[str, Any]) -> list[str]:

@@ -58,6 +58,7 @@ class Wording:
     axes: tuple[str, ...]  # x axes of a comparison's figure; the last is always seconds
     training_score: str  # description of the training score in a comparison
     counted: str  # the axis on which a comparison measures cost, in thousands
+    at_the_end: tuple[str, ...]  # metrics of the last steps that a comparison lists
 
     def count_measured(self, count: int) -> str:
         """'1 problem', '256 problems'."""
@@ -111,6 +112,7 @@ def _language(kind: ScoreKind) -> Wording:
         axes=("training steps", "tokens", SECONDS),
         training_score="the mean score of a training step, with sampled answers",
         counted="tokens",
+        at_the_end=("score/mean", "entropy", "kl", "length/mean", "length/truncated_fraction", DEAD_GROUPS.metric),
     )
 
 
@@ -152,6 +154,7 @@ CONTROL = Wording(
     axes=("episodes", "environment steps", SECONDS),
     training_score="the mean return of the last 100 training episodes, with sampled actions",
     counted="episodes",
+    at_the_end=("score/mean", "entropy", "kl/behavior", "value/explained_variance", DEAD_GROUPS.metric),
 )
 
 WORDINGS = {(one.domain, one.kind.name): one for one in (_language(ACCURACY), _language(SCORE), CONTROL)}
