@@ -32,6 +32,12 @@ TWICE = UpdateConfig(epochs=2)
         ({"kl_to": "behavior", "kl_coefficient": 0.1}, UpdateConfig(), "their KL is 0: raise one of them"),
         ({"kl_to": "behavior", "kl_estimator": "exact"}, TWICE, "use 'k3', or set kl_to to 'reference'"),
         ({"importance_cap": 0.0}, TWICE, "loss.importance_cap must be above 0"),
+        ({"importance_mask": (0.5,)}, TWICE, "such as [0.5, 5.0], got [0.5]"),
+        ({"importance_mask": (1.5, 5.0)}, TWICE, "a lowest weight below 1 and a highest above 1"),
+        ({"importance_mask": (0.5, 1.0)}, TWICE, "a lowest weight below 1 and a highest above 1"),
+        ({"importance_mask": (-1.0, 2.0)}, TWICE, "a lowest weight below 1 and a highest above 1"),
+        ({"importance_mask": (0.5, 2.0), "importance_cap": 3.0}, TWICE, "importance_cap = 3 has no effect"),
+        ({"importance_level": "sequence"}, TWICE, "set importance_cap or importance_mask"),
     ],
 )
 def test_what_would_not_pull_is_refused(loss, update, message):
@@ -48,6 +54,7 @@ def test_what_would_not_pull_is_refused(loss, update, message):
         {"kl_to": "behavior", "kl_coefficient": 0.05, "adaptive_kl_target": 0.01},
         {"kl_to": "behavior", "kl_estimator": "k1"},
         {"kl_estimator": "exact", "importance_cap": 2.0},
+        {"importance_mask": (0.0, 2.0), "importance_cap": 1.0, "importance_level": "sequence"},
     ],
 )
 def test_what_pulls_is_allowed(loss):

@@ -22,6 +22,7 @@ from covey.algorithms import Algorithm
 from covey.algorithms.advantages import outcome
 from covey.algorithms.kl_penalty import KLInLoss
 from covey.core import baselines, kl, loss_weights
+from covey.core.ratios import ImportanceWeights, sequence_product_log_ratio
 from covey.data import Batch
 from helpers.tiny_models import tiny_folder
 from oracle.cases import ROWS, annotated, losses_of, random_case
@@ -194,18 +195,27 @@ def test_bias_corrected_kl(name, folder, agree):
         agree(f"{name}, bias-corrected KL: gradient", logprobs_BT.grad, theirs.gradient_BT)
 
 
+WEIGHTS = {
+    "token_truncate": ImportanceWeights(cap=1.5),  # TRL's has a bound below as well, which is 0 here
+    "token_mask": ImportanceWeights(high=1.5),
+    "sequence_truncate": ImportanceWeights(cap=1.5, log_ratio=sequence_product_log_ratio),
+    "sequence_mask": ImportanceWeights(high=1.5, log_ratio=sequence_product_log_ratio),
+}
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "cispo", "gspo, wide clip"])
-def test_importance_weights(name, beta, folder, agree):
-    """`importance_cap` against vllm_importance_sampling_mode = token_truncate, without its bound below."""
+@pytest.mark.parametrize(("mode", "weights"), WEIGHTS.items(), ids=WEIGHTS)
+def test_importance_weights(name, beta, mode, weights, folder, agree):
+    """`ImportanceWeights` against the modes of vllm_importance_sampling_mode."""
     setup = SETUPS[name]
-    correction = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
+    correction = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.5}
     trainer = TableTrainer(folder, beta=beta, **setup.theirs, **correction)
     trainer.use_vllm = True  # after construction, which would look for a GPU; the completions come from rollout_func
     trainer._last_loaded_step = trainer.state.global_step
-    algorithm = replace(setup.ours, importance_cap=1.5)
+    algorithm = replace(setup.ours, importance=weights)
     for seed in CASES:
-        compare(agree, f"{name}, importance weights, beta {beta:g}", trainer, algorithm, seed)
+        compare(agree, f"{name}, importance weights, {mode}, beta {beta:g}", trainer, algorithm, seed)
 
 
 def test_log_ratios_are_bounded_in_covey_only(folder):

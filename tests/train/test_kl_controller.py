@@ -19,6 +19,7 @@ from torch import Tensor
 from covey.algorithms import Algorithm, KLInLoss, KLPenalty, cispo, grpo, reinforce
 from covey.config import LossBase
 from covey.core import kl, schedules
+from covey.core.ratios import ImportanceWeights
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.build import build_algorithm, build_kl_coefficient
 from covey.runtime.ema import EMAWeights
@@ -258,7 +259,9 @@ def test_weights_correct_for_a_sampler_with_other_weights(name, proximal):
     stale = ToyPolicy(seed=4)
     wrong = expected_gradient(algorithm, stale, proximal=proximal)
     assert float((wrong - truth).norm()) > 0.2 * float(truth.norm()), "the sampler must be far enough away"
-    corrected = expected_gradient(replace(algorithm, importance_cap=math.inf), stale, proximal=proximal)
+    corrected = expected_gradient(
+        replace(algorithm, importance=ImportanceWeights(cap=math.inf)), stale, proximal=proximal
+    )
     torch.testing.assert_close(corrected, truth, rtol=0, atol=1e-12)
 
 
@@ -266,7 +269,7 @@ def test_a_cap_leaves_a_part_of_the_error_and_bounds_every_weight():
     stale, algorithm = ToyPolicy(seed=4), reinforce()
     truth = expected_gradient(algorithm, ToyPolicy(seed=1))
     errors = [
-        float((expected_gradient(replace(algorithm, importance_cap=cap), stale) - truth).norm())
+        float((expected_gradient(replace(algorithm, importance=ImportanceWeights(cap)), stale) - truth).norm())
         for cap in (1.0, 2.0, 8.0, math.inf)
     ]
     assert errors == sorted(errors, reverse=True)
@@ -279,8 +282,9 @@ def test_weights_multiply_the_surrogate_and_neither_the_kl_nor_the_entropy():
         replace(reinforce(), entropy_coefficient=0.3),
         reinforce(kl=KLPenalty(schedules.constant(0.3), KLInLoss(kl.k3))),
     ):
-        plain, weighted = (expected_gradient(replace(algorithm, importance_cap=cap), stale) for cap in (None, 2.0))
-        bare = [expected_gradient(replace(reinforce(), importance_cap=cap), stale) for cap in (None, 2.0)]
+        weights = (None, ImportanceWeights(cap=2.0))
+        plain, weighted = (expected_gradient(replace(algorithm, importance=one), stale) for one in weights)
+        bare = [expected_gradient(replace(reinforce(), importance=one), stale) for one in weights]
         torch.testing.assert_close(weighted - plain, bare[1] - bare[0], rtol=0, atol=1e-12)
 
 
@@ -297,11 +301,38 @@ def test_mismatch_metrics_by_hand():
     logprobs = policy.evaluate(collate(groups)).logprobs_BT[:, 0].tolist()
     for item, logprob, ratio in zip(groups[0].rollouts, logprobs, (4.0, 0.5), strict=True):
         item.behavior_logprobs = [logprob - math.log(ratio)]  # trainer over sampler
-    algorithm = replace(grpo(kl=KLPenalty()), importance_cap=2.0)
+    algorithm = replace(grpo(kl=KLPenalty()), importance=ImportanceWeights(cap=2.0))
     for plan in (UpdatePlan(), UpdatePlan(epochs=2)):
         metrics = stepped(algorithm, collate(groups), plan)
         assert metrics["mismatch/mean"] == pytest.approx((math.log(4) + math.log(2)) / 2, rel=1e-5)
         # k3 = x - log x - 1: (4 - log 4 - 1 + 0.5 + log 2 - 1) / 2
         assert metrics["mismatch/kl"] == pytest.approx((4 - math.log(4) - 1 + 0.5 + math.log(2) - 1) / 2, rel=1e-5)
         assert metrics["mismatch/capped_fraction"] == 0.5
-    assert "mismatch/capped_fraction" not in stepped(grpo(kl=KLPenalty()), collate(groups))
+        assert metrics["mismatch/masked_fraction"] == 0.0
+        # weights 4 and 1/2: (4.5)^2 / (2 (16 + 1/4))
+        assert metrics["mismatch/effective_sample_fraction"] == pytest.approx(4.5**2 / (2 * 16.25), rel=1e-5)
+    plain = stepped(grpo(kl=KLPenalty()), collate(groups))
+    assert not {"mismatch/capped_fraction", "mismatch/masked_fraction"} & plain.keys()
+    masked = replace(algorithm, importance=ImportanceWeights(low=0.75))
+    assert stepped(masked, collate(groups))["mismatch/masked_fraction"] == 0.5
+
+
+def test_bounds_leave_decisions_out_of_the_surrogate_and_not_of_its_denominator():
+    """Two decisions with the ratios 4 and 1/2: the gradients of each alone sum to that of both."""
+    policy = ToyPolicy(seed=1)
+    groups = [Group(Start(0, 0), [Rollout(0, [0], [0.0], EndReason.STOP, reward=1.0),
+                                  Rollout(0, [3], [0.0], EndReason.STOP, reward=0.0)])]  # fmt: skip
+    logprobs = policy.evaluate(collate(groups)).logprobs_BT[:, 0].tolist()
+    for item, logprob, ratio in zip(groups[0].rollouts, logprobs, (4.0, 0.5), strict=True):
+        item.behavior_logprobs = [logprob - math.log(ratio)]
+
+    def gradient(weights: ImportanceWeights) -> Tensor:
+        algorithm = replace(grpo(kl=KLPenalty()), importance=weights)
+        batch, _ = prepare_batch(collate(groups), policy, algorithm)
+        return torch.autograd.grad(algorithm.loss(policy.evaluate(batch), batch, 0.0).loss, policy.table)[0]
+
+    first, second = gradient(ImportanceWeights(high=5.0, low=0.75)), gradient(ImportanceWeights(high=3.0))
+    assert float(first.norm()) > 0
+    assert float(second.norm()) > 0
+    torch.testing.assert_close(first + second, gradient(ImportanceWeights()))
+    torch.testing.assert_close(gradient(ImportanceWeights(low=0.75, high=3.0)), torch.zeros_like(first))

@@ -39,7 +39,7 @@ from covey.algorithms.advantages import (
 )
 from covey.core import baselines, kl, schedules
 from covey.core.loss_weights import constant_length, count, sequence_mean, token_mean
-from covey.core.ratios import importance_weight, sequence_log_ratio, token_log_ratio
+from covey.core.ratios import ImportanceWeights, sequence_log_ratio, sequence_product_log_ratio, token_log_ratio
 from covey.core.returns import discounted_returns, explained_variance, gae
 from covey.data import Group, collate
 from covey.train.learners import UpdatePlan
@@ -68,7 +68,7 @@ ALGORITHMS = {
     "process": grpo(kl=NO_KL, credit=process),
     "process_by_step": grpo(kl=NO_KL, credit=process_by_step),
     "process_return_to_go": grpo(kl=K1_IN_REWARD, credit=process_return_to_go),
-    "importance": replace(grpo(kl=NO_KL), importance_cap=2.0),
+    "importance": replace(grpo(kl=NO_KL), importance=ImportanceWeights(cap=2.0, low=0.5)),
     "ppo": ppo(gamma=0.9, lam=0.8, value_clip=0.2, entropy_coefficient=0.05, kl=K1_IN_REWARD),
     "ppo_not_whitened": ppo(gamma=0.9, lam=0.8, whiten=False),
 }
@@ -206,13 +206,16 @@ MASKS = st.integers(1, 8).flatmap(
     lambda width: st.lists(st.lists(st.booleans(), min_size=width, max_size=width).filter(any), min_size=1, max_size=5)
 )
 AN_EXAMPLE = [[True, False, True, True], [False, True, False, True], [True, True, True, True], [True, False] * 2]
+WEIGHTS = ImportanceWeights(cap=1.5, low=0.5, high=4.0)
 FUNCTIONS = {
     "returns": lambda x, y, mask: [discounted_returns(x, mask, 0.9)],
     "gae": lambda x, y, mask: gae(x, y, torch.arange(1, len(mask) + 1).double(), mask, gamma=0.9, lam=0.7),
     "token_ratio": lambda x, y, mask: [token_log_ratio(x, y, mask)],
     "sequence_ratio": lambda x, y, mask: [sequence_log_ratio(x, y, mask)],
-    "importance": lambda x, y, mask: [torch.where(mask, importance_weight(x, y, mask, 1.5)[0], 0.0)],
-    "capped": lambda x, y, mask: [importance_weight(x, y, mask, 1.5)[1].double()],
+    "product_ratio": lambda x, y, mask: [sequence_product_log_ratio(x, y, mask)],
+    "importance": lambda x, y, mask: [torch.where(mask, WEIGHTS(x, y, mask).weight_BT, 0.0)],
+    "capped": lambda x, y, mask: [WEIGHTS(x, y, mask).capped_BT.double()],
+    "masked": lambda x, y, mask: [WEIGHTS(x, y, mask).masked_BT.double()],
     "sequence_mean": lambda x, y, mask: [sequence_mean(mask, count(mask)).double()],
     "token_mean": lambda x, y, mask: [token_mean(mask, count(mask)).double()],
     "constant_length": lambda x, y, mask: [constant_length(4)(mask, count(mask)).double()],

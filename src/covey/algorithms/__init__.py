@@ -9,7 +9,6 @@ presets       grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, p
 from covey.algorithms.algorithm import (
     Algorithm,
     CriticError,
-    LogRatio,
     LossTerms,
     SurrogateLoss,
     ValueLoss,
@@ -39,6 +38,6 @@ from covey.algorithms.presets import (
 
 __all__ = [
     "ALGORITHMS", "NO_KL", "Algorithm", "CriticError", "KLEstimator", "KLFromOutput", "KLInLoss", "KLInReward",
-    "KLPenalty", "KLPlacement", "KLToBehavior", "LogRatio", "LossTerms", "SurrogateLoss", "ValueLoss", "cispo", "dapo",
+    "KLPenalty", "KLPlacement", "KLToBehavior", "LossTerms", "SurrogateLoss", "ValueLoss", "cispo", "dapo",
     "dr_grpo", "grpo", "gspo", "ppo", "reinforce", "reinforce_pp", "rloo",
 ]  # fmt: skip

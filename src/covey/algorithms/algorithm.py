@@ -16,7 +16,6 @@ from covey.algorithms.kl_penalty import KLPenalty
 from covey.core import loss_weights, policy_losses, ratios, returns
 from covey.data import Batch, PolicyOutput
 
-LogRatio = Callable[[Tensor, Tensor, Tensor], Tensor]  # logprobs_BT, old_logprobs_BT, mask_BT -> log_ratio_BT
 SurrogateLoss = Callable[[Tensor, Tensor, Tensor], policy_losses.Surrogate]
 CriticError = Callable[[Tensor, Tensor, Tensor], Tensor]  # values_BT, returns_BT, old_values_BT -> error_BT
 
@@ -49,13 +48,13 @@ class Algorithm:
 
     name: str
     advantage: AdvantageEstimator
-    ratio: LogRatio
+    ratio: ratios.LogRatio
     surrogate: SurrogateLoss
     aggregation: loss_weights.Aggregation
     kl: KLPenalty
     value_loss: ValueLoss | None = None  # None: there is no critic
     entropy_coefficient: float = 0.0  # of the entropy bonus
-    importance_cap: float | None = None  # cap of the importance weights of trainer over sampler; None: no weights
+    importance: ratios.ImportanceWeights | None = None  # of trainer over sampler; None: no weights
 
     @property
     def needs_critic(self) -> bool:
@@ -68,8 +67,8 @@ class Algorithm:
         (loss_weights_BT * (w_BT * surrogate_BT + kl_coefficient * kl_BT - entropy_coefficient * entropy_BT)).sum()
 
         The denominator of the ratio is the old policy as the trainer evaluates it. If there is one optimizer step per
-        sampling, the old policy is the current one: the ratio is 1 and only its gradient matters. w_BT is 1, or
-        `ratios.importance_weight` of the old policy against the sampler.
+        sampling, the old policy is the current one: the ratio is 1 and only its gradient matters. w_BT is 1, or the
+        importance weight of the old policy against the sampler.
 
         Args:
             output: of the current policy for `batch`, with gradient.
@@ -82,12 +81,11 @@ class Algorithm:
         old_BT = logprobs_BT.detach() if batch.proximal_logprobs_BT is None else batch.proximal_logprobs_BT
         log_ratio_BT = self.ratio(logprobs_BT, old_BT, batch.mask_BT)
         loss_BT, low_BT, high_BT = self.surrogate(logprobs_BT, log_ratio_BT, batch.advantages_BT)
-        logged = {}
-        if self.importance_cap is not None:
-            sampler_BT = batch.behavior_logprobs_BT
-            weight_BT, capped_BT = ratios.importance_weight(old_BT, sampler_BT, batch.mask_BT, self.importance_cap)
+        logged: dict[str, Tensor] = {}
+        if self.importance is not None:
+            weight_BT, capped_BT, masked_BT = self.importance(old_BT, batch.behavior_logprobs_BT, batch.mask_BT)
             loss_BT = weight_BT * loss_BT
-            logged["mismatch/capped_fraction"] = capped_BT
+            logged |= {"mismatch/capped_fraction": capped_BT, "mismatch/masked_fraction": masked_BT}
         kl = self.kl.acting(kl_coefficient)
         loss_BT = kl.add(loss_BT, output, batch, kl_coefficient)
         if self.entropy_coefficient:

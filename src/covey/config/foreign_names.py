@@ -139,6 +139,10 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "norm_adv_by_std_in_grpo": _same("verl", "algorithm", "dr_grpo does not divide by the deviation"),
     "mask_truncated_completions": _same("TRL", "loss.mask_truncated"),
     "vllm_importance_sampling_cap": _same("TRL", "loss.importance_cap"),
+    "vllm_importance_sampling_clip_max": _same(
+        "TRL", "loss.importance_cap", "or the upper bound of loss.importance_mask"
+    ),
+    "vllm_importance_sampling_mode": _same("TRL", "loss.importance_level", "with importance_cap or importance_mask"),
     "top_entropy_quantile": _none("TRL", "every token counts"),
     "missing_eos_penalty": _same("TRL", "sampling.overlong_tokens", "the reward falls before the token limit"),
     "overlong_buffer": _same("verl", "sampling.overlong_tokens"),

@@ -91,6 +91,19 @@ class LossConfig(LossBase):
         above=0,
         advanced=True,
     )
+    importance_mask: tuple[float, ...] = config_field(
+        (),
+        "IcePop: lowest and highest importance weight; a token outside of them is left out of the surrogate loss, "
+        "[0.5, 5.0] is usual; empty: off",
+        advanced=True,
+    )
+    importance_level: str = config_field(
+        "token",
+        "what importance_cap and importance_mask apply to: the weight of a token, or that of a completion, the product "
+        "of its tokens' weights",
+        choices=("token", "sequence"),
+        advanced=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from covey.config.common import ConfigError, LossBase, UpdateBase
-from covey.config.llm import RunConfig
+from covey.config.llm import LossConfig, RunConfig
 
 _HORIZON = LossBase().adaptive_kl_horizon
 
@@ -48,5 +48,25 @@ def check_language_kl(config: RunConfig) -> None:
             "loss.kl_estimator = 'exact' with kl_to = 'behavior' would need the weights that sampled beside those "
             "that learn: use 'k3', or set kl_to to 'reference'"
         )
+    _check_importance(config.loss)
     if config.reference.refresh_fraction != 1 and not config.reference.refresh_every:
         raise ConfigError("reference.refresh_fraction is set, but nothing is refreshed: set reference.refresh_every")
+
+
+def _check_importance(loss: LossConfig) -> None:
+    mask = loss.importance_mask
+    if mask and (len(mask) != 2 or not 0 <= mask[0] < 1 < mask[1]):
+        raise ConfigError(
+            "loss.importance_mask must be a lowest weight below 1 and a highest above 1, such as [0.5, 5.0], got "
+            f"{list(mask)}"
+        )
+    if mask and loss.importance_cap is not None and loss.importance_cap >= mask[1]:
+        raise ConfigError(
+            f"loss.importance_cap = {loss.importance_cap:g} has no effect, because importance_mask leaves out weights "
+            f"above {mask[1]:g}: lower the cap, or take one of them out"
+        )
+    if loss.importance_level == "sequence" and not mask and loss.importance_cap is None:
+        raise ConfigError(
+            "loss.importance_level is 'sequence', but there are no importance weights: set importance_cap or "
+            "importance_mask, or take it out"
+        )

@@ -21,8 +21,8 @@ from covey.algorithms import (
     KLPlacement,
     KLToBehavior,
 )
-from covey.config import ConfigError, ControlConfig, LossBase, RewardConfig, RunConfig, UpdateBase
-from covey.core import kl, schedules
+from covey.config import ConfigError, ControlConfig, LossBase, LossConfig, RewardConfig, RunConfig, UpdateBase
+from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.runtime.optimizer import MasterAdamW
@@ -107,7 +107,18 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
             if field not in parameters:
                 raise ConfigError(f"algorithm {name!r} does not clip: leave out loss.{field}")
             chosen[field] = value
-    return replace(build(kl=penalty, **chosen), importance_cap=getattr(loss, "importance_cap", None))
+    importance = _importance_weights(loss) if isinstance(loss, LossConfig) else None
+    return replace(build(kl=penalty, **chosen), importance=importance)
+
+
+def _importance_weights(loss: LossConfig) -> ratios.ImportanceWeights | None:
+    if loss.importance_cap is None and not loss.importance_mask:
+        return None
+    low, high = loss.importance_mask or (0.0, math.inf)
+    cap = math.inf if loss.importance_cap is None else loss.importance_cap
+    of_token = loss.importance_level == "token"
+    log_ratio = ratios.token_log_ratio if of_token else ratios.sequence_product_log_ratio
+    return ratios.ImportanceWeights(cap, low, high, log_ratio)
 
 
 def _kl_placement(to: str, estimator: KLEstimator) -> KLPlacement:

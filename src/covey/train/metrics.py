@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covey.algorithms import LossTerms
 from covey.core.kl import k3
+from covey.core.ratios import effective_sample_fraction, token_log_ratio
 from covey.core.returns import explained_variance
 from covey.data import Batch, Group, PolicyOutput
 from covey.runtime.optimizer import StepResult
@@ -83,6 +84,7 @@ class UpdateMetrics:
         self.logged: dict[str, list[Tensor]] = {}
         self.logged_first: dict[str, list[Tensor]] = {}
         self.mismatch = self.mismatch_kl = self.mismatch_decisions = 0.0
+        self.weights = self.squared_weights = 0.0  # sums over importance weights of trainer over sampler
         self.grad_norms: list[float] = []
         self.applied = self.skipped = self.epochs = 0
         self.critic_applied = self.critic_skipped = self.critic_epochs = 0
@@ -113,6 +115,9 @@ class UpdateMetrics:
         self.mismatch += float(gap_N.abs().sum())
         self.mismatch_kl += float(k3(torch.zeros_like(gap_N), gap_N).sum())
         self.mismatch_decisions += float(mask_BT.sum())
+        weight_N = token_log_ratio(output.logprobs_BT, part.behavior_logprobs_BT, mask_BT)[mask_BT].double().exp()
+        self.weights += float(weight_N.sum())
+        self.squared_weights += float(weight_N.square().sum())
         for name, value_BT in terms.logged_first.items():
             self.logged_first.setdefault(name, []).append(value_BT[mask_BT].sum())
 
@@ -156,6 +161,10 @@ class UpdateMetrics:
             metrics["entropy"] = entropy / decisions
             metrics["mismatch/mean"] = self.mismatch / first_decisions
             metrics["mismatch/kl"] = self.mismatch_kl / first_decisions
+            if self.mismatch_decisions:
+                metrics["mismatch/effective_sample_fraction"] = effective_sample_fraction(
+                    self.weights, self.squared_weights, self.mismatch_decisions
+                )
             metrics["kl/behavior"] = kl / decisions
         for logged, count in ((self.logged_first, first_decisions), (self.logged, decisions)):
             metrics |= {name: sum(map(float, values)) / count for name, values in logged.items()}
