@@ -128,12 +128,19 @@ def _check_address(reward: Any, where: str) -> None:
         )
     host = parts.hostname
     try:
-        remote = not ipaddress.ip_address(host).is_loopback
+        remote = not is_this_machine(host)
     except ValueError:
         return  # a name; the client resolves it
     if remote and not reward.allow_remote:
         fix = "write 127.0.0.1" if host in ("0.0.0.0", "::") else "allow it with allow_remote = true"
         raise ConfigError(f"{where}: judge: {host} is another machine, which would receive prompts; {fix}")
+
+
+def is_this_machine(address: str) -> bool:
+    """True for a loopback address of IPv4 or IPv6. Raises ValueError for a name."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback
 
 
 def _public(parts: SplitResult) -> str:
