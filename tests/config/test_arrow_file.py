@@ -140,6 +140,28 @@ def test_an_unusable_row_is_one_line_that_names_it(rows: list[dict[str, Any]], w
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "times",
+    [
+        pyarrow.array([None, 1], pyarrow.timestamp("ns")),
+        pyarrow.array([[], [1]], pyarrow.list_(pyarrow.duration("ns"))),
+        pyarrow.array([0, 10**18], pyarrow.timestamp("s", tz="UTC")),
+        pyarrow.StringArray.from_buffers(
+            2, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"a\xff")
+        ),
+    ],
+)
+def test_a_value_that_python_does_not_have_is_one_line(times: Any, tmp_path: Path) -> None:
+    table = pyarrow.table({"prompt": ["a", "b"], "when": times})
+    feather.write_feather(table, str(tmp_path / "data.arrow"))
+    with pytest.raises(ConfigError, match="the column 'when' has a value that Python cannot hold") as caught:
+        read_rows(str(tmp_path / "data.arrow"))
+    assert "\n" not in str(caught.value)
+    table = pyarrow.table({"prompt": ["a", "b"], "when": times.slice(0, 1).take([0, 0])})
+    feather.write_feather(table, str(tmp_path / "good.arrow"))
+    assert len(read_rows(str(tmp_path / "good.arrow"))) == 2
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = write(tmp_path / "d.parquet", ROWS)
     content = path.read_bytes()

@@ -88,3 +88,19 @@ def test_no_prompt_with_a_right_and_a_wrong_completion(folder: Path) -> None:
     assert code == 1
     assert "no prompt has both a right and a wrong completion (0 of 120 are right)" in said
     assert "write --data grades" in said
+
+
+def test_a_boundary_needs_no_step_reward(folder: Path) -> None:
+    """Steps are labelled, not paid, so the recipe that a training refuses is no mistake here."""
+    (folder / "ends.py").write_text("def thirds(text):\n    return list(range(3, len(text), 3))\n")
+    (folder / "split.toml").write_text(RECIPE + '[process]\nboundary = "ends.py:thirds"\n')
+    output = folder / "steps.jsonl"
+    words = ["--prompts", "4", "--completions", "2", "--continuations", "2", "--output", output]
+    code, said = covey("reward-model", "label", "split.toml", *words, cwd=folder)
+    assert code == 0, said
+    steps = [step for line in output.read_text().splitlines() for step in json.loads(line)["completions"][:-1]]
+    assert len(steps) > 4
+    assert all(len(step) % 3 == 0 for step in steps)
+    code, said = covey("check", "split.toml", cwd=folder)
+    assert code == 2
+    assert "process.boundary is set, but no reward is paid by step" in said

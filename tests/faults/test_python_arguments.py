@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import covey
@@ -18,6 +19,7 @@ from covey import (
     RunConfig,
     SamplingConfig,
 )
+from covey.llm.grader import build_grader
 from covey.llm.tasks import Arithmetic, PromptDataset, Rows, task_of
 from helpers.tiny_models import tiny_folder
 
@@ -90,6 +92,23 @@ def test_rows_hold_out_what_the_same_file_holds_out(folder: Path) -> None:
     assert rows.describe() == "task: 8 different prompts to train on, 4 held out (task.held_out_fraction = 0.3)"
 
 
+def test_rows_may_hold_arrays_of_numpy_as_pandas_reads_them() -> None:
+    """Also for rewards in a process of their own, which get the columns as JSON."""
+
+    def row(number: int, form: Any) -> dict[str, Any]:
+        chat = [{"role": "user", "content": f"What is {number}?"}]
+        return {"prompt": form(chat), "answer": numpy.int64(number), "steps": numpy.arange(2), "x": numpy.float32(0.5)}
+
+    plain = Rows([row(number, list) for number in range(6)])
+    grader = build_grader([RewardConfig(name="format", pattern="[0-9]")], ())
+    for form in (tuple, lambda chat: numpy.array(chat, dtype=object)):
+        task = Rows([row(number, form) for number in range(6)])
+        starts = task.draw(0, 1, 4)
+        assert [start.prompt for start in starts] == [start.prompt for start in plain.draw(0, 1, 4)]
+        grader.check(starts)
+    grader.close()
+
+
 def test_a_task_of_covey_is_taken_as_it_is() -> None:
     task = Arithmetic()
     assert task_of(task) is task
@@ -103,6 +122,18 @@ def test_a_task_of_covey_is_taken_as_it_is() -> None:
         ([{"prompt": "a"}, {"text": "b"}], "task[1]: there is no 'prompt'; rename the column that holds it"),
         ([{"prompt": "a"}, {"prompt": ""}], "task[1]: 'prompt' is empty"),
         ([{"prompt": "a", "completions": 1}], "task[0]: the column name 'completions' is reserved"),
+        (
+            [{"prompt": "a"}, {"prompt": {"b"}}],
+            "this is of type set",
+        ),
+        (
+            [{"prompt": "a"}, {"prompt": numpy.int64(5)}],
+            "task[1]: 'prompt' must be a string or a list of chat messages",
+        ),
+        (
+            [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b\ud800"}]}],
+            "has half of a surrogate pair",
+        ),
         ([{"prompt": "a"}, {"prompt": "a"}], "task has only one prompt"),
         ([], "task is empty: give at least two prompts"),
         ({"prompt": ["a", "b"]}, "task is of type dict: give a list of dicts"),

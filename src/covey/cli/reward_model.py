@@ -87,7 +87,7 @@ def label_action(arguments: argparse.Namespace, fields_given: list[str]) -> None
         raise ConfigError(f"--continuations must be at most {MOST_CONTINUATIONS} (is {counts['continuations']})")
     output = user_path(arguments.output, "--output: ")
     check_new_file(output, "--output")
-    config = read_recipe(arguments.recipe, fields_given)
+    config = read_recipe(arguments.recipe, fields_given, labels=True)
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{arguments.recipe} is a recipe for control, which has no reasoning steps: name another")
     if arguments.completer and arguments.data != "steps":

@@ -87,12 +87,25 @@ def read_arrow(path: Path, name: str, most_bytes: int) -> Iterator[tuple[int, di
                 names = batch.schema.names
                 if again := next((column for column in names if names.count(column) > 1), None):
                     raise ConfigError(f"{name}: the column {shortened(again)} is there twice")
-                for record in batch.to_pylist():
+                columns = [_values(batch, column, name) for column in names]
+                for row in zip(*columns, strict=True):
                     number += 1
-                    yield number, record
+                    yield number, dict(zip(names, row, strict=True))
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{name} cannot be read: {reason:.150}") from error
+
+
+def _values(batch: Any, column: str, name: str) -> list[Any]:
+    """The values of a column as Python's. Raises ConfigError for a value that Python cannot hold."""
+    try:
+        values: list[Any] = batch.column(column).to_pylist()
+    except (ValueError, OverflowError) as error:  # nanoseconds, a year above 9999, a text that is no UTF-8
+        raise ConfigError(
+            f"{name}: the column {shortened(column)} has a value that Python cannot hold ({error!s:.60}): write it as "
+            "another text, or remove the column"
+        ) from error
+    return values
 
 
 def _batches(file: Path, name: str, most_bytes: int) -> Iterator[Any]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-PROCESS_MIB = 15  # measured memory of a process that calls a reward, without what its function imports
+# Measured memory of a process that calls a reward, with its supervisor and without what the function imports, and of a
+# sandboxed program with its test program.
+PROCESS_MIB = 15
+JUDGE_MIB = 40  # of the process that asks a judge, with its HTTP client
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,11 @@ class BuiltInReward:
     # Called for one completion at a time, in RewardConfig.workers processes side by side, each call with its deadline.
     one_by_one: bool = False
     shortcut: str = ""  # one_by_one: a function of this process that grades what is easy, and returns None for the rest
-    workers: int = 1  # own_process, one_by_one: processes side by side unless the recipe sets another number
+    # own_process, one_by_one, runner: processes side by side unless the recipe sets another number; None: one for each
+    # processor of the machine.
+    workers: int | None = 1
     memory_mib: int = 0  # one_by_one: limit of the address space of each process; 0: none
-    resident_mib: int = PROCESS_MIB  # own_process, one_by_one: measured memory of each process
+    resident_mib: int = PROCESS_MIB  # own_process, one_by_one, runner: measured memory of each process
     package: str = ""  # module that it imports, of the extra covey[NAME] with the name of the reward
     tasks: tuple[str, ...] = ()  # the only tasks whose answers it grades, besides dataset; empty: any
     runner: str = ""  # module:function that builds its `RewardRunner` from the RewardConfig; empty: by the fields above
@@ -32,6 +37,11 @@ class BuiltInReward:
     def arguments(self) -> tuple[str, ...]:
         """The options that the function gets; `workers` is for its runner."""
         return () if self.runner else tuple(option for option in self.options if option != "workers")
+
+    @property
+    def has_processes(self) -> bool:
+        """True if it is computed in processes of its own."""
+        return self.own_process or self.one_by_one or bool(self.runner)
 
     @property
     def reads_answers(self) -> bool:
@@ -51,7 +61,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         shortcut="covey.llm.rewards.plain_numbers:plain_verdicts",
         workers=2,
         memory_mib=2048,
-        resident_mib=70,  # SymPy
+        resident_mib=80,  # SymPy
         package="math_verify",
     ),
     "format": BuiltInReward(
@@ -74,7 +84,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     "reasoning_gym": BuiltInReward(
         "covey.llm.rewards.reasoning_gym_process:score",
         own_process=True,  # its scorers evaluate text
-        resident_mib=100,
+        resident_mib=115,
         options=("workers",),
         tasks=("reasoning_gym",),
     ),
@@ -86,6 +96,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
             "unsafe_without_sandbox",
         ),
         tasks=("code_functions", "human_eval"),
+        workers=None,
         runner="covey.llm.rewards.code:code_runner",
     ),
     "countdown": BuiltInReward("covey.llm.rewards.countdown:countdown", binary=True, tasks=("countdown",)),

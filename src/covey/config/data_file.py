@@ -25,6 +25,7 @@ LONGEST_ROLE = 64  # characters
 MEMORY_PER_BYTE = 8  # peak memory while a file is read, relative to its size
 BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors write at the beginning of a file
 LONGEST_LINE = 64 << 20  # bytes
+HALF_A_PAIR = "half of a surrogate pair (\\ud800 to \\udfff), which is no text"
 
 
 class Prompted(Protocol):
@@ -163,7 +164,7 @@ def _record(number: int, line: bytes) -> dict[str, Any]:
         raise ValueError("the line ends within a JSON value; write each object on a line of its own")
     record = parse_json(line)
     if b"\\u" in line and _has_surrogate(record):  # UTF-8 cannot encode one, so only an escape can produce it
-        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff), which is no text")
+        raise ValueError(HALF_A_PAIR)
     if not isinstance(record, dict):
         fix = "; write each of its objects on a line of its own" if isinstance(record, list) else ""
         raise ValueError(f"a JSON object is needed, this is {kind_name(record)}{fix}")
@@ -202,6 +203,8 @@ def _parts_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     else:
         found = ", ".join(map(shortened, list(columns)[:8])) or "none"
         raise ValueError(f"there is no 'prompt'; rename the column that holds it (columns: {found})")
+    if isinstance(prompt, tuple) or hasattr(prompt, "tolist"):  # from Python: an array of NumPy, such as pandas reads
+        prompt = list(prompt) if isinstance(prompt, tuple) else prompt.tolist()
     check_prompt(prompt)
     verl = columns.get("reward_model")
     if "answer" not in columns and isinstance(verl, dict) and "ground_truth" in verl:
@@ -231,6 +234,10 @@ def check_prompt(prompt: Any, name: str = "prompt") -> None:
                 )
         if not any(message["content"].strip() for message in prompt):
             raise ValueError(f"{name!r} is empty: no message has any content")
+    try:
+        "".join([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name!r} has {HALF_A_PAIR}") from None
 
 
 def _has_surrogate(record: Any) -> bool:
@@ -240,9 +247,9 @@ def _has_surrogate(record: Any) -> bool:
 
 
 def kind_name(value: Any) -> str:
-    """The JSON type of a value in words."""
+    """The JSON type of a value in words; of a value from Python that is none, its type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value), "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}")
 
 
 def without_held_out(

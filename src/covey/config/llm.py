@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from covey.config.builtin_rewards import PROCESS_MIB
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 from covey.config.rewards import RewardConfig
 from covey.config.tasks import TASK_CONFIGS
@@ -216,6 +217,11 @@ class ProcessConfig:
         "positions (in characters) after its steps",
         advanced=True,
     )
+
+    @property
+    def process_bytes(self) -> int:
+        """Measured memory of the process that calls a function of the user's; 0 for a rule."""
+        return PROCESS_MIB << 20 if ":" in self.boundary else 0
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class FieldHelp:
     advanced: bool  # shown by `--help-all` only
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def read_recipe(path: str | Path, overrides: Sequence[str] = (), *, labels: bool = False) -> Config:
     """Read and check a recipe, given by its path or its packaged name, with `--field value` overrides.
 
     A field is named by its dotted name (`--sampling.group_size 8`) or, if only one table has it, by its last part
@@ -47,6 +47,9 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     `--task NAME` changes the task and drops the recipe's fields of the other one. Recipe fields that depend on an
     override are adjusted (`covey.config.dependent_fields`) and logged in one line. A recipe with an [environment]
     table is a ControlConfig, any other a RunConfig.
+
+    Args:
+        labels: the recipe is for labels, not for training (`validate`).
 
     Raises:
         ConfigError: one line that names the mistake and the fix.
@@ -57,7 +60,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = config_from_dict(tables)
     if given:
         config = _with_dependents(written, config, given)
-    validate(config)
+    validate(config, labels=labels)
     return config
 
 

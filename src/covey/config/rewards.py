@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.builtin_rewards import BUILT_IN_REWARDS, PROCESS_MIB, BuiltInReward
+from covey.config.builtin_rewards import BUILT_IN_REWARDS, JUDGE_MIB, PROCESS_MIB, BuiltInReward
 from covey.config.common import config_field
 from covey.config.judge import JudgeFields
+from covey.config.machine import processors
 
 SCRIPTS = (
     *("latin", "greek", "cyrillic", "armenian", "georgian", "hebrew", "arabic", "ethiopic", "devanagari", "bengali"),
@@ -85,7 +86,7 @@ class RewardFields:
     workers: int | None = config_field(
         None,
         "processes side by side, for your own function, math, format and code; unset: 2 for math, as many as the "
-        "processor has cores for code, else 1",
+        "machine has processors for code, else 1",
         min=1,
         max=256,
         advanced=True,
@@ -122,17 +123,6 @@ class RewardFields:
         return BUILT_IN_REWARDS.get(self.name)
 
     @property
-    def process_bytes(self) -> int:
-        """Measured memory of its processes, without what a user's function imports. 0 for `code`, whose processes exist
-        for a moment.
-        """
-        built_in = self.built_in
-        if built_in is None:
-            return ((self.workers or 1) * PROCESS_MIB << 20) if self.function else 0
-        has_processes = built_in.one_by_one or built_in.own_process
-        return (self.workers or built_in.workers) * built_in.resident_mib << 20 if has_processes else 0
-
-    @property
     def is_per_step(self) -> bool:
         """True for a reward of reasoning steps, False for one of whole completions."""
         return self.per_step or (self.built_in is not None and self.built_in.per_step)
@@ -146,6 +136,21 @@ class RewardFields:
 @dataclass(frozen=True)
 class RewardConfig(JudgeFields, RewardFields):
     """A [[rewards]] table: a built-in reward, a function or a judge."""
+
+    @property
+    def process_count(self) -> int:
+        """Processes that compute it side by side; 0 if the run's own process computes it."""
+        if self.judge:
+            return 1
+        if self.built_in is None:
+            return (self.workers or 1) if self.function else 0
+        return (self.workers or self.built_in.workers or processors()) if self.built_in.has_processes else 0
+
+    @property
+    def process_bytes(self) -> int:
+        """Measured memory of its processes, without what a user's function imports and what a program allocates."""
+        each = JUDGE_MIB if self.judge else PROCESS_MIB if self.built_in is None else self.built_in.resident_mib
+        return self.process_count * each << 20
 
     @property
     def label(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.config.common import config_field
 
 
@@ -109,6 +110,11 @@ class ReasoningGymConfig:
         256, "problems that are held out from training; evaluation.problems of them are used", min=1, max=100_000,
         advanced=True,
     )  # fmt: skip
+
+    @property
+    def process_bytes(self) -> int:
+        """Measured memory of the process that generates the problems; it is as large as that of their reward."""
+        return BUILT_IN_REWARDS["reasoning_gym"].resident_mib << 20
 
 
 TASK_CONFIGS: dict[str, type] = {

@@ -63,7 +63,9 @@ NOT_USED_BY = {
 }
 
 
-def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_rewards: bool = False) -> None:
+def validate(
+    config: RunConfig | ControlConfig, *, own_task: bool = False, own_rewards: bool = False, labels: bool = False
+) -> None:
     """Refuse a run that cannot work: wrong types, values out of range, combinations that contradict each other.
 
     Reads the file system, for example to check that the data file exists, but loads no model and runs no user code.
@@ -71,6 +73,7 @@ def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_r
     Args:
         own_task: a script gives the task, so the config needs none.
         own_rewards: a script gives the rewards, so the config needs none.
+        labels: completions or their steps are labelled, so process.boundary needs no step reward.
 
     Raises:
         ConfigError: one line that names the field and the fix.
@@ -79,7 +82,7 @@ def validate(config: RunConfig | ControlConfig, *, own_task: bool = False, own_r
     if isinstance(config, ControlConfig):
         _validate_control(config)
     else:
-        _validate_language(config, own_task, own_rewards)
+        _validate_language(config, own_task, own_rewards, labels)
 
 
 def _check_tables(config: Any) -> None:
@@ -101,7 +104,7 @@ def _check_tables(config: Any) -> None:
             )
 
 
-def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> None:
+def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool, labels: bool) -> None:
     if config.task is None and not own_task:
         raise ConfigError(
             f'no task: add a [task] table with name = "arithmetic" (or {or_list(list(TASK_CONFIGS)[1:])}), '
@@ -125,7 +128,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool) -> 
     check_task(config.task)
     check_rewards(config)
     check_normalization(config.loss, config.algorithm)
-    check_process(config, own_rewards=own_rewards)
+    check_process(config, other_rewards=own_rewards or labels)
     check_iteration(config, own_rewards=own_rewards)
     locate_model(config.model)
 

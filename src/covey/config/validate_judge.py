@@ -111,6 +111,8 @@ def request_fields(reward: Any) -> dict[str, Any]:
 
 def _check_address(reward: Any, where: str) -> None:
     address = reward.judge
+    if re.match(r"[^/]*/*[^/]*@", address):  # it may have a password, which no message may show
+        raise _secret_in_address(where, "a user name")
     try:
         parts = urlsplit(address)
         _ = parts.port  # raises ValueError
@@ -120,15 +122,11 @@ def _check_address(reward: Any, where: str) -> None:
         raise ConfigError(
             f"{where}: judge must be an address such as http://127.0.0.1:8000/v1 (is {shortened(_public(parts))})"
         )
-    if parts.username is not None or parts.query or parts.fragment:
-        what = "a user name" if parts.username is not None else "a query"
-        raise ConfigError(
-            f"{where}: judge must be a plain address, and this one has {what}; an access token belongs in a file "
-            "(judge_token_file) or an environment variable (judge_token_variable)"
-        )
+    if parts.query or parts.fragment:
+        raise _secret_in_address(where, "a query")
     host = parts.hostname
     try:
-        remote = not ipaddress.ip_address(host).is_loopback
+        remote = not is_this_machine(host)
     except ValueError:
         return  # a name; the client resolves it
     if remote and not reward.allow_remote:
@@ -136,9 +134,23 @@ def _check_address(reward: Any, where: str) -> None:
         raise ConfigError(f"{where}: judge: {host} is another machine, which would receive prompts; {fix}")
 
 
+def is_this_machine(address: str) -> bool:
+    """True for a loopback address of IPv4 or IPv6. Raises ValueError for a name."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback
+
+
+def _secret_in_address(where: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: judge must be a plain address, and this one has {what}; an access token belongs in a file "
+        "(judge_token_file) or an environment variable (judge_token_variable)"
+    )
+
+
 def _public(parts: SplitResult) -> str:
-    """The address without a user name and a query, which may hold secrets."""
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    """The address without a query, which may hold secrets."""
+    return parts._replace(query="", fragment="").geturl()
 
 
 def _check_score(reward: Any, where: str) -> None:

@@ -11,11 +11,12 @@ from covey.config.validate_collection import check_credit
 RULES = ("line", "paragraph", "sentence")
 
 
-def check_process(config: RunConfig, *, own_rewards: bool = False) -> None:
+def check_process(config: RunConfig, *, other_rewards: bool = False) -> None:
     """Refuse contradictions between loss.credit, the rewards and [process].
 
     Args:
-        own_rewards: a script gives the rewards, so [[rewards]] does not describe them.
+        other_rewards: [[rewards]] does not decide whether steps are used, because a script gives the rewards, or steps
+            are labelled and not paid.
 
     Raises:
         ConfigError: one line that names the field and the fix.
@@ -31,7 +32,7 @@ def check_process(config: RunConfig, *, own_rewards: bool = False) -> None:
                 f"(is {boundary!r})"
             )
         check_function_name(boundary, "process.boundary")
-    if own_rewards:
+    if other_rewards:
         return
     step_rewards = [reward for reward in config.rewards if reward.is_per_step]
     if by_step and not step_rewards:

@@ -96,7 +96,7 @@ def plan_memory(
             width=place.dtype.itemsize,
             prompt_tokens=prompt_tokens,
             reward_model_parameters=_reward_model_parameters(config),
-            reward_processes=_reward_processes(config),
+            processes=_process_bytes(config),
         )
 
     columns = [Column(name, config, planned(config)) for name, config in configs.items()]
@@ -141,7 +141,7 @@ def _plan_here(config: RunConfig) -> MemoryPlan | None:
         device=place.device,
         width=place.dtype.itemsize,
         reward_model_parameters=_reward_model_parameters(config),
-        reward_processes=_reward_processes(config),
+        processes=_process_bytes(config),
     )
 
 
@@ -150,10 +150,13 @@ def _reward_model_parameters(config: RunConfig) -> int:
     return sum(count_parameters(reward.model) or 0 for reward in config.rewards if reward.model)
 
 
-def _reward_processes(config: RunConfig) -> int:
-    """Bytes of the processes of the config's rewards, or of its task's own reward; 0 for a task from Python."""
+def _process_bytes(config: RunConfig) -> int:
+    """Bytes of the processes of the config's rewards, or of its task's own reward, of the function that splits steps,
+    and of the task; a task from Python counts as 0.
+    """
     default = default_rewards(config.task) if config.task is not None else ()
-    return sum(reward.process_bytes for reward in config.rewards or default)
+    rewards = sum(reward.process_bytes for reward in config.rewards or default)
+    return rewards + config.process.process_bytes + getattr(config.task, "process_bytes", 0)
 
 
 def _configs(

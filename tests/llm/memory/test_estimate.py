@@ -18,12 +18,15 @@ from covey.config import (
     CriticConfig,
     IterationConfig,
     LossConfig,
+    ProcessConfig,
     ReasoningGymConfig,
     RewardConfig,
     RunConfig,
     SamplingConfig,
     UpdateConfig,
 )
+from covey.config.builtin_rewards import BUILT_IN_REWARDS
+from covey.config.machine import processors
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.plan import check_memory, plan_memory
 from covey.llm.generation import backend
@@ -32,6 +35,8 @@ from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, find_model_con
 from covey.llm.memory.estimate import MemoryPlan, activation_bytes, largest_microbatch, predict
 from covey.llm.model import prefix_attention
 from covey.llm.policy import LanguagePolicy
+from covey.llm.rewards.runner import InProcess
+from covey.llm.rewards.weighted_reward import WeightedReward
 
 ROOT = Path(__file__).parents[3]
 CONFIG = RunConfig(precision="bf16", device="cpu")
@@ -199,16 +204,30 @@ def test_the_processes_of_rewards_are_counted(smollm2: Dimensions) -> None:
             RewardConfig(name="format", pattern="a"),
             RewardConfig(function="rewards.py:mine", workers=4),
             RewardConfig(name="numeric"),
+            RewardConfig(name="code", workers=3),
+            RewardConfig(judge="http://127.0.0.1/v1", judge_model="m", judge_prompt="{completion}"),
         ),
     )
     without = replace(config, rewards=())
-    assert [reward.process_bytes >> 20 for reward in config.rewards] == [140, 210, 15, 60, 0]
-    assert _planned(config) - _planned(without) == pytest.approx(425 / 1024, abs=0.02)
-    assert "reward processes" in check_memory(config)
-    assert "reward processes" not in check_memory(without)
+    assert [reward.process_bytes >> 20 for reward in config.rewards] == [160, 240, 15, 60, 0, 45, 40]
+    assert RewardConfig(name="code").process_bytes >> 20 == 15 * processors()
+    assert _planned(config) - _planned(without) == pytest.approx(560 / 1024, abs=0.02)
+    assert "other processes" in check_memory(config)
+    assert "other processes" not in check_memory(without)
     task_s_own = replace(without, task=ReasoningGymConfig())
-    assert _planned(task_s_own) - _planned(without) == pytest.approx(100 / 1024, abs=0.02)
-    assert predict(smollm2, config, device="cuda", width=2, reward_processes=1 << 30).parts["reward processes"] == 0
+    assert _planned(task_s_own) - _planned(without) == pytest.approx(2 * 115 / 1024, abs=0.02)  # with its problems
+    splits = replace(without, process=ProcessConfig(boundary="ends.py:mine"))
+    assert splits.process.process_bytes >> 20 == 15
+    assert _planned(splits) - _planned(without) == pytest.approx(15 / 1024, abs=0.02)
+    assert predict(smollm2, config, device="cuda", width=2, processes=1 << 30).parts["other processes"] == 0
+
+
+@pytest.mark.parametrize("name", BUILT_IN_REWARDS)
+def test_a_built_in_reward_with_processes_is_counted(name: str) -> None:
+    """Those of the rewards that are not computed in this process."""
+    needed = {"length": {"length_limit": 9}, "format": {"pattern": "a"}, "language": {"scripts": ("latin",)}}
+    config = RewardConfig(name=name, unsafe_without_sandbox=name == "code", **needed.get(name, {}))
+    assert (config.process_bytes > 0) is not isinstance(WeightedReward.from_config(config).caller, InProcess)
 
 
 def _planned(config: RunConfig) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from covey.config import ConfigError, RewardConfig
 from covey.config.recipe import read_recipe
+from covey.config.validate_judge import is_this_machine
 from covey.config.validate_rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
@@ -390,6 +393,35 @@ def test_nobody_listens(build) -> None:
     assert error.startswith("had no reply from http://localhost:")
 
 
+@pytest.mark.parametrize("reply", [b"", b"garbage\r\n\r\n"])
+def test_a_broken_reply_of_the_first_address_is_one_failed_attempt(
+    build, reply: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host name has two addresses, as localhost on many machines; at the first there is another program."""
+
+    async def resolve(self: Any, host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{last}", port)) for last in (2, 1)]
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection = listener.accept()[0]
+                connection.recv(1 << 16)
+                connection.sendall(reply)
+                connection.close()
+
+    monkeypatch.setattr("asyncio.base_events.BaseEventLoop.getaddrinfo", resolve)
+    with JudgeServer(lambda asked: asked.say("1")) as server, socket.socket() as other:
+        other.bind(("127.0.0.2", server.http.server_port))
+        other.listen()
+        threading.Thread(target=serve, args=(other,), daemon=True).start()
+        address = server.address.replace("127.0.0.1", "judge.test") + "/chat/completions"
+        settings = vars(build(server).rewards[0].caller.settings) | {"address": address, "retries": 1}
+        logged: dict[str, list[str]] = {}
+        asyncio.run(judge_client.grade(["a", "b"], settings, logged.__setitem__))
+    assert all(re.match(r"had no reply from .*2 attempts", error) for error in logged["error"]), logged
+
+
 def test_localhost_is_found_at_any_of_its_addresses(build) -> None:
     with JudgeServer(say_the_number) as server:
         one = build(server.address.replace("127.0.0.1", "localhost"))
@@ -456,7 +488,7 @@ def test_a_proxy_of_the_environment_is_not_used_on_this_machine(build, monkeypat
      ("0.0.0.0", False), ("::", False), ("128.0.0.1", False), ("::ffff:8.8.8.8", False)],
 )  # fmt: skip
 def test_which_addresses_are_this_machine(address: str, here: bool) -> None:
-    assert judge_client.is_this_machine(address) is here
+    assert is_this_machine(address) is here
 
 
 # ---- the token ----
@@ -534,6 +566,39 @@ def test_a_damaged_file_of_the_cache_counts_as_missing(tmp_path: Path, damage: b
     assert cache.get(key) is None
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_question_keeps_its_first_reply(tmp_path: Path, has_links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: Any) -> None:
+        raise PermissionError
+
+    if not has_links:
+        monkeypatch.setattr("os.link", link)
+    cache, first = ReplyCache(tmp_path), Reply("1", cut=False)
+    assert cache.put("ab12", {}, first) == first
+    assert cache.put("ab12", {}, Reply("2", cut=False)) == first == cache.get("ab12")
+    [file] = (file for file in tmp_path.rglob("*") if file.is_file())
+    file.write_bytes(b"{")
+    assert cache.put("ab12", {}, Reply("3", cut=False)) == Reply("3", cut=False) == cache.get("ab12")
+    assert [found for found in tmp_path.rglob("*") if found.is_file()] == [file]
+
+
+def test_two_runs_that_share_a_cache_count_the_same_reply(build) -> None:
+    """Both ask the question before either has a reply; the judge gives them different ones."""
+    barrier = threading.Barrier(2)
+
+    def answer(asked: Asked) -> None:
+        barrier.wait(60)
+        asked.say(f"0.{asked.number + 1}")
+
+    with JudgeServer(answer) as server:
+        settings = vars(build(server).rewards[0].caller.settings)
+        with ThreadPoolExecutor(2) as runs:
+            ask = lambda _: asyncio.run(judge_client.grade(["a"], settings, {}.__setitem__))  # noqa: E731
+            scores = [*runs.map(ask, range(2))]
+        assert len(server.questions) == 2
+        assert scores[0] == scores[1] == ask(0)
+
+
 def test_a_cache_that_cannot_be_written_costs_no_score(build, tmp_path: Path, capfd) -> None:
     (tmp_path / "cache").write_text("a file in the folder's place")
     with JudgeServer(say_the_number) as server:
@@ -573,7 +638,11 @@ GOOD: dict[str, Any] = {"judge": "http://127.0.0.1:1/v1", "judge_model": "m", "j
         ({"judge": "http://127.0.0.1:port"}, "is no address"),
         ({"judge": "http://[::1"}, "is no address"),
         ({"judge": f"http://me:{TOKEN}@127.0.0.1/v1"}, "has a user name; an access token belongs in a file"),
-        ({"judge": f"ftp://me:{TOKEN}@127.0.0.1/v1?key={TOKEN}"}, "must be an address"),
+        ({"judge": f"ftp://me:{TOKEN}@127.0.0.1/v1?key={TOKEN}"}, "has a user name"),
+        ({"judge": f"ftp://127.0.0.1/v1?key={TOKEN}"}, "must be an address"),
+        ({"judge": f"http://me:{TOKEN}@127.0.0.1:99999/v1"}, "has a user name"),
+        ({"judge": f"http://me:{TOKEN}@[::1"}, "has a user name"),
+        ({"judge": f"me:{TOKEN}@127.0.0.1"}, "has a user name"),
         ({"judge": f"http://127.0.0.1/v1?key={TOKEN}"}, "has a query"),
         ({"judge_model": ""}, "has no judge_model"),
         ({"judge_prompt": ""}, "has no judge_prompt"),

@@ -46,6 +46,41 @@ from covey.llm.rewards.read_number import read_number
         ("答案是5", 5),
         ("", None),
         ("no number", None),
+        # fractions with signs, mixed numbers
+        ("-\\frac{1}{2}", Fraction(-1, 2)),
+        ("\\frac{-1}{2}", Fraction(-1, 2)),
+        ("3-\\frac{1}{2}", Fraction(1, 2)),
+        ("x\\frac{1}{2}", Fraction(1, 2)),
+        ("\\tfrac12", Fraction(1, 2)),
+        ("2\\frac{1}{2}", Fraction(5, 2)),
+        ("-2 1/2", Fraction(-5, 2)),
+        ("2 3/2", Fraction(3, 2)),  # two numbers
+        ("1,234 1/2", Fraction(1, 2)),
+        # powers and roots
+        ("1.5 \\times 10^{3}", 1500),
+        ("1.5×10⁻³", Fraction(3, 2000)),
+        ("2*10**3 m", 2000),
+        ("1.5e−3", Fraction(3, 2000)),
+        ("1e400", None),
+        ("2^5", None),
+        ("2**5", None),
+        ("(-2)^3", None),
+        ("10⁵", None),
+        ("2\\sqrt{3}", None),
+        ("\\sqrt[3]{8} = 2", 2),
+        ("2^5 = 32", 32),
+        ("**57**", 57),
+        ("x^2 = 16", 16),
+        ("5 cm^2", 5),
+        ("5 m²", 5),
+        ("\\boxed{5\\text{ cm}^{2}}", 5),
+        ("\\boxed{\\text{5 apples}}", 5),
+        ("5\\text{ and }-3", -3),
+        # other scripts
+        ("‑５７", -57),
+        ("٥٧", 57),
+        ("1\u202f234\u00a0567", 1234567),
+        ("12\u00a034", 34),
         ("9" * 5000, None),  # int() itself refuses this one
         # what is marked as the answer goes first
         ("\\boxed{5} and 6", 5),
@@ -101,6 +136,16 @@ HOSTILE = [
     "answer",
     "1e",
     "$",
+    "１",
+    "^",
+    "2^{",
+    "1x10^1",
+    "\\sqrt[",
+    "\\text{a}^",
+    "(2)^",
+    "1 1/1",
+    "1\u00a0000",
+    "²",
 ]
 
 

@@ -56,7 +56,7 @@ def predict(
     width: int,
     prompt_tokens: int = PROMPT_TOKENS,
     reward_model_parameters: int = 0,
-    reward_processes: int = 0,
+    processes: int = 0,
 ) -> MemoryPlan:
     """Predict the memory of a run by part.
 
@@ -64,7 +64,7 @@ def predict(
         device: "cpu" or "cuda".
         width: bytes of a weight and of an activation, 2 in bf16 and 4 in fp32.
         reward_model_parameters: number of weights of all reward models (`count_parameters`).
-        reward_processes: bytes of the processes of reward functions (`RewardFields.process_bytes`); a GPU's memory has
+        processes: bytes of the processes of rewards (`RewardConfig.process_bytes`) and of the task; a GPU's memory has
             none of them.
     """
     critic_weights = _critic_weights(size, config)
@@ -89,7 +89,7 @@ def predict(
             "critic's moments": critic_state.moments,
             "reward models": reward_model_parameters * width,
             "reward model's optimizer": _reward_model_state(config, reward_model_parameters, width),
-            "reward processes": reward_processes if device == "cpu" else 0,
+            "other processes": processes if device == "cpu" else 0,
             **_sampling(size, config, device, width, prompt_tokens),
             "gradients": policy_state.gradients,
             "critic's gradients": critic_state.gradients,

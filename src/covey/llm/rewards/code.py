@@ -7,10 +7,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
-from os import cpu_count
 from typing import Any
 
 from covey.config import RewardConfig
+from covey.config.machine import processors
 from covey.llm.rewards.answer_text import completion_text
 from covey.llm.rewards.code_judge import Judge, Verdict
 from covey.llm.rewards.code_tests import Tests, read_tests
@@ -48,7 +48,7 @@ class CodeOptions:
     time_limit_seconds: float = 5.0
     memory_mb: int = 256
     process_limit: int = 4
-    workers: int | None = None  # as many as the processor has cores
+    workers: int | None = None  # as many as the machine has processors
     unsafe_without_sandbox: bool = False
 
 
@@ -70,7 +70,7 @@ class CodeRunner:
         )
         sandbox = choose_sandbox(unsafe=options.unsafe_without_sandbox)
         self._judge = Judge(sandbox, limits, every_case=options.partial)
-        self._executor = ThreadPoolExecutor(options.workers or cpu_count() or 1, thread_name_prefix="covey-program")
+        self._executor = ThreadPoolExecutor(options.workers or processors(), thread_name_prefix="covey-program")
 
     workers = 1  # calls of the grader: the programs of one call are already side by side
 
@@ -142,7 +142,8 @@ class CodeRunner:
 
 def code_runner(config: RewardConfig) -> CodeRunner:
     """The runner with the options of a [[rewards]] table; errors as of `CodeRunner`."""
-    return CodeRunner(CodeOptions(**{option.name: getattr(config, option.name) for option in fields(CodeOptions)}))
+    options = {option.name: getattr(config, option.name) for option in fields(CodeOptions)}
+    return CodeRunner(CodeOptions(**options | {"workers": config.process_count}))
 
 
 def code(completions: Sequence[Any], **columns: Any) -> list[float | None]:

@@ -117,4 +117,4 @@ def _text(value: Any) -> str:
         if len(value) == 1:
             return str(value[0]["content"])
         return "\n\n".join(f"{message.get('role', '')}: {message['content']}" for message in value)
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -26,7 +26,8 @@ class Reply:
 class ReplyCache:
     """A file for each reply, named by a hash of address and request.
 
-    A file appears whole or not at all: it is written under another name and renamed. A damaged file counts as missing.
+    A file appears whole or not at all: it is written under another name, which is then changed. A damaged file counts
+    as missing. A question keeps its first reply, also if several runs ask it at the same time.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,8 +48,8 @@ class ReplyCache:
                 return reply
         return None
 
-    def put(self, key: str, request: Mapping[str, Any], reply: Reply) -> None:
-        """Store a reply; only the user can read it.
+    def put(self, key: str, request: Mapping[str, Any], reply: Reply) -> Reply:
+        """Store a reply, which only the user can read, unless another run has stored one; returns the stored one.
 
         Raises:
             OSError: if it cannot be written.
@@ -61,10 +62,14 @@ class ReplyCache:
             descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "w", encoding="utf-8") as out:
                 json.dump(document, out)
-            beside.rename(file)
-        except OSError:
+            with contextlib.suppress(OSError):  # it exists, or the file system has no links
+                os.link(beside, file)
+            stored = self.get(key)
+            if stored is None:
+                beside.rename(file)
+            return stored or reply
+        finally:
             beside.unlink(missing_ok=True)
-            raise
 
     def _file(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.json"

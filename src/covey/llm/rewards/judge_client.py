@@ -7,7 +7,7 @@ A question that gets no reply has an error in place of a score; it never raises.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import contextlib
 import json
 import math
 import os
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from covey.config.validate_judge import is_this_machine
 from covey.llm.rewards.judge_cache import Reply, ReplyCache
 from covey.llm.rewards.judge_score import ScoreReader, UnreadableReply
 from covey.llm.rewards.reward_call import one_printable_line
@@ -132,17 +133,19 @@ class _Questions:
                 self.failed_in_a_row += 1
                 continue
             self.failed_in_a_row = 0
-            found[number] = reply
-            self._store(self.keys[number], self.requests[number], reply)
+            found[number] = self._store(self.keys[number], self.requests[number], reply)
 
-    def _store(self, key: str, request: dict[str, Any], reply: Reply) -> None:
-        """Store a reply. A full disk is no reason to lose the score, so it is only reported, once a call."""
+    def _store(self, key: str, request: dict[str, Any], reply: Reply) -> Reply:
+        """Store a reply, and return the one that counts, the first. A full disk is no reason to lose the score, so it
+        is only reported, once a call.
+        """
         try:
-            self.cache.put(key, request, reply)
+            return self.cache.put(key, request, reply)
         except OSError as error:
             if self.cache_works:
                 print(f"the judge's replies cannot be stored in {self.cache.folder}: {error.strerror}", file=sys.stderr)
             self.cache_works = False
+            return reply
 
 
 @dataclass
@@ -181,13 +184,12 @@ class _Server:
 
     async def _attempt(self, body: bytes) -> Reply:
         """Ask once; a host that has several addresses is asked at the first that accepts the connection."""
-        for address in self.addresses[:-1]:
-            try:
-                return await self._exchange(body, address)
-            except httpx2.ConnectError:
-                continue
+        *others, last = self.addresses or [""]
         try:
-            return await self._exchange(body, self.addresses[-1] if self.addresses else "")
+            for address in others:
+                with contextlib.suppress(httpx2.ConnectError):
+                    return await self._exchange(body, address)
+            return await self._exchange(body, last)
         except httpx2.HTTPError as error:
             reason = self._own_words(str(error) or type(error).__name__)
             raise PassingFault(f"had no reply from {self.judge.address}: {reason}") from None
@@ -288,13 +290,6 @@ async def _addresses(judge: JudgeSettings) -> list[str]:
         which = "" if remote[0] == host else f" ({remote[0]})"
         raise JudgeError(f"was not asked: {host}{which} is another machine; allow it with allow_remote = true")
     return found
-
-
-def is_this_machine(address: str) -> bool:
-    """True for a loopback address of IPv4 or IPv6."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_loopback
 
 
 def _port(judge: JudgeSettings) -> int:

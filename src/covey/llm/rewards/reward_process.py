@@ -132,7 +132,7 @@ class RewardProcess:
         assert self._worker is not None
         worker, number = self._worker, secrets.token_hex(8)
         try:
-            line = json.dumps(request | {"id": number}).encode() + b"\n"
+            line = json.dumps(request | {"id": number}, default=_in_json).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise RewardCallError(f"its arguments cannot be sent to its process as JSON: {one_line(error)}") from None
         try:
@@ -146,6 +146,13 @@ class RewardProcess:
         except BaseException:
             self.close()
             raise
+
+
+def _in_json(value: Any) -> Any:
+    """A number or array of NumPy or torch, in a column from Python, as numbers and lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _reply_to(number: str, line: bytes) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def _runner(config: RewardConfig, device: str, precision: str) -> RewardRunner:
         return Judge(config)
     if config.model:
         return ModelReward(config, device, precision)
-    return RewardPool(config.function, config.workers or 1, config.timeout_seconds)
+    return RewardPool(config.function, config.process_count, config.timeout_seconds)
 
 
 def _built_in_runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunner:
@@ -171,11 +171,11 @@ def _built_in_runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunne
     if reward.one_by_one:
         shortcut = load_function(reward.shortcut) if reward.shortcut else None
         pool = RewardPool(
-            reward.function, config.workers or reward.workers, LOAD_SECONDS, repeat=False, memory_mib=reward.memory_mib
+            reward.function, config.process_count, LOAD_SECONDS, repeat=False, memory_mib=reward.memory_mib
         )
         return OneByOne(pool, reward.arguments, shortcut)
     if reward.own_process:
-        return RewardPool(reward.function, config.workers or reward.workers, config.timeout_seconds)
+        return RewardPool(reward.function, config.process_count, config.timeout_seconds)
     return InProcess(load_function(reward.function))
 
 
