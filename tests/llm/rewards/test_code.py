@@ -418,7 +418,7 @@ def test_without_a_sandbox_the_reward_is_refused_in_one_line(monkeypatch: pytest
     def absent() -> None:
         raise SandboxFailure("is not installed")
 
-    monkeypatch.setattr(backends, "CANDIDATES", {"bubblewrap": (absent,), "sandlock": (absent,)})
+    monkeypatch.setattr(backends, "CANDIDATES", {name: lambda: {"it": absent} for name in ("bubblewrap", "sandlock")})
     backends.find_sandbox.cache_clear()
     with pytest.raises(ConfigError) as error:
         CodeRunner(CodeOptions())
@@ -444,7 +444,8 @@ def test_a_sandbox_that_leaks_is_not_used() -> None:
     [("--unshare-net", "opened a connection"), ("--seccomp", "traced a process|made a user namespace")],
 )
 def test_the_probe_notices_a_missing_argument(removed: str, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend("bubblewrap")
+    sandbox = backend("bubblewrap")
+    assert isinstance(sandbox, Bubblewrap)
     start = subprocess.Popen
 
     def without(command: list[str], **options: object) -> object:
@@ -457,7 +458,7 @@ def test_the_probe_notices_a_missing_argument(removed: str, leak: str, monkeypat
     if removed == "--unshare-net":
         monkeypatch.setattr(bubblewrap, "bpf_filter", lambda: b"\x06\x00\x00\x00\x00\x00\xff\x7f")  # allow all
     with pytest.raises(SandboxFailure, match=leak):
-        check_isolation(Bubblewrap(disable_userns=False))
+        check_isolation(Bubblewrap(sandbox.base[0], disable_userns=False))
 
 
 def test_bwrap_itself_has_no_environment_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
