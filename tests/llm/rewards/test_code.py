@@ -250,6 +250,20 @@ def test_a_test_program_runs_apart_from_the_program_under_test() -> None:
     assert not judge.judge(spoiled, tests, prefix).is_right
 
 
+def test_a_program_after_its_prefix_may_begin_with_an_import_from_the_future() -> None:
+    program = "from __future__ import annotations\n\ndef solve(x: Any) -> Any:\n    return factor * x"
+    judge, prefix = Judge(any_backend(), LIMITS), "from typing import Any\nfactor = 2"
+    assert judge.judge(program, DOUBLE, prefix).is_right
+    assert judge.judge(program, DOUBLE, f"{prefix}\n\ndef solve(x):\n").is_right
+
+
+@pytest.mark.parametrize("kind", ["StopIteration", "StopAsyncIteration", "Exception"])
+def test_an_exception_of_the_program_ends_no_loop_of_the_tests(kind: str) -> None:
+    source = "def check(candidate):\n    assert all(map(lambda n: candidate(n) == 2 * n, [1, 2]))"
+    verdict = Judge(any_backend(), LIMITS).judge(f"def f(x): raise {kind}", CheckTests(source, "f", ("f",)))
+    assert (verdict.is_right, verdict.text) == (False, f"{kind}: ")
+
+
 def test_assert_statements_call_the_program() -> None:
     tests = read_tests(["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"])
     judge = Judge(any_backend(), LIMITS)

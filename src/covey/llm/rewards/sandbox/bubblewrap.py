@@ -18,6 +18,7 @@ root for a user id of its own after bwrap has mounted the interpreter, which may
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -39,6 +40,7 @@ from covey.llm.rewards.sandbox.session import END_SECONDS, SandboxFailure
 
 USUAL_FOLDERS = ("/usr/local/bin", "/usr/bin", "/bin")  # of a bwrap that PATH hides or leaves out
 FIRST_UID, UIDS = 61184, 4336  # the range that systemd keeps for services without an account
+_UIDS_TAKEN = itertools.count(secrets.randbelow(UIDS))  # in turn, because a limit of processes is one of a user id
 
 
 def find_bwraps() -> list[str]:
@@ -97,7 +99,7 @@ class Bubblewrap:
         self.base = [program, *_isolation(self.as_root, disable_userns), *_files(self.interpreter)]
 
     def launch(self, limits: Limits) -> LaunchedBubblewrap:
-        uid = FIRST_UID + secrets.randbelow(UIDS) if self.as_root else None
+        uid = FIRST_UID + next(_UIDS_TAKEN) % UIDS if self.as_root else None
         # The sandbox's first process counts as one of the user's, unless it is root's.
         processes = limits.processes + (0 if self.as_root else 1)
         harness = harness_command(self.interpreter, limits, uid=uid, processes=processes)

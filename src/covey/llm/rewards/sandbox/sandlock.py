@@ -19,11 +19,13 @@ from covey.llm.rewards.sandbox.limits import NOBODY, Limits
 from covey.llm.rewards.sandbox.sandlock_launcher import LAUNCHER, SupervisedProgram
 from covey.llm.rewards.sandbox.session import SandboxFailure
 
-# Landlock limits neither the metadata of files nor what reaches other processes of the user; sandlock's own list leaves
-# these calls too. `prlimit64` also sets a program's own limits, so the supervisor sets them beforehand.
+# Landlock limits neither the metadata of files, nor notices of their changes, nor what reaches other processes of the
+# user; sandlock's own list leaves these calls too. `prlimit64` also sets a program's own limits, so the supervisor sets
+# them beforehand.
 REFUSED = (
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes", "utimensat",
     "futimesat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr",
+    "getxattr", "lgetxattr", "listxattr", "llistxattr", "inotify_init", "inotify_init1", "inotify_add_watch",
     "prlimit64", "setrlimit", "setpriority", "ioprio_set", "sched_setaffinity", "sched_setscheduler", "sched_setparam",
     "sched_setattr", "memfd_create", "memfd_secret", "shmget", "semget", "msgget", "mq_open",
 )  # fmt: skip
