@@ -17,7 +17,7 @@ from covey.llm.rewards.sandbox import bubblewrap, probe
 from covey.llm.rewards.sandbox.backends import find_sandbox, try_backend
 from covey.llm.rewards.sandbox.bubblewrap import Bubblewrap, find_bwraps
 from covey.llm.rewards.sandbox.session import Sandbox
-from helpers.sandboxes import backend, processes_left
+from helpers.sandboxes import backend, is_running, processes_left
 
 NAMESPACE = "bwrap: No permissions to create new namespace"
 REFUSES = f"#!/bin/sh\necho '{NAMESPACE}' >&2\nexit 1\n"
@@ -91,20 +91,12 @@ def test_without_a_bwrap_that_works_the_reward_names_the_reason_and_what_to_inst
     assert "sandlock: the package sandlock is not installed" in said
     assert not processes_left()
     if text == HANGS:
-        started = (tmp_path / "log").read_text().split()
+        started = [int(process) for process in (tmp_path / "log").read_text().split()]
         assert len(started) >= 2
         deadline = time.monotonic() + 60
-        while any(map(runs, started)) and time.monotonic() < deadline:
+        while any(map(is_running, started)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert not any(map(runs, started))
-
-
-def runs(process: str) -> bool:
-    """True for a process that has not ended; init may not have waited for it yet."""
-    try:
-        return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+        assert not any(map(is_running, started))
 
 
 def test_without_any_bwrap_the_reward_says_so(place: Callable[[str, str], Path]) -> None:
