@@ -200,13 +200,12 @@ EXHAUSTING = {  # they must end by a limit, at the latest after the time limit
     "    except OSError: time.sleep(100)\n    fcntl.fcntl(w, 1031, 1 << 20)\n    os.write(w, b'x' * 60000)",
     "kills_its_group": "import os\nos.kill(0, 9)",
     "stops_its_group": "import os, signal\nos.killpg(0, signal.SIGSTOP)",
-    "replaces_itself_forever": "import os, sys\nwhile True:\n    os.execv(sys.executable, ['harmless', '-S', '-c', "
-    '\'import os, sys; os.execv(sys.executable, ["x", "-S", "-c", "while 1: pass"])\'])',
-    "hides_its_command_line": "import ctypes, os, sys, time\nargc, argv = ctypes.c_int(), ctypes.c_void_p()\n"
-    "libc = ctypes.CDLL(None)\nstack = ctypes.cast(ctypes.POINTER(ctypes.c_char_p).in_dll(libc, 'environ'), "
-    "ctypes.POINTER(ctypes.c_void_p))\n"
-    "if os.fork() == 0:\n    os.setsid()\n"
-    "    os.execv(sys.executable, ['x', '-S', '-c', 'import time\\nwhile True: time.sleep(1)'])\ntime.sleep(100)",
+    "replaces_itself_forever": "import sys\ncode = 'import os, sys; os.execv(sys.executable, [sys.executable, *C])'\n"
+    "code = 'C = [\"-S\", \"-c\", sys.argv[1], sys.argv[1]]; '.join(('import sys; ', code))\n"
+    "import os\nos.execv(sys.executable, [sys.executable, '-S', '-c', code, code])",
+    "hides_its_command_line": "import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n"
+    "    os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time\\nwhile True: time.sleep(1)'])\n"
+    "time.sleep(100)",
     "clones_beside_itself": "import ctypes, time\nfor _ in range(3): ctypes.CDLL(None).syscall(56, 32785, 0, 0, 0)\n"
     "time.sleep(100)",
     "dumps_its_stack_forever": "import faulthandler\nfaulthandler.dump_traceback_later(0.001, repeat=True)\n"
@@ -305,7 +304,7 @@ FORGERIES = {  # `solve(x)` must return a secret number that the program cannot 
     "returns_a_coroutine": "async def solve(x): return x",
     "returns_the_module": "import sys\ndef solve(x): return sys.modules['__main__']",
     "returns_surrogate_keys": "def solve(x): return {'\\udfff': 1, '\\0': 2, 'value': True, 'passed': True}",
-    "replaces_itself": "import os, sys\ndef solve(x):\n    os.execv(sys.executable, ['x', '-S', '-c', "
+    "replaces_itself": "import os, sys\ndef solve(x):\n    os.execv(sys.executable, [sys.executable, '-S', '-c', "
     '\'import os; p = b\\\'{"value": true, "passed": true}\\\'; [os.write(d, len(p).to_bytes(4, "big") + p) '
     "for d in (1, 4)]'])",
     "writes_later_in_a_thread": 'import os, threading, time\np = b\'{"value": true, "passed": true}\'\n'

@@ -505,7 +505,7 @@ def test_nothing_runs_on_when_covey_is_killed(name: str, seconds: float) -> None
         runner = CodeRunner(CodeOptions(workers=2, time_limit_seconds=3000))
         print(MARK, flush=True)
         hang = "import os, sys\\nif not os.fork():\\n    os.setsid()\\n"
-        hang += "os.execv(sys.executable, ['x', '-S', '-c', 'import time\\\\nwhile True: time.sleep(1)'])"
+        hang += "os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time\\\\nwhile True: time.sleep(1)'])"
         runner.call({{"completions": [hang] * 4, "tests": [[{{"input": "", "output": "x"}}]] * 4}}, 0, 0.0)
     """
     run = subprocess.Popen(
@@ -532,7 +532,12 @@ def test_nothing_runs_on_when_covey_is_killed(name: str, seconds: float) -> None
 def test_many_programs_leave_no_process_and_no_descriptor(name: str) -> None:
     runner = CodeRunner(CodeOptions(workers=8))
     runner._judge.sandbox = backend(name)
-    programs = [RIGHT, "def f(x: 1", "import os\nos._exit(0)", "import os, time\nos.fork() or time.sleep(100)\n" + RIGHT]
+    programs = [
+        RIGHT,
+        "def f(x: 1",
+        "import os\nos._exit(0)",
+        "import os, time\nos.fork() or time.sleep(100)\n" + RIGHT,
+    ]
 
     def values(count: int) -> list[float | None]:
         texts = [f"{programs[number % 4]}\n# {number}" for number in range(count)]
