@@ -41,7 +41,8 @@ def main() -> None:
     tests = [{"args": [number], "expected": number + 1} for number in range(6)]
     for workers in (1, 2):
         runner = CodeRunner(CodeOptions(workers=workers))
-        batch = {"completions": [FUNCTION] * count, "tests": [tests] * count, "entry_point": ["solve"] * count}
+        programs = [f"{FUNCTION}\n# {number}" for number in range(count)]  # copies of a program would run once
+        batch = {"completions": programs, "tests": [tests] * count, "entry_point": ["solve"] * count}
         began = time.perf_counter()
         values = runner.call(batch, 0, 0.0).values
         seconds = time.perf_counter() - began

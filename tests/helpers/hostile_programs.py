@@ -106,6 +106,60 @@ ESCAPES = {
     "uses_io_uring": "if libc.syscall(425, 8, ctypes.create_string_buffer(256)) >= 0: leak('io_uring')",
     "changes_the_clock": "attempt('clock', time.clock_settime, time.CLOCK_REALTIME, 0)",
     "changes_the_host_name": "attempt('name', socket.sethostname, 'other')",
+    "reads_its_own_process_files": "for name in ('mem', 'environ', 'root' + CANARY):\n"
+    "    attempt(name, read, f'/proc/self/{name}')\n"
+    "for path in ('/proc/1/root' + CANARY, f'/proc/{PARENT}/environ', f'/proc/{PARENT}/root' + CANARY):\n"
+    "    attempt(path, read, path)\n"
+    "for path in ('/proc/self/fd', '/proc/sys', '/sys', '/dev'): attempt(path, os.listdir, path)",
+    "opens_sockets_of_other_families": "for family in (38, 40, 31, 29, 44):\n"
+    "    attempt(family, socket.socket, family, socket.SOCK_RAW)",
+    "watches_files_of_the_host": "d = libc.inotify_init1(0)\n"
+    "for path in (CANARY, os.path.dirname(CANARY), '/tmp'):\n"
+    "    if libc.inotify_add_watch(d, path.encode(), 0xFFF) >= 0: leak('inotify', path)\n"
+    "    attempt('xattr', os.listxattr, path)",
+    "lists_network_interfaces": "def others(): return [i for i in socket.if_nameindex() if i[1] != 'lo'] or 1 / 0\n"
+    "attempt('interfaces', others)",
+    "talks_to_itself_on_loopback": "def loop():\n    with socket.create_server(('127.0.0.1', 0)) as server:\n"
+    "        return socket.create_connection(server.getsockname(), 1)\nattempt('loop', loop)",
+    "connects_to_an_abstract_socket": "def unix():\n    s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)\n"
+    "    return s.connect(ABSTRACT)\nattempt('abstract', unix)",
+    "attaches_shared_memory_of_the_host": "libc.shmat.restype = ctypes.c_void_p\n"
+    "address = libc.shmat(SEGMENT, None, 0o10000)\n"
+    "if address not in (None, ctypes.c_void_p(-1).value): leak('shmat', ctypes.string_at(address, 18))\n"
+    "if libc.shmctl(SEGMENT, 2, ctypes.create_string_buffer(256)) == 0: leak('shmctl')",
+    "signals_the_parent_by_other_calls": "info = ctypes.create_string_buffer(128)\n"
+    "info[8:12] = (-1).to_bytes(4, 'little', signed=True)\n"
+    "for name, call in (('tkill', (200, PARENT, 0)), ('tgkill', (234, PARENT, PARENT, 0)), "
+    "('sigqueue', (129, PARENT, 0, info)), ('tgsigqueue', (297, PARENT, PARENT, 0, info))):\n"
+    "    if libc.syscall(*call) == 0: leak(name)\n"
+    "attempt('pidfd', lambda: signal.pidfd_send_signal(os.pidfd_open(PARENT), 0))\n"
+    "attempt('killpg', lambda: os.killpg(os.getpgid(PARENT), 0))",
+    "takes_a_descriptor_of_the_parent": "for d in range(3): attempt('getfd', lambda: "
+    "[] if (got := libc.syscall(438, os.pidfd_open(PARENT), d, 0)) >= 0 else 1 / 0)\n"
+    "if libc.syscall(312, PARENT, os.getpid(), 0, 0, 0) >= 0: leak('kcmp')",
+    "uses_kernel_facilities": "for name, call in (('bpf', (321, 0, ctypes.create_string_buffer(128), 128)), "
+    "('userfaultfd', (323, 0)), ('perf', (298, ctypes.create_string_buffer(b'\\1' + b'\\0' * 127), 0, -1, -1, 0)), "
+    "('fanotify', (300, 0, 0)), ('syslog', (103, 3, ctypes.create_string_buffer(64), 64)), "
+    "('add_key', (248, b'user', b'x', b'y', 1, -3)), ('request_key', (249, b'user', b'x', None, -3)), "
+    "('open_tree', (428, -100, b'/', 1)), ('fsopen', (430, b'tmpfs', 0)), ('memfd_secret', (447, 0)), "
+    "('mq_open', (240, b'x', 0o102, 0o600, None))):\n"
+    "    if libc.syscall(*call) >= 0: leak(name)",
+    "makes_links_and_pipes": "for folder in ('/', '/tmp', '/dev/shm', os.path.dirname(CANARY), '.'):\n"
+    "    path = os.path.join(folder, 'covey_made')\n"
+    "    attempt('link', os.link, CANARY, path)\n    attempt('symlink', os.symlink, '/', path)\n"
+    "    attempt('fifo', os.mkfifo, path)\n    attempt('folder', os.mkdir, path)\n"
+    "    attempt('tmpfile', os.open, folder, os.O_TMPFILE | os.O_RDWR)\n"
+    "attempt('rename', os.rename, CANARY, CANARY + 'x')\nattempt('truncate', os.truncate, CANARY, 0)",
+    "opens_a_terminal": "attempt('pty', os.openpty)\nimport fcntl, termios\n"
+    "for d in range(3): attempt('TIOCSTI', fcntl.ioctl, d, termios.TIOCSTI, b'x')",
+    "raises_its_priority": "attempt('nice', os.nice, -5)\n"
+    "attempt('fifo', os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1))",
+    "runs_another_interpreter": "import subprocess\n"
+    "for p in ('/proc/self/exe', '/usr/bin/python3', '/bin/python3', '/lib64/ld-linux-x86-64.so.2'):\n"
+    "    attempt(p, lambda: subprocess.run([p, '-c', 'open(' + repr(CANARY) + ').read()'], check=True))",
+    "changes_its_namespaces": "for name in ('mnt', 'net', 'pid', 'user'):\n"
+    "    attempt(name, lambda: 1 / (libc.setns(os.open(f'/proc/{PARENT}/ns/{name}', 0), 0) == 0))\n"
+    "attempt('pidfd', lambda: 1 / (libc.setns(os.pidfd_open(PARENT), 0x20000) == 0))",
 }
 
 EXHAUSTING = {  # they must end by a limit, at the latest after the time limit
@@ -133,6 +187,38 @@ EXHAUSTING = {  # they must end by a limit, at the latest after the time limit
     "fills_descriptors": "import os\nwhile True: os.pipe()",
     "kills_itself": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
     "crashes": "import ctypes\nctypes.string_at(0)",
+    "maps_memory": "import mmap\nx = []\nwhile True:\n    x.append(mmap.mmap(-1, 1 << 24))\n"
+    "    for place in range(0, 1 << 24, 4096): x[-1][place] = 1",
+    "fills_memory_files": "import ctypes, os\nlibc = ctypes.CDLL(None)\nd = libc.memfd_create(b'x', 0)\n"
+    "while True: os.write(d, b'x' * 65536)",
+    "fills_the_disk": "import itertools, os\nfor n in itertools.count():\n"
+    "    for folder in ('.', '/tmp', '/dev/shm', '/var/tmp'):\n"
+    "        try: open(f'{folder}/covey_fill_{n}', 'wb').write(b'x' * (1 << 20))\n        except OSError: pass",
+    "makes_a_sparse_file": "import os\nfor folder in ('.', '/tmp', '/dev/shm'):\n"
+    "    d = os.open(f'{folder}/covey_sparse', os.O_CREAT | os.O_RDWR)\n    os.ftruncate(d, 1 << 40)",
+    "fills_pipes": "import fcntl, os, time\nwhile True:\n    try: r, w = os.pipe()\n"
+    "    except OSError: time.sleep(100)\n    fcntl.fcntl(w, 1031, 1 << 20)\n    os.write(w, b'x' * 60000)",
+    "kills_its_group": "import os\nos.kill(0, 9)",
+    "stops_its_group": "import os, signal\nos.killpg(0, signal.SIGSTOP)",
+    "replaces_itself_forever": "import sys\ncode = 'import os, sys; os.execv(sys.executable, [sys.executable, *C])'\n"
+    "code = 'C = [\"-S\", \"-c\", sys.argv[1], sys.argv[1]]; '.join(('import sys; ', code))\n"
+    "import os\nos.execv(sys.executable, [sys.executable, '-S', '-c', code, code])",
+    "hides_its_command_line": "import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n"
+    "    os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time\\nwhile True: time.sleep(1)'])\n"
+    "time.sleep(100)",
+    "clones_beside_itself": "import ctypes, time\nfor _ in range(3): ctypes.CDLL(None).syscall(56, 32785, 0, 0, 0)\n"
+    "time.sleep(100)",
+    "dumps_its_stack_forever": "import faulthandler\nfaulthandler.dump_traceback_later(0.001, repeat=True)\n"
+    "while True: pass",
+    "traces_itself": "import sys\ndef trace(*a): return trace\nsys.settrace(trace)\nwhile True: trace()",
+    "sets_timers": "import signal\nsignal.signal(signal.SIGALRM, lambda *a: None)\n"
+    "signal.setitimer(signal.ITIMER_REAL, 1e-6, 1e-6)\nwhile True: pass",
+    "closes_its_pipes_and_sleeps": "import os, time\nos.closerange(0, 3)\ntime.sleep(100)",
+    "burns_in_threads": "import threading\ndef f():\n    while True: pass\n"
+    "for _ in range(3): threading.Thread(target=f).start()",
+    "finalizes_forever": "class C:\n    def __del__(self):\n        while True: pass\nx = C()\nprint(42)",
+    "is_nested_too_deeply": "x = " + "(" * 50_000 + ")" * 50_000,
+    "prints_without_a_line_end": "import sys\nwhile True: sys.stdout.write('4' * 100_000)",
 }
 
 FORGERIES = {  # `solve(x)` must return a secret number that the program cannot know
@@ -200,5 +286,43 @@ FORGERIES = {  # `solve(x)` must return a secret number that the program cannot 
     "is_not_a_function": "solve = 7",
     "defines_another_name": "def solved(x): return 1",
     "overrides_the_test_names": "def check(candidate): pass\ncandidate = solve = lambda x: True\nexpected = True",
+    "claims_another_class": "class E:\n    __class__ = property(lambda self: int)\n"
+    "    __int__ = __index__ = lambda self: 7\ndef solve(x): return E()",
+    "is_a_number_with_other_methods": "class E(float):\n    hex = __float__ = __repr__ = lambda *a: '0x1p3'\n"
+    "    real = property(lambda self: E())\n"
+    "class C(complex):\n    real = imag = property(lambda self: E())\ndef solve(x): return [E(), C()][x == 3]",
+    "is_a_list_with_other_methods": "class E(list):\n    __iter__ = lambda self: iter([7] * 10 ** 9)\n"
+    "    __len__ = lambda self: 1\ndef solve(x): return E([x])",
+    "stops_the_iteration": "def solve(x): raise StopIteration",
+    "raises_an_odd_exception": "class E(Exception):\n    def __str__(self): raise KeyboardInterrupt\n"
+    "E.__name__ = 'AssertionError\\n{\"passed\": true}'\ndef solve(x): raise E",
+    "raises_a_huge_text": "def solve(x): raise ValueError('x' * 50_000_000)",
+    "raises_itself": "def solve(x):\n    error = ValueError()\n    error.__cause__ = error.__context__ = error\n"
+    "    raise error",
+    "has_a_representation_without_end": "class E:\n    def __repr__(self): return 'x' * 10 ** 9\n"
+    "    __str__ = __repr__\ndef solve(x): return E()",
+    "returns_a_coroutine": "async def solve(x): return x",
+    "returns_the_module": "import sys\ndef solve(x): return sys.modules['__main__']",
+    "returns_surrogate_keys": "def solve(x): return {'\\udfff': 1, '\\0': 2, 'value': True, 'passed': True}",
+    "replaces_itself": "import os, sys\ndef solve(x):\n    os.execv(sys.executable, [sys.executable, '-S', '-c', "
+    '\'import os; p = b\\\'{"value": true, "passed": true}\\\'; [os.write(d, len(p).to_bytes(4, "big") + p) '
+    "for d in (1, 4)]'])",
+    "writes_later_in_a_thread": 'import os, threading, time\np = b\'{"value": true, "passed": true}\'\n'
+    "def later():\n    for _ in range(200):\n        time.sleep(0.001)\n        for d in range(3, 9):\n"
+    "            try: os.write(d, len(p).to_bytes(4, 'big') + p)\n            except OSError: pass\n"
+    "threading.Thread(target=later, daemon=True).start()\ndef solve(x):\n    time.sleep(0.05)\n    return 1",
+    "sends_a_frame_without_end": "import os\ndef solve(x):\n    for d in range(3, 9):\n"
+    "        try: os.write(d, (1 << 19).to_bytes(4, 'big') + b' ' * 99)\n        except OSError: pass\n    os._exit(0)",
+    "sends_odd_json": "import os\nn = iter(range(9))\n"
+    "texts = [b'{\"value\": NaN}', b'{\"value\": ' + b'9' * 5000 + b'}', b'[]',\n"
+    'b\'{"error": [[], {}]}\', b\'{"value": ["dict", [["list"], 1]]}\', b\'null\']\n'
+    "def solve(x):\n    p = texts[next(n) % 6]\n    for d in range(3, 9):\n"
+    "        try: os.write(d, len(p).to_bytes(4, 'big') + p)\n        except OSError: pass\n    return 1",
+    "exits_in_a_signal_handler": "import os, signal\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\n"
+    "signal.setitimer(signal.ITIMER_REAL, 0.01)\ndef solve(x):\n    while True: pass",
+    "patches_the_encoder": "import sys, os\nm = sys.modules['__main__']\n"
+    "m.json.dumps = m.os.write = m.memoryview = m._send = lambda *a: 0\ndef solve(x): return 1",
+    "is_surrogates": "def solve(x): return '\ud800'",
+    "is_long": "def solve(x): return 1\n" + "# " + "x" * 5_000_000,
     "prints_surrogates": "print('\\ud800')\ndef solve(x): return '\\ud800'",
 }

@@ -32,9 +32,11 @@ from covey.llm.rewards.sandbox.harness import DEEPEST, NotPlain, decode, encode
 from covey.llm.rewards.sandbox.limits import Limits
 from covey.llm.rewards.sandbox.local import LocalProcess
 from covey.llm.rewards.sandbox.probe import check_isolation
+from covey.llm.rewards.sandbox.sandlock_launcher import LAUNCHER
 from covey.llm.rewards.sandbox.session import SandboxFailure, Session
+from covey.llm.rewards.sandbox.watchdog import marked_processes
 from covey.llm.rewards.weighted_reward import WeightedReward
-from helpers.sandboxes import any_backend, backend, processes_left
+from helpers.sandboxes import BACKENDS, any_backend, backend, descendants, is_running, processes_left
 
 LIMITS = Limits(seconds=20.0, cpu_seconds=20)
 DOUBLE = CallTests("solve", [CallCase([n], 2 * n) for n in (3, -1, 0)])
@@ -250,6 +252,20 @@ def test_a_test_program_runs_apart_from_the_program_under_test() -> None:
     assert not judge.judge(spoiled, tests, prefix).is_right
 
 
+def test_a_program_after_its_prefix_may_begin_with_an_import_from_the_future() -> None:
+    program = "from __future__ import annotations\n\ndef solve(x: Any) -> Any:\n    return factor * x"
+    judge, prefix = Judge(any_backend(), LIMITS), "from typing import Any\nfactor = 2"
+    assert judge.judge(program, DOUBLE, prefix).is_right
+    assert judge.judge(program, DOUBLE, f"{prefix}\n\ndef solve(x):\n").is_right
+
+
+@pytest.mark.parametrize("kind", ["StopIteration", "StopAsyncIteration", "Exception"])
+def test_an_exception_of_the_program_ends_no_loop_of_the_tests(kind: str) -> None:
+    source = "def check(candidate):\n    assert all(map(lambda n: candidate(n) == 2 * n, [1, 2]))"
+    verdict = Judge(any_backend(), LIMITS).judge(f"def f(x): raise {kind}", CheckTests(source, "f", ("f",)))
+    assert (verdict.is_right, verdict.text) == (False, f"{kind}: ")
+
+
 def test_assert_statements_call_the_program() -> None:
     tests = read_tests(["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"])
     judge = Judge(any_backend(), LIMITS)
@@ -418,7 +434,7 @@ def test_without_a_sandbox_the_reward_is_refused_in_one_line(monkeypatch: pytest
     def absent() -> None:
         raise SandboxFailure("is not installed")
 
-    monkeypatch.setattr(backends, "CANDIDATES", {"bubblewrap": (absent,), "sandlock": (absent,)})
+    monkeypatch.setattr(backends, "CANDIDATES", {name: lambda: {"it": absent} for name in ("bubblewrap", "sandlock")})
     backends.find_sandbox.cache_clear()
     with pytest.raises(ConfigError) as error:
         CodeRunner(CodeOptions())
@@ -444,7 +460,8 @@ def test_a_sandbox_that_leaks_is_not_used() -> None:
     [("--unshare-net", "opened a connection"), ("--seccomp", "traced a process|made a user namespace")],
 )
 def test_the_probe_notices_a_missing_argument(removed: str, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend("bubblewrap")
+    sandbox = backend("bubblewrap")
+    assert isinstance(sandbox, Bubblewrap)
     start = subprocess.Popen
 
     def without(command: list[str], **options: object) -> object:
@@ -457,7 +474,7 @@ def test_the_probe_notices_a_missing_argument(removed: str, leak: str, monkeypat
     if removed == "--unshare-net":
         monkeypatch.setattr(bubblewrap, "bpf_filter", lambda: b"\x06\x00\x00\x00\x00\x00\xff\x7f")  # allow all
     with pytest.raises(SandboxFailure, match=leak):
-        check_isolation(Bubblewrap(disable_userns=False))
+        check_isolation(Bubblewrap(sandbox.base[0], disable_userns=False))
 
 
 def test_bwrap_itself_has_no_environment_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,17 +492,21 @@ def test_bwrap_itself_has_no_environment_to_show(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.04, 0.08, 0.3])
-def test_nothing_runs_on_when_covey_is_killed(seconds: float) -> None:
-    """SIGKILL while programs are being started, and while they run."""
-    any_backend()
-    program = """
+@pytest.mark.parametrize("name", BACKENDS)
+def test_nothing_runs_on_when_covey_is_killed(name: str, seconds: float) -> None:
+    """SIGKILL while programs are being started, and while they run; they hide their command lines."""
+    backend(name)
+    program = f"""
         import sys
         from covey.llm.rewards.code import CodeOptions, CodeRunner
+        from covey.llm.rewards.sandbox import backends
         from covey.llm.rewards.sandbox.command import MARK
+        backends.CANDIDATES = {{{name!r}: backends.CANDIDATES[{name!r}]}}
         runner = CodeRunner(CodeOptions(workers=2, time_limit_seconds=3000))
         print(MARK, flush=True)
-        hang = "import os, time\\nif os.fork():\\n    os.setsid()\\nwhile True: time.sleep(1)"
-        runner.call({"completions": [hang] * 4, "tests": [[{"input": "", "output": "x"}]] * 4}, 0, 0.0)
+        hang = "import os, sys\\nif not os.fork():\\n    os.setsid()\\n"
+        hang += "os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time\\\\nwhile True: time.sleep(1)'])"
+        runner.call({{"completions": [hang] * 4, "tests": [[{{"input": "", "output": "x"}}]] * 4}}, 0, 0.0)
     """
     run = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": "src"}
@@ -494,13 +515,54 @@ def test_nothing_runs_on_when_covey_is_killed(seconds: float) -> None:
     mark = run.stdout.readline().strip()
     assert mark.startswith(b"covey-")
     time.sleep(seconds)
+    os.kill(run.pid, signal.SIGSTOP)  # so that it starts nothing while its processes are listed
+    started = descendants(run.pid)
+    assert len(started) >= 1  # the watchdog
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     run.stdout.close()
     deadline = time.monotonic() + 60
-    while _with_mark(mark) and time.monotonic() < deadline:
+    while (marked_processes(mark) or any(map(is_running, started))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert _with_mark(mark) == []
+    assert marked_processes(mark) == []
+    assert [process for process in started if is_running(process)] == []
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_many_programs_leave_no_process_and_no_descriptor(name: str) -> None:
+    runner = CodeRunner(CodeOptions(workers=8))
+    runner._judge.sandbox = backend(name)
+    programs = [
+        RIGHT,
+        "def f(x: 1",
+        "import os\nos._exit(0)",
+        "import os, time\nos.fork() or time.sleep(100)\n" + RIGHT,
+    ]
+
+    def values(count: int) -> list[float | None]:
+        texts = [f"{programs[number % 4]}\n# {number}" for number in range(count)]
+        columns = {"completions": texts, "tests": [TESTS] * count, "entry_point": ["f"] * count}
+        return runner.call(columns, 0, 0.0).values
+
+    values(4)
+    before = len(os.listdir("/proc/self/fd"))
+    assert values(40) == [1.0, 0.0, 0.0, 1.0] * 10
+    assert len(os.listdir("/proc/self/fd")) == before
+    runner.close()
+    assert processes_left() == []
+
+
+def test_a_launcher_that_was_killed_is_started_again_and_its_programs_go_on() -> None:
+    sandbox = backend("sandlock")
+    with Session(sandbox, LIMITS) as running:
+        launcher = LAUNCHER.process
+        assert launcher is not None
+        launcher.kill()
+        with Session(sandbox, LIMITS) as another:
+            assert another.run_script("print(2)", b"", 100) == b"2\n"
+        assert running.run_script("print(1)", b"", 100) == b"1\n"
+    assert LAUNCHER.process is not launcher
+    assert processes_left() == []
 
 
 def test_a_normal_end_leaves_no_process_and_no_warning() -> None:
@@ -518,12 +580,6 @@ def test_a_normal_end_leaves_no_process_and_no_warning() -> None:
     values, watchdog = done.stdout.split()
     assert (values, done.stderr) == ("[1.0]", "")
     assert not Path("/proc", watchdog).exists()
-
-
-def _with_mark(mark: bytes) -> list[int]:
-    from covey.llm.rewards.sandbox.watchdog import marked_processes
-
-    return marked_processes(mark)
 
 
 def test_programs_run_side_by_side() -> None:

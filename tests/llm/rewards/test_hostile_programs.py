@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import secrets
 import socket
@@ -37,6 +39,21 @@ def test_there_are_at_least_forty_programs_with_different_names() -> None:
     assert len(set(BOTH)) == len(BOTH) >= 40
 
 
+@contextlib.contextmanager
+def shared_memory(content: bytes) -> Iterator[int]:
+    """A System V segment of this machine that everyone may read; yields its id."""
+    libc = ctypes.CDLL(None)
+    libc.shmat.restype = ctypes.c_void_p
+    segment = libc.shmget(0, 4096, 0o1666)
+    address = libc.shmat(segment, None, 0)
+    try:
+        ctypes.memmove(address, content, len(content))
+        yield segment
+    finally:
+        libc.shmdt(ctypes.c_void_p(address))
+        libc.shmctl(segment, 0, None)
+
+
 @pytest.mark.parametrize("name", ESCAPES)
 def test_a_program_reaches_nothing_outside(
     name: str, sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -45,20 +62,24 @@ def test_a_program_reaches_nothing_outside(
         pytest.skip("needs a process namespace")
     monkeypatch.setenv("COVEY_TEST_TOKEN", "secret of the run")
     for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o755)
+        folder.chmod(folder.stat().st_mode | 0o755)  # the last one is the folder of everyone's temporary files
     canary = tmp_path / "expected.txt"
     canary.write_text("secret of the host")
     unix = Path("/tmp", f"covey_{os.getpid()}_{secrets.token_hex(4)}")  # paths of such sockets are short
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.socket(socket.AF_UNIX) as local,
+        socket.socket(socket.AF_UNIX) as abstract,
+        shared_memory(b"secret of the host") as segment,
         Session(sandbox, LIMITS) as session,
     ):
         local.bind(str(unix))
         local.listen()
         unix.chmod(0o777)
-        places = f"CANARY, UNIX = {str(canary)!r}, {str(unix)!r}"
-        numbers = f"PORT, PARENT = {server.getsockname()[1]}, {os.getpid()}"
+        abstract.bind(f"\0{unix.name}")
+        abstract.listen()
+        places = f"CANARY, UNIX, ABSTRACT = {str(canary)!r}, {str(unix)!r}, {abstract.getsockname()!r}"
+        numbers = f"PORT, PARENT, SEGMENT = {server.getsockname()[1]}, {os.getpid()}, {segment}"
         try:
             printed = session.run_script(f"{TRY}\n{places}\n{numbers}\n{ESCAPES[name]}\nprint('done')", b"", 1 << 20)
             assert b"done" in printed

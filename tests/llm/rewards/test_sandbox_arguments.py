@@ -80,7 +80,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(options, command=command)
         raise OSError("not started in this test")
 
-    monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: BWRAP)
+    monkeypatch.setattr(bubblewrap.os, "access", lambda path, mode: True)
     monkeypatch.setattr(bubblewrap.subprocess, "Popen", record)
     return found
 
@@ -90,8 +90,8 @@ def test_bwrap_gets_every_namespace_no_environment_and_a_root_that_cannot_be_wri
     started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, as_root: bool
 ) -> None:
     monkeypatch.setattr(bubblewrap.os, "geteuid", lambda: 0 if as_root else 1000)
-    with pytest.raises(SandboxFailure, match="bwrap cannot be started: not started in this test"):
-        Bubblewrap().launch(Limits(seconds=1.0, cpu_seconds=1))
+    with pytest.raises(SandboxFailure, match="it cannot be started: not started in this test"):
+        Bubblewrap(BWRAP).launch(Limits(seconds=1.0, cpu_seconds=1))
     command = started["command"]
     options = command[: command.index("--")]
     assert {"--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--clearenv", "--new-session",

@@ -2,7 +2,8 @@
 
 backends                  chooses a backend: the first that works, or a refusal
 bubblewrap                namespaces, an empty root and a seccomp filter, by bwrap
-sandlock                  Landlock and seccomp, by the package sandlock; sandlock_process supervises one program
+sandlock                  Landlock and seccomp, by the package sandlock; sandlock_launcher starts a program by the
+                          processes of sandlock_process
 local                     no sandbox, for the option unsafe_without_sandbox
 probe                     tries a backend with a program that attempts what it must prevent
 session                   one sandboxed process: frames to and from it, its end

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from covey.config import ConfigError
-from covey.llm.rewards.sandbox.bubblewrap import Bubblewrap
+from covey.llm.rewards.reward_call import one_printable_line
+from covey.llm.rewards.sandbox.bubblewrap import bubblewrap_variants
 from covey.llm.rewards.sandbox.interpreter import InterpreterError
 from covey.llm.rewards.sandbox.local import LocalProcess
 from covey.llm.rewards.sandbox.probe import check_isolation
 from covey.llm.rewards.sandbox.sandlock import Sandlock
 from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure
 
-CANDIDATES: dict[str, tuple[Callable[[], Sandbox], ...]] = {
-    "bubblewrap": (Bubblewrap, lambda: Bubblewrap(disable_userns=False)),
-    "sandlock": (Sandlock,),
+CANDIDATES: dict[str, Callable[[], Mapping[str, Callable[[], Sandbox]]]] = {  # variants of each, by what to call them
+    "bubblewrap": bubblewrap_variants,
+    "sandlock": lambda: {"sandlock": Sandlock},
 }
 
 
@@ -23,17 +24,17 @@ def try_backend(name: str) -> Sandbox:
     """The first variant of a backend of `CANDIDATES` that passes the probe.
 
     Raises:
-        SandboxFailure: if there is none, with the reason of the first; one line.
+        SandboxFailure: if there is none, with the reason of each; one line.
     """
-    reason = ""
-    for variant in CANDIDATES[name]:
+    reasons = []
+    for variant, make in CANDIDATES[name]().items():
         try:
-            sandbox = variant()
+            sandbox = make()
             check_isolation(sandbox)
             return sandbox
-        except (SandboxFailure, InterpreterError) as error:
-            reason = reason or str(error)
-    raise SandboxFailure(reason)
+        except (SandboxFailure, InterpreterError, OSError) as error:
+            reasons.append(f"{variant}: {one_printable_line(str(error))}")
+    raise SandboxFailure("; ".join(reasons))
 
 
 @lru_cache(maxsize=1)
@@ -48,7 +49,7 @@ def find_sandbox() -> Sandbox:
         try:
             return try_backend(name)
         except SandboxFailure as error:
-            reasons.append(f"{name}: {error}")
+            reasons.append(str(error))
     raise ConfigError(
         "programs of a model run in a sandbox only, and none works here: install bubblewrap (apt install bubblewrap) "
         f'or sandlock (pip install "covey[sandbox]"); {"; ".join(reasons)}; unsafe_without_sandbox = true in '

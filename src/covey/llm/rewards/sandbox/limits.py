@@ -18,3 +18,4 @@ class Limits:
     memory_mb: int = 256  # address space of a process
     processes: int = 4  # processes and threads together, the first included
     output_bytes: int = 1 << 20  # printed to each of stdout and stderr, and of one reply
+    start_seconds: float = 60.0  # for the sandbox to report that it is ready, on a busy machine

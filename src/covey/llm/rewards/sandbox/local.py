@@ -50,6 +50,9 @@ class LaunchedLocally:
     process: subprocess.Popen[bytes]
     folder: tempfile.TemporaryDirectory[str]
 
+    def end_descriptor(self) -> int:
+        return os.pidfd_open(self.process.pid)
+
     def kill_all(self) -> None:
         """Kill the process group, and remove the folder."""
         with contextlib.suppress(ProcessLookupError, PermissionError):

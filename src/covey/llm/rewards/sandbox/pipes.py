@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Callable
+from typing import IO, Protocol
 
 from covey.llm.rewards.reward_call import one_printable_line
 
 MOST_STDERR_BYTES = 1 << 20
 STDERR_TAIL_BYTES = 2000
 LONGEST_LINE = 200  # characters of stderr in a message
+
+
+def is_readable(descriptor: int, seconds: float) -> bool:
+    """True if a descriptor is readable within this time; `select.select` fails for descriptors above 1023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 class ProgramFault(Exception):
@@ -25,6 +33,23 @@ class TimeLimit(ProgramFault):
     """The program was still running at its deadline."""
 
 
+class Process(Protocol):
+    """The part of `subprocess.Popen` that is used here."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+    @property
+    def stderr(self) -> IO[bytes] | None: ...
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, after the end."""
+
+
 class Pipes:
     """Stdin, stdout and stderr of a process.
 
@@ -32,7 +57,12 @@ class Pipes:
     MiB of stderr, raises ProgramFault.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], most_output: int) -> None:
+    def __init__(self, process: Process, end_descriptor: int, most_output: int) -> None:
+        """Read and write the pipes of a process.
+
+        Args:
+            end_descriptor: readable once the process has ended; `close` closes it.
+        """
         self.process, self.most_output = process, most_output
         self.received, self.has_ended = bytearray(), False
         self._stderr, self._stderr_count = b"", 0
@@ -41,12 +71,16 @@ class Pipes:
         assert process.stdout is not None
         assert process.stderr is not None
         self._stdin, self._stdout, self._stderr_end = process.stdin, process.stdout.fileno(), process.stderr.fileno()
-        self._selector = selectors.DefaultSelector()
+        self._ended = end_descriptor
+        try:
+            self._selector = selectors.DefaultSelector()
+        except OSError:
+            os.close(end_descriptor)
+            raise
         for descriptor in (self._stdin.fileno(), self._stdout, self._stderr_end):
             os.set_blocking(descriptor, False)
         self._selector.register(self._stdout, selectors.EVENT_READ, self._read_stdout)
         self._selector.register(self._stderr_end, selectors.EVENT_READ, self._read_stderr)
-        self._ended = os.pidfd_open(process.pid)
         self._selector.register(self._ended, selectors.EVENT_READ, self._notice_end)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from covey.llm.rewards.sandbox.pipes import ProgramFault
 from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure, Session
 
 PROBE_SECONDS = 60.0
+START_SECONDS = 15.0  # of a candidate, which may be broken and never start
 TRIED_PROCESSES = 40
 _SECRET = "covey's secret outside of the sandbox"
 _PROGRAM = '''
@@ -110,7 +111,7 @@ def check_isolation(sandbox: Sandbox) -> None:
         canary = Path(folder, "secret")
         canary.write_text(_SECRET)
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        session = stack.enter_context(Session(sandbox, Limits(seconds=PROBE_SECONDS)))
+        session = stack.enter_context(Session(sandbox, Limits(seconds=PROBE_SECONDS, start_seconds=START_SECONDS)))
         arguments = [str(canary), folder, listener.getsockname()[1], TRIED_PROCESSES, os.getpid()]
         try:
             session.send({"mode": "functions", "prefix": "", "source": _PROGRAM})
@@ -119,6 +120,8 @@ def check_isolation(sandbox: Sandbox) -> None:
             reply = session.receive(PROBE_SECONDS) if "loaded" in loaded else loaded
         except ProgramFault as error:
             raise SandboxFailure(f"its test program {error}") from None
-        if reply != {"value": ["list"]}:
-            told = reply.get("value", reply.get("error", ["", "?"]))[1:]
-            raise SandboxFailure(f"a test program in it {', '.join(map(str, told))}")
+        found = reply.get("value")
+        if not isinstance(found, list):
+            raise SandboxFailure(f"its test program failed: {reply.get('error')!r:.200}")
+        if found != ["list"]:
+            raise SandboxFailure(f"a test program in it {', '.join(map(str, found[1:]))}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import time
 from typing import Any, Protocol
 
 from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.pipes import Pipes, ProgramFault
+from covey.llm.rewards.sandbox.pipes import Pipes, Process, ProgramFault, TimeLimit
 
-START_SECONDS = 60.0  # for a sandbox to report that it is ready, on a busy machine
 END_SECONDS = 10.0  # for killed processes to disappear
 
 
@@ -20,7 +19,11 @@ class SandboxFailure(Exception):
 class Launched(Protocol):
     """A started sandbox."""
 
-    process: subprocess.Popen[bytes]
+    @property
+    def process(self) -> Process: ...
+
+    def end_descriptor(self) -> int:
+        """A new descriptor that is readable once the process has ended."""
 
     def kill_all(self) -> None:
         """Kill every process of the sandbox, and return when none is left.
@@ -39,7 +42,7 @@ class Sandbox(Protocol):
         """Start the harness with pipes as its stdin, stdout and stderr.
 
         Raises:
-            SandboxFailure: if it cannot be started.
+            SandboxFailure: if it cannot be started within `limits.start_seconds`.
         """
 
 
@@ -52,19 +55,31 @@ class Session:
 
     def __init__(self, sandbox: Sandbox, limits: Limits) -> None:
         self.limits = limits
+        deadline = time.monotonic() + limits.start_seconds
         self.launched = sandbox.launch(limits)
-        self.pipes = Pipes(self.launched.process, limits.output_bytes)
+        process = self.launched.process
         try:
-            ready = self.receive(START_SECONDS)
-        except ProgramFault:
-            ready = {}
+            self.pipes = Pipes(process, self.launched.end_descriptor(), limits.output_bytes)
+        except OSError:  # no descriptor left
+            self.launched.kill_all()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+            raise
+        reason = ""
+        try:
+            ready = self.receive(deadline - time.monotonic())
+        except TimeLimit:
+            ready, reason = {}, f"took longer than {limits.start_seconds:g} s"
+        except ProgramFault as error:
+            ready, reason = {}, str(error)
         except BaseException:
             self.close()
             raise
         if ready != {"ready": True}:
-            words = self.pipes.last_line() or self.pipes.description_of_end()
+            reason = self.pipes.last_line() or reason or "it sent something else than that it is ready"
             self.close()
-            raise SandboxFailure(f"the sandbox ({sandbox.name}) did not start: {words}")
+            raise SandboxFailure(f"the sandbox ({sandbox.name}) did not start: {reason}")
 
     def __enter__(self) -> Session:
         return self
