@@ -25,6 +25,7 @@ from typing import Any
 from covey.config import (
     ArithmeticConfig,
     CheckpointConfig,
+    ClusterConfig,
     CodeFunctionsConfig,
     ConfigError,
     ControlConfig,
@@ -56,6 +57,7 @@ from covey.config import (
 __all__ = [
     "ArithmeticConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "CodeFunctionsConfig",
     "ConfigError",
     "ControlConfig",

@@ -36,6 +36,7 @@ from covey.config.recipe_writing import config_to_dict, config_to_toml
 from covey.config.terminal import fitted, say
 from covey.config.validate import validate
 from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched
+from covey.runtime.ranks import check_ranks, is_echo, own_rank, world_size
 from covey.tracking.output import outlasting_output
 from covey.tracking.reports import return_report, score_report
 from covey.tracking.run_folder import check_new_file, check_run_dir, next_run_dir
@@ -60,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a model may write characters that the terminal cannot encode
     logging.setLogRecordFactory(_PrintableRecord)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("covey").setLevel(logging.INFO)
+    logging.getLogger("covey").setLevel(logging.ERROR if own_rank() else logging.INFO)
+    if own_rank():  # only rank 0 prints, except for errors
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     with outlasting_output(), watched(lambda: f"interrupted. Start again with: {command(*words)}"):
         return _execute([word for word in words if word != "--debug"], debug)
 
@@ -72,6 +75,8 @@ def _execute(words: list[str], debug: bool) -> int:
             print(OVERVIEW)
             return 0
         arguments, fields = parse(words)
+        if world_size() > 1 and arguments.command != "train":
+            raise ConfigError(f"torchrun is for {command('train')}: start {command(arguments.command)} without it")
         return COMMANDS[arguments.command](arguments, fields) or 0
     except KeyboardInterrupt:
         say_last_words()
@@ -79,16 +84,21 @@ def _execute(words: list[str], debug: bool) -> int:
     except (ConfigError, RunError) as error:
         if debug:
             raise
-        say(f"error: {one_line(error)}", sys.stderr)
+        _say_error(one_line(error))
         return MISTAKE if isinstance(error, ConfigError) else FAILED
     except Exception as error:
         if debug:
             raise
         if fault := machine_error(error):
-            say(f"error: {one_line(fault)}", sys.stderr)
+            _say_error(one_line(fault))
             return MACHINE
-        say(f"error: unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)", sys.stderr)
+        _say_error(f"unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)")
         return FAILED
+
+
+def _say_error(text: str) -> None:
+    if not is_echo():
+        say(f"error: rank {own_rank()}: {text}" if world_size() > 1 else f"error: {text}", sys.stderr)
 
 
 def one_line(error: Exception) -> str:
@@ -138,7 +148,8 @@ def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | Non
         raise ConfigError(f"a resumed run keeps the settings that it began with: leave out {what}")
     if arguments.resume:
         run_dir = user_path(arguments.resume)
-        check_run_dir(run_dir, resume=True)
+        if not own_rank():
+            check_run_dir(run_dir, resume=True)
         from covey.experiment.run import resume
 
         return INTERRUPTED if resume(run_dir) is None else None
@@ -150,7 +161,9 @@ def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | Non
             f"{arguments.recipe} is no iterative run: set iteration.steps to the number of training steps between two "
             f"trainings of its reward model, or use {command('train', arguments.recipe)}"
         )
-    check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
+    if not own_rank():
+        check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
+    check_ranks(config)
     check_data(config)
     from covey.experiment.advice import Launch
     from covey.experiment.run import run

@@ -29,6 +29,7 @@ from covey.config.control import (
 )
 from covey.config.llm import (
     EMBEDDED_MODELS,
+    ClusterConfig,
     CriticConfig,
     EvaluationConfig,
     IterationConfig,
@@ -54,9 +55,9 @@ from covey.config.tasks import (
 
 __all__ = [
     "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "ArithmeticConfig", "CheckpointConfig",
-    "CodeFunctionsConfig", "ConfigError", "ControlConfig", "ControlEvaluationConfig", "ControlLossConfig",
-    "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "DatasetConfig", "EnvironmentConfig", "EvaluationConfig",
-    "HumanEvalConfig", "IterationConfig", "LossBase", "LossConfig", "MachineError", "PolicyConfig",
+    "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig", "ControlEvaluationConfig",
+    "ControlLossConfig", "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "DatasetConfig", "EnvironmentConfig",
+    "EvaluationConfig", "HumanEvalConfig", "IterationConfig", "LossBase", "LossConfig", "MachineError", "PolicyConfig",
     "ProcessConfig", "ReasoningGymConfig", "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig",
     "RunError", "RunningTotalConfig", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig",
     "config_field",

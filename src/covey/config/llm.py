@@ -225,6 +225,18 @@ class ProcessConfig:
 
 
 @dataclass(frozen=True)
+class ClusterConfig:
+    shards: int = config_field(
+        0,
+        "logical shards of a step, a power of two; results depend on this number and not on that of the ranks "
+        "(torchrun), which must divide it; 0: as many as there are ranks",
+        min=0,
+        max=1024,
+        advanced=True,
+    )
+
+
+@dataclass(frozen=True)
 class RunConfig(RunBase):
     """One training run on a language model."""
 
@@ -250,6 +262,7 @@ class RunConfig(RunBase):
     iteration: IterationConfig = config_field(IterationConfig(), "[iteration] table")
     process: ProcessConfig = config_field(ProcessConfig(), "[process] table")
     evaluation: EvaluationConfig = config_field(EvaluationConfig(), "[evaluation] table")
+    cluster: ClusterConfig = config_field(ClusterConfig(), "[cluster] table")
     checkpoint: CheckpointConfig = config_field(CheckpointConfig(), "[checkpoint] table")
 
     @property

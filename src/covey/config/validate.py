@@ -31,6 +31,7 @@ from covey.config.fields import (
 )
 from covey.config.files import user_path
 from covey.config.model_sources import locate_model
+from covey.config.validate_cluster import check_cluster
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_iteration import check_iteration
 from covey.config.validate_kl import check_kl, check_language_kl
@@ -122,6 +123,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool, lab
     _check_critic_warmup(config)
     _check_minibatches(config.sampling, config.update)
     check_collection(config)
+    check_cluster(config)
     check_language_kl(config)
     _refuse_unused(config)
     _check_evaluation(config.evaluation)

@@ -11,8 +11,10 @@ from covey.data.protocols import (
     RewardModelUpdater,
     Sampler,
     Task,
+    Team,
 )
 from covey.data.types import Batch, EndReason, Group, PolicyOutput, Rollout, Start
+from covey.data.wire import decode_groups, encode_groups
 
 __all__ = [
     "Batch",
@@ -30,5 +32,8 @@ __all__ = [
     "Sampler",
     "Start",
     "Task",
+    "Team",
     "collate",
+    "decode_groups",
+    "encode_groups",
 ]  # fmt: skip

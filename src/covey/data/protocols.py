@@ -10,6 +10,32 @@ from torch import Tensor
 from covey.data.types import Batch, Group, PolicyOutput, Start
 
 
+class Team(Protocol):
+    """The ranks (processes) that train one policy together; alone, everything is the identity.
+
+    The rows of a step are divided into `shards` logical shards, of which each rank has equally many neighbours. Results
+    depend on their number and not on that of the ranks.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def shards(self) -> int:
+        """The number of logical shards."""
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order. Every rank must call it."""
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Add the tensors of all ranks in place, in the order of a binary tree. Every rank must call it."""
+
+
 class Task(Protocol):
     """Source of starts. A draw depends on its arguments alone, so a resumed run repeats it."""
 

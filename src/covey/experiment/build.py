@@ -23,8 +23,9 @@ from covey.algorithms import (
 )
 from covey.config import ConfigError, ControlConfig, LossBase, LossConfig, RewardConfig, RunConfig, UpdateBase
 from covey.core import kl, ratios, schedules
-from covey.data import Critic, Policy
-from covey.runtime.checkpoint import CheckpointFolder
+from covey.data import Critic, Policy, Team
+from covey.runtime.checkpoint import CheckpointFolder, ReadCheckpoints
+from covey.runtime.distributed import ALONE
 from covey.runtime.optimizer import MasterAdamW
 from covey.tracking.console import Display
 from covey.tracking.run_store import CHECKPOINTS_FOLDER, RunStore
@@ -152,6 +153,7 @@ def build_learners(
     *,
     single_decisions: bool = False,
     shared_trunk: bool = False,
+    team: Team = ALONE,
 ) -> tuple[Learner, ...]:
     """The learners of a run, with their optimizers and learning rates.
 
@@ -164,10 +166,11 @@ def build_learners(
         critics: the critic, if there is one.
         single_decisions: if True, a minibatch may have a part of a rollout.
         shared_trunk: if True, the critic's value head is on the policy's trunk.
+        team: the ranks, whose gradients are added.
     """
     update = config.update
     plan = update_plan(update, single_decisions=single_decisions)
-    optimizers = [build_optimizer(module, update) for module in modules]
+    optimizers = [build_optimizer(module, update, team) for module in modules]
     rate = learning_rate(update.learning_rate, update, config.steps)
     actor = PolicyLearner(policy, optimizers[0], algorithm, plan, rate, kl_coefficient)
     if not critics:
@@ -177,7 +180,7 @@ def build_learners(
     return actor_critic(actor, critic) if shared_trunk else (actor, critic)
 
 
-def build_optimizer(module: nn.Module, update: UpdateBase) -> MasterAdamW:
+def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE) -> MasterAdamW:
     """Build AdamW over a module's parameters with the fields of [update]."""
     return MasterAdamW(
         module,
@@ -185,6 +188,7 @@ def build_optimizer(module: nn.Module, update: UpdateBase) -> MasterAdamW:
         betas=(update.beta1, update.beta2),
         weight_decay=update.weight_decay,
         max_grad_norm=update.max_grad_norm,
+        team=team,
     )
 
 
@@ -207,6 +211,7 @@ def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> Update
     )
 
 
-def build_checkpoints(store: RunStore, keep: int) -> CheckpointFolder:
-    """The checkpoints of a run folder; the records of earlier steps are flushed to the disk before each."""
-    return CheckpointFolder(store.run_dir / CHECKPOINTS_FOLDER, keep, before_save=store.sync)
+def build_checkpoints(store: RunStore, keep: int, team: Team = ALONE) -> CheckpointFolder | ReadCheckpoints:
+    """The checkpoints of a run folder, which rank 0 writes; records of earlier steps are flushed to the disk before."""
+    folder = CheckpointFolder(store.shared_dir / CHECKPOINTS_FOLDER, keep, before_save=store.sync)
+    return ReadCheckpoints(folder) if team.rank else folder

@@ -8,10 +8,11 @@ from typing import Any
 
 from covey.config import EvaluationConfig, RunError
 from covey.config.fields import plural
-from covey.data import Group, Rollout, Start
+from covey.data import Group, Rollout, Start, Team, decode_groups, encode_groups
 from covey.experiment.build import Evaluation
 from covey.llm.grader import RewardGrader
 from covey.llm.sampler import LanguageSampler, greedy
+from covey.runtime.distributed import ALONE
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore, answer_record
 from covey.tracking.score_kinds import SCORE_KINDS
@@ -30,11 +31,13 @@ class HeldOut:
         sampler: LanguageSampler,
         display: Display,
         store: RunStore,
+        team: Team = ALONE,
     ) -> None:
         self.every = config.every
         # The token limit of training is first, because the curve and the advice refer to it.
         self.limits = list(dict.fromkeys([sampler.max_new_tokens, *config.token_limits]))
         self.starts, self.grader, self.sampler, self.display, self.store = starts, grader, sampler, display, store
+        self.team = team
         self._latest: dict[int, Evaluation] = {}  # by token limit, for the version of the weights below
         self._answers: dict[int, list[Group]] = {}  # by token limit too
         self._version = sampler.version
@@ -65,14 +68,26 @@ class HeldOut:
         sampler = greedy(self.sampler, max(limits))
         graded: dict[int, list[Group]] = {limit: [] for limit in limits}
         with self.display.progress(label, len(self.starts)) as advance:
-            for piece in answers(sampler, self.starts, 1):
+            for piece in answers(sampler, self.starts, 1, self.team):
                 for limit in limits:
                     graded[limit] += self.grader.grade(sampler.truncated(piece, limit))
                 advance(len(piece))
+        graded = {limit: self._gathered(groups) for limit, groups in graded.items()}
         seconds = (time.perf_counter() - began) / len(limits)
         for limit, groups in graded.items():
             self._answers[limit] = groups
             self._latest[limit] = self._result(limit, groups) | {"seconds": seconds}
+
+    def _gathered(self, groups: list[Group]) -> list[Group]:
+        """The answers of all ranks, in the order of the problems."""
+        if self.team.size == 1:
+            return groups
+        placed: dict[int, Group] = {}
+        for rank, message in enumerate(self.team.exchange(encode_groups(groups))):
+            places = _places(len(self.starts), rank, self.team.size)
+            found = decode_groups(message, [self.starts[place] for place in places])
+            placed |= zip(places, found, strict=True)
+        return [placed[place] for place in sorted(placed)]
 
     def _result(self, limit: int, groups: list[Group]) -> Evaluation:
         rollouts = [group.rollouts[0] for group in groups]
@@ -89,12 +104,20 @@ class HeldOut:
         }
 
 
-def answers(sampler: LanguageSampler, starts: Sequence[Start], samples: int) -> Iterator[list[Group]]:
-    """Sample answers to `starts`, `samples` each, PIECE problems at a time. Their random numbers are those of step 0,
-    because training begins at 1.
+def answers(
+    sampler: LanguageSampler, starts: Sequence[Start], samples: int, team: Team = ALONE
+) -> Iterator[list[Group]]:
+    """Sample answers to this rank's part of `starts`, `samples` each, PIECE problems at a time. Their random numbers
+    are those of step 0, because training begins at 1.
     """
-    for i in range(0, len(starts), PIECE):
-        yield sampler.sample(starts[i : i + PIECE], samples, step=0)
+    places = _places(len(starts), team.rank, team.size)
+    for i in range(0, len(places), PIECE):
+        yield sampler.sample([starts[place] for place in places[i : i + PIECE]], samples, step=0)
+
+
+def _places(problems: int, rank: int, ranks: int) -> list[int]:
+    """The problems of a rank: every so many pieces one, so that a piece is the same for any number of ranks."""
+    return [place for place in range(problems) if place // PIECE % ranks == rank]
 
 
 def answer_records(step: int, graded: dict[int, list[Group]]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
 from covey.config.validate_collection import NOT_BY_GROUP
 from covey.config.validate_process import no_step_reward
-from covey.data import Start, Task
+from covey.data import Start, Task, Team
 from covey.experiment.build import (
     Experiment,
     Reward,
@@ -61,6 +61,7 @@ from covey.runtime.device import (
     limit_kernel_caches,
     set_threads,
 )
+from covey.runtime.distributed import ALONE
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER, REWARD_MODEL_FOLDER, RunStore
@@ -223,13 +224,16 @@ class LLMBuilder:
 
     name = "language"
 
-    def __init__(self, config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = ()) -> None:
+    def __init__(
+        self, config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = (), team: Team = ALONE
+    ) -> None:
         """Build and test the task and the rewards before a model is loaded.
 
         Raises:
             ConfigError: if the data, the task, a reward or the device is invalid.
         """
         self.config = replace(config, model=resolve_checkpoint(config.model))
+        self.team = team
         self.chosen = build_machine(config.device, config.precision, config.threads)
         self.problem = build_problem(config, task, rewards)
         self._prompts_checked = False  # True if the lengths of the prompts were checked
@@ -266,8 +270,14 @@ class LLMBuilder:
             f"{config.algorithm} on {config.model}, {plural(config.steps, 'step')} of "
             f"{plural(sampling.prompts_per_step, 'prompt')} x {size}{kind}; "
             f"{self.chosen.device.type}, "
-            f"{str(self.chosen.dtype).removeprefix('torch.')}"
+            f"{str(self.chosen.dtype).removeprefix('torch.')}{self._ranks()}"
         )
+
+    def _ranks(self) -> str:
+        team = self.team
+        if team.shards == 1:
+            return ""
+        return f"; {plural(team.size, 'rank')}, {team.shards} shards, each rank has all weights"
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Load the model, copy it as the reference, and build the components."""
@@ -289,7 +299,9 @@ class LLMBuilder:
         policy = with_outputs(loaded.policy, config, algorithm, critics, reference)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         iterated = self._iterated(problem, loaded, store, display)
-        held_out = HeldOut(config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store)
+        held_out = HeldOut(
+            config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store, self.team
+        )
         parts = Components(
             task=problem.task,
             sampler=loaded.sampler,
@@ -306,14 +318,16 @@ class LLMBuilder:
                 [trained.module for trained in (loaded.policy, *critics)],
                 critics,
                 shared_trunk=config.critic.trunk == "policy",
+                team=self.team,
             ),
             kl_coefficient=kl_coefficient,
             reward_model=next(iter(iterated), FixedRewards()),
             collector=build_collector(config),
-            observers=(store, display, *iterated),
-            checkpoints=build_checkpoints(store, config.checkpoint.keep),
+            observers=() if self.team.rank else (store, display, *iterated),
+            checkpoints=build_checkpoints(store, config.checkpoint.keep, self.team),
             evaluate=lambda step: held_out.due(step) | problem.metrics(),
             critics=critics,
+            team=self.team,
         )
         machine = environment(self.chosen.device, self.chosen.dtype)
         machine |= loaded.policy.backend.recorded()

@@ -16,6 +16,7 @@ from covey.config.recipe import config_from_dict, read_tables
 from covey.config.recipe_writing import config_to_dict, first_difference, write_config
 from covey.experiment.advice import Launch
 from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
+from covey.runtime.distributed import exchange_json
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ORIGIN_FILE
 from covey.tracking.run_store import CONFIG_FILE, METRICS_FILE, RunStore, read_metrics
@@ -173,10 +174,11 @@ def restore_checkpoint(parts: Components, store: RunStore, display: Display, che
         ConfigError: if there were checkpoints and none can be used.
     """
     checkpoints: CheckpointFolder = parts.checkpoints  # type: ignore[assignment]
-    latest = checkpoints.latest()
+    latest = exchange_json(parts.team, None if parts.team.rank else checkpoints.latest())[0]
     progress = Progress()
     if latest is not None:
         progress = _loaded(parts, checkpoints, latest)
+        exchange_json(parts.team, None)  # every rank has read it
         checkpoints.tidy(latest)
     elif checkpoints.steps() or store.last_recorded() > checkpoint_every:
         why = "no checkpoint is whole" if checkpoints.steps() else f"{CHECKPOINTS_FOLDER}/ was deleted"

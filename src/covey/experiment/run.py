@@ -6,11 +6,15 @@ The parts of each kind of run are in `covey.experiment.llm` and `covey.experimen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from rich.console import Console
 
 from covey.config import ConfigError, ControlConfig, MachineError, RunConfig
 from covey.config.faults import faults_of, machine_error
@@ -18,13 +22,15 @@ from covey.config.fields import command
 from covey.config.inputs import input_checksums
 from covey.config.recipe_writing import write_config
 from covey.config.validate import validate
-from covey.data import Task
+from covey.data import Task, Team
 from covey.experiment import advice
 from covey.experiment.advice import Launch
 from covey.experiment.build import Evaluation, ExperimentBuilder, Reward
 from covey.experiment.resuming import Origin, new_origin, read_beginning, refuse_changed_inputs, restore_checkpoint
 from covey.runtime.device import differences, peak_memory_bytes
+from covey.runtime.distributed import ALONE, asked_any, exchange_json, joined_ranks, team_of
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
+from covey.runtime.ranks import check_ranks, own_rank
 from covey.tracking.console import Display
 from covey.tracking.curve import draw_curve
 from covey.tracking.iterations import draw_iterations
@@ -67,16 +73,19 @@ def run(
     """
     rewards = _listed(rewards)
     validate(config, own_task=task is not None, own_rewards=bool(rewards))
+    check_ranks(config)
     inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
-    builder = open_builder(config, task, rewards)
-    try:
-        run_dir = config.run_dir or claim_run_dir(Path(recipe_name).stem)
-        with RunStore(run_dir) as store, _faults_of_run(store):
-            with faults_of(store.run_dir / CONFIG_FILE):
-                write_config(replace(builder.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
-            return _execute(builder, store, launch or Launch.from_python(recipe_name, task, rewards), inputs)
-    finally:
-        builder.close()
+    with joined_ranks():
+        team = team_of(config.cluster.shards if isinstance(config, RunConfig) else 1)
+        builder = open_builder(config, task, rewards, team)
+        try:
+            run_dir = config.run_dir or (lambda: claim_run_dir(Path(recipe_name).stem))
+            with open_store(team, run_dir) as store, _faults_of_run(store):
+                with faults_of(store.run_dir / CONFIG_FILE):
+                    write_config(replace(builder.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
+                return _execute(builder, store, launch or Launch.from_python(recipe_name, task, rewards), inputs)
+        finally:
+            builder.close()
 
 
 def resume(
@@ -92,14 +101,16 @@ def resume(
         MachineError: for a fault of the machine; the run keeps its progress.
     """
     rewards = _listed(rewards)
-    with RunStore(run_dir, resume=True) as store, _faults_of_run(store):
-        origin, config, notes = read_beginning(store.run_dir)
+    with joined_ranks(), open_store(team_of(0), run_dir, resume=True) as store, _faults_of_run(store):
+        origin, config, notes = read_beginning(store.shared_dir)
         validate(config, own_task=task is not None, own_rewards=bool(rewards))
+        check_ranks(config)
         inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
-        refuse_changed_inputs(origin, inputs, config, store.run_dir)
-        builder = open_builder(config, task, rewards)
+        refuse_changed_inputs(origin, inputs, config, store.shared_dir)
+        team = team_of(config.cluster.shards if isinstance(config, RunConfig) else 1)
+        builder = open_builder(config, task, rewards, team)
         try:
-            launch = advice.read_launch(store.run_dir) or Launch(str(store.run_dir / CONFIG_FILE))
+            launch = advice.read_launch(store.shared_dir) or Launch(str(store.shared_dir / CONFIG_FILE))
             return _execute(builder, store, launch, inputs, origin, notes, resuming=True)
         finally:
             builder.close()
@@ -110,7 +121,10 @@ def _listed(rewards: Reward | Sequence[Reward]) -> Sequence[Reward]:
 
 
 def open_builder(
-    config: RunConfig | ControlConfig, task: TaskSource | None = None, rewards: Sequence[Reward] = ()
+    config: RunConfig | ControlConfig,
+    task: TaskSource | None = None,
+    rewards: Sequence[Reward] = (),
+    team: Team = ALONE,
 ) -> ExperimentBuilder:
     """The experiment builder of a config, whose light parts are checked.
 
@@ -121,7 +135,7 @@ def open_builder(
     if isinstance(config, RunConfig):
         from covey.experiment.llm import LLMBuilder
 
-        return LLMBuilder(config, task, rewards)
+        return LLMBuilder(config, task, rewards, team)
     if task is not None or rewards:
         raise ConfigError("a run on an environment takes no task and no rewards of its own: the environment has both")
     from covey.experiment.control import ControlBuilder
@@ -146,6 +160,7 @@ def _execute(
         title=f"covey: {launch.title}",
         domain=builder.name,
         score_kind=builder.score_kind,
+        console=Console(quiet=True) if own_rank() else None,
     )
     display.note(f"{builder.describe()}; everything goes to {store.run_dir}")
     for line in (*builder.notes, *notes):
@@ -175,21 +190,26 @@ def _train(
         if origin is None:  # the weights are the initial ones
             origin = new_origin(launch, builder.config, inputs, experiment.machine, experiment.measure("before"))
             write_atomically(store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
-        progress = Progress()
+        progress, team = Progress(), parts.team
         if resuming:
             for line in differences(origin["environment"], experiment.machine):
                 display.note(f"resuming on another footing, so the last bits may differ: {line}")
             progress = restore_checkpoint(parts, store, display, settings.checkpoint_every)
         with stop_requests(display.note) as stopped:
             loop = iterate if settings.iteration_steps else train
-            loop(parts, settings, progress, should_stop=stopped)
-        if stopped() or not settings.is_done(progress):
+            should_stop = partial(asked_any, team, stopped)
+            loop(parts, settings, progress, should_stop=should_stop)
+            ended_early = should_stop()
+        if ended_early or not settings.is_done(progress):
             display.note(f"stopped after step {progress.step}. {_how_to_continue(builder, store.run_dir, launch)}")
             return None
         after = experiment.measure("after")
+    if team.rank:
+        return dict(exchange_json(team, None)[0])
     write_folders(store.run_dir, experiment.save)
     summary = _summarise(builder, store, progress, origin, after) | experiment.facts()
     store.write_summary(summary)
+    exchange_json(team, summary)
     with faults_of(store.run_dir / CURVE_FILE):
         draw_curve(store.run_dir)
         if settings.iteration_steps:
@@ -203,6 +223,24 @@ def _how_to_continue(builder: ExperimentBuilder, run_dir: Path, launch: Launch) 
     if holds_run(run_dir):
         return f"Go on with: {advice.go_on(launch, run_dir)}"
     return f"Start again with: {advice.start(launch, builder.config, {}, keep_folder=True)}"
+
+
+@contextmanager
+def open_store(team: Team, run_dir: str | Path | Callable[[], Path], *, resume: bool = False) -> Iterator[RunStore]:
+    """Context manager: the run folder on rank 0, on every other rank a temporary folder, because only rank 0 writes.
+
+    Args:
+        run_dir: the folder, or a function that creates it, which only rank 0 calls.
+        resume: it is that of a run.
+    """
+    if not team.rank:
+        with RunStore(run_dir() if callable(run_dir) else run_dir, resume=resume) as store:
+            exchange_json(team, str(store.run_dir.absolute()))
+            yield store
+        return
+    shared = Path(exchange_json(team, None)[0])
+    with TemporaryDirectory() as folder, RunStore(Path(folder) / "run", copy_of=shared) as store:
+        yield store
 
 
 @contextmanager

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from covey.config import ConfigError
+from covey.data import Team
+from covey.runtime.distributed import ALONE, GradientTree
 
 NORM_ROW = 256  # see `total_norm`
 MASTER_DTYPE = torch.float32
@@ -60,10 +62,12 @@ class MasterAdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        team: Team = ALONE,
     ) -> None:
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0 (inf never clips), got {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
+        self._team, self._shards = team, GradientTree()
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ConfigError("the model has no trainable parameter: unfreeze some")
@@ -87,11 +91,28 @@ class MasterAdamW:
         return master
 
     @torch.no_grad()
+    def end_shard(self) -> None:
+        """Add the gradients since the last call to those of this rank's shards before."""
+        masters = self.masters.values()
+        self._shards.add([torch.zeros_like(one) if one.grad is None else one.grad for one in masters])
+        self._adamw.zero_grad()
+
+    @torch.no_grad()
+    def _sum_shards(self) -> None:
+        """Replace the gradients by their sum over the shards of all ranks."""
+        sums = self._shards.total()
+        self._team.sum(sums)
+        for master, total in zip(self.masters.values(), sums, strict=True):
+            master.grad = total.add_(0.0)  # -0.0 becomes 0.0, as it does if a rank adds the zeros of an empty shard
+
+    @torch.no_grad()
     def step(self, learning_rate: float) -> StepResult:
         """Clip the gradients to `max_grad_norm`, apply them and free them.
 
         If the norm is not finite, or there is no gradient, weights and state do not change.
         """
+        if self._team.shards > 1:
+            self._sum_shards()
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         norm = total_norm(gradients)
         result = StepResult(float(norm), applied=bool(gradients) and math.isfinite(norm))

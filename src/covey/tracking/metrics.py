@@ -328,6 +328,13 @@ METRICS: dict[str, Metric] = _glossary(
         reproducible=False,
     ),
     Metric(
+        "time/gather",
+        "s",
+        "waiting for the rollouts of the other ranks, and receiving them; only with several ranks",
+        "small; if not, one rank has longer completions or slower rewards than the others",
+        reproducible=False,
+    ),
+    Metric(
         "time/prepare",
         "s",
         "advantages, values, log-probabilities of the reference and of the old policy",

@@ -59,8 +59,13 @@ _LAST_BYTES = 1 << 16  # read from the end of a file of rollouts: usually more t
 class RunStore:
     """Writes a run folder, which it locks until `close`. An `Observer` of the loop, and a context manager."""
 
-    def __init__(self, run_dir: str | Path, *, resume: bool = False) -> None:
+    def __init__(self, run_dir: str | Path, *, resume: bool = False, copy_of: Path | None = None) -> None:
         """Create the folder, or with `resume` open the folder of a run.
+
+        Args:
+            run_dir: the folder.
+            resume: it is that of a run.
+            copy_of: the run folder, if this one is the temporary folder of a rank other than 0, which keeps no records.
 
         Raises:
             ConfigError: if the folder cannot hold a run, already holds one, is being written by another process, or
@@ -69,6 +74,7 @@ class RunStore:
         """
         self._lock = open_run_dir(run_dir, resume=resume)
         self.run_dir = self._lock.folder
+        self.shared_dir = copy_of or self.run_dir  # of the run, with its checkpoints
         self.began = resume  # True if a step has been recorded
         self._unsynced: list[Path] = [self.run_dir / CONFIG_FILE]
         with faults_of(self.run_dir):

@@ -13,9 +13,12 @@ from statistics import fmean
 from typing import Protocol
 
 from covey.algorithms import Algorithm
-from covey.data import Grader, Group, Sampler, Start, Task, collate
+from covey.data import Grader, Group, Sampler, Start, Task, Team, collate
+from covey.runtime.distributed import ALONE
 from covey.runtime.timer import Measure
+from covey.train.gather import gather_groups
 from covey.train.prepare import has_signal
+from covey.train.shards import own_shards, share
 
 # Largest adaptive group, as a multiple of the step's group size, unless a size is given.
 DEFAULT_MAX_FACTOR = 4
@@ -62,17 +65,29 @@ class GroupSource:
     step: int
     drawn: int  # number of starts that the run has drawn in earlier steps
     measure: Measure  # times a phase; the argument is the name of its metric
+    team: Team = ALONE
 
     def draw(self, count: int, first: int = 0) -> list[Start]:
         """`count` starts of the step, with indices from `first`."""
         return self.task.draw(self.seed, self.step, count, first=first, before=self.drawn + first)
 
     def rollouts(self, starts: Sequence[Start], size: int, *, first_rollout: int = 0) -> list[Group]:
-        """Sample and grade `size` rollouts from each start, numbered from `first_rollout`."""
+        """Sample and grade `size` rollouts from each start, numbered from `first_rollout`.
+
+        Each rank samples the starts of its shards, one shard after the other, and receives the groups of all ranks.
+        """
+        parts = share(len(starts), self.team)
+        own = [starts[parts[shard]] for shard in own_shards(self.team)]
         with self.measure("time/sample"):
-            groups = self.sampler.sample(starts, size, self.step, first_rollout)
+            groups = [
+                group for part in own if part for group in self.sampler.sample(part, size, self.step, first_rollout)
+            ]
         with self.measure("time/grade"):
-            return self.grader.grade(groups)
+            graded = self.grader.grade(groups)
+        if self.team.size == 1:
+            return graded
+        with self.measure("time/gather"):
+            return gather_groups(graded, starts, self.team, f"step {self.step}")
 
     def have_signal(self, groups: list[Group]) -> list[bool]:
         """For each group, whether a decision of it has a non-zero advantage. A KL in the reward is not considered."""

@@ -30,6 +30,9 @@ from covey.train.metrics import UpdateMetrics
 class Optimizer(Protocol):
     """An optimizer of a module, with fp32 master weights and accumulated gradients."""
 
+    def end_shard(self) -> None:
+        """Add the gradients of a shard to those of the shards before, if there are several."""
+
     def step(self, learning_rate: float) -> StepResult:
         """Clip, apply and reset the gradients; if their norm is not finite, no weight changes."""
 
@@ -74,6 +77,9 @@ class Learner(Protocol):
     def backward(self, part: Batch, step: int, metrics: UpdateMetrics, measure: Measure) -> None:
         """Accumulate the gradient of the loss of a microbatch."""
 
+    def end_shard(self) -> None:
+        """Called after the microbatches of each shard, if there are several shards."""
+
     def optimizer_step(self, step: int, metrics: UpdateMetrics) -> None:
         """Apply the accumulated gradients of a minibatch."""
 
@@ -114,6 +120,9 @@ class PolicyLearner:
         with measure("time/backward"):
             loss.backward()  # type: ignore[no-untyped-call]
         metrics.add_policy(part, output, terms)
+
+    def end_shard(self) -> None:
+        self.optimizer.end_shard()
 
     def optimizer_step(self, step: int, metrics: UpdateMetrics) -> None:
         metrics.add_policy_step(self.optimizer.step(self.learning_rate(step)))
@@ -157,6 +166,9 @@ class CriticLearner:
             loss.backward()  # type: ignore[no-untyped-call]
         metrics.add_critic(loss)
 
+    def end_shard(self) -> None:
+        self.optimizer.end_shard()
+
     def optimizer_step(self, step: int, metrics: UpdateMetrics) -> None:
         metrics.add_critic_step(self.optimizer.step(self.learning_rate(step)))
 
@@ -174,6 +186,10 @@ class SharedTrunkLearner(PolicyLearner):
 
     head_optimizer: Optimizer
     head_learning_rate: Schedule
+
+    def end_shard(self) -> None:
+        super().end_shard()
+        self.head_optimizer.end_shard()
 
     def optimizer_step(self, step: int, metrics: UpdateMetrics) -> None:
         super().optimizer_step(step, metrics)

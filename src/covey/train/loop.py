@@ -52,9 +52,10 @@ def train_step(run: Components, config: LoopConfig, progress: Progress) -> tuple
             collate(collected.groups), run.policy, run.algorithm,
             reference=run.reference, critics=run.critics, kl_coefficient=run.kl_coefficient.at(step),
             optimizer_steps=run.learners[0].plan.optimizer_steps(step), mask_truncated=config.mask_truncated,
+            team=run.team,
         )  # fmt: skip
     with clock.measure("time/update"):
-        updated = update(run.learners, batch, seed=config.seed, step=step, measure=clock.measure)
+        updated = update(run.learners, batch, seed=config.seed, step=step, measure=clock.measure, team=run.team)
     with clock.measure("time/refresh"):
         run.sampler.refresh(progress.version + 1)
         run.reference_updater.after(step)
@@ -68,7 +69,7 @@ def collect(run: Components, config: LoopConfig, progress: Progress, clock: Cloc
     """The graded groups of the next step, collected by `run.collector`."""
     step = progress.step + 1
     source = GroupSource(
-        run.task, run.sampler, run.grader, run.algorithm, config.seed, step, progress.starts, clock.measure
+        run.task, run.sampler, run.grader, run.algorithm, config.seed, step, progress.starts, clock.measure, run.team
     )
     return run.collector.collect(source, config.starts_per_step, config.group_size.at(step))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from covey.algorithms import LossTerms
 from covey.core.kl import k3
 from covey.core.ratios import effective_sample_fraction, token_log_ratio
 from covey.core.returns import explained_variance
-from covey.data import Batch, Group, PolicyOutput
+from covey.data import Batch, Group, PolicyOutput, Team
+from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.optimizer import StepResult
+from covey.train.shards import own_shards
 
 T = TypeVar("T")
 
@@ -71,20 +74,40 @@ def value_metrics(batch: Batch, returns_BT: Tensor | None, counted_BT: Tensor) -
     return metrics
 
 
-class UpdateMetrics:
-    """Accumulates the metrics of an update over its microbatches."""
+@dataclass
+class ShardSums:
+    """Sums over the microbatches of a shard, in the order in which they were added."""
 
-    def __init__(self) -> None:
-        # Sums of loss, clipped low, clipped high, entropy, KL to the old policy, and number of decisions.
-        self.sums = torch.zeros(6)
+    # Sums of loss, clipped low, clipped high, entropy, KL to the old policy, and number of decisions.
+    of_policy: Tensor = field(default_factory=lambda: torch.zeros(6))
+    log_ratio_max: Tensor = field(default_factory=lambda: torch.tensor(0.0))
+    # One scalar per microbatch, read at the end of the update, because reading synchronizes with the device.
+    critic_losses: list[Tensor] = field(default_factory=list)
+    logged: dict[str, list[Tensor]] = field(default_factory=dict)
+    logged_first: dict[str, list[Tensor]] = field(default_factory=dict)
+    # Before the first optimizer step: sums of |gap|, k3, decisions, importance weights and their squares.
+    mismatch: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def numbers(self) -> dict[str, Any]:
+        """The sums as numbers, for other ranks."""
+        return {
+            "of_policy": self.of_policy.tolist(),
+            "log_ratio_max": float(self.log_ratio_max),
+            "critic_losses": [float(sum(self.critic_losses)), len(self.critic_losses)],
+            "logged": {name: sum(map(float, values)) for name, values in self.logged.items()},
+            "logged_first": {name: sum(map(float, values)) for name, values in self.logged_first.items()},
+            "mismatch": self.mismatch,
+        }
+
+
+class UpdateMetrics:
+    """Accumulates the metrics of an update over its microbatches, for each shard of this rank."""
+
+    def __init__(self, team: Team = ALONE) -> None:
+        self.team = team
+        self.shard = own_shards(team)[0]  # of the next microbatches
+        self.sums = {shard: ShardSums() for shard in own_shards(team)}
         self.sums_before_epoch = [0.0] * 6
-        self.log_ratio_max = torch.tensor(0.0)
-        # One scalar per microbatch, read at the end of the update, because reading synchronizes with the device.
-        self.critic_losses: list[Tensor] = []
-        self.logged: dict[str, list[Tensor]] = {}
-        self.logged_first: dict[str, list[Tensor]] = {}
-        self.mismatch = self.mismatch_kl = self.mismatch_decisions = 0.0
-        self.weights = self.squared_weights = 0.0  # sums over importance weights of trainer over sampler
         self.grad_norms: list[float] = []
         self.applied = self.skipped = self.epochs = 0
         self.critic_applied = self.critic_skipped = self.critic_epochs = 0
@@ -92,7 +115,7 @@ class UpdateMetrics:
     @torch.no_grad()
     def add_policy(self, part: Batch, output: PolicyOutput, terms: LossTerms) -> None:
         """Add a microbatch of the policy."""
-        mask_BT = part.mask_BT
+        mask_BT, sums = part.mask_BT, self.sums[self.shard]
         old_to_new_BT = k3(torch.zeros_like(terms.log_ratio_BT), terms.log_ratio_BT)
         added = torch.stack(
             (
@@ -104,22 +127,20 @@ class UpdateMetrics:
                 mask_BT.sum(),
             )
         )
-        self.sums = self.sums.to(added) + added
-        self.log_ratio_max = torch.maximum(self.log_ratio_max.to(added.device), terms.log_ratio_BT.max())
+        sums.of_policy = sums.of_policy.to(added) + added
+        sums.log_ratio_max = torch.maximum(sums.log_ratio_max.to(added.device), terms.log_ratio_BT.max())
         for name, value_BT in terms.logged.items():
-            self.logged.setdefault(name, []).append(value_BT[mask_BT].sum())
+            sums.logged.setdefault(name, []).append(value_BT[mask_BT].sum())
         if self.grad_norms or self.skipped:
             return
         # Before the first optimizer step, trainer and sampler have the same weights.
         gap_N = (output.logprobs_BT - part.behavior_logprobs_BT)[mask_BT]
-        self.mismatch += float(gap_N.abs().sum())
-        self.mismatch_kl += float(k3(torch.zeros_like(gap_N), gap_N).sum())
-        self.mismatch_decisions += float(mask_BT.sum())
         weight_N = token_log_ratio(output.logprobs_BT, part.behavior_logprobs_BT, mask_BT)[mask_BT].double().exp()
-        self.weights += float(weight_N.sum())
-        self.squared_weights += float(weight_N.square().sum())
+        kl_N = k3(torch.zeros_like(gap_N), gap_N)
+        found = (gap_N.abs().sum(), kl_N.sum(), mask_BT.sum(), weight_N.sum(), weight_N.square().sum())
+        sums.mismatch = [total + float(value) for total, value in zip(sums.mismatch, found, strict=True)]
         for name, value_BT in terms.logged_first.items():
-            self.logged_first.setdefault(name, []).append(value_BT[mask_BT].sum())
+            sums.logged_first.setdefault(name, []).append(value_BT[mask_BT].sum())
 
     def add_policy_step(self, result: StepResult) -> None:
         """Add an optimizer step of the policy."""
@@ -130,7 +151,7 @@ class UpdateMetrics:
 
     def add_critic(self, loss: Tensor) -> None:
         """Add the value loss of a microbatch."""
-        self.critic_losses.append(loss.detach())
+        self.sums[self.shard].critic_losses.append(loss.detach())
 
     def add_critic_step(self, result: StepResult) -> None:
         """Add an optimizer step of the critic."""
@@ -138,39 +159,63 @@ class UpdateMetrics:
         self.critic_skipped += not result.applied
 
     def kl_of_epoch(self) -> float:
-        """Mean k3 estimate of KL(old || current) over the decisions since the last call, in nats."""
-        sums = self.sums.tolist()
+        """Mean k3 estimate of KL(old || current) over the decisions since the last call, in nats. All ranks call it."""
+        sums = self._total()["of_policy"]
         kl, decisions = (sums[i] - self.sums_before_epoch[i] for i in (4, 5))
         self.sums_before_epoch = sums
         return float(kl / max(decisions, 1))
 
+    def _total(self) -> dict[str, Any]:
+        """The sums over the shards of all ranks, added in the order of the shards."""
+        own = [sums.numbers() for sums in self.sums.values()]
+        everyones = [one for found in exchange_json(self.team, own) for one in found]
+        return {
+            "of_policy": _added([one["of_policy"] for one in everyones]),
+            "log_ratio_max": max(one["log_ratio_max"] for one in everyones),
+            "critic_losses": _added([one["critic_losses"] for one in everyones]),
+            "mismatch": _added([one["mismatch"] for one in everyones]),
+            "logged": _added_by_name([one["logged"] for one in everyones]),
+            "logged_first": _added_by_name([one["logged_first"] for one in everyones]),
+        }
+
     def read(self, minibatches: int) -> dict[str, float]:
-        """The metrics of the update; `minibatches` is their number in an epoch."""
-        loss, low, high, entropy, kl, count = self.sums.tolist()
-        decisions, first_decisions = max(count, 1), max(self.mismatch_decisions, 1)
+        """The metrics of the update; `minibatches` is their number in an epoch. Every rank calls it."""
+        total = self._total()
+        loss, low, high, entropy, kl, count = total["of_policy"]
+        mismatch, mismatch_kl, first, weights, squared_weights = total["mismatch"]
+        critic_loss, critic_microbatches = total["critic_losses"]
+        decisions, first_decisions = max(count, 1), max(first, 1)
         metrics = {
             "loss": loss / (max(self.epochs, 1) * minibatches),
             "clip/low": low / decisions,
             "clip/high": high / decisions,
-            "ratio/max": float(self.log_ratio_max.exp()),
+            "ratio/max": float(torch.tensor(total["log_ratio_max"]).exp()),
             "update/optimizer_steps": float(self.applied),
             "update/skipped_steps": float(self.skipped + self.critic_skipped),
             "update/epochs": float(self.epochs),
         }
         if count:
             metrics["entropy"] = entropy / decisions
-            metrics["mismatch/mean"] = self.mismatch / first_decisions
-            metrics["mismatch/kl"] = self.mismatch_kl / first_decisions
-            if self.mismatch_decisions:
-                metrics["mismatch/effective_sample_fraction"] = effective_sample_fraction(
-                    self.weights, self.squared_weights, self.mismatch_decisions
-                )
+            metrics["mismatch/mean"] = mismatch / first_decisions
+            metrics["mismatch/kl"] = mismatch_kl / first_decisions
             metrics["kl/behavior"] = kl / decisions
-        for logged, count in ((self.logged_first, first_decisions), (self.logged, decisions)):
-            metrics |= {name: sum(map(float, values)) / count for name, values in logged.items()}
-        if self.critic_losses:
-            metrics["loss/value"] = float(sum(self.critic_losses)) / (self.critic_epochs * minibatches)
+        if first:
+            metrics["mismatch/effective_sample_fraction"] = effective_sample_fraction(weights, squared_weights, first)
+        metrics |= {name: value / first_decisions for name, value in total["logged_first"].items()}
+        metrics |= {name: value / decisions for name, value in total["logged"].items()}
+        if critic_microbatches:
+            metrics["loss/value"] = critic_loss / (self.critic_epochs * minibatches)
             metrics["update/critic_steps"] = float(self.critic_applied)
         if self.grad_norms:
             metrics["grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
         return metrics
+
+
+def _added(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Sums of the columns, from the first row to the last."""
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def _added_by_name(tables: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: sum(table.get(name, 0.0) for table in tables) for name in names}

@@ -16,8 +16,10 @@ from covey.algorithms import Algorithm, KLPlacement
 from covey.config import ConfigError
 from covey.core.kl import k3
 from covey.core.loss_weights import count
-from covey.data import Batch, Critic, Policy, PolicyOutput
+from covey.data import Batch, Critic, Policy, PolicyOutput, Team
+from covey.runtime.distributed import ALONE
 from covey.train.metrics import value_metrics
+from covey.train.shards import fill_rows, own_shards, shard_rows
 
 
 class NoReference:
@@ -45,6 +47,7 @@ def prepare_batch(
     kl_coefficient: float = 0.0,
     optimizer_steps: int = 1,
     mask_truncated: bool = False,
+    team: Team = ALONE,
 ) -> tuple[Batch, dict[str, float]]:
     """Compute the inputs of the update, once per step: values, advantages, loss weights, old and reference
     log-probabilities.
@@ -58,6 +61,7 @@ def prepare_batch(
         kl_coefficient: coefficient of this step.
         optimizer_steps: number of optimizer steps of the policy on this batch.
         mask_truncated: exclude truncated rollouts from the loss; the baseline still includes their rewards.
+        team: its ranks evaluate the rows together; everything else is computed on every rank from the same numbers.
 
     Returns:
         The rows that have a gradient, and metrics of the whole step. A row is kept if a decision of it has a non-zero
@@ -70,10 +74,10 @@ def prepare_batch(
     """
     kl = algorithm.kl.acting(kl_coefficient)
     _check_components(algorithm, kl, reference, critics, kl_coefficient)
-    reward_scores = score_rows(reference, batch, kl.rows_for_reward(batch))
+    reward_scores = score_rows(reference, batch, kl.rows_for_reward(batch), team)
     batch = kl.penalise(batch, reward_scores["logprobs_BT"], kl_coefficient)
     for critic in critics:
-        batch = _with_values(batch, policy, critic)
+        batch = _with_values(batch, policy, critic, team)
 
     advantages_BT, returns_BT = algorithm.advantage(batch)
     counted_BT = batch.mask_BT & batch.valid_B[:, None]
@@ -89,14 +93,14 @@ def prepare_batch(
         "update/rows": float(kept_B.sum()) / len(batch),
     }
 
-    loss_scores = score_rows(reference, batch, kl.rows_for_loss(batch, kept_B))
+    loss_scores = score_rows(reference, batch, kl.rows_for_loss(batch, kept_B), team)
     reference_BT = torch.where(
         reward_scores["logprobs_BT"].isnan(), loss_scores["logprobs_BT"], reward_scores["logprobs_BT"]
     )
     metrics |= _kl_metric(batch, reference_BT)
     if critics:
         metrics |= value_metrics(batch, returns_BT, counted_BT)
-    old_scores = score_rows(policy, batch, kept_B) if optimizer_steps > 1 else {}
+    old_scores = score_rows(policy, batch, kept_B, team) if optimizer_steps > 1 else {}
     batch = replace(
         batch,
         mask_BT=counted_BT,
@@ -112,49 +116,63 @@ def prepare_batch(
 
 
 @torch.no_grad()
-def score_rows(policy: Policy, batch: Batch, wanted_B: Tensor) -> dict[str, Tensor]:
+def score_rows(policy: Policy, batch: Batch, wanted_B: Tensor, team: Team = ALONE) -> dict[str, Tensor]:
     """Log-probabilities of the decisions of some rows under `policy`, in nats.
 
     Args:
         policy: evaluates the rows, a microbatch at a time.
         batch: the rows of the step.
         wanted_B: bool, True at the rows to evaluate.
+        team: each rank evaluates its own shards of them.
 
     Returns:
         "logprobs_BT", NaN on the other rows; and "all_logprobs_BTV", 0 on the other rows, if the policy's output has
         the log-probability of every action.
     """
     scores = {"logprobs_BT": torch.full_like(batch.behavior_logprobs_BT, math.nan)}
-    for rows, part in _by_microbatch(policy, batch, wanted_B):
+    shards = _shards(batch, wanted_B, team)
+    for rows, part in _by_microbatch(policy, batch, [shards[shard] for shard in own_shards(team)]):
         width = part.mask_BT.shape[1]
         for name, value in policy.evaluate(part).scores().items():
             if name not in scores:
                 scores[name] = batch.behavior_logprobs_BT.new_zeros(*batch.mask_BT.shape, *value.shape[2:])
             scores[name][rows, :width] = value.to(scores[name])
+    fill_rows(scores["logprobs_BT"], shards, team)
     return scores
 
 
-def _by_microbatch(policy: Policy, batch: Batch, wanted_B: Tensor) -> Iterator[tuple[Tensor, Batch]]:
-    """Microbatches of the wanted rows: (row indices, microbatch)."""
+def _shards(batch: Batch, wanted_B: Tensor, team: Team) -> list[Tensor]:
+    """Row indices of each shard of the wanted rows."""
     wanted = wanted_B.nonzero()[:, 0]
-    if not len(wanted):
-        return
-    chosen = batch if len(wanted) == len(batch) else batch.select(wanted)
-    for rows in policy.microbatches(chosen):
-        yield wanted[rows], chosen.select(rows)
+    if len(wanted) == len(batch):
+        return shard_rows(batch, team.shards)
+    return [wanted[rows] for rows in shard_rows(batch.select(wanted), team.shards)]
+
+
+def _by_microbatch(policy: Policy, batch: Batch, shards: Sequence[Tensor]) -> Iterator[tuple[Tensor, Batch]]:
+    """Microbatches of the rows of some shards: (row indices, microbatch)."""
+    for shard in shards:
+        if not len(shard):
+            continue
+        chosen = batch if len(shard) == len(batch) else batch.select(shard)
+        for rows in policy.microbatches(chosen):
+            yield shard[rows], chosen.select(rows)
 
 
 @torch.no_grad()
-def _with_values(batch: Batch, policy: Policy, critic: Critic) -> Batch:
+def _with_values(batch: Batch, policy: Policy, critic: Critic, team: Team) -> Batch:
     """The batch with the critic's value of every state, and the bootstrap value of each row.
 
     The bootstrap value is 0 if the episode is over. A time limit or the end of a fragment does not end an episode.
     """
     values_BT = torch.zeros_like(batch.behavior_logprobs_BT)
     bootstrap_value_B = torch.zeros_like(batch.reward_B)
-    for rows, part in _by_microbatch(policy, batch, batch.valid_B):
+    shards = _shards(batch, batch.valid_B, team)
+    for rows, part in _by_microbatch(policy, batch, [shards[shard] for shard in own_shards(team)]):
         values_BT[rows, : part.mask_BT.shape[1]] = critic.values(part).to(values_BT)
         bootstrap_value_B[rows] = critic.bootstrap_values(part).to(bootstrap_value_B)
+    for value_B in (values_BT, bootstrap_value_B):
+        fill_rows(value_B, shards, team)
     return replace(batch, values_BT=values_BT, bootstrap_value_B=torch.where(batch.truncated_B, bootstrap_value_B, 0.0))
 
 

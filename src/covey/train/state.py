@@ -18,7 +18,9 @@ from covey.data import (
     RewardModelUpdater,
     Sampler,
     Task,
+    Team,
 )
+from covey.runtime.distributed import ALONE
 from covey.train.collect import Collector, FixedGroups, GroupSize
 from covey.train.kl_coefficient import KLCoefficient
 from covey.train.learners import Learner
@@ -89,6 +91,7 @@ class Components:
     evaluate: Callable[[int], dict[str, float]] = lambda step: {}  # held-out metrics after a step, if they are due
     observers: Sequence[Observer] = ()
     checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
+    team: Team = ALONE
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The update: trains the learners on the prepared batch of a step.
 
-    learners -> epochs -> minibatches (one optimizer step each) -> microbatches (one backward pass each)
+    learners -> epochs -> minibatches (one optimizer step each) -> shards -> microbatches (one backward pass each)
 
 Shapes: B rollouts, T decisions.
 """
@@ -12,15 +12,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from covey.data import Batch
+from covey.data import Batch, Team
+from covey.runtime.distributed import ALONE
 from covey.runtime.rng import permutation
 from covey.runtime.timer import Measure, untimed
 from covey.train.learners import Learner, UpdatePlan
 from covey.train.metrics import UpdateMetrics
+from covey.train.shards import own_shards, shard_rows
 
 
 def update(
-    learners: Sequence[Learner], batch: Batch, *, seed: int, step: int, measure: Measure = untimed
+    learners: Sequence[Learner], batch: Batch, *, seed: int, step: int, measure: Measure = untimed, team: Team = ALONE
 ) -> dict[str, float]:
     """Make the optimizer steps of one training step.
 
@@ -32,17 +34,18 @@ def update(
         batch: the prepared batch of the step.
         seed, step: with the epoch, they determine the order of the minibatches.
         measure: times the phases.
+        team: each rank differentiates its own shards of every minibatch; the optimizers add the gradients.
 
     Returns:
         the metrics of the update.
     """
-    metrics = UpdateMetrics()
+    metrics = UpdateMetrics(team)
     coefficients: dict[str, float] = {}
     for learner in learners:
         coefficients |= learner.coefficients(step)
         for epoch in learner.epochs(step):
             for minibatch in _minibatches(batch, learner.plan, seed, step, epoch):
-                for part in _microbatches(learner, minibatch):
+                for part in _microbatches(learner, minibatch, team, metrics):
                     learner.backward(part, step, metrics, measure)
                 with measure("time/optimizer"):
                     learner.optimizer_step(step, metrics)
@@ -74,7 +77,15 @@ def _shuffled(items: Tensor, seed: int, step: int, epoch: int) -> Tensor:
     return items[torch.from_numpy(permutation(seed, step, epoch, len(items)))]
 
 
-def _microbatches(learner: Learner, minibatch: Batch) -> Iterator[Batch]:
-    """The microbatches of a minibatch, small enough for one backward pass each."""
-    for rows in learner.microbatches(minibatch):
-        yield minibatch if len(rows) == len(minibatch) else minibatch.select(rows)
+def _microbatches(learner: Learner, minibatch: Batch, team: Team, metrics: UpdateMetrics) -> Iterator[Batch]:
+    """The microbatches of this rank's shards of a minibatch, small enough for one backward pass each."""
+    shards = shard_rows(minibatch, team.shards)
+    for shard in own_shards(team):
+        metrics.shard = shard
+        rows_of_shard = shards[shard]
+        if len(rows_of_shard):
+            chosen = minibatch if len(rows_of_shard) == len(minibatch) else minibatch.select(rows_of_shard)
+            for rows in learner.microbatches(chosen):
+                yield chosen if len(rows) == len(chosen) else chosen.select(rows)
+        if team.shards > 1:
+            learner.end_shard()

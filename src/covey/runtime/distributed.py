@@ -1,0 +1,192 @@
+"""Teams: the ranks (processes) that train one policy together, started by torchrun.
+
+The rows of a step are divided into logical shards. Each rank samples, evaluates and differentiates its own shards.
+Every sum over rows is first taken within a shard and then over shards, in the order of a binary tree. So a result
+depends on the number of shards and not on that of the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from covey.config import RunError
+from covey.data import Team
+from covey.runtime.ranks import STATE, local_rank, world_size
+
+BUCKET = 1 << 24  # numbers that are summed in one message: 64 MB in fp32
+LONGEST_WAIT = timedelta(hours=2)  # for the slowest rank, whose sampling and grading have deadlines of their own
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A team of one rank; implements `covey.data.Team`."""
+
+    shards: int = 1
+    rank = 0
+    size = 1
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """The message alone."""
+        return [message]
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Nothing to add."""
+
+
+ALONE = Alone()
+
+
+class TorchTeam:
+    """The ranks of torch.distributed; implements `covey.data.Team`."""
+
+    def __init__(self, shards: int) -> None:
+        """`shards` is a multiple of the number of ranks, and both are powers of two."""
+        self.rank, self.size, self.shards = dist.get_rank(), dist.get_world_size(), shards
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order.
+
+        Raises:
+            RunError: if another rank has ended.
+        """
+        with _lost_ranks(self.rank):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(message)]))
+            longest = int(max(sizes))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(message)] = torch.from_numpy(np.frombuffer(bytearray(message), dtype=np.uint8))
+            received = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(received, padded)
+        return [row[: int(size)].numpy().tobytes() for row, size in zip(received, sizes, strict=True)]
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Add the tensors of all ranks, in place: (rank 0 + rank 1) + (rank 2 + rank 3), and so on.
+
+        Raises:
+            RunError: if another rank has ended.
+        """
+        with _lost_ranks(self.rank):
+            for bucket in _buckets(tensors):
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+                summed = self._sum_flat(flat)
+                for tensor, piece in zip(bucket, summed.split([tensor.numel() for tensor in bucket]), strict=True):
+                    tensor.copy_(piece.view_as(tensor))
+
+    def _sum_flat(self, flat: Tensor) -> Tensor:
+        """A reduce-scatter whose order of addition is that of a binary tree, then an all-gather."""
+        width = -(-flat.numel() // self.size)
+        padded = torch.nn.functional.pad(flat, (0, width * self.size - flat.numel()))
+        pieces = torch.empty_like(padded)  # this rank's part, of every rank
+        dist.all_to_all_single(pieces, padded)
+        rows = list(pieces.view(self.size, width))
+        while len(rows) > 1:
+            rows = [rows[i] + rows[i + 1] for i in range(0, len(rows), 2)]
+        dist.all_gather(list(pieces.view(self.size, width)), rows[0].contiguous())
+        return pieces[: flat.numel()]
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of at most `BUCKET` numbers together; a larger one is alone."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(one.numel() for one in bucket) + tensor.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+@contextmanager
+def _lost_ranks(rank: int) -> Iterator[None]:
+    """Context manager that turns torch's error about a lost connection into one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {rank} has lost another rank, which has ended or does not answer; its own message has the cause. "
+            "The run goes on from its last checkpoint"
+        ) from error
+
+
+@contextmanager
+def joined_ranks() -> Iterator[None]:
+    """Context manager that connects the ranks that torchrun has started: tensors on CPUs by gloo, on GPUs by NCCL. Each
+    rank of a machine uses the GPU of its local rank. No effect without torchrun, or if a script has connected them.
+    """
+    if world_size() == 1 or dist.is_initialized():
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+    dist.init_process_group(timeout=LONGEST_WAIT)
+    STATE.joined = True
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def team_of(shards: int) -> Team:
+    """The team of this process. Call it within `joined_ranks`.
+
+    Args:
+        shards: logical shards; 0: as many as there are ranks.
+    """
+    size = world_size()
+    return Alone(shards or 1) if size == 1 else TorchTeam(shards or size)
+
+
+class GradientTree:
+    """Adds the gradients of shards in the order of a binary tree, in as many copies as the tree is high.
+
+    Shard 0 is added to 1, 2 to 3, their sums to each other, and so on. The shards of a rank are consecutive and their
+    number is a power of two, so the sum over ranks continues the same tree.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[int, list[Tensor]]] = []  # height in the tree -> sums, the highest first
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of the next shard; the tensors are copied or only read."""
+        if self._sums and self._sums[-1][0] == 0:
+            height, left = self._sums.pop()
+            for total, gradient in zip(left, gradients, strict=True):
+                total.add_(gradient)
+            self._push(height + 1, left)
+        else:
+            self._sums.append((0, [gradient.clone() for gradient in gradients]))
+
+    def _push(self, height: int, sums: list[Tensor]) -> None:
+        while self._sums and self._sums[-1][0] == height:
+            _, left = self._sums.pop()
+            for total, right in zip(left, sums, strict=True):
+                total.add_(right)
+            height, sums = height + 1, left
+        self._sums.append((height, sums))
+
+    def total(self) -> list[Tensor]:
+        """The sum over all shards that were added; empties the tree."""
+        ((_, sums),) = self._sums
+        self._sums = []
+        return sums
+
+
+def exchange_json(team: Team, value: Any) -> list[Any]:
+    """The JSON values of all ranks, in their order. Every rank must call it."""
+    return [value] if team.size == 1 else [json.loads(one) for one in team.exchange(json.dumps(value).encode())]
+
+
+def asked_any(team: Team, asked: Callable[[], bool]) -> bool:
+    """Whether a rank was asked to stop. Every rank must call it, so that all stop after the same step."""
+    return any(exchange_json(team, asked()))

@@ -1,0 +1,48 @@
+"""Gathers the groups of all ranks, and checks that the ranks agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from covey.config import RunError
+from covey.data import Group, Start, Team, decode_groups, encode_groups
+from covey.train.shards import share
+
+_DIGEST = 32  # bytes of a SHA-256
+
+
+def gather_groups(groups: Sequence[Group], starts: Sequence[Start], team: Team, when: str) -> list[Group]:
+    """The graded groups of all ranks, in the order of the starts.
+
+    Args:
+        groups: of this rank's shards.
+        starts: of all ranks.
+        team: the ranks; each calls this.
+        when: for the message of an error.
+
+    Raises:
+        RunError: on every rank, if a rank has drawn other starts.
+    """
+    found = team.exchange(_digest(starts) + encode_groups(groups))
+    for rank, message in enumerate(found):
+        if message[:_DIGEST] != found[0][:_DIGEST]:
+            raise RunError(
+                f"rank {rank} has drawn other prompts than rank 0 in {when}: data files, packages and the task's code "
+                "must be the same on all ranks, and a task must not use random numbers of its own"
+            )
+    parts, each = share(len(starts), team), team.shards // team.size
+    return [
+        group
+        for rank, message in enumerate(found)
+        for group in decode_groups(
+            message[_DIGEST:], [start for part in parts[rank * each : (rank + 1) * each] for start in starts[part]]
+        )
+    ]
+
+
+def _digest(starts: Sequence[Start]) -> bytes:
+    """A hash of prompts and columns."""
+    content = [[start.index, start.prompt, dict(start.columns)] for start in starts]
+    return hashlib.sha256(json.dumps(content, default=str, sort_keys=True).encode()).digest()

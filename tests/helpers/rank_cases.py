@@ -1,0 +1,132 @@
+"""Runs of one rank of several: `python rank_cases.py FOLDER MODEL NAMES`, in an environment as torchrun makes it.
+
+Every rank trains the cases one after the other; the run of a case is in FOLDER/name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from covey import ArithmeticConfig, EvaluationConfig, RunConfig, SamplingConfig, UpdateConfig
+from covey.config import (
+    CheckpointConfig,
+    ClusterConfig,
+    CriticConfig,
+    ProcessConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RunningTotalConfig,
+)
+
+BASE = RunConfig(
+    steps=3,
+    seed=5,
+    threads=1,
+    precision="fp32",
+    task=ArithmeticConfig(digits=(1,)),
+    rewards=(RewardConfig(name="digits"), RewardConfig(name="length", length_limit=8, weight=0.5)),
+    sampling=SamplingConfig(prompts_per_step=6, group_size=4, max_new_tokens=6),
+    update=UpdateConfig(learning_rate=1e-3, epochs=2, minibatches=2, max_grad_norm=0.1, microbatch_tokens=200),
+    evaluation=EvaluationConfig(problems=300, every=2),
+    cluster=ClusterConfig(shards=4),
+    checkpoint=CheckpointConfig(every=2),
+    show_rollouts_every=0,
+)
+STEPS = {
+    "task": RunningTotalConfig(steps=(2,)),
+    "rewards": (
+        RewardConfig(name="step_numbers", answer_column="totals"),
+        RewardConfig(name="length", length_limit=30),
+    ),
+    "process": ProcessConfig(),
+}
+ONCE = replace(BASE.update, epochs=1, minibatches=1)
+
+
+def case(**changes: Any) -> RunConfig:
+    """The base with some fields of its tables changed."""
+    tables = {
+        name: replace(getattr(BASE, name), **value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return replace(BASE, **tables)
+
+
+CASES = {
+    "grpo": case(),
+    "grpo_once": case(update=ONCE),
+    "grpo_bf16": case(precision="bf16", loss={"kl_coefficient": 0.1}),
+    "grpo_kl_controller": case(loss={"kl_coefficient": 0.1, "adaptive_kl_target": 0.01, "entropy_coefficient": 0.01}),
+    "grpo_exact_kl": case(loss={"kl_coefficient": 0.1, "kl_estimator": "exact"}),
+    "grpo_target_kl": case(update={"target_kl": 1e-4, "epochs": 4}),
+    "grpo_gdpo": case(loss={"normalize_rewards": "each"}),
+    "grpo_importance": case(loss={"importance_cap": 1.0, "importance_mask": (0.5, 4.0)}),
+    "grpo_adaptive": case(sampling={"adaptive": True, "initial_group_size": 2}),
+    "grpo_growing": case(sampling={"final_group_size": 6}),
+    "grpo_refreshed": case(reference=ReferenceConfig(1, 0.5), loss={"kl_coefficient": 0.1}),
+    "process": case(loss={"credit": "process"}, **STEPS),
+    "process_return_to_go": case(loss={"credit": "process_return_to_go"}, **STEPS),
+    "dr_grpo": case(algorithm="dr_grpo"),
+    "dapo": case(algorithm="dapo", sampling={"max_resamples": 2, "group_size": 2}),
+    "gspo": case(algorithm="gspo"),
+    "cispo": case(algorithm="cispo"),
+    "rloo": case(algorithm="rloo", update=ONCE, loss={"kl_coefficient": 0.1}),
+    "reinforce": case(algorithm="reinforce", update=ONCE),
+    "reinforce_pp": case(algorithm="reinforce_pp", update=ONCE, loss={"kl_coefficient": 0.1}),
+    "ppo": case(algorithm="ppo", update={"critic_learning_rate": 1e-3, "critic_epochs": 1}),
+    "ppo_warmup": case(algorithm="ppo", update={"critic_warmup_steps": 1}, sampling={"group_size": 1}),
+    "ppo_trunk": case(algorithm="ppo", critic=CriticConfig(trunk="policy"), update={"critic_epochs": 1}),
+    "ppo_process": case(algorithm="ppo", **STEPS),
+}
+QUICK = ("grpo_bf16", "dapo", "ppo_trunk")
+
+
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def start_ranks(words: Sequence[str], size: int, folder: Path, **changes: str) -> list[subprocess.Popen[str]]:
+    """Start a program on several ranks, as torchrun does, without its agent."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder,
+            env=os.environ | environment(rank, size, port) | changes,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def main(folder: Path, model: str, names: Sequence[str]) -> None:
+    from covey import run
+    from covey.runtime.distributed import joined_ranks
+
+    with joined_ranks():
+        for name in names:
+            run(replace(CASES[name], model=model, run_dir=str(folder / name)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
