@@ -33,7 +33,6 @@ from covey.config.reward_models import (
 )
 from covey.experiment.llm import Machine, build_machine
 from covey.experiment.reward_model_folder import RELIABILITY_FILE, RewardModelFolder
-from covey.llm.model.architecture import position_limit
 from covey.llm.model.loading import resolve_checkpoint
 from covey.llm.reward_models.evaluation import Quality, evaluate
 from covey.llm.reward_models.examples import (
@@ -288,7 +287,7 @@ def _encoded(
 
 
 def _most_tokens(model: RewardModel, config: RewardModelConfig) -> int | None:
-    limit = position_limit(model.module.config)
+    limit = model.longest
     return min(config.max_tokens or limit or 0, limit or config.max_tokens) or None
 
 

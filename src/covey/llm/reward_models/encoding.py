@@ -29,7 +29,7 @@ class RewardEncoder:
     """
 
     chat: Chat
-    pad_id: int  # of the model's config: transformers reads the score at the last token that is another one
+    pad_id: int | None  # of the model's config: transformers reads the score at the last token that is another one
     separator: str = DEFAULT_SEPARATOR  # after each step
     reads_end: bool = False  # the score of a completion's last step is read at an end token after it
 
