@@ -340,3 +340,11 @@ def test_running_moments_are_those_of_all_numbers(parts: list[list[float]]) -> N
     if len(numbers):
         assert moments.mean == pytest.approx(float(numbers.mean()), abs=1e-9)
         assert moments.deviation == pytest.approx(float(numbers.std(correction=0)), abs=1e-7)
+
+
+def test_an_empty_step_without_a_separator_has_no_token() -> None:
+    """WordPiece makes no token of a line end; scores are then read at the steps' own last tokens."""
+    encoder = RewardEncoder(Chat(tiny_tokenizer(), frozenset()), pad_id=0, separator="")
+    assert encoder.process("2+3=", ["it", "5"]).reads == (5, 6)
+    with pytest.raises(ConfigError, match="a step has no token, because it is empty"):
+        encoder.process("2+3=", ["it", "", "5"])

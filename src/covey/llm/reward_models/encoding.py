@@ -58,12 +58,18 @@ class RewardEncoder:
         the completion ends there: otherwise a policy that stops after a right first step would have the best scores.
 
         Raises:
-            ConfigError: if the prompt cannot be encoded.
+            ConfigError: if the prompt cannot be encoded, or a step has no token.
         """
         tokens = list(self._begin(prompt))
         reads = []
         for step in steps:
-            tokens += self.chat.encode_text(step.strip()) + self.chat.encode_text(self.separator)
+            added = self.chat.encode_text(step.strip()) + self.chat.encode_text(self.separator)
+            if not added:
+                raise ConfigError(
+                    f"a step has no token, because it is empty and the tokenizer makes none of {self.separator!r}: leave "
+                    "empty steps out, or choose another --step-separator"
+                )
+            tokens += added
             reads.append(len(tokens) - 1)
         if self.reads_end and steps:
             tokens += self._end()

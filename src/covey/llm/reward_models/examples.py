@@ -6,7 +6,7 @@ Shapes: N reads of the examples' rows, M terms of the loss (pairs, completions o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -184,6 +184,11 @@ def encode_example(example: Example, encoder: RewardEncoder) -> EncodedExample:
 
 
 def _rows(example: Example, encoder: RewardEncoder) -> tuple[ScoredRow, ...]:
+    """The sequences; those of equal prompts share their common prefix, and so do the two texts of a pair without one."""
+    return tuple(replace(row, group=example.content) for row in _encoded(example, encoder))
+
+
+def _encoded(example: Example, encoder: RewardEncoder) -> tuple[ScoredRow, ...]:
     score = partial(encoder.outcome, example.prompt)
     if isinstance(example, Pair):
         return score(example.chosen), score(example.rejected)
