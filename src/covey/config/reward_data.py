@@ -13,9 +13,9 @@ A prompt is a string or chat messages; a completion is a string, or the messages
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from covey.config.data_file import check_prompt, faults_at, kind_name, read_records
@@ -53,7 +53,8 @@ class Pair(Example):
         """Up to the first difference of the two texts, as in TRL's implicit prompt."""
         assert isinstance(self.chosen, str)  # without a prompt, a completion is a string
         assert isinstance(self.rejected, str)
-        return os.path.commonprefix([self.chosen, self.rejected]) or self.chosen
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(self.chosen, self.rejected, strict=False))
+        return "".join(one for one, _ in alike) or self.chosen
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def read_examples(path: str, grade_column: str = "grade") -> list[Example]:
                 what = "several kinds of data" if matching else "no known kind of data"
                 raise ValueError(
                     f"its columns ({', '.join(list(record)[:8]) or 'none'}) are {what}: give prompt, chosen and "
-                    f"rejected, or prompt, completion and {grade_column} (--grade-column), or prompt, completions and labels"
+                    f"rejected, or prompt, completion and {grade_column} (--grade-column), or prompt, completions and "
+                    "labels"
                 )
             if found and not isinstance(found[0], matching[0]):
                 raise ValueError(f"it has other columns than {found[0].place}: write each kind of data to its own file")
@@ -174,8 +176,8 @@ def _completion(value: Any, name: str, prompt: str | Messages) -> str | Messages
         return _text(value, name)
     if isinstance(prompt, str):
         raise ValueError(
-            f"{name!r} must be a string, because 'prompt' is one; this is {kind_name(value)}: write 'prompt' as a list of "
-            "messages too, or leave it out if the completions hold the whole chat"
+            f"{name!r} must be a string, because 'prompt' is one; this is {kind_name(value)}: write 'prompt' as a list "
+            "of messages too, or leave it out if the completions hold the whole chat"
         )
     return _messages(value, name)
 

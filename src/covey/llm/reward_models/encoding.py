@@ -66,8 +66,8 @@ class RewardEncoder:
             added = self.chat.encode_text(step.strip()) + self.chat.encode_text(self.separator)
             if not added:
                 raise ConfigError(
-                    f"a step has no token, because it is empty and the tokenizer makes none of {self.separator!r}: leave "
-                    "empty steps out, or choose another --step-separator"
+                    f"a step has no token, because it is empty and the tokenizer makes none of {self.separator!r}: "
+                    "leave empty steps out, or choose another --step-separator"
                 )
             tokens += added
             reads.append(len(tokens) - 1)

@@ -184,7 +184,7 @@ def encode_example(example: Example, encoder: RewardEncoder) -> EncodedExample:
 
 
 def _rows(example: Example, encoder: RewardEncoder) -> tuple[ScoredRow, ...]:
-    """The sequences; those of equal prompts share their common prefix, and so do the two texts of a pair without one."""
+    """The sequences. Those of equal prompts share their common prefix, and so do both texts of a pair without one."""
     return tuple(replace(row, group=example.content) for row in _encoded(example, encoder))
 
 
