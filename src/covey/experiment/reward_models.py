@@ -3,7 +3,7 @@
 runs/reward_model-001/
   reward_model.json             data, settings and environment; `--resume` continues with them
   metrics.jsonl                 one line per optimizer step, and one per evaluation on the held-out examples
-  checkpoints/                  for `--resume`
+  checkpoints/                  for `--resume`; removed at the end
   model/                        the trained model in the format of transformers, with the scale of its scores
   summary.json, reliability.png the result
   covey.lock                    locked by the process that writes here
