@@ -61,7 +61,7 @@ def test_a_training_writes_a_model_that_transformers_loads_and_says_what_to_do_n
     names = {entry.name for entry in run_dir.iterdir()}
     picture = set() if data == "numbers" else {"reliability.png"}
     assert names == picture | {
-        "reward_model.json", "metrics.jsonl", "checkpoints", "model", "summary.json", "covey.lock"
+        "reward_model.json", "metrics.jsonl", "model", "summary.json", "covey.lock"
     }  # fmt: skip
     auto: Any = AutoModelForTokenClassification if data == "steps" else AutoModelForSequenceClassification
     _, info = auto.from_pretrained(run_dir / "model", output_loading_info=True)
@@ -129,14 +129,10 @@ def kill_many_times(data: str, kills: int, place: Path) -> None:
 
 
 def assert_same_training(run_dir: Path, whole: Path) -> None:
-    """The same model, checkpoints, picture and summary, byte for byte, and the same metrics."""
+    """The same model, picture and summary, byte for byte, and the same metrics; the checkpoints are gone at the end."""
     made, expected = files(run_dir), files(whole)
-    assert made.keys() == expected.keys()
-    assert {
-        "model/model.safetensors",
-        "reliability.png",
-        f"checkpoints/step-{STEPS:08d}/tensors.safetensors",
-    } <= made.keys()
+    assert expected.keys() == {name for name in made if not name.startswith("checkpoints/")}  # a kill may leave them
+    assert {"model/model.safetensors", "reliability.png"} <= made.keys()
     for name in expected.keys() - {"metrics.jsonl", "covey.lock"}:
         assert made[name] == expected[name], name
 

@@ -13,9 +13,9 @@ A prompt is a string or chat messages; a completion is a string, or the messages
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from covey.config.data_file import check_prompt, faults_at, kind_name, read_records
@@ -32,8 +32,12 @@ class Example:
 
     @property
     def content(self) -> str:
-        """Key that is equal for equal prompts."""
-        return json.dumps(self.prompt, sort_keys=True)
+        """Key that is equal for equal prompts; an example without a prompt has the beginning of its texts instead."""
+        return json.dumps(self.prompt or self._beginning, sort_keys=True)
+
+    @property
+    def _beginning(self) -> Any:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,14 @@ class Pair(Example):
     rejected: str | Messages
     margin: float = 0.0  # the difference that their scores should have at least
 
+    @property
+    def _beginning(self) -> str:
+        """Up to the first difference of the two texts, as in TRL's implicit prompt."""
+        assert isinstance(self.chosen, str)  # without a prompt, a completion is a string
+        assert isinstance(self.rejected, str)
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(self.chosen, self.rejected, strict=False))
+        return "".join(one for one, _ in alike) or self.chosen
+
 
 @dataclass(frozen=True)
 class Graded(Example):
@@ -52,6 +64,10 @@ class Graded(Example):
     completion: str | Messages
     grade: float
 
+    @property
+    def _beginning(self) -> str | Messages:
+        return self.completion
+
 
 @dataclass(frozen=True)
 class Steps(Example):
@@ -59,6 +75,10 @@ class Steps(Example):
 
     steps: tuple[str, ...]
     labels: tuple[float, ...]
+
+    @property
+    def _beginning(self) -> str:
+        return self.steps[0]
 
 
 def read_examples(path: str, grade_column: str = "grade") -> list[Example]:
@@ -77,7 +97,8 @@ def read_examples(path: str, grade_column: str = "grade") -> list[Example]:
                 what = "several kinds of data" if matching else "no known kind of data"
                 raise ValueError(
                     f"its columns ({', '.join(list(record)[:8]) or 'none'}) are {what}: give prompt, chosen and "
-                    f"rejected, or prompt, completion and {grade_column}, or prompt, completions and labels"
+                    f"rejected, or prompt, completion and {grade_column} (--grade-column), or prompt, completions and "
+                    "labels"
                 )
             if found and not isinstance(found[0], matching[0]):
                 raise ValueError(f"it has other columns than {found[0].place}: write each kind of data to its own file")
@@ -131,7 +152,7 @@ def _steps(place: str, record: dict[str, Any]) -> Steps:
     prompt, texts, labels = _prompt(record["prompt"]), record["completions"], record["labels"]
     for name, value in (("completions", texts), ("labels", labels)):
         if not isinstance(value, list) or not value:
-            raise ValueError(f"{name!r} must be a list with one value for each step, this is {kind_name(value)}")
+            raise ValueError(f"{name!r} must be a list with one value for each step, {_found(value)}")
     if len(texts) != len(labels):
         raise ValueError(f"there are {len(texts)} 'completions' (steps) and {len(labels)} 'labels': give one for each")
     for number, text in enumerate(texts, start=1):
@@ -154,7 +175,10 @@ def _completion(value: Any, name: str, prompt: str | Messages) -> str | Messages
     if isinstance(value, str):
         return _text(value, name)
     if isinstance(prompt, str):
-        raise ValueError(f"{name!r} must be a string, because 'prompt' is one; this is {kind_name(value)}")
+        raise ValueError(
+            f"{name!r} must be a string, because 'prompt' is one; this is {kind_name(value)}: write 'prompt' as a list "
+            "of messages too, or leave it out if the completions hold the whole chat"
+        )
     return _messages(value, name)
 
 
@@ -166,14 +190,18 @@ def _text(value: Any, name: str) -> str:
 
 def _messages(value: Any, name: str) -> Messages:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{name!r} must be a string or a list of chat messages, this is {kind_name(value)}")
+        raise ValueError(f"{name!r} must be a string or a list of chat messages, {_found(value)}")
     check_prompt(value, name)
     return tuple(value)
 
 
+def _found(value: Any) -> str:
+    return "it is empty" if value == [] else f"this is {kind_name(value)}"
+
+
 def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(float(value)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name!r} must be a number, this is {kind_name(value)}")
-    if abs(value) > 1e6:
-        raise ValueError(f"{name!r} is {value:g}: scale the numbers to at most 1e6")
+    if not abs(value) <= 1e6:  # True for NaN
+        raise ValueError(f"{name!r} is beyond 1e6: scale the numbers to at most 1e6")
     return float(value)

@@ -141,9 +141,26 @@ def kind_of(source: ModelSource) -> RewardModelKind | None:
 
 def kind_of_class(model_config: Any) -> RewardModelKind | None:
     """The kind of the reward model with this `config.json`; None for any other model."""
-    listed = model_config.get("architectures") if isinstance(model_config, dict) else None
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    names = _classes_of(model_config)
     return next((kind for kind in RewardModelKind for name in names if name.endswith(kind.value)), None)
+
+
+def _classes_of(model_config: Any) -> list[str]:
+    """The classes of transformers that a `config.json` names."""
+    listed = model_config.get("architectures") if isinstance(model_config, dict) else None
+    return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+
+
+def no_reward_model(name: str, model_config: Any = None) -> str:
+    """Message for a model of another kind; `model_config` is the content of its `config.json`."""
+    classes = _classes_of(model_config)
+    if not classes or any(one.endswith(("CausalLM", "LMHeadModel", "ConditionalGeneration")) for one in classes):
+        train = command("reward-model", "train", "DATA.jsonl", "--model", name)
+        return f"model {name} is a language model, no reward model: train one with {train}"
+    return (
+        f"model {name} has the class {classes[0]}, which is no sequence or token classifier of transformers: choose "
+        f"another reward model, or train one with {command('reward-model', 'train', 'DATA.jsonl')}"
+    )
 
 
 def reward_model_fault(name: str, *, per_step: bool) -> str:
@@ -155,10 +172,8 @@ def reward_model_fault(name: str, *, per_step: bool) -> str:
     source = locate_reward_model(name)
     kind = kind_of(source)
     if kind is None and source.kind is not ModelKind.HUB:
-        return (
-            f"model {name} is a language model, no reward model: train one with "
-            f"{command('reward-model', 'train', 'DATA.jsonl', '--model', name)}"
-        )
+        is_folder = source.kind is ModelKind.FOLDER
+        return no_reward_model(name, read_json(Path(source.name) / MODEL_CONFIG_FILE) if is_folder else None)
     if kind is RewardModelKind.OUTCOME and per_step:
         return f"per_step = true, but {name} is an outcome reward model, which scores whole completions: take it out"
     return ""

@@ -58,7 +58,7 @@ def reliability(probability_N: Tensor, positive_N: Tensor, bins: int = 10) -> Re
 
     Args:
         probability_N: from 0 to 1.
-        positive_N: bool.
+        positive_N: bool, or a number from 0 to 1, such as one half for a tie.
         bins: K.
     """
     bin_N = (probability_N * bins).long().clamp(max=bins - 1)

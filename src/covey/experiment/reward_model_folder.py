@@ -119,8 +119,9 @@ class RewardModelFolder:
         write_folders(self.run_dir, write)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write the result; a folder with it is finished."""
+        """Write the result; a folder with it is finished, so that its checkpoints are of no use and removed."""
         write_atomically(self.run_dir / SUMMARY_FILE, encode(summary, indent=2))
+        self.checkpoints.remove()
 
     def _flush(self) -> None:
         """fsync the metrics, which a checkpoint relies on."""

@@ -3,7 +3,7 @@
 runs/reward_model-001/
   reward_model.json             data, settings and environment; `--resume` continues with them
   metrics.jsonl                 one line per optimizer step, and one per evaluation on the held-out examples
-  checkpoints/                  for `--resume`
+  checkpoints/                  for `--resume`; removed at the end
   model/                        the trained model in the format of transformers, with the scale of its scores
   summary.json, reliability.png the result
   covey.lock                    locked by the process that writes here
@@ -33,7 +33,6 @@ from covey.config.reward_models import (
 )
 from covey.experiment.llm import Machine, build_machine
 from covey.experiment.reward_model_folder import RELIABILITY_FILE, RewardModelFolder
-from covey.llm.model.architecture import position_limit
 from covey.llm.model.loading import resolve_checkpoint
 from covey.llm.reward_models.evaluation import Quality, evaluate
 from covey.llm.reward_models.examples import (
@@ -288,7 +287,7 @@ def _encoded(
 
 
 def _most_tokens(model: RewardModel, config: RewardModelConfig) -> int | None:
-    limit = position_limit(model.module.config)
+    limit = model.longest
     return min(config.max_tokens or limit or 0, limit or config.max_tokens) or None
 
 

@@ -196,6 +196,20 @@ class CheckpointFolder:
         with faults_of(self.path):
             self._remove_old(newest)
 
+    def remove(self) -> None:
+        """Remove all checkpoints, and the folder if nothing else is in it.
+
+        Raises:
+            MachineError: if they cannot be removed because of the disk.
+        """
+        with faults_of(self.path):
+            self._remove_leftovers()
+            for step in self.steps():
+                if _is_own(self.folder(step)):
+                    shutil.rmtree(self.folder(step))
+            if self.path.is_dir() and not any(self.path.iterdir()):
+                self.path.rmdir()
+
     def _check_free_space(self, needed: int) -> None:
         free = shutil.disk_usage(self.path).free
         if free < needed:

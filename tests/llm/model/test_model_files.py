@@ -101,6 +101,19 @@ def test_shards_load_and_pickles_beside_them_are_not_looked_at(tmp_path):
     assert not Path("pwned").exists()
 
 
+def test_a_header_whose_length_begins_like_a_pickle_is_no_pickle(tmp_path):
+    whole = load(tiny_folder(tmp_path)).module.state_dict()
+    tensors = load_file(tmp_path / "model.safetensors")
+    file, filler = tmp_path / "model.safetensors", 0
+    for _ in range(2):
+        save_file(tensors, file, metadata={"format": "pt", "filler": "x" * filler})
+        length = int.from_bytes(file.read_bytes()[:8], "little")
+        filler = (0x0480 - length) % 0x10000
+    assert file.read_bytes().startswith(b"\x80\x04")
+    again = load(tmp_path).module.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
 def test_an_embedding_larger_than_the_tokenizer_is_padding(tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON | {"vocab_size": 128}, **SMALL))
     model.save_pretrained(tmp_path)

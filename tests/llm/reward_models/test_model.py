@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,64 @@ def test_an_encoder_is_scored_by_its_own_forward_pass() -> None:
     rows = some_rows(model)
     expected = torch.cat([plain(model, row) for row in rows])
     torch.testing.assert_close(torch.cat(model.scores(rows)), expected, rtol=1e-4, atol=1e-5)
+
+
+# The rows of a family are padded, or one at a time where padding changes its scores; its longest sequence.
+OTHERS: dict[str, tuple[dict[str, Any], bool, int | None]] = {
+    "roberta": ({}, True, 61),  # its tokens have the positions after that of padding
+    "mpnet": ({}, True, 60),
+    "deberta-v2": ({"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, True, 62),
+    "bart": ({"decoder_start_token_id": 0}, False, 62),  # needs as many end tokens in every row
+    "xlnet": ({"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}, False, None),  # reads the last position
+    "fnet": ({}, False, 62),  # has no attention mask
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_are_scored_as_by_transformers_up_to_their_longest_sequence(family: str) -> None:
+    more, pads, longest = OTHERS[family]
+    sizes = {
+        "hidden_size": 32, "d_model": 32, "num_hidden_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
+        "num_attention_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "intermediate_size": 64,
+        "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 62,
+    }  # fmt: skip
+    sizes = {} if family == "xlnet" else sizes
+    config = AutoConfig.for_model(
+        family, vocab_size=len(CHARACTERS) + 3, num_labels=1, pad_token_id=0, eos_token_id=1, **sizes, **more
+    )
+    torch.manual_seed(0)
+    module = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.15)
+    model = wrap_classifier(module, Chat(tiny_tokenizer(), frozenset()), RewardModelKind.OUTCOME, family)
+    assert (model.shares_prompts, model.pads, model.longest) == (False, pads, longest)
+    rows = [*some_rows(model), model.encoder.outcome("2+3=", "5" * ((longest or 62) - len("2+3=") - 1))]
+    expected = torch.cat([plain(model, row) for row in rows])
+    assert expected.std() > 1e-2
+    torch.testing.assert_close(torch.cat(model.scores(rows)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "bloom"])
+@pytest.mark.parametrize("pad", [None, 999])
+def test_without_a_padding_token_the_score_is_read_at_the_last_token(
+    pad: int | None, architecture: str, tmp_path: Path
+) -> None:
+    """As transformers reads it; the end token does not become the padding token."""
+    model = tiny_reward_model(RewardModelKind.OUTCOME, architecture)
+    model.module.config.pad_token_id = pad
+    model.module.save_pretrained(tmp_path)
+    (tokenizer := tiny_tokenizer()).pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_reward_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    assert loaded.pad_id is None
+    rows = some_rows(loaded)
+    assert {row.reads for row in rows} == {(len(row.tokens) - 1,) for row in rows}
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = torch.cat([theirs(torch.tensor([row.tokens])).logits[0] for row in rows])
+    torch.testing.assert_close(torch.cat(loaded.scores(rows)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_with_two_labels_scores_by_their_difference() -> None:
@@ -225,6 +284,10 @@ def test_refused_models(tmp_path: Path) -> None:
     language = tiny_folder(tmp_path / "language")
     with pytest.raises(ConfigError, match=r"is a language model, no reward model: train one with covey reward-model"):
         load(language)
+    (config := json.loads((language / "config.json").read_text()))["architectures"] = ["LlamaForRewardModel"]
+    (language / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"the class LlamaForRewardModel, which is no sequence or token classifier"):
+        load(language)
     outcome = tiny_reward_model(RewardModelKind.OUTCOME)
     outcome.save(tmp_path / "outcome")
     with pytest.raises(ConfigError, match="is an outcome reward model, but these data train a process reward model"):
@@ -277,3 +340,11 @@ def test_running_moments_are_those_of_all_numbers(parts: list[list[float]]) -> N
     if len(numbers):
         assert moments.mean == pytest.approx(float(numbers.mean()), abs=1e-9)
         assert moments.deviation == pytest.approx(float(numbers.std(correction=0)), abs=1e-7)
+
+
+def test_an_empty_step_without_a_separator_has_no_token() -> None:
+    """WordPiece makes no token of a line end; scores are then read at the steps' own last tokens."""
+    encoder = RewardEncoder(Chat(tiny_tokenizer(), frozenset()), pad_id=0, separator="")
+    assert encoder.process("2+3=", ["it", "5"]).reads == (5, 6)
+    with pytest.raises(ConfigError, match="a step has no token, because it is empty"):
+        encoder.process("2+3=", ["it", "", "5"])

@@ -108,6 +108,8 @@ def test_a_score_that_is_not_finite_is_a_failure_and_no_reward(
         return [torch.tensor([math.nan]), *scores(model, rows, *more)[1:]]
 
     monkeypatch.setattr(RewardModel, "scores", one_nan)
+    with pytest.raises(ConfigError, match="has a score that is NaN or infinite: set precision to fp32"):
+        grader(model=str(tmp_path), **options).check([Start(0, "2+3=")])
     first, *others = graded(model=str(tmp_path), **options)
     assert first.reward is None
     assert all(other.reward is not None for other in others)
@@ -123,7 +125,28 @@ def test_a_completion_beyond_the_models_limit_is_not_graded(tmp_path: Path, capl
         for r in group.rollouts
     ]
     assert [reward is None for reward in found] == [False] * 5 + [True] + [False] * 5 + [True]
-    assert "takes at most 8 tokens, and 2 of 12 completions are longer" in caplog.text
+    assert "2 of 12 completions are not graded" in caplog.text
+    assert "it has 11 tokens, and the model takes at most 8" in caplog.text
+
+
+@pytest.mark.parametrize("kind", list(RewardModelKind))
+def test_a_completion_that_the_chat_template_refuses_is_not_graded(kind: RewardModelKind, tmp_path: Path) -> None:
+    """A policy may write an empty completion in any step: the run goes on without it."""
+    saved(tmp_path, kind)
+    template = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{{ m.content }}"
+    (tmp_path / "chat_template.jinja").write_text(template + "{% endfor %}")
+    question = [{"role": "user", "content": "2+3="}]
+
+    def rewards_of(*texts: str) -> list[float | None]:
+        asked = [Group(Start(0, question), group.rollouts) for group in groups(texts)[:1]]
+        return [rollout.reward for rollout in grader(model=str(tmp_path)).grade(asked)[0].rollouts]
+
+    found, whole = rewards_of("5", "", "7", "8", "9"), rewards_of("5", "7", "8", "9")
+    refused = [1] if kind is RewardModelKind.OUTCOME else []  # a process model's template gets the prompt alone
+    assert [number for number, reward in enumerate(found) if reward is None] == refused
+    assert found[:1] + found[2:] == pytest.approx(whole, abs=1e-5)
+    with pytest.raises(ConfigError, match=r"chat template refuses the messages: empty .*in a dry run"):
+        grader(model=str(tmp_path)).check([Start(0, [{"role": "user", "content": ""}])])
 
 
 def test_the_model_is_loaded_in_the_dry_run_and_mistakes_are_one_line(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from covey.config import ConfigError, RunError
+from covey.config.data_file import hold_out
 from covey.config.reward_data import Example, Graded, Pair, Steps, read_examples
 from covey.config.reward_models import RewardModelConfig, RewardModelKind
 from covey.llm.reward_models.evaluation import evaluate
 from covey.llm.reward_models.examples import EncodedExample, choose_objective, encode_examples, kind_of_examples
+from covey.llm.reward_models.model import as_batch
 from covey.llm.reward_models.training import RewardModelTrainer, train_epochs
 from helpers.reward_models import tiny_reward_model
 
@@ -198,6 +200,11 @@ def test_quality_of_grades_and_of_steps_by_hand(monkeypatch: pytest.MonkeyPatch)
     assert metrics["auc"] == 0.25  # 1 above -1, of four pairs
     assert metrics["rank_agreement"] == 0.5  # of prompt a: 1 > -1, not 1 > 2
     steps: list[Example] = [Steps("1", "a", ("x", "y"), (1.0, 0.0)), Steps("2", "b", ("z",), (1.0,))]
+    encoded, _ = encode_examples(PAIRS, model.encoder, None)
+    monkeypatch.setattr(model, "scores", lambda rows: [torch.tensor([z]) for z in (1.0, 1.0, 2.0, 2.0, 0.0, 9.0)])
+    metrics = evaluate(model, encoded, choose_objective(PAIRS)).metrics
+    assert metrics["accuracy"] == pytest.approx(1 / 3)  # two ties, which count one half, and one wrong
+    assert metrics["calibration_error"] == pytest.approx(1 / 3, abs=1e-3)  # of the wrong one, which was certain
     model = tiny_reward_model(RewardModelKind.PROCESS)
     encoded, _ = encode_examples(steps, model.encoder, None)
     monkeypatch.setattr(model, "scores", lambda rows: [torch.tensor([2.0, -1.0]), torch.tensor([-2.0])])
@@ -239,6 +246,20 @@ def test_data_of_every_kind_are_read(tmp_path: Path) -> None:
     ]
 
 
+def test_pairs_without_a_prompt_are_held_out_and_share_their_beginning(tmp_path: Path) -> None:
+    """TRL's implicit prompt: nobody knows where it ends, so that each pair counts as a prompt of its own."""
+    records = [{"chosen": f"{n}+1={n + 1}", "rejected": f"{n}+1=0"} for n in range(1, 7)]
+    examples = read_examples(write(tmp_path / "pairs.jsonl", *records, {"chosen": "5", "rejected": "6"}))
+    training, held_out = hold_out(examples, 0.3, one_prompt="one prompt")
+    assert (len(training), len(held_out)) == (5, 2)
+    assert len({example.content for example in examples}) == 7
+    encoded, _ = encode_examples(examples, tiny_reward_model(RewardModelKind.OUTCOME).encoder, None)
+    assert [as_batch(one.rows).context[0] == as_batch(one.rows).context[1] for one in encoded] == [True] * 6 + [False]
+    assert len(as_batch(encoded[0].rows).context[0]) == len("1+1=")
+    graded = read_examples(write(tmp_path / "g.jsonl", *({"prompt": "", "completion": c, "grade": 1} for c in "ab")))
+    assert len({example.content for example in graded}) == 2
+
+
 GOOD = {"prompt": "p", "chosen": "c", "rejected": "r"}
 
 
@@ -254,6 +275,8 @@ GOOD = {"prompt": "p", "chosen": "c", "rejected": "r"}
         (GOOD | {"rejected": "c"}, "are the same"),
         (GOOD | {"rejected": None}, "'rejected' must be a string, because 'prompt' is one; this is null"),
         (GOOD | {"margin": "high"}, "'margin' must be a number, this is a string"),
+        (GOOD | {"margin": 10**400}, "'margin' is beyond 1e6: scale"),
+        ({"chosen": [], "rejected": []}, "'chosen' must be a string or a list of chat messages, it is empty"),
         (GOOD | {"prompt": 5}, "'prompt' must be a string or a list of chat messages"),
         (GOOD | {"prompt": [{"role": "user"}]}, "message 1 of 'prompt' needs a 'content'"),
     ],
@@ -267,7 +290,7 @@ def test_bad_lines_are_refused_by_their_number(record: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"completions": [], "labels": []}, "'completions' must be a list with one value for each step"),
+        ({"completions": [], "labels": []}, "'completions' must be a list with one value for each step, it is empty"),
         ({"completions": ["a"], "labels": [1, 0]}, r"1 'completions' \(steps\) and 2 'labels'"),
         ({"completions": ["a", 5], "labels": [1, 0]}, "step 2 of 'completions' must be a text, this is a number"),
         ({"completions": ["a"], "labels": [2]}, "probabilities from 0 to 1"),

@@ -22,6 +22,7 @@ from covey.config import ConfigError, files
 from covey.config.faults import path_error
 from covey.config.fields import or_list
 from covey.config.model_sources import MODEL_CONFIG_FILE
+from covey.config.reward_models import kind_of_class
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -163,7 +164,7 @@ def read_weight_files(folder: Path, model: str) -> WeightFiles:
         try:
             with open(path, "rb") as raw:
                 start = raw.read(32)
-            if start.startswith(PICKLE_STARTS):
+            if start.startswith(PICKLE_STARTS) and start[8:9] != b"{":  # the length of a header may begin so
                 raise ConfigError(
                     f"model {model}: {path.name} is a pickle under the name of safetensors: rename it to "
                     f"pytorch_model.bin, and {_convert(folder)}"
@@ -234,7 +235,9 @@ def _shards(folder: Path, model: str) -> tuple[Path, ...]:
 
 def _convert(folder: Path) -> str:
     """Instruction to convert a pickle to safetensors."""
+    kind = kind_of_class(read_json(folder / MODEL_CONFIG_FILE))
+    loader = f"AutoModel{kind.value}" if kind else "AutoModelForCausalLM"
     return (
-        'if you trust its source, convert it once with python -c "from transformers import AutoModelForCausalLM as M; '
+        f'if you trust its source, convert it once with python -c "from transformers import {loader} as M; '
         f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )

@@ -29,7 +29,7 @@ class RewardEncoder:
     """
 
     chat: Chat
-    pad_id: int  # of the model's config: transformers reads the score at the last token that is another one
+    pad_id: int | None  # of the model's config: transformers reads the score at the last token that is another one
     separator: str = DEFAULT_SEPARATOR  # after each step
     reads_end: bool = False  # the score of a completion's last step is read at an end token after it
 
@@ -58,12 +58,18 @@ class RewardEncoder:
         the completion ends there: otherwise a policy that stops after a right first step would have the best scores.
 
         Raises:
-            ConfigError: if the prompt cannot be encoded.
+            ConfigError: if the prompt cannot be encoded, or a step has no token.
         """
         tokens = list(self._begin(prompt))
         reads = []
         for step in steps:
-            tokens += self.chat.encode_text(step.strip()) + self.chat.encode_text(self.separator)
+            added = self.chat.encode_text(step.strip()) + self.chat.encode_text(self.separator)
+            if not added:
+                raise ConfigError(
+                    f"a step has no token, because it is empty and the tokenizer makes none of {self.separator!r}: "
+                    "leave empty steps out, or choose another --step-separator"
+                )
+            tokens += added
             reads.append(len(tokens) - 1)
         if self.reads_end and steps:
             tokens += self._end()

@@ -71,8 +71,9 @@ def _of_pairs(metrics: dict[str, float], logit_N: Tensor) -> Quality:
     chosen, rejected = logit_N.view(-1, 2).unbind(dim=1)
     gap = chosen - rejected
     is_chosen = torch.tensor([True, False]).repeat(len(gap))
-    found = reliability(gap.abs().sigmoid(), gap > 0, BINS)  # the probability of the preferred one being the chosen one
-    metrics |= {"accuracy": _fraction_above(gap), "margin": float(gap.mean()), "calibration_error": found.error}
+    right = _above(gap)  # the preferred one is the chosen one, which has the probability of the preference
+    found = reliability(gap.abs().sigmoid(), right, BINS)
+    metrics |= {"accuracy": float(right.mean()), "margin": float(gap.mean()), "calibration_error": found.error}
     return Quality(metrics | _measured("auc", auc(logit_N, is_chosen)), found)
 
 
@@ -99,12 +100,12 @@ def _of_steps(metrics: dict[str, float], scores: list[Tensor], labels: list[Tens
 
 
 def _accuracy(logit_N: Tensor, right_N: Tensor) -> float:
-    return _fraction_above(torch.where(right_N, logit_N, -logit_N))
+    return float(_above(torch.where(right_N, logit_N, -logit_N)).mean())
 
 
-def _fraction_above(gap: Tensor) -> float:
-    """Fraction of numbers above 0; a 0 counts one half."""
-    return float(((gap > 0).double() + (gap == 0).double() / 2).mean())
+def _above(gap_N: Tensor) -> Tensor:
+    """1 for a number above 0, one half for 0."""
+    return (gap_N > 0).double() + (gap_N == 0).double() / 2
 
 
 def rank_agreement(score_N: Tensor, graded: Sequence[Graded]) -> float | None:
@@ -120,7 +121,7 @@ def rank_agreement(score_N: Tensor, graded: Sequence[Graded]) -> float | None:
         for i, j in combinations(members, 2)
         if graded[i].grade != graded[j].grade
     ]
-    return _fraction_above(torch.tensor(gaps)) if gaps else None
+    return float(_above(torch.tensor(gaps)).mean()) if gaps else None
 
 
 def _correlation(score_N: Tensor, grade_N: Tensor) -> float | None:

@@ -6,7 +6,7 @@ Shapes: N reads of the examples' rows, M terms of the loss (pairs, completions o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -155,10 +155,7 @@ def encode_examples(
     """
     found = []
     for example in examples:
-        try:
-            encoded = EncodedExample(example, _rows(example, encoder))
-        except ConfigError as error:
-            raise ConfigError(f"{example.place}: {error}") from error
+        encoded = encode_example(example, encoder)
         if most_tokens is None or encoded.longest <= most_tokens:
             found.append(encoded)
         elif not drop:
@@ -167,11 +164,31 @@ def encode_examples(
                 f"{most_tokens:,} (max_tokens, or the model's limit): set --long-examples drop to leave such lines out"
             )
     if not found:
-        raise ConfigError(f"all of {plural(len(examples), 'example')} are longer than {most_tokens:,} tokens")
+        raise ConfigError(
+            f"all of {plural(len(examples), 'example')} are longer than {most_tokens:,} tokens: raise --max-tokens, or "
+            "choose a model that reads more"
+        )
     return found, len(examples) - len(found)
 
 
+def encode_example(example: Example, encoder: RewardEncoder) -> EncodedExample:
+    """Encode an example.
+
+    Raises:
+        ConfigError: naming its line, if it cannot be encoded.
+    """
+    try:
+        return EncodedExample(example, _rows(example, encoder))
+    except ConfigError as error:
+        raise ConfigError(f"{example.place}: {error}") from error
+
+
 def _rows(example: Example, encoder: RewardEncoder) -> tuple[ScoredRow, ...]:
+    """The sequences. Those of equal prompts share their common prefix, and so do both texts of a pair without one."""
+    return tuple(replace(row, group=example.content) for row in _encoded(example, encoder))
+
+
+def _encoded(example: Example, encoder: RewardEncoder) -> tuple[ScoredRow, ...]:
     score = partial(encoder.outcome, example.prompt)
     if isinstance(example, Pair):
         return score(example.chosen), score(example.rejected)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,13 +15,12 @@ from typing import Any, Protocol
 
 import torch
 
-from covey.config import IterationConfig
+from covey.config import ConfigError, IterationConfig
 from covey.config.reward_data import Example
 from covey.config.reward_models import RewardModelConfig, RewardModelKind
 from covey.data import Group
-from covey.llm.model.architecture import position_limit
 from covey.llm.reward_models.evaluation import evaluate, rank_agreement
-from covey.llm.reward_models.examples import EncodedExample, encode_examples
+from covey.llm.reward_models.examples import EncodedExample, encode_example
 from covey.llm.reward_models.graded_groups import ExampleSource, decode_state, encode_state, graded_completions
 from covey.llm.reward_models.model import RewardModel, ScoreScale
 from covey.llm.reward_models.training import Metrics, RewardModelTrainer, batches_per_epoch, train_epochs
@@ -231,7 +230,11 @@ class IteratedRewardModel:
 
 
 def _encoded(model: RewardModel, examples: Sequence[Example]) -> list[EncodedExample]:
-    """The examples that the model can take."""
-    if not examples:
-        return []
-    return encode_examples(examples, model.encoder, position_limit(model.module.config), drop=True)[0]
+    """The examples that the model can take: those that are not too long, and that its chat template does not refuse."""
+    found = []
+    for example in examples:
+        with suppress(ConfigError):
+            encoded = encode_example(example, model.encoder)
+            if model.longest is None or encoded.longest <= model.longest:
+                found.append(encoded)
+    return found

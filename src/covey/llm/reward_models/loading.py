@@ -20,11 +20,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from covey.config import ConfigError
-from covey.config.fields import command
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind
-from covey.config.reward_models import RewardModelKind, kind_of_class, locate_reward_model
+from covey.config.reward_models import RewardModelKind, kind_of_class, locate_reward_model, no_reward_model
 from covey.llm.generation.backend import find_kernels
-from covey.llm.model.architecture import is_llama_like
+from covey.llm.model.architecture import is_llama_like, vocabulary_of
 from covey.llm.model.chat import Chat
 from covey.llm.model.checks import check_tokenizer, check_weights
 from covey.llm.model.folder import check_config, check_tokenizer_files, read_weight_files
@@ -34,7 +33,7 @@ from covey.llm.model.hub import cached_folder
 from covey.llm.model.loading import load_model, model_folder
 from covey.llm.model.pretrained import build, read_config, read_tokenizer
 from covey.llm.reward_models.model import RewardModel, head_of, read_scale
-from covey.llm.reward_models.trial import shares_prompts
+from covey.llm.reward_models.trial import longest_sequence, padding_is_inert, shares_prompts
 
 CLASSES: dict[RewardModelKind, Any] = {
     RewardModelKind.OUTCOME: AutoModelForSequenceClassification,
@@ -55,9 +54,10 @@ def load_reward_model(name: str, *, dtype: torch.dtype, device: torch.device) ->
     """
     source = locate_reward_model(name)
     is_whole = source.kind in (ModelKind.FOLDER, ModelKind.HUB)
-    kind = kind_of_class(read_model_config(model_folder(source) / MODEL_CONFIG_FILE)) if is_whole else None
+    fields = read_model_config(model_folder(source) / MODEL_CONFIG_FILE) if is_whole else None
+    kind = kind_of_class(fields)
     if kind is None:
-        raise ConfigError(_no_reward_model(name))
+        raise ConfigError(no_reward_model(name, fields))
     return _load_classifier(model_folder(source), name, kind, dtype, device)
 
 
@@ -83,25 +83,33 @@ def begin_reward_model(name: str, kind: RewardModelKind, *, dtype: torch.dtype, 
             )
     loaded = load_model(name, dtype=dtype, device=device)
     module = classifier_on(loaded.module, kind, name)
-    return wrap_classifier(module, loaded.chat, kind, name)
+    return wrap_classifier(module, loaded.chat, kind, name, is_new=True)
 
 
-def wrap_classifier(module: PreTrainedModel, chat: Chat, kind: RewardModelKind, name: str) -> RewardModel:
+def wrap_classifier(
+    module: PreTrainedModel, chat: Chat, kind: RewardModelKind, name: str, *, is_new: bool = False
+) -> RewardModel:
     """A reward model on a classifier in memory, with covey's packed forward pass if the classifier supports it.
 
+    Args:
+        is_new: its head has not been trained yet.
+
     Raises:
-        ConfigError: if its weights are not finite, or its tokenizer does not fit.
+        ConfigError: if its weights are not finite, its tokenizer does not fit, or its forward pass fails.
     """
-    _set_padding(module, chat.tokenizer, name)
+    _set_padding(module, chat.tokenizer, is_new=is_new)
     check_tokenizer(chat.tokenizer, module, name)
     check_weights(module, name)
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             part.padding_idx = None  # which would have no gradient, and may be the end token too
+    with reading(f"model {name}: it cannot be evaluated", "choose another model"):
+        longest = longest_sequence(module)
     shares = shares_prompts(module)
+    pads = not shares and padding_is_inert(module)
     if shares and is_llama_like(module):
         fuse(module, find_kernels(next(module.parameters()).device))
-    return RewardModel(module, chat, kind, shares_prompts=shares)
+    return RewardModel(module, chat, kind, shares_prompts=shares, pads=pads, longest=longest)
 
 
 def classifier_on(language_model: PreTrainedModel, kind: RewardModelKind, name: str) -> PreTrainedModel:
@@ -139,26 +147,22 @@ def count_parameters(name: str) -> int | None:
     folder = cached_folder(source.name) if source.kind is ModelKind.HUB else source.description
     if folder is None:
         return None
-    kind = kind_of_class(read_model_config(folder / MODEL_CONFIG_FILE))
+    fields = read_model_config(folder / MODEL_CONFIG_FILE)
+    kind = kind_of_class(fields)
     if kind is None:
-        raise ConfigError(_no_reward_model(name))
+        raise ConfigError(no_reward_model(name, fields))
     return sum(parameter.numel() for parameter in _skeleton(read_config(folder, name), kind, name).parameters())
 
 
 def _skeleton(config: PreTrainedConfig, kind: RewardModelKind, name: str) -> PreTrainedModel:
     """The classifier of a config without weights, on torch's meta device."""
-    missing = f"model {name}: transformers has no {kind.value.removeprefix('For')} for its architecture"
-    with reading(missing, "choose another model"), torch.device("meta"):
+    noun = kind.value.removeprefix("For")
+    if config.model_type not in ARCHITECTURES[kind]:
+        raise ConfigError(f"model {name}: transformers has no {noun} for its architecture: choose another model")
+    with reading(f"model {name}: its config.json describes no {noun}", "correct it"), torch.device("meta"):
         module = CLASSES[kind].from_config(config, trust_remote_code=False)
         assert isinstance(module, PreTrainedModel)
         return module
-
-
-def _no_reward_model(name: str) -> str:
-    return (
-        f"model {name} is a language model, no reward model: train one with "
-        f"{command('reward-model', 'train', 'DATA.jsonl', '--model', name)}"
-    )
 
 
 def _load_classifier(
@@ -193,21 +197,16 @@ def _load_classifier(
     return model
 
 
-def _set_padding(module: PreTrainedModel, tokenizer: Any, name: str) -> None:
-    """Give model and tokenizer a common padding token, with which transformers finds the last token of a row.
+def _set_padding(module: PreTrainedModel, tokenizer: Any, *, is_new: bool) -> None:
+    """Give model and tokenizer the same padding token, with which transformers finds the last token of a row.
 
-    Raises:
-        ConfigError: if there is no token to take.
+    A reward model that has none reads its scores at the last token, as transformers does. A new one takes the end
+    token, so that transformers can compute batches with it.
     """
     config = module.config.get_text_config()
-    known = config.pad_token_id if config.pad_token_id is not None and config.pad_token_id >= 0 else None
-    if known is None and tokenizer.pad_token_id is None:
-        if tokenizer.eos_token is None:
-            raise ConfigError(f"model {name} has neither a padding token nor an end token: set one in its tokenizer")
-        tokenizer.pad_token = tokenizer.eos_token
-    if known is None:
-        known = tokenizer.pad_token_id
-        config.pad_token_id = known
-    elif tokenizer.pad_token_id != known:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(known)
-    module.config.pad_token_id = known
+    candidates = [config.pad_token_id, tokenizer.pad_token_id, *([tokenizer.eos_token_id] if is_new else [])]
+    embedded = range(vocabulary_of(module))
+    pad = next((token for token in candidates if token is not None and token in embedded), None)
+    if tokenizer.pad_token_id != pad:
+        tokenizer.pad_token = None if pad is None else tokenizer.convert_ids_to_tokens(pad)
+    config.pad_token_id = module.config.pad_token_id = pad

@@ -51,14 +51,26 @@ class RewardModel:
 
     If the model is a decoder whose attention takes a layout, rows are computed as one row of tokens in which common
     prefixes of a group occur once (`shares_prompts`), as in the policy's update. Otherwise its own forward pass is
-    computed on padded rows.
+    computed on padded rows, or on one row at a time if padding changes the scores (`pads`).
     """
 
-    def __init__(self, module: PreTrainedModel, chat: Chat, kind: RewardModelKind, *, shares_prompts: bool) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        chat: Chat,
+        kind: RewardModelKind,
+        *,
+        shares_prompts: bool,
+        pads: bool = True,
+        longest: int | None = None,
+    ) -> None:
+        """`longest` is the number of tokens of the longest sequence that the model takes; None: any."""
         self.module: PreTrainedModel = module.eval()  # no dropout: the score of a completion is a function of it
         self.chat = chat
         self.kind = kind
         self.shares_prompts = shares_prompts
+        self.pads = pads
+        self.longest = longest
         self.scale = ScoreScale()
 
     @property
@@ -66,9 +78,10 @@ class RewardModel:
         return next(self.module.parameters()).device
 
     @property
-    def pad_id(self) -> int:
-        """Id of the padding token, which is never the last token of a sequence."""
-        return int(self.module.config.get_text_config().pad_token_id)
+    def pad_id(self) -> int | None:
+        """Id of the padding token, at which no score is read; None if neither model nor tokenizer has one."""
+        pad: int | None = self.module.config.get_text_config().pad_token_id
+        return pad
 
     @property
     def encoder(self) -> RewardEncoder:
@@ -82,7 +95,9 @@ class RewardModel:
         Args:
             rows: those of one group follow each other.
         """
-        return self._packed(rows) if self.shares_prompts else self._padded(rows)
+        if self.shares_prompts:
+            return self._packed(rows)
+        return self._padded(rows) if self.pads else torch.cat([self._padded([row]) for row in rows])
 
     @torch.no_grad()
     def scores(self, rows: Sequence[ScoredRow], most_tokens: int = SCORING_TOKENS) -> list[Tensor]:
@@ -122,8 +137,8 @@ class RewardModel:
 
     def _padded(self, rows: Sequence[ScoredRow]) -> Tensor:
         """The model's own forward pass over rows padded at the right."""
-        longest = max(len(row.tokens) for row in rows)
-        tokens_RL = torch.tensor([[*row.tokens, *[self.pad_id] * (longest - len(row.tokens))] for row in rows])
+        longest, pad = max(len(row.tokens) for row in rows), self.pad_id or 0
+        tokens_RL = torch.tensor([[*row.tokens, *[pad] * (longest - len(row.tokens))] for row in rows])
         lengths = torch.tensor([len(row.tokens) for row in rows])
         mask_RL = (torch.arange(longest) < lengths[:, None]).long()
         known = accepted(self.module, use_cache=False, attention_mask=mask_RL.to(self.device))

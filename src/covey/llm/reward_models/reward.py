@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from covey.config import ConfigError, RewardConfig
 from covey.config.reward_models import RewardModelKind
 from covey.core.reward_model_losses import aggregate, step_differences
-from covey.llm.model.architecture import position_limit
+from covey.llm.model.foreign_files import reading
 from covey.llm.reward_models.encoding import ScoredRow
 from covey.llm.reward_models.loading import load_reward_model
 from covey.llm.reward_models.model import RewardModel
@@ -22,12 +21,15 @@ from covey.runtime.device import choose_device, choose_precision
 
 log = logging.getLogger(__name__)
 
+NOT_FINITE = "has a score that is NaN or infinite: set precision to fp32, or take another model"
+
 
 class ModelReward:
     """Scores completions with a reward model; implements `covey.llm.rewards.runner.RewardRunner`.
 
     The model is loaded at the first call. It runs in this process and on the device of the run, without a deadline. A
-    score that is not finite, and a completion that is longer than the model's limit, is a failure of the grader.
+    score that is not finite is a failure of the grader, and so is a completion that is longer than the model's limit or
+    that its chat template refuses.
 
     | kind    | per_step | result                                                                          |
     |---------|----------|---------------------------------------------------------------------------------|
@@ -53,19 +55,32 @@ class ModelReward:
         """One score per completion; with `step_counts` one list of that length.
 
         Raises:
-            ConfigError: if the model cannot be loaded, or does not fit the options or the prompts.
+            ConfigError: if the model cannot be loaded, does not fit the options, or its forward pass fails.
         """
         model = self.loaded()
         prompts, completions = arguments["prompts"], arguments["completions"]
         if model.kind is RewardModelKind.OUTCOME:
-            rows = [model.encoder.outcome(*pair) for pair in zip(prompts, completions, strict=True)]
+            encode: Callable[..., ScoredRow] = model.encoder.outcome
+            parts = completions
         else:
+            encode = model.encoder.process
             texts = [_text(completion) for completion in completions]
-            steps = arguments["steps"] if step_counts is not None else [self._steps(model, text) for text in texts]
-            rows = [model.encoder.process(*pair) for pair in zip(prompts, steps, strict=True)]
+            parts = arguments["steps"] if step_counts is not None else [self._steps(model, text) for text in texts]
+        rows: dict[int, ScoredRow] = {}
+        errors: dict[int, str] = {}
+        for number, pair in enumerate(zip(prompts, parts, strict=True)):
+            try:
+                rows[number] = self._fitting(model, encode(*pair))
+            except ConfigError as error:
+                errors[number] = f"cannot read a completion: {error}"
+        if errors:
+            log.warning("%d of %d completions are not graded: the reward model %s %s", len(errors), len(prompts),
+                        self.config.model, next(iter(errors.values())))  # fmt: skip
         scores = self._scores(model, rows)
-        finite = [float(score) for score_N in scores for score in score_N if math.isfinite(score)]
-        return Results([self._value(model, score_N) for score_N in scores], {"raw_score": finite}, {})
+        errors |= {number: NOT_FINITE for number, score_N in scores.items() if not bool(score_N.isfinite().all())}
+        values = [None if number in errors else self._value(model, scores[number]) for number in range(len(prompts))]
+        finite = [float(score) for score_N in scores.values() for score in score_N if math.isfinite(score)]
+        return Results(values, {"raw_score": finite}, {}, errors)
 
     def close(self) -> None:
         """Free the model."""
@@ -113,27 +128,28 @@ class ModelReward:
         parts = [part for part in text.split(model.encoder.separator) if part.strip()]
         return parts or [text]
 
-    def _scores(self, model: RewardModel, rows: Sequence[ScoredRow]) -> list[Tensor]:
-        """logit_N of each row; NaN for rows that are longer than the model's limit."""
-        limit = position_limit(model.module.config) or math.inf
-        fitting = [number for number, row in enumerate(rows) if len(row.tokens) <= limit]
-        if len(fitting) < len(rows):
-            log.warning(
-                "the reward model %s takes at most %d tokens, and %d of %d completions are longer: they are not graded",
-                self.config.model,
-                limit,
-                len(rows) - len(fitting),
-                len(rows),
+    def _fitting(self, model: RewardModel, row: ScoredRow) -> ScoredRow:
+        """The row.
+
+        Raises:
+            ConfigError: if it is longer than the model's limit.
+        """
+        if model.longest is not None and len(row.tokens) > model.longest:
+            raise ConfigError(
+                f"with its prompt it has {len(row.tokens):,} tokens, and the model takes at most {model.longest:,}: "
+                "lower sampling.max_new_tokens, leave out long prompts, or take a model that reads more"
             )
-        found = dict(zip(fitting, model.scores([rows[number] for number in fitting]), strict=True))
-        return [found.get(number, torch.full((len(row.reads),), math.nan)) for number, row in enumerate(rows)]
+        return row
+
+    def _scores(self, model: RewardModel, rows: Mapping[int, ScoredRow]) -> dict[int, Tensor]:
+        """logit_N of each row."""
+        with reading(f"reward model {self.config.model}: its forward pass fails", "choose another model"):
+            return dict(zip(rows, model.scores(list(rows.values())), strict=True))
 
     def _value(self, model: RewardModel, score_N: Tensor) -> float | list[float]:
         if model.kind is RewardModelKind.PROCESS:
             return self._of_steps(score_N.double().sigmoid())
         score = float(score_N)
-        if not math.isfinite(score):
-            return score  # a comparison with a bound would hide it
         if self.config.standardise is not False:
             score = model.scale.standardised(score)
         bound = math.inf if self.config.clip is None else self.config.clip

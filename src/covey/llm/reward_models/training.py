@@ -68,7 +68,7 @@ class RewardModelTrainer:
         if not result.applied:
             raise RunError(
                 f"the loss of the reward model ({loss:g}) or its gradient is not finite in step {self.step + 1}: lower "
-                "--learning-rate"
+                "--learning-rate (of an iterative run, iteration.reward_model_learning_rate)"
             )
         self.step += 1
         metrics = {"loss": loss, "grad_norm": result.grad_norm, "learning_rate": rate, "tokens": float(tokens)}
