@@ -124,6 +124,9 @@ class Recorder:
         self.policy = policy
         self.gradient = torch.empty(0)
 
+    def end_shard(self) -> None:
+        """Never called, because there is one shard."""
+
     def step(self, learning_rate: float) -> StepResult:
         parts = [weight.grad.float().flatten() for weight in self.policy.module.parameters() if weight.grad is not None]
         self.gradient = torch.cat(parts)

@@ -7,7 +7,6 @@ commands, so that a mistake is reported before torch is loaded.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shutil
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.cli.logs import set_up_output
 from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
 from covey.cli.reward_model import reward_model_command
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, RunError
@@ -56,14 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a model may write characters that the terminal cannot encode
-    logging.setLogRecordFactory(_PrintableRecord)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("covey").setLevel(logging.ERROR if own_rank() else logging.INFO)
-    if own_rank():  # only rank 0 prints, except for errors
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    set_up_output(silent=own_rank() > 0)  # the other ranks print errors alone
     with outlasting_output(), watched(lambda: f"interrupted. Start again with: {command(*words)}"):
         return _execute([word for word in words if word != "--debug"], debug)
 
@@ -105,13 +98,6 @@ def one_line(error: Exception) -> str:
     """An error's message without line breaks and control characters; the middle of a very long one is left out."""
     text = printable(" ".join(str(error).split()))
     return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - TAIL]} ... {text[-TAIL:]}"
-
-
-class _PrintableRecord(logging.LogRecord):
-    """A log record of any library without control characters, because it may quote a file."""
-
-    def getMessage(self) -> str:
-        return printable(super().getMessage())
 
 
 def check_surroundings() -> None:

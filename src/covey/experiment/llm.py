@@ -61,7 +61,7 @@ from covey.runtime.device import (
     limit_kernel_caches,
     set_threads,
 )
-from covey.runtime.distributed import ALONE
+from covey.runtime.distributed import ALONE, describe_team
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER, REWARD_MODEL_FOLDER, RunStore
@@ -270,14 +270,8 @@ class LLMBuilder:
             f"{config.algorithm} on {config.model}, {plural(config.steps, 'step')} of "
             f"{plural(sampling.prompts_per_step, 'prompt')} x {size}{kind}; "
             f"{self.chosen.device.type}, "
-            f"{str(self.chosen.dtype).removeprefix('torch.')}{self._ranks()}"
+            f"{str(self.chosen.dtype).removeprefix('torch.')}{describe_team(self.team)}"
         )
-
-    def _ranks(self) -> str:
-        team = self.team
-        if team.shards == 1:
-            return ""
-        return f"; {plural(team.size, 'rank')}, {team.shards} shards, each rank has all weights"
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Load the model, copy it as the reference, and build the components."""

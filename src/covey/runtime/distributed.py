@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from covey.config import RunError
+from covey.config.fields import plural
 from covey.data import Team
 from covey.runtime.ranks import STATE, local_rank, world_size
 
@@ -145,6 +146,13 @@ def team_of(shards: int) -> Team:
     """
     size = world_size()
     return Alone(shards or 1) if size == 1 else TorchTeam(shards or size)
+
+
+def describe_team(team: Team) -> str:
+    """For the first line of a run; empty without shards."""
+    if team.shards == 1:
+        return ""
+    return f"; {plural(team.size, 'rank')}, {team.shards} shards, each rank has all weights"
 
 
 class GradientTree:

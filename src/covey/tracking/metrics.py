@@ -327,13 +327,7 @@ METRICS: dict[str, Metric] = _glossary(
         "small; if not, raise workers in [[rewards]]",
         reproducible=False,
     ),
-    Metric(
-        "time/gather",
-        "s",
-        "waiting for the rollouts of the other ranks, and receiving them; only with several ranks",
-        "small; if not, one rank has longer completions or slower rewards than the others",
-        reproducible=False,
-    ),
+    Metric("time/gather", "s", "waiting for other ranks, and their rollouts", "small", reproducible=False),
     Metric(
         "time/prepare",
         "s",

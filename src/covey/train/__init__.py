@@ -4,9 +4,10 @@
         collect.GroupSource      Task.draw, Sampler.sample, Grader.grade: the graded groups of the step
         data.collate             groups -> Batch [B, T]
         prepare.prepare_batch    values, KL in the reward, advantages, loss weights, old and reference log-probabilities
-        update.update            for each learner: epochs -> minibatches -> microbatches -> optimizer step
+        update.update            for each learner: epochs -> minibatches -> shards -> microbatches -> optimizer step
 
 iterate           iterations of the loop, each followed by a training of the reward model (iterative GRPO)
+shards            the division of a step's rows among ranks; gather: the groups of all ranks
 learners          the models that an update trains: the policy; with a value loss also the critic
 kl_coefficient    a schedule, or a controller that keeps the KL near a target
 state             components, settings and progress of a run; checkpoints
