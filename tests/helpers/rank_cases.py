@@ -86,7 +86,7 @@ CASES = {
     "ppo_trunk": case(algorithm="ppo", critic=CriticConfig(trunk="policy"), update={"critic_epochs": 1}),
     "ppo_process": case(algorithm="ppo", **STEPS),
 }
-QUICK = ("grpo_bf16", "dapo", "ppo_trunk")
+QUICK = ("grpo_bf16",)
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:

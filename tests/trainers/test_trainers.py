@@ -145,7 +145,7 @@ def test_prompts_may_be_token_ids():
         (torch.tensor([[0, 0]]), "a prompt is empty"),
         (torch.tensor([[4, 9999]]), "a prompt has the token id 9999, the model has 0 to"),
         ([[4, -7]], "a prompt has the token id -7"),
-        (torch.tensor([[0.5]]), "'prompt' must be a string or a list of chat messages"),
+        (torch.tensor([[0.5]]), r"prompts\[0\]: message 1 of 'prompt' needs a 'role' that is a string"),
     ],
 )
 def test_token_ids_that_cannot_be_prompts(prompts, complaint):
