@@ -166,22 +166,14 @@ class GradientTree:
         self._sums: list[tuple[int, list[Tensor]]] = []  # height in the tree -> sums, the highest first
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add the gradients of the next shard; the tensors are copied or only read."""
-        if self._sums and self._sums[-1][0] == 0:
-            height, left = self._sums.pop()
-            for total, gradient in zip(left, gradients, strict=True):
-                total.add_(gradient)
-            self._push(height + 1, left)
-        else:
-            self._sums.append((0, [gradient.clone() for gradient in gradients]))
-
-    def _push(self, height: int, sums: list[Tensor]) -> None:
+        """Add the gradients of the next shard; they are copied or only read."""
+        height, sums = 0, list(gradients)
         while self._sums and self._sums[-1][0] == height:
             _, left = self._sums.pop()
             for total, right in zip(left, sums, strict=True):
                 total.add_(right)
             height, sums = height + 1, left
-        self._sums.append((height, sums))
+        self._sums.append((height, sums if height else [gradient.clone() for gradient in gradients]))
 
     def total(self) -> list[Tensor]:
         """The sum over all shards that were added; empties the tree."""
