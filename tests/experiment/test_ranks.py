@@ -77,11 +77,11 @@ def test_two_ranks_have_the_bits_of_one(model: Path, tmp_path_factory: pytest.Te
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.ci_sample), 4])
 def test_every_algorithm_and_every_collector_has_the_bits_of_one(
-    model: Path, tmp_path_factory: pytest.TempPathFactory
+    model: Path, tmp_path_factory: pytest.TempPathFactory, size: int
 ) -> None:
-    compare(model, tmp_path_factory, (2, 4), list(CASES))
+    compare(model, tmp_path_factory, (size,), list(CASES))
 
 
 @pytest.mark.slow
