@@ -211,7 +211,7 @@ def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> Update
     )
 
 
-def build_checkpoints(store: RunStore, keep: int, team: Team = ALONE) -> CheckpointFolder | ReadCheckpoints:
+def build_checkpoints(store: RunStore, keep: int, team: Team = ALONE) -> CheckpointFolder:
     """The checkpoints of a run folder, which rank 0 writes; records of earlier steps are flushed to the disk before."""
-    folder = CheckpointFolder(store.shared_dir / CHECKPOINTS_FOLDER, keep, before_save=store.sync)
-    return ReadCheckpoints(folder) if team.rank else folder
+    folder = ReadCheckpoints if team.rank else CheckpointFolder
+    return folder(store.shared_dir / CHECKPOINTS_FOLDER, keep, before_save=store.sync)

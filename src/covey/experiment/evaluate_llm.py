@@ -67,7 +67,8 @@ class HeldOut:
         began = time.perf_counter()
         sampler = greedy(self.sampler, max(limits))
         graded: dict[int, list[Group]] = {limit: [] for limit in limits}
-        with self.display.progress(label, len(self.starts)) as advance:
+        own = _places(len(self.starts), self.team.rank, self.team.size)
+        with self.display.progress(label, len(own)) as advance:
             for piece in answers(sampler, self.starts, 1, self.team):
                 for limit in limits:
                     graded[limit] += self.grader.grade(sampler.truncated(piece, limit))

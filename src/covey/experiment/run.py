@@ -76,7 +76,7 @@ def run(
     check_ranks(config)
     inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
     with joined_ranks():
-        team = team_of(config.cluster.shards if isinstance(config, RunConfig) else 1)
+        team = _team(config)
         builder = open_builder(config, task, rewards, team)
         try:
             run_dir = config.run_dir or (lambda: claim_run_dir(Path(recipe_name).stem))
@@ -107,7 +107,7 @@ def resume(
         check_ranks(config)
         inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
         refuse_changed_inputs(origin, inputs, config, store.shared_dir)
-        team = team_of(config.cluster.shards if isinstance(config, RunConfig) else 1)
+        team = _team(config)
         builder = open_builder(config, task, rewards, team)
         try:
             launch = advice.read_launch(store.shared_dir) or Launch(str(store.shared_dir / CONFIG_FILE))
@@ -223,6 +223,10 @@ def _how_to_continue(builder: ExperimentBuilder, run_dir: Path, launch: Launch) 
     if holds_run(run_dir):
         return f"Go on with: {advice.go_on(launch, run_dir)}"
     return f"Start again with: {advice.start(launch, builder.config, {}, keep_folder=True)}"
+
+
+def _team(config: RunConfig | ControlConfig) -> Team:
+    return team_of(config.cluster.shards) if isinstance(config, RunConfig) else ALONE
 
 
 @contextmanager

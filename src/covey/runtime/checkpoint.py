@@ -48,20 +48,6 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be used; one line with the reason and the fix."""
 
 
-class ReadCheckpoints:
-    """Checkpoints that another rank writes; meets `covey.data.Checkpoints`."""
-
-    def __init__(self, folder: CheckpointFolder) -> None:
-        self._folder = folder
-        self.folder, self.latest, self.load, self.steps = folder.folder, folder.latest, folder.load, folder.steps
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Nothing to do."""
-
-    def tidy(self, step: int) -> None:
-        """Nothing to do."""
-
-
 class OtherVersion(CheckpointError):
     """A checkpoint that another version of covey wrote."""
 
@@ -242,6 +228,16 @@ class CheckpointFolder:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+
+
+class ReadCheckpoints(CheckpointFolder):
+    """Checkpoints that another rank writes."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+    def tidy(self, newest: int) -> None:
+        """Nothing to do."""
 
 
 def _take_out_tensors(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:

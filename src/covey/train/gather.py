@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from covey.config import RunError
 from covey.data import Group, Start, Team, decode_groups, encode_groups
-from covey.train.shards import share
+from covey.train.shards import shards_of, share
 
 _DIGEST = 32  # bytes of a SHA-256
 
@@ -32,12 +32,12 @@ def gather_groups(groups: Sequence[Group], starts: Sequence[Start], team: Team, 
                 f"rank {rank} has drawn other prompts than rank 0 in {when}: data files, packages and the task's code "
                 "must be the same on all ranks, and a task must not use random numbers of its own"
             )
-    parts, each = share(len(starts), team), team.shards // team.size
+    parts = share(len(starts), team)
     return [
         group
         for rank, message in enumerate(found)
         for group in decode_groups(
-            message[_DIGEST:], [start for part in parts[rank * each : (rank + 1) * each] for start in starts[part]]
+            message[_DIGEST:], [start for shard in shards_of(rank, team) for start in starts[parts[shard]]]
         )
     ]
 

@@ -130,8 +130,8 @@ def score_rows(policy: Policy, batch: Batch, wanted_B: Tensor, team: Team = ALON
         the log-probability of every action.
     """
     scores = {"logprobs_BT": torch.full_like(batch.behavior_logprobs_BT, math.nan)}
-    shards = _shards(batch, wanted_B, team)
-    for rows, part in _by_microbatch(policy, batch, [shards[shard] for shard in own_shards(team)]):
+    shards = shard_rows(batch, team.shards, wanted_B)
+    for rows, part in _by_microbatch(policy, batch, shards, team):
         width = part.mask_BT.shape[1]
         for name, value in policy.evaluate(part).scores().items():
             if name not in scores:
@@ -141,17 +141,11 @@ def score_rows(policy: Policy, batch: Batch, wanted_B: Tensor, team: Team = ALON
     return scores
 
 
-def _shards(batch: Batch, wanted_B: Tensor, team: Team) -> list[Tensor]:
-    """Row indices of each shard of the wanted rows."""
-    wanted = wanted_B.nonzero()[:, 0]
-    if len(wanted) == len(batch):
-        return shard_rows(batch, team.shards)
-    return [wanted[rows] for rows in shard_rows(batch.select(wanted), team.shards)]
-
-
-def _by_microbatch(policy: Policy, batch: Batch, shards: Sequence[Tensor]) -> Iterator[tuple[Tensor, Batch]]:
-    """Microbatches of the rows of some shards: (row indices, microbatch)."""
-    for shard in shards:
+def _by_microbatch(
+    policy: Policy, batch: Batch, shards: Sequence[Tensor], team: Team
+) -> Iterator[tuple[Tensor, Batch]]:
+    """Microbatches of the rows of this rank's shards: (row indices, microbatch)."""
+    for shard in (shards[number] for number in own_shards(team)):
         if not len(shard):
             continue
         chosen = batch if len(shard) == len(batch) else batch.select(shard)
@@ -167,8 +161,8 @@ def _with_values(batch: Batch, policy: Policy, critic: Critic, team: Team) -> Ba
     """
     values_BT = torch.zeros_like(batch.behavior_logprobs_BT)
     bootstrap_value_B = torch.zeros_like(batch.reward_B)
-    shards = _shards(batch, batch.valid_B, team)
-    for rows, part in _by_microbatch(policy, batch, [shards[shard] for shard in own_shards(team)]):
+    shards = shard_rows(batch, team.shards, batch.valid_B)
+    for rows, part in _by_microbatch(policy, batch, shards, team):
         values_BT[rows, : part.mask_BT.shape[1]] = critic.values(part).to(values_BT)
         bootstrap_value_B[rows] = critic.bootstrap_values(part).to(bootstrap_value_B)
     for value_B in (values_BT, bootstrap_value_B):

@@ -15,10 +15,15 @@ from torch import Tensor
 from covey.data import Batch, Team
 
 
+def shards_of(rank: int, team: Team) -> range:
+    """The shards of a rank."""
+    each = team.shards // team.size
+    return range(rank * each, (rank + 1) * each)
+
+
 def own_shards(team: Team) -> range:
     """The shards of this rank."""
-    each = team.shards // team.size
-    return range(team.rank * each, (team.rank + 1) * each)
+    return shards_of(team.rank, team)
 
 
 def share(items: int, team: Team) -> list[slice]:
@@ -27,24 +32,26 @@ def share(items: int, team: Team) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
-def shard_rows(batch: Batch, count: int) -> list[Tensor]:
-    """Row indices of each shard, ascending. Groups stay whole, because siblings share prefixes.
+def shard_rows(batch: Batch, count: int, wanted_B: Tensor | None = None) -> list[Tensor]:
+    """Row indices of each shard of the wanted rows (None: all), ascending.
 
-    The longest group goes first, each to the shard with the fewest decisions so far, so that all ranks finish at about
-    the same time. Ties go to the first group and the first shard, so every rank divides alike.
+    Groups stay whole, because siblings share prefixes. The longest group goes first, each to the shard with the
+    fewest decisions so far, so that all ranks finish at about the same time. Ties go to the first group and the first
+    shard, so every rank divides alike.
     """
+    wanted = torch.arange(len(batch)) if wanted_B is None else wanted_B.nonzero()[:, 0]
     if count == 1:
-        return [torch.arange(len(batch))]
-    group_B = batch.group_B
-    decisions_G = torch.zeros(int(group_B.max()) + 1 if len(batch) else 0, dtype=torch.int64)
-    decisions_G.index_add_(0, group_B, batch.mask_BT.sum(dim=1))
+        return [wanted]
+    group_B = batch.group_B[wanted]
+    decisions_G = torch.zeros(int(group_B.max()) + 1 if len(wanted) else 0, dtype=torch.int64)
+    decisions_G.index_add_(0, group_B, batch.mask_BT[wanted].sum(dim=1))
     shard_of: dict[int, int] = {}
     loads = [0] * count
     for group in sorted(group_B.unique().tolist(), key=lambda one: (-int(decisions_G[one]), one)):
         shard_of[group] = loads.index(min(loads))
         loads[shard_of[group]] += int(decisions_G[group])
     shard_B = torch.tensor([shard_of[group] for group in group_B.tolist()], dtype=torch.int64)
-    return [(shard_B == shard).nonzero()[:, 0] for shard in range(count)]
+    return [wanted[shard_B == shard] for shard in range(count)]
 
 
 def fill_rows(value_B: Tensor, shards: Sequence[Tensor], team: Team) -> None:
@@ -56,8 +63,7 @@ def fill_rows(value_B: Tensor, shards: Sequence[Tensor], team: Team) -> None:
     """
     if team.size == 1:
         return
-    each = team.shards // team.size
-    owned = [torch.cat(list(shards[rank * each : (rank + 1) * each])) for rank in range(team.size)]
+    owned = [torch.cat([shards[shard] for shard in shards_of(rank, team)]) for rank in range(team.size)]
     message = value_B[owned[team.rank]].contiguous().numpy().tobytes()
     for rows, received in zip(owned, team.exchange(message), strict=True):
         array = np.frombuffer(bytearray(received), dtype=value_B.numpy().dtype)
