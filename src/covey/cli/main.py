@@ -1,4 +1,4 @@
-"""The command `covey`: train, iterate, check, plan, eval, compare, sample, reward-model, recipes, completion.
+"""The command `covey`; `COMMANDS` lists its commands.
 
 Each command parses its arguments, calls one function and prints the result. Heavy modules are imported inside the
 commands, so that a mistake is reported before torch is loaded.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.cli.export import export_command
 from covey.cli.logs import set_up_output
 from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
 from covey.cli.reward_model import reward_model_command
@@ -380,6 +381,7 @@ COMMANDS = {
     "eval": eval_command,
     "compare": compare_command,
     "sample": sample_command,
+    "export": export_command,
     "reward-model": reward_model_command,
     "recipes": recipes_command,
     "completion": completion_command,

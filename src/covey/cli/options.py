@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from covey.cli.export import add_export_options
 from covey.cli.reward_model_options import add_actions
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.fields import TYPE_NAMES, command, did_you_mean
@@ -197,6 +198,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
         ("compare", _compare_options, "train several recipes over several seeds and report the differences"),
         ("sample", _sample_options, "let a language model answer one prompt"),
+        ("export", add_export_options, "write a trained model as a transformers folder"),
         ("reward-model", add_actions, "train, evaluate and use models that score completions"),
         ("recipes", _recipes_options, "list the packaged recipes, or print one"),
         ("completion", _completion_options, "print a shell's code for completion with Tab"),

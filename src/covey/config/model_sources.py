@@ -31,6 +31,8 @@ GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,12})")
 MANIFEST_FILE = "manifest.json"  # written last: a checkpoint without one is unfinished
 
+RUN_AT_STEP = re.compile(r"(.+)@([0-9]{1,12})")
+
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))([A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 
 
@@ -132,7 +134,8 @@ def locate_model(model: str) -> ModelSource:
     """Resolve a model's name from names in the file system, without opening weights or asking a hub.
 
     Args:
-        model: an embedded model's name, a path (relative, absolute, with `~` or through links), or a hub name.
+        model: an embedded model's name, a path (relative, absolute, with `~` or through links), `RUN@STEP` for a
+            checkpoint of a run, or a hub name.
 
     Raises:
         ConfigError: if there is no loadable model; one line that names the fix.
@@ -216,12 +219,16 @@ def _shown(path: Path) -> Path:
 
 
 def _path_of(model: str) -> Path:
-    """`model` as an absolute path without symbolic links, which need not exist.
+    """`model` as an absolute path without symbolic links, which need not exist; `RUN@STEP` is the path of a checkpoint.
 
     Raises:
         ConfigError: if it is no valid path.
     """
-    return user_path(model, "model: ").resolve()
+    path = user_path(model, "model: ").resolve()
+    match = RUN_AT_STEP.fullmatch(path.name)
+    if match is None or os.path.lexists(path):
+        return path
+    return path.parent / match[1] / CHECKPOINTS_FOLDER / f"step-{int(match[2]):08d}"
 
 
 def _check_model_folder(path: Path, model: str) -> None:

@@ -82,14 +82,14 @@ def evaluate_model(
 def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:
     """Sample `n` answers to a user's message with the model's chat template, if it has one, in its run's precision."""
     config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
-    loaded = load_policy(config, build_machine("auto", _precision_of(model), 0))
+    loaded = load_policy(config, build_machine("auto", precision_of(model), 0))
     sampler = replace(loaded.sampler, temperature=temperature)
     asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
     (group,) = sampler.sample([Start(0, asked)], n, step=0)
     return [rollout.text for rollout in group.rollouts]
 
 
-def _precision_of(model: str) -> str:
+def precision_of(model: str) -> str:
     """Precision of the run that a model is from; "auto" if it is from none."""
     origin = find_origin(model)
     config = None if origin is None else config_from_dict(origin.config_tables)

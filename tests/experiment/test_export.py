@@ -1,0 +1,104 @@
+"""`covey export`: what transformers loads from the folder are the weights of the run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from covey import ArithmeticConfig, EvaluationConfig, RunConfig, SamplingConfig, run
+from covey.cli.main import main
+from covey.config import CheckpointConfig
+from covey.runtime.checkpoint import CheckpointFolder
+from helpers.tiny_models import tiny_folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three steps in bf16, with the checkpoints of steps 2 and 3."""
+    folder = tmp_path_factory.mktemp("export")
+    run(
+        RunConfig(
+            model=str(tiny_folder(folder / "model")),
+            steps=3,
+            threads=1,
+            precision="bf16",
+            task=ArithmeticConfig(digits=(1,)),
+            sampling=SamplingConfig(prompts_per_step=2, group_size=4, max_new_tokens=6),
+            evaluation=EvaluationConfig(problems=2),
+            checkpoint=CheckpointConfig(every=1),
+            run_dir=str(folder / "run"),
+        )
+    )
+    return folder / "run"
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_checkpoint_becomes_a_transformers_folder(trained: Path, tmp_path: Path, step: int) -> None:
+    assert main(["export", f"{trained}@{step}", str(tmp_path / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    masters = CheckpointFolder(trained / "checkpoints").tensors(step, "optimizer/masters")
+    found = dict(model.named_parameters())
+    assert found.keys() == masters.keys()
+    for name, master in masters.items():
+        assert torch.equal(found[name], master.to(torch.bfloat16)), name
+
+
+def test_a_finished_run_becomes_its_model(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()  # an empty folder is filled
+    assert main(["export", str(trained), str(tmp_path / "out")]) == 0
+    assert "in bfloat16" in capsys.readouterr().out
+    found, saved = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "out", trained / "model")
+    )
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    prompt = [{"role": "user", "content": "1+2"}]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(prompt, tokenize=False) == "1+2"
+    umask = os.umask(0)
+    os.umask(umask)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o666 & ~umask}
+    assert main(["sample", str(tmp_path / "out"), "1+2", "--n", "1", "--max-new-tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "folder", "message"),
+    [
+        ("RUN@9", "new", "has no checkpoint step-00000009: it has step-00000002, step-00000003"),
+        ("nothing@3", "new", "'nothing@3' is no embedded model, folder, .gguf file or hub name"),
+        ("RUN", "full", "full is there already, and is not replaced: name a new folder"),
+        ("RUN", "file", "file is there already, and is not replaced: name a new folder"),
+        ("RUN", "link", "link is there already, and is not replaced: name a new folder"),
+        ("RUN", "no/new", "there is no folder no: create it, or name another"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_in_one_line(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    folder: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    Path("full", "config.json").write_text("{}")
+    Path("file").write_text("")
+    Path("link").symlink_to("missing")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["export", model.replace("RUN", str(trained)), folder]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert message in error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_whose_name_has_an_at_sign_is_no_step(trained: Path, tmp_path: Path) -> None:
+    """A path that exists counts before RUN@STEP."""
+    copy = tmp_path / "model@3"
+    copy.symlink_to(trained / "model")
+    assert main(["export", str(copy), str(tmp_path / "out")]) == 0
