@@ -69,8 +69,9 @@ def collect(run: Components, config: LoopConfig, progress: Progress, clock: Cloc
     """The graded groups of the next step, collected by `run.collector`."""
     step = progress.step + 1
     source = GroupSource(
-        run.task, run.sampler, run.grader, run.algorithm, config.seed, step, progress.starts, clock.measure, run.team
-    )
+        run.task, run.sampler, run.grader, run.algorithm, config.seed, step, progress.starts, clock.measure, run.team,
+        run.weights,
+    )  # fmt: skip
     return run.collector.collect(source, config.starts_per_step, config.group_size.at(step))
 
 

@@ -17,10 +17,12 @@ from covey.data import (
     ReferenceUpdater,
     RewardModelUpdater,
     Sampler,
+    SamplerWeights,
     Task,
     Team,
 )
 from covey.runtime.distributed import ALONE
+from covey.runtime.sharding import WHOLE
 from covey.train.collect import Collector, FixedGroups, GroupSize
 from covey.train.kl_coefficient import KLCoefficient
 from covey.train.learners import Learner
@@ -92,6 +94,7 @@ class Components:
     observers: Sequence[Observer] = ()
     checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
     team: Team = ALONE
+    weights: SamplerWeights = WHOLE
 
 
 @dataclass(frozen=True)
