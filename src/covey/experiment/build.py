@@ -24,8 +24,8 @@ from covey.algorithms import (
 from covey.config import ConfigError, ControlConfig, LossBase, LossConfig, RewardConfig, RunConfig, UpdateBase
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
-from covey.runtime.checkpoint import CheckpointFolder, ReadCheckpoints
-from covey.runtime.distributed import ALONE
+from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
+from covey.runtime.distributed import ALONE, ShardedTeam
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.sharding import WHOLE, Weights
 from covey.tracking.console import Display
@@ -216,6 +216,10 @@ def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> Update
 
 
 def build_checkpoints(store: RunStore, keep: int, team: Team = ALONE) -> CheckpointFolder:
-    """The checkpoints of a run folder, which rank 0 writes; records of earlier steps are flushed to the disk before."""
-    folder = ReadCheckpoints if team.rank else CheckpointFolder
-    return folder(store.shared_dir / CHECKPOINTS_FOLDER, keep, before_save=store.sync)
+    """The checkpoints of a run folder, which rank 0 writes, and ranks with sharded weights together. Records of earlier
+    steps are flushed to the disk before.
+    """
+    path = store.shared_dir / CHECKPOINTS_FOLDER
+    if isinstance(team, ShardedTeam):
+        return (PartOfCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync, team=team)
+    return (ReadCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync)

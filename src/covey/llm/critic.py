@@ -19,7 +19,7 @@ from covey.config.faults import path_error
 from covey.data import Batch
 from covey.llm.model.folder import read_weight_files
 from covey.llm.model.hidden_states import ActionHiddenStates, hidden_states_for_actions
-from covey.llm.model.pretrained import build, read_config, trunk_class
+from covey.llm.model.pretrained import build, read_config, save_weights, trunk_class
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.sharding import WHOLE, Weights
 
@@ -107,7 +107,7 @@ class LanguageCritic:
     def _save(self, folder: Path, trunk: dict[str, Tensor]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if self.own_trunk:
-            self.trunk.save_pretrained(folder, state_dict=trunk)
+            save_weights(self.trunk, trunk, folder)
         safetensors.torch.save_file(self.head.linear.state_dict(), folder / HEAD_FILE)
 
     def load(self, folder: Path) -> None:

@@ -31,6 +31,7 @@ from covey.llm.model.hidden_states import (
 from covey.llm.model.logprobs import token_logprobs
 from covey.llm.model.microbatches import order_rows, split_rows
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
+from covey.llm.model.pretrained import save_weights
 from covey.runtime.sharding import WHOLE, Weights
 
 
@@ -128,7 +129,7 @@ class LanguagePolicy:
 
     def collect(self) -> Callable[[Path], None]:
         """Collect the weights of all ranks on rank 0; returns a function that writes them there, as `save` does."""
-        return partial(self.module.save_pretrained, state_dict=self.weights.state_dict(self.module))
+        return partial(save_weights, self.module, self.weights.state_dict(self.module))
 
     def log_distribution(self, tokens_L: Tensor, decisions: int) -> Tensor:
         """logp_TV over the vocabulary at the last `decisions` tokens, by the model's own forward pass, in nats."""

@@ -5,6 +5,7 @@ What keeps the bits of a sharded update equal to those of whole weights is in `s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -59,6 +60,13 @@ class Weights(Protocol):
             local: for each parameter the numbers of the rows of this rank, fp64.
             rows: the number of rows of each parameter.
         """
+
+
+class SavedRows(Protocol):
+    """A saved tensor that is read by rows."""
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Some rows."""
 
 
 class WholeWeights:
@@ -182,10 +190,17 @@ def with_local(like: Tensor, rows: Tensor) -> Tensor:
     )
 
 
-def own_rows(saved: Tensor, like: Tensor) -> Tensor:
+def borders_of(tensor: Tensor) -> list[int]:
+    """The first row of every rank, and the number of all rows."""
+    assert isinstance(tensor, DTensor)
+    rows, ranks = len(tensor), tensor.device_mesh.size()
+    return [*(part_of(rows, rank, ranks).start for rank in range(ranks)), rows]
+
+
+def own_rows(saved: Tensor | SavedRows, like: Tensor) -> Tensor:
     """The rows of a saved tensor that this rank has of `like`; all rows if `like` is not sharded."""
     if not isinstance(like, DTensor):
-        return saved
+        return saved if isinstance(saved, Tensor) else saved[:]
     mesh = like.device_mesh
     return saved[part_of(len(like), mesh.get_local_rank(), mesh.size())]
 
@@ -203,6 +218,8 @@ def shard(module: nn.Module, dtype: torch.dtype, team: Team, *, exact: bool = Tr
         exact: gradients are added in the order of a binary tree over the logical shards, once in an optimizer step,
             which takes an fp32 gradient of all weights on each rank. False: FSDP2 adds them after every backward pass.
     """
+    # Hidden states are views, and nothing writes to them.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     trained = any(parameter.requires_grad for parameter in module.parameters())
     precision = MixedPrecisionPolicy(
         param_dtype=dtype if trained and dtype != torch.float32 else None,
@@ -221,7 +238,7 @@ def shard(module: nn.Module, dtype: torch.dtype, team: Team, *, exact: bool = Tr
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # else the factor is a ReduceOp that gloo does not have
         if exact:
-            unit.set_custom_reduce_scatter(TreeReduceScatter(team))
+            unit.set_custom_reduce_scatter(TreeReduceScatter(team))  # type: ignore[arg-type]  # its class is private
     setattr(module, _METHOD, lambda compute: compute())
     register_fsdp_forward_method(module, _METHOD)
     weights = ShardedWeights(module, dtype, team, exact=exact)
