@@ -48,6 +48,7 @@ from covey.llm.model.loading import (
 )
 from covey.llm.policy import LanguagePolicy
 from covey.llm.reward_models.iteration import IteratedRewardModel
+from covey.llm.rewards.team_grader import TeamGrader
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
@@ -301,7 +302,7 @@ class LLMBuilder:
         parts = Components(
             task=problem.task,
             sampler=loaded.sampler,
-            grader=_noted(problem.grader, store, display),
+            grader=_noted(problem.grader, store, display, self.team),
             policy=policy,
             reference=models.reference,
             reference_updater=build_reference_updater(config, models),
@@ -382,9 +383,10 @@ def _loop_config(config: RunConfig) -> LoopConfig:
     )
 
 
-def _noted(grader: RewardGrader, store: RunStore, display: Display) -> NotedGrader:
+def _noted(grader: RewardGrader, store: RunStore, display: Display, team: Team) -> NotedGrader:
     """The grader of a run, with a note for the user if the last reward call of a resumed run was not finished."""
-    noted = NotedGrader(grader, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
+    names = [reward.name for reward in grader.rewards]
+    noted = NotedGrader(TeamGrader(grader, team), names, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
     if note := noted.take_note():
         display.note(note)
     return noted

@@ -229,7 +229,15 @@ def _how_to_continue(builder: ExperimentBuilder, run_dir: Path, launch: Launch) 
 def _team(config: RunConfig | ControlConfig) -> Team:
     if not isinstance(config, RunConfig):
         return ALONE
-    return team_of(config.cluster.shards, sharded=config.cluster.weights == "fsdp")
+    team = team_of(config.cluster.shards)
+    if config.cluster.weights == "replicate" or team.size == 1:
+        return team
+    if config.cluster.weights == "auto":
+        from covey.experiment.memory_of_ranks import must_shard  # imported here, because transformers takes seconds
+
+        if not must_shard(config, team):
+            return team
+    return team_of(config.cluster.shards, sharded=True)
 
 
 @contextmanager

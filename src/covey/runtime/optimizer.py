@@ -153,6 +153,13 @@ class MasterAdamW:
             master.grad = self.parameters[name].grad = None
         return result
 
+    def checksum(self) -> int:
+        """The sum of the bits of all masters that are not sharded, as integers: the same on all ranks."""
+        flat = [self.masters[name].detach().view(-1) for name in self._whole]
+        pairs = (one[: len(one) // 2 * 2].view(torch.int64).sum() for one in flat)  # 30 times the speed of int32
+        ends = (one[len(one) // 2 * 2 :].view(torch.int32).sum() for one in flat)
+        return sum(map(int, pairs)) + sum(map(int, ends))
+
     def state_dict(self) -> dict[str, Any]:
         """Masters, moments and step counts by parameter name: nested dicts of tensors and numbers, not copied.
 

@@ -36,6 +36,9 @@ class Optimizer(Protocol):
     def end_shard(self) -> None:
         """Add the gradients of a shard to those of the shards before, if there are several."""
 
+    def checksum(self) -> int:
+        """A number that changes with any bit of the weights of which every rank has a copy."""
+
     def step(self, learning_rate: float) -> StepResult:
         """Clip, apply and reset the gradients; if their norm is not finite, no weight changes."""
 

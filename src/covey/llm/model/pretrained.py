@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -187,8 +188,8 @@ def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def save_weights(module: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
     """Write a model in the format of transformers: its config, and these weights instead of its own."""
-    module.save_pretrained(folder, state_dict=state)
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    module.save_pretrained(folder, state_dict=dict(state))  # transformers empties the dict
     if module.dtype != dtype:  # sharded weights are fp32 masters
         module.config.dtype = dtype
         module.config.save_pretrained(folder)
