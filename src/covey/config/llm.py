@@ -234,6 +234,19 @@ class ClusterConfig:
         max=1024,
         advanced=True,
     )
+    weights: str = config_field(
+        "auto",
+        "weights of several ranks: replicate (each rank has all), fsdp (sharded by FSDP2, which needs less memory and "
+        "more messages), or auto, which replicates if the memory suffices; a resumed run may change it",
+        choices=("auto", "replicate", "fsdp"),
+        advanced=True,
+    )
+    exact: bool = config_field(
+        True,
+        "for fsdp: the bits of replicated weights, for an fp32 gradient of all weights on each rank; false saves its "
+        "memory and adds in another order",
+        advanced=True,
+    )
 
 
 @dataclass(frozen=True)

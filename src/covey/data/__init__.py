@@ -10,6 +10,7 @@ from covey.data.protocols import (
     ReferenceUpdater,
     RewardModelUpdater,
     Sampler,
+    SamplerWeights,
     Task,
     Team,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "RewardModelUpdater",
     "Rollout",
     "Sampler",
+    "SamplerWeights",
     "Start",
     "Task",
     "Team",

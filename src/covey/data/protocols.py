@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -34,6 +35,18 @@ class Team(Protocol):
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Add the tensors of all ranks in place, in the order of a binary tree. Every rank must call it."""
+
+    def passes(self, own: int) -> int:
+        """The number of passes over microbatches that this rank must make if it has `own`. Sharded weights are gathered
+        in every pass, so all ranks make as many as the one with the most. Every rank must call it.
+        """
+
+
+class SamplerWeights(Protocol):
+    """The weights that a sampler in this process reads."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Context in which they can be read. Every rank enters it."""
 
 
 class Task(Protocol):

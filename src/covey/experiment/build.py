@@ -24,9 +24,10 @@ from covey.algorithms import (
 from covey.config import ConfigError, ControlConfig, LossBase, LossConfig, RewardConfig, RunConfig, UpdateBase
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
-from covey.runtime.checkpoint import CheckpointFolder, ReadCheckpoints
-from covey.runtime.distributed import ALONE
+from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
+from covey.runtime.distributed import ALONE, ShardedTeam
 from covey.runtime.optimizer import MasterAdamW
+from covey.runtime.sharding import WHOLE, Weights
 from covey.tracking.console import Display
 from covey.tracking.run_store import CHECKPOINTS_FOLDER, RunStore
 from covey.train.kl_coefficient import AdaptiveCoefficient, KLCoefficient, ScheduledCoefficient
@@ -48,7 +49,8 @@ class Experiment:
     parts: Components
     settings: LoopConfig
     measure: Callable[[str], list[Evaluation]]  # greedy evaluation on held-out starts; the label is for the display
-    save: Callable[[Path], None]  # writes the trained policy into the run folder
+    # Collects the trained weights of all ranks; returns a function that writes them into the run folder.
+    collect: Callable[[], Callable[[Path], None]]
     machine: dict[str, Any]  # hardware and versions that affect the bits of a result
     facts: Callable[[], dict[str, Any]]  # additional keys of summary.json for this kind of run
 
@@ -148,7 +150,7 @@ def build_learners(
     algorithm: Algorithm,
     policy: Policy,
     kl_coefficient: KLCoefficient,
-    modules: Sequence[nn.Module],
+    modules: Sequence[tuple[nn.Module, Weights]],
     critics: Sequence[Critic] = (),
     *,
     single_decisions: bool = False,
@@ -162,7 +164,8 @@ def build_learners(
         algorithm: defines the losses.
         policy: the policy to train.
         kl_coefficient: of the KL penalty.
-        modules: the trainable modules of the policy and of the critic, if there is one.
+        modules: the trainable modules of the policy and of the critic, if there is one, each with the division of its
+            weights among the ranks.
         critics: the critic, if there is one.
         single_decisions: if True, a minibatch may have a part of a rollout.
         shared_trunk: if True, the critic's value head is on the policy's trunk.
@@ -170,7 +173,7 @@ def build_learners(
     """
     update = config.update
     plan = update_plan(update, single_decisions=single_decisions)
-    optimizers = [build_optimizer(module, update, team) for module in modules]
+    optimizers = [build_optimizer(module, update, team, weights) for module, weights in modules]
     rate = learning_rate(update.learning_rate, update, config.steps)
     actor = PolicyLearner(policy, optimizers[0], algorithm, plan, rate, kl_coefficient)
     if not critics:
@@ -180,7 +183,7 @@ def build_learners(
     return actor_critic(actor, critic) if shared_trunk else (actor, critic)
 
 
-def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE) -> MasterAdamW:
+def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE, weights: Weights = WHOLE) -> MasterAdamW:
     """Build AdamW over a module's parameters with the fields of [update]."""
     return MasterAdamW(
         module,
@@ -189,6 +192,7 @@ def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE) -
         weight_decay=update.weight_decay,
         max_grad_norm=update.max_grad_norm,
         team=team,
+        weights=weights,
     )
 
 
@@ -212,6 +216,10 @@ def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> Update
 
 
 def build_checkpoints(store: RunStore, keep: int, team: Team = ALONE) -> CheckpointFolder:
-    """The checkpoints of a run folder, which rank 0 writes; records of earlier steps are flushed to the disk before."""
-    folder = ReadCheckpoints if team.rank else CheckpointFolder
-    return folder(store.shared_dir / CHECKPOINTS_FOLDER, keep, before_save=store.sync)
+    """The checkpoints of a run folder, which rank 0 writes, and ranks with sharded weights together. Records of earlier
+    steps are flushed to the disk before.
+    """
+    path = store.shared_dir / CHECKPOINTS_FOLDER
+    if isinstance(team, ShardedTeam):
+        return (PartOfCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync, team=team)
+    return (ReadCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync)

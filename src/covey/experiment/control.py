@@ -46,6 +46,7 @@ from covey.experiment.build import (
 from covey.experiment.rollout_kinds import ROLLOUT_KINDS
 from covey.runtime.device import environment, set_threads
 from covey.runtime.rng import EVALUATING
+from covey.runtime.sharding import WHOLE
 from covey.tracking.console import Display
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
@@ -141,7 +142,7 @@ class ControlBuilder:
                 algorithm,
                 policy,
                 kl_coefficient,
-                [trained.module for trained in (policy, *critics)],
+                [(trained.module, WHOLE) for trained in (policy, *critics)],
                 critics,
                 single_decisions=True,
             ),
@@ -162,7 +163,7 @@ class ControlBuilder:
             parts,
             settings,
             evaluation.measure,
-            lambda run_dir: policy.save(run_dir / MODEL_FOLDER),
+            lambda: lambda run_dir: policy.save(run_dir / MODEL_FOLDER),
             _machine(),
             lambda: self._facts(sampler),
         )

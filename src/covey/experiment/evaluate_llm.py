@@ -8,11 +8,12 @@ from typing import Any
 
 from covey.config import EvaluationConfig, RunError
 from covey.config.fields import plural
-from covey.data import Group, Rollout, Start, Team, decode_groups, encode_groups
+from covey.data import Group, Rollout, SamplerWeights, Start, Team, decode_groups, encode_groups
 from covey.experiment.build import Evaluation
 from covey.llm.grader import RewardGrader
 from covey.llm.sampler import LanguageSampler, greedy
 from covey.runtime.distributed import ALONE
+from covey.runtime.sharding import WHOLE
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore, answer_record
 from covey.tracking.score_kinds import SCORE_KINDS
@@ -32,12 +33,13 @@ class HeldOut:
         display: Display,
         store: RunStore,
         team: Team = ALONE,
+        weights: SamplerWeights = WHOLE,
     ) -> None:
         self.every = config.every
         # The token limit of training is first, because the curve and the advice refer to it.
         self.limits = list(dict.fromkeys([sampler.max_new_tokens, *config.token_limits]))
         self.starts, self.grader, self.sampler, self.display, self.store = starts, grader, sampler, display, store
-        self.team = team
+        self.team, self.weights = team, weights
         self._latest: dict[int, Evaluation] = {}  # by token limit, for the version of the weights below
         self._answers: dict[int, list[Group]] = {}  # by token limit too
         self._version = sampler.version
@@ -68,7 +70,7 @@ class HeldOut:
         sampler = greedy(self.sampler, max(limits))
         graded: dict[int, list[Group]] = {limit: [] for limit in limits}
         own = _places(len(self.starts), self.team.rank, self.team.size)
-        with self.display.progress(label, len(own)) as advance:
+        with self.display.progress(label, len(own)) as advance, self.weights.gathered():
             for piece in answers(sampler, self.starts, 1, self.team):
                 for limit in limits:
                     graded[limit] += self.grader.grade(sampler.truncated(piece, limit))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from covey.experiment.build import (
     build_kl_coefficient,
     build_learners,
 )
+from covey.experiment.divided_weights import Models, divide
 from covey.experiment.evaluate_llm import HeldOut
 from covey.experiment.iteration import build_iterated_reward_model
 from covey.experiment.llm_components import (
@@ -34,7 +35,6 @@ from covey.experiment.llm_components import (
     build_reference_updater,
     with_outputs,
 )
-from covey.llm.critic import LanguageCritic
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import RewardGrader, build_grader
@@ -48,6 +48,7 @@ from covey.llm.model.loading import (
 )
 from covey.llm.policy import LanguagePolicy
 from covey.llm.reward_models.iteration import IteratedRewardModel
+from covey.llm.rewards.team_grader import TeamGrader
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
@@ -64,7 +65,7 @@ from covey.runtime.device import (
 from covey.runtime.distributed import ALONE, describe_team
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
-from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER, REWARD_MODEL_FOLDER, RunStore
+from covey.tracking.run_store import MODEL_FOLDER, REWARD_MODEL_FOLDER, RunStore
 from covey.train.state import Components, FixedRewards, LoopConfig
 
 
@@ -290,27 +291,29 @@ class LLMBuilder:
             microbatch_tokens=update.microbatch_tokens,
             backend=loaded.policy.backend,
         )
-        policy = with_outputs(loaded.policy, config, algorithm, critics, reference)
+        models = divide(loaded.policy, reference, critics, config, self.team)
+        policy = with_outputs(models, config, algorithm)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         iterated = self._iterated(problem, loaded, store, display)
         held_out = HeldOut(
-            config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store, self.team
-        )
+            config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store, self.team,
+            policy.weights,
+        )  # fmt: skip
         parts = Components(
             task=problem.task,
             sampler=loaded.sampler,
-            grader=_noted(problem.grader, store, display),
+            grader=_noted(problem.grader, store, display, self.team),
             policy=policy,
-            reference=reference,
-            reference_updater=build_reference_updater(config, reference, loaded.policy),
+            reference=models.reference,
+            reference_updater=build_reference_updater(config, models),
             algorithm=algorithm,
             learners=build_learners(
                 config,
                 algorithm,
                 policy,
                 kl_coefficient,
-                [trained.module for trained in (loaded.policy, *critics)],
-                critics,
+                models.trained,
+                models.critics,
                 shared_trunk=config.critic.trunk == "policy",
                 team=self.team,
             ),
@@ -320,13 +323,14 @@ class LLMBuilder:
             observers=() if self.team.rank else (store, display, *iterated),
             checkpoints=build_checkpoints(store, config.checkpoint.keep, self.team),
             evaluate=lambda step: held_out.due(step) | problem.metrics(),
-            critics=critics,
+            critics=models.critics,
             team=self.team,
+            weights=policy.weights,
         )
         machine = environment(self.chosen.device, self.chosen.dtype)
         machine |= loaded.policy.backend.recorded()
         return Experiment(
-            parts, _loop_config(config), held_out.measure, lambda run_dir: _save(run_dir, loaded, critics, iterated),
+            parts, _loop_config(config), held_out.measure, lambda: _collect(models, loaded, iterated),
             machine, lambda: {"model": config.model},
         )  # fmt: skip
 
@@ -379,19 +383,24 @@ def _loop_config(config: RunConfig) -> LoopConfig:
     )
 
 
-def _noted(grader: RewardGrader, store: RunStore, display: Display) -> NotedGrader:
+def _noted(grader: RewardGrader, store: RunStore, display: Display, team: Team) -> NotedGrader:
     """The grader of a run, with a note for the user if the last reward call of a resumed run was not finished."""
-    noted = NotedGrader(grader, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
+    names = [reward.name for reward in grader.rewards]
+    noted = NotedGrader(TeamGrader(grader, team), names, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
     if note := noted.take_note():
         display.note(note)
     return noted
 
 
-def _save(
-    run_dir: Path, loaded: LoadedPolicy, critics: Sequence[LanguageCritic], iterated: Sequence[IteratedRewardModel]
-) -> None:
-    loaded.save(run_dir / MODEL_FOLDER)
-    for critic in critics:
-        critic.save(run_dir / CRITIC_FOLDER)
-    for trained in iterated:
-        trained.save(run_dir / REWARD_MODEL_FOLDER)
+def _collect(models: Models, loaded: LoadedPolicy, iterated: Sequence[IteratedRewardModel]) -> Callable[[Path], None]:
+    """Collect the weights of all ranks; returns a function that writes them and the tokenizer into the run folder."""
+    collected = models.collect()
+
+    def save(run_dir: Path) -> None:
+        for folder, write in collected:
+            write(run_dir / folder)
+        loaded.chat.tokenizer.save_pretrained(run_dir / MODEL_FOLDER)
+        for trained in iterated:
+            trained.save(run_dir / REWARD_MODEL_FOLDER)
+
+    return save

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from covey.algorithms import Algorithm, KLFromOutput
@@ -19,6 +19,7 @@ from covey.config.model_sources import find_origin
 from covey.core import kl
 from covey.data import ReferenceUpdater
 from covey.experiment.build import build_algorithm
+from covey.experiment.divided_weights import Models
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
 from covey.llm.model.loading import load_checkpoint_weights
 from covey.llm.policy import ExtraOutput, KLToReference, LanguagePolicy
@@ -87,26 +88,27 @@ def build_llm_algorithm(config: RunConfig, reward_weights: Mapping[str, float]) 
     return replace(algorithm, kl=replace(algorithm.kl, placement=KLFromOutput()))
 
 
-def with_outputs(
-    policy: LanguagePolicy,
-    config: RunConfig,
-    algorithm: Algorithm,
-    critics: Sequence[LanguageCritic],
-    reference: LanguagePolicy,
-) -> LanguagePolicy:
+def with_outputs(models: Models, config: RunConfig, algorithm: Algorithm) -> LanguagePolicy:
     """The policy with the additional outputs that its loss needs: values, exact KL."""
-    extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in critics if not critic.own_trunk]
+    extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in models.critics if not critic.own_trunk]
     if isinstance(algorithm.kl.placement, KLFromOutput) and config.kl_coefficient != 0:
-        extra.append(KLToReference(reference))
-    return policy.with_outputs(*extra)
+        extra.append(KLToReference(models.reference))
+    return models.policy.with_outputs(*extra)
 
 
-def build_reference_updater(config: RunConfig, reference: LanguagePolicy, policy: LanguagePolicy) -> ReferenceUpdater:
+def build_reference_updater(config: RunConfig, models: Models) -> ReferenceUpdater:
     """In an iterative run, the reference of an iteration is the policy at its beginning."""
     every = config.reference.refresh_every or config.iteration.steps
     if not every:
         return NeverUpdate()
-    return EMAWeights(reference.module, policy.module, config.reference.refresh_fraction, every=every)
+    reference, leader = models.reference, models.policy
+    return EMAWeights(
+        reference.module,
+        leader.module,
+        config.reference.refresh_fraction,
+        every=every,
+        division=reference.weights,
+    )
 
 
 def build_group_size(config: RunConfig) -> GroupSize:

@@ -111,6 +111,8 @@ def _read_config(run_dir: Path, origin: Origin | None) -> tuple[RunConfig | Cont
 
 def _refuse_changed(config: RunConfig | ControlConfig, origin: Origin, run_dir: Path) -> None:
     began, now = origin["config"] | {"run_dir": ""}, _plain(config)
+    if isinstance(config, RunConfig):  # the division of the weights changes no bit
+        began["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
     name = first_difference(began, now)
     if not name:
         return

@@ -204,9 +204,10 @@ def _train(
             display.note(f"stopped after step {progress.step}. {_how_to_continue(builder, store.run_dir, launch)}")
             return None
         after = experiment.measure("after")
+    save = experiment.collect()
     if team.rank:
         return dict(exchange_json(team, None)[0])
-    write_folders(store.run_dir, experiment.save)
+    write_folders(store.run_dir, save)
     summary = _summarise(builder, store, progress, origin, after) | experiment.facts()
     store.write_summary(summary)
     exchange_json(team, summary)
@@ -226,7 +227,17 @@ def _how_to_continue(builder: ExperimentBuilder, run_dir: Path, launch: Launch) 
 
 
 def _team(config: RunConfig | ControlConfig) -> Team:
-    return team_of(config.cluster.shards) if isinstance(config, RunConfig) else ALONE
+    if not isinstance(config, RunConfig):
+        return ALONE
+    team = team_of(config.cluster.shards)
+    if config.cluster.weights == "replicate" or team.size == 1:
+        return team
+    if config.cluster.weights == "auto":
+        from covey.experiment.memory_of_ranks import must_shard  # imported here, because transformers takes seconds
+
+        if not must_shard(config, team):
+            return team
+    return team_of(config.cluster.shards, sharded=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Shapes: B rollouts, T actions, N distinct decisions, W hidden width.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import safetensors.torch
@@ -18,8 +19,9 @@ from covey.config.faults import path_error
 from covey.data import Batch
 from covey.llm.model.folder import read_weight_files
 from covey.llm.model.hidden_states import ActionHiddenStates, hidden_states_for_actions
-from covey.llm.model.pretrained import build, read_config, trunk_class
+from covey.llm.model.pretrained import build, read_config, save_weights, trunk_class
 from covey.llm.policy import LanguagePolicy
+from covey.runtime.sharding import WHOLE, Weights
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -66,14 +68,21 @@ class LanguageCritic:
         self.trunk: PreTrainedModel = copy.deepcopy(decoder) if own_trunk else decoder
         self.own_trunk = own_trunk
         self.packed = policy.shares_prompts
+        self.weights: Weights = WHOLE  # of a shared trunk; one of its own is the module that FSDP2 calls
         self.head = ValueHead(width, decoder.dtype).to(policy.device)
         self.module: nn.Module = nn.ModuleDict({"trunk": self.trunk, "head": self.head}) if own_trunk else self.head
+
+    def with_trunk_of(self, policy: LanguagePolicy) -> LanguageCritic:
+        """The critic after the weights of the policy, whose trunk it shares, were divided among the ranks."""
+        critic = copy.copy(self)
+        critic.weights = policy.weights
+        return critic
 
     def values(self, batch: Batch) -> Tensor:
         """values_BT of the state before every decision (the prompt and all tokens so far); 0 at undecided columns."""
         batch = batch.to(self.head.linear.weight.device)
         with torch.set_grad_enabled(self.own_trunk and torch.is_grad_enabled()):
-            decided = hidden_states_for_actions(self.trunk, batch, packed=self.packed)
+            decided = self.weights.run(lambda: hidden_states_for_actions(self.trunk, batch, packed=self.packed))
         return decided.scatter_to_batch(self.head(decided.hidden_NW))
 
     def bootstrap_values(self, batch: Batch) -> Tensor:
@@ -88,9 +97,17 @@ class LanguageCritic:
 
     def save(self, folder: Path) -> None:
         """Write the head, and with `own_trunk` the trunk in the format of `transformers.AutoModel`."""
+        self.collect(WHOLE)(folder)
+
+    def collect(self, weights: Weights) -> Callable[[Path], None]:
+        """Collect the trunk, whose weights the ranks divide, on rank 0; returns a function that writes the critic."""
+        trunk = weights.state_dict(self.trunk) if self.own_trunk else {}
+        return lambda folder: self._save(folder, trunk)
+
+    def _save(self, folder: Path, trunk: dict[str, Tensor]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if self.own_trunk:
-            self.trunk.save_pretrained(folder)
+            save_weights(self.trunk, trunk, folder)
         safetensors.torch.save_file(self.head.linear.state_dict(), folder / HEAD_FILE)
 
     def load(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.config import ConfigError, RewardConfig
@@ -27,6 +27,19 @@ BOUNDARY = "process.boundary"  # name of the boundary function in messages
 DRY_RUN_FRACTION = 0.1
 DRY_RUN_LEAST_SECONDS = 1.0
 MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # from a wrong form of completions
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Rollouts that could not be graded."""
+
+    count: int
+    reward: str  # name of the first reward that failed
+    why: str
+
+    def exceed(self, total: int) -> bool:
+        """Whether they are more than may fail of `total` rollouts."""
+        return self.count > FAILURES_ALLOWED * total
 
 
 class RewardGrader:
@@ -78,11 +91,24 @@ class RewardGrader:
         Raises:
             GradingError: if more than 20 % of the rollouts failed, or a function returned an invalid result.
         """
+        rollouts = sum(len(group.rollouts) for group in groups)
+        failures = self.grade_part(groups, rollouts)
+        if failures.exceed(rollouts):
+            raise too_many(failures.reward, str(failures.count), rollouts, failures.why)
+        return groups
+
+    def grade_part(self, groups: list[Group], total: int) -> Failures:
+        """As `grade`, for a part of `total` rollouts: returns its failures.
+
+        Raises:
+            GradingError: if the failures of this part alone are more than 20 % of `total`, so that calls need not be
+                waited for, or a function returned an invalid result.
+        """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not rollouts:
-            return groups
-        uncut = self._cut(rollouts)
-        results = self._calls.results(groups)
+            return Failures(0, "", "")
+        uncut = self._cut(rollouts, total)
+        results = self._calls.results(groups, total)
         failed = 0
         for row, rollout in enumerate(rollouts):
             parts = {
@@ -101,12 +127,9 @@ class RewardGrader:
             failed_here = not judged or any(verdict.error for verdict in parts.values())
             rollout.reward = None if failed_here else math.fsum(terms)
             failed += failed_here
-        if failed > FAILURES_ALLOWED * len(rollouts):
-            name, why = first_error(results | ({BOUNDARY: list(uncut.values())} if uncut else {}))
-            raise too_many(name, str(failed), len(rollouts), why)
-        return groups
+        return Failures(failed, *first_error(results | ({BOUNDARY: list(uncut.values())} if uncut else {})))
 
-    def _cut(self, rollouts: Sequence[Rollout]) -> dict[int, RewardResult]:
+    def _cut(self, rollouts: Sequence[Rollout], total: int) -> dict[int, RewardResult]:
         """Split completions into steps; returns those for which the user's boundary function failed, by row."""
         failed: dict[int, RewardResult] = {}
         if self.splitter is None:
@@ -118,8 +141,8 @@ class RewardGrader:
                 failed[row] = RewardResult(None, str(error))
             except InvalidRewardOutput as error:
                 raise GradingError(f"{BOUNDARY} {self.splitter.boundary} {error}") from None
-            if len(failed) > FAILURES_ALLOWED * len(rollouts):  # do not wait for the others' deadlines
-                count, why = f"at least {len(failed)} of {plural(len(rollouts), 'completion')}", failed[row].error
+            if len(failed) > FAILURES_ALLOWED * total:  # do not wait for the others' deadlines
+                count, why = f"at least {len(failed)} of {plural(total, 'completion')}", failed[row].error
                 raise GradingError(f"{BOUNDARY} {self.splitter.boundary} failed on {count}: {why}")
         return failed
 
@@ -145,7 +168,7 @@ class RewardGrader:
         """
         groups = [Group(start, [_right_rollout(start)]) for start in starts[:2]]
         try:
-            self._cut([group.rollouts[0] for group in groups])
+            self._cut([group.rollouts[0] for group in groups], len(groups))
         except GradingError as error:
             raise ConfigError(f"{error}, in a dry run on the right answer") from None
         values = []

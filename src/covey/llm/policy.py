@@ -6,7 +6,8 @@ Shapes: B rollouts, T actions, D decisions of the batch, N distinct decisions, L
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +31,8 @@ from covey.llm.model.hidden_states import (
 from covey.llm.model.logprobs import token_logprobs
 from covey.llm.model.microbatches import order_rows, split_rows
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
+from covey.llm.model.pretrained import save_weights
+from covey.runtime.sharding import WHOLE, Weights
 
 
 class ExtraOutput(Protocol):
@@ -63,6 +66,7 @@ class LanguagePolicy:
         microbatch_tokens: int = 4096,
         backend: Backend | None = None,
         extra: Sequence[ExtraOutput] = (),
+        weights: Weights = WHOLE,
     ) -> None:
         """
         Args:
@@ -71,6 +75,7 @@ class LanguagePolicy:
             microbatch_tokens: maximal number of tokens in one forward and backward pass.
             backend: that of another policy of the same model; None: chosen by trial (see `choose_backend`).
             extra: additional outputs of every evaluation, such as a critic's values.
+            weights: their division among the ranks.
 
         Raises:
             ConfigError: if the model cannot be trained, in one line that names its architecture.
@@ -79,18 +84,20 @@ class LanguagePolicy:
         self.temperature = temperature
         self.microbatch_tokens = microbatch_tokens
         self.extra = tuple(extra)
+        self.weights = weights
         self.backend = choose_backend(module) if backend is None else backend
         if self.backend.sampling is Sampling.NATIVE:
             fuse(module, self.backend.kernels)
 
-    def with_outputs(self, *extra: ExtraOutput) -> LanguagePolicy:
-        """A policy on the same weights with additional outputs."""
+    def with_outputs(self, *extra: ExtraOutput, weights: Weights | None = None) -> LanguagePolicy:
+        """A policy on the same weights with additional outputs; `weights`: after their division among the ranks."""
         return LanguagePolicy(
             self.module,
             temperature=self.temperature,
             microbatch_tokens=self.microbatch_tokens,
             backend=self.backend,
             extra=(*self.extra, *extra),
+            weights=weights or self.weights,
         )
 
     @property
@@ -105,7 +112,8 @@ class LanguagePolicy:
     def evaluate(self, batch: Batch) -> PolicyOutput:
         """Log-probability and entropy of every decision, at the sampling temperature, in nats; 0 if undecided."""
         batch = batch.to(self.device)
-        return self._evaluate_packed(batch) if self.shares_prompts else self._evaluate_rows(batch)
+        evaluate = self._evaluate_packed if self.shares_prompts else self._evaluate_rows
+        return PolicyOutput(**self.weights.run(lambda: evaluate(batch)))
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
         """Row indices of each microbatch, of at most `microbatch_tokens` tokens; shared tokens count once."""
@@ -117,13 +125,17 @@ class LanguagePolicy:
 
     def save(self, folder: Path) -> None:
         """Write the weights and the config in the format of transformers."""
-        self.module.save_pretrained(folder)
+        self.collect()(folder)
+
+    def collect(self) -> Callable[[Path], None]:
+        """Collect the weights of all ranks on rank 0; returns a function that writes them there, as `save` does."""
+        return partial(save_weights, self.module, self.weights.state_dict(self.module))
 
     def log_distribution(self, tokens_L: Tensor, decisions: int) -> Tensor:
         """logp_TV over the vocabulary at the last `decisions` tokens, by the model's own forward pass, in nats."""
         return exact_logprobs(next_token_logits(self.module, tokens_L, decisions), self.temperature)
 
-    def _evaluate_packed(self, batch: Batch) -> PolicyOutput:
+    def _evaluate_packed(self, batch: Batch) -> dict[str, Tensor]:
         """One forward pass over all rollouts, packed into one row of tokens."""
         decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
         head = self.module.get_output_embeddings()
@@ -133,9 +145,10 @@ class LanguagePolicy:
         extra: dict[str, Tensor] = {}
         for output in self.extra:
             extra |= output.packed(self, batch, decided)
-        return PolicyOutput(decided.scatter_to_batch(logprobs_N), decided.scatter_to_batch(entropy_N), **extra)
+        logprobs_BT, entropy_BT = decided.scatter_to_batch(logprobs_N), decided.scatter_to_batch(entropy_N)
+        return {"logprobs_BT": logprobs_BT, "entropy_BT": entropy_BT, **extra}
 
-    def _evaluate_rows(self, batch: Batch) -> PolicyOutput:
+    def _evaluate_rows(self, batch: Batch) -> dict[str, Tensor]:
         """One forward pass of the model per rollout, recomputed in the backward pass to bound memory."""
         position_N = batch.mask_BT.flatten().nonzero()[:, 0]
         rows: list[dict[str, Tensor]] = []
@@ -148,7 +161,7 @@ class LanguagePolicy:
         }
         for output in self.extra:
             output_BT |= output.after_rows(self, batch)
-        return PolicyOutput(**output_BT)
+        return output_BT
 
     def _evaluate_row(self, tokens_L: Tensor, decisions: int) -> dict[str, Tensor]:
         """The fields of `PolicyOutput` for one rollout, [T] each."""
@@ -177,7 +190,9 @@ class KLToReference:
             return {}
         reference = self.reference.module
         with torch.no_grad():
-            other_NW = hidden_states_for_actions(reference.base_model, batch, packed=True).hidden_NW
+            other_NW = self.reference.weights.run(
+                lambda: hidden_states_for_actions(reference.base_model, batch, packed=True).hidden_NW
+            )
         head, other_head = policy.module.get_output_embeddings(), reference.get_output_embeddings()
         kernels = policy.backend.kernels
         kl_N = exact_kl(decided.hidden_NW, head, other_NW, other_head, policy.temperature, kernels)

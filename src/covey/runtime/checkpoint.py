@@ -2,7 +2,8 @@
 
 A checkpoint is the folder `step-00000020` with three files: `tensors.safetensors`, `state.json` (everything else, with
 a reference in place of each tensor) and `manifest.json` (size and SHA-256 of the other two, and the version of covey
-that wrote them). It is written under a temporary name, every file is flushed to the disk, the manifest last, and then
+that wrote them). Ranks with sharded weights write a file of tensors each, `tensors-00001-of-00002.safetensors`, and
+rank 0 the others. It is written under a temporary name, every file is flushed to the disk, the manifest last, and then
 the folder is renamed. Other files among the checkpoints are not touched.
 """
 
@@ -12,8 +13,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -28,20 +30,26 @@ from covey.config import ConfigError, MachineError
 from covey.config.faults import faults_of, machine_error
 from covey.config.files import sync
 from covey.config.model_sources import CHECKPOINT_NAME, MANIFEST_FILE
+from covey.data import Team
+from covey.runtime.distributed import ALONE, exchange_json
+from covey.runtime.sharding import is_sharded
+from covey.runtime.tensor_files import (
+    SavedParts,
+    put_in_tensors,
+    refuse_shared,
+    safetensors_pieces,
+    take_out_tensors,
+    write_file,
+)
 
 _log = logging.getLogger(__name__)
 
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
+_PART = re.compile(r"tensors-(\d{5})-of-(\d{5})\.safetensors")  # of a sharded state: the file of a rank, from 1
 _FORMAT = 1  # version of the file format
 _UNFINISHED = ".unfinished-"  # prefix of folders that a crash may leave behind
 _MASTERS = "/masters/"  # in the names of an optimizer's master weights
-_REFERENCE = "$tensor"  # {"$tensor": name} in state.json refers to a tensor
 _SPARE_BYTES = 1 << 20  # for the manifest and the file system's metadata
-
-_DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-}  # fmt: skip
 
 
 class CheckpointError(ConfigError):
@@ -59,13 +67,27 @@ class CheckpointFolder:
     such leaves without tensors. `load` returns it exactly, with tensors on the CPU. One process writes at a time.
     """
 
-    def __init__(self, path: str | Path, keep: int = 2, *, before_save: Callable[[], None] = lambda: None) -> None:
-        """`before_save` flushes the files that a checkpoint relies on, such as the records of its steps."""
+    def __init__(
+        self,
+        path: str | Path,
+        keep: int = 2,
+        *,
+        before_save: Callable[[], None] = lambda: None,
+        team: Team = ALONE,
+    ) -> None:
+        """
+        Args:
+            path: the folder.
+            keep: number of checkpoints that are kept.
+            before_save: flushes the files that a checkpoint relies on, such as the records of its steps.
+            team: ranks with sharded weights, which write a checkpoint together; otherwise one process writes.
+        """
         if keep < 2:
             raise ConfigError(f"checkpoint.keep must be at least 2 (the newest may be damaged), got {keep}")
         self.path = Path(path)
         self.keep = keep
         self.before_save = before_save
+        self.team = team
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write the checkpoint of `step`, then remove all except the newest `keep`.
@@ -83,20 +105,24 @@ class CheckpointFolder:
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
         tensors: dict[str, Tensor] = {}
-        document = json.dumps(_take_out_tensors(state, "", tensors)).encode()
-        _refuse_shared(tensors)
+        document = json.dumps(take_out_tensors(state, "", tensors)).encode()
+        refuse_shared(tensors)
         self.path.mkdir(exist_ok=True)  # without parents, so that a deleted run folder is not created again
         self._remove_leftovers()
         self._check_free_space(sum(t.nbytes for t in tensors.values()) + len(document) + _SPARE_BYTES)
-        draft = self.path / f"{_UNFINISHED}{step:08d}"
+        draft = self._draft(step)
         try:
             draft.mkdir()
+            exchange_json(self.team, None)  # the other ranks write their parts now
+            own = file_of(self.team.rank, self.team.size)
             files = {
-                _TENSORS: _write(draft / _TENSORS, _safetensors_pieces(tensors)),
-                _STATE: _write(draft / _STATE, [document]),
+                own: write_file(draft / own, safetensors_pieces(tensors)),
+                _STATE: write_file(draft / _STATE, [document]),
             }
+            for parts in exchange_json(self.team, {}):
+                files |= parts
             manifest = {"format": _FORMAT, "covey": version("covey"), "step": step, "files": files}
-            _write(draft / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
+            write_file(draft / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
             sync(draft)
             self._publish(draft, self.folder(step))
         except BaseException:
@@ -119,18 +145,18 @@ class CheckpointFolder:
         return None
 
     def load(self, step: int) -> dict[str, Any]:
-        """Load the state saved at `step`.
+        """Load the state saved at `step`. Sharded tensors are `SavedParts`, which read the rows that are wanted.
 
         Raises:
             CheckpointError: if that checkpoint is missing or damaged.
         """
         folder = self._undamaged(step)
         with faults_of(folder):
-            tensors = safetensors.torch.load_file(folder / _TENSORS)
+            files = [safetensors.safe_open(path, framework="pt") for path in _tensor_files(folder)]
             document = (folder / _STATE).read_bytes()
         try:
-            state: dict[str, Any] = _put_in_tensors(json.loads(document), tensors)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            state: dict[str, Any] = put_in_tensors(json.loads(document), files)
+        except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
             raise CheckpointError(
                 f"checkpoint {folder} is not one that covey writes ({type(error).__name__} in {_STATE}): use another"
             ) from error
@@ -142,12 +168,12 @@ class CheckpointFolder:
         Raises:
             CheckpointError: if that checkpoint is missing or damaged, or holds no such dict.
         """
-        folder = self._undamaged(step)
-        with safetensors.safe_open(folder / _TENSORS, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(f"{below}/")]  # noqa: SIM118 -- it is no dict
-            if not names:
-                raise CheckpointError(f"checkpoint {folder} holds no {below}: name another")
-            return {name.removeprefix(f"{below}/"): file.get_tensor(name) for name in names}
+        found: Any = self.load(step)
+        for key in below.split("/"):
+            found = found.get(key) if isinstance(found, dict) else None
+        if not found:
+            raise CheckpointError(f"checkpoint {self.folder(step)} holds no {below}: name another")
+        return {name: saved[:] if isinstance(saved, SavedParts) else saved for name, saved in found.items()}
 
     def _undamaged(self, step: int) -> Path:
         folder = self.folder(step)
@@ -158,7 +184,11 @@ class CheckpointFolder:
 
     def _find_damage(self, step: int) -> str | None:
         with faults_of(self.folder(step)):
-            return _damage(self.folder(step)) or _not_finite(self.folder(step) / _TENSORS)
+            damage = _damage(self.folder(step))
+            if damage is None:
+                found = (_not_finite(path) for path in _tensor_files(self.folder(step)))
+                damage = next((fault for fault in found if fault is not None), None)
+            return damage
 
     def folder(self, step: int) -> Path:
         """Path of the checkpoint of `step`, whether or not it exists."""
@@ -196,6 +226,9 @@ class CheckpointFolder:
             if self.path.is_dir() and not any(self.path.iterdir()):
                 self.path.rmdir()
 
+    def _draft(self, step: int) -> Path:
+        return self.path / f"{_UNFINISHED}{step:08d}"
+
     def _check_free_space(self, needed: int) -> None:
         free = shutil.disk_usage(self.path).free
         if free < needed:
@@ -230,6 +263,33 @@ class CheckpointFolder:
                 entry.unlink()
 
 
+class PartOfCheckpoints(CheckpointFolder):
+    """Checkpoints of sharded weights on a rank other than 0, which writes its own file only."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write this rank's part of the checkpoint of `step`.
+
+        Raises:
+            MachineError: if it cannot be written.
+        """
+        exchange_json(self.team, None)
+        draft, own = self._draft(step), file_of(self.team.rank, self.team.size)
+        if not draft.is_dir():
+            raise MachineError(
+                f"rank {self.team.rank} does not see {draft}, which rank 0 has created: with sharded weights the run "
+                "folder must be on a disk that all machines share"
+            )
+        tensors: dict[str, Tensor] = {}
+        take_out_tensors(state, "", tensors)
+        with faults_of(draft):
+            parts = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+            written = write_file(draft / own, safetensors_pieces(parts))
+        exchange_json(self.team, {own: written})
+
+    def tidy(self, newest: int) -> None:
+        """Nothing to do: rank 0 removes folders."""
+
+
 class ReadCheckpoints(CheckpointFolder):
     """Checkpoints that another rank writes."""
 
@@ -240,82 +300,15 @@ class ReadCheckpoints(CheckpointFolder):
         """Nothing to do."""
 
 
-def _take_out_tensors(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` in JSON's types, with each tensor moved to `tensors` and replaced by a reference."""
-    if isinstance(value, Tensor):
-        if value.dtype not in _DTYPE_NAMES or value.layout != torch.strided:
-            raise TypeError(f"cannot store {where}: tensor of {value.dtype}, {value.layout}")
-        if where in tensors:
-            raise ValueError(f"two tensors of the state have the path {where}: rename a key that contains '/'")
-        tensors[where] = value
-        return {_REFERENCE: where}
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str) or key == _REFERENCE:
-                raise TypeError(f"cannot store the key {key!r} of {where or 'the state'}: keys are strings")
-        return {k: _take_out_tensors(v, f"{where}/{k}" if where else k, tensors) for k, v in value.items()}
-    if isinstance(value, list):
-        if any(isinstance(item, Tensor) for item in value):
-            raise TypeError(f"cannot store {where}: tensors stand in dicts, not in lists")
-        return [_take_out_tensors(item, f"{where}/{index}", tensors) for index, item in enumerate(value)]
-    # The exact type, because subclasses and tuples would be loaded as another type.
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise TypeError(f"cannot store {where}: {type(value).__name__} is not a tensor, number, string, bool, None or list")
+def file_of(rank: int, ranks: int) -> str:
+    """The name of a rank's file of tensors."""
+    return _TENSORS if ranks == 1 else f"tensors-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
 
-def _put_in_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, dict):
-        if _REFERENCE in value:
-            return tensors[value[_REFERENCE]]
-        return {key: _put_in_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_put_in_tensors(item, tensors) for item in value]
-    return value
-
-
-def _refuse_shared(tensors: dict[str, Tensor]) -> None:
-    owners: dict[tuple[torch.device, int], str] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel() == 0:
-            continue
-        owner = owners.setdefault((tensor.device, tensor.data_ptr()), name)
-        if owner != name:
-            raise ValueError(f"{owner} and {name} are the same tensor (tied weights): store it once")
-
-
-def _safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Generate a safetensors file piece by piece, without a second copy of the state.
-
-    The format: length of the header (8 bytes, little endian), header (JSON, padded with spaces), the tensors' bytes.
-    """
-    header: dict[str, Any] = {}
-    end = 0
-    # Wide types first keeps every tensor aligned to its item size, like other writers of the format.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        shape = list(tensor.shape)
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
-    document = json.dumps(header).encode()
-    document += b" " * (-len(document) % 8)
-    yield len(document).to_bytes(8, "little")
-    yield document
-    for _, tensor in ordered:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
-
-
-def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write and fsync a file; returns its size and hash for the manifest."""
-    digest = hashlib.sha256()
-    with open(path, "xb") as file:
-        for piece in pieces:
-            digest.update(piece)
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+def _tensor_files(folder: Path) -> list[Path]:
+    """The files of tensors of an undamaged checkpoint, by rank."""
+    names = json.loads((folder / MANIFEST_FILE).read_bytes())["files"].keys() - {_STATE}
+    return [folder / name for name in sorted(names)]
 
 
 def _damage(folder: Path, *, hashes: bool = True) -> str | None:
@@ -333,7 +326,8 @@ def _damage(folder: Path, *, hashes: bool = True) -> str | None:
                 f"{manifest['format']}), and this is covey {version('covey')} (format {_FORMAT}): use that version"
             )
         files = manifest["files"]
-        if set(files) != {_TENSORS, _STATE}:
+        ranks = len(files) - 1
+        if set(files) != {_STATE, *(file_of(rank, ranks) for rank in range(ranks))}:
             return f"{MANIFEST_FILE} names other files"
         if f"step-{manifest['step']:08d}" != folder.name:
             return f"{MANIFEST_FILE} names another step"
@@ -378,7 +372,8 @@ def _is_own(folder: Path) -> bool:
     """True if the folder has only files of a checkpoint of this format, all or some of them."""
     if not folder.is_dir() or folder.is_symlink():
         return False
-    if not {entry.name for entry in folder.iterdir()} <= {_TENSORS, _STATE, MANIFEST_FILE}:
+    names = {entry.name for entry in folder.iterdir()} - {_TENSORS, _STATE, MANIFEST_FILE}
+    if not all(map(_PART.fullmatch, names)):
         return False
     try:
         _damage(folder, hashes=False)

@@ -22,9 +22,10 @@ from torch import Tensor
 from covey.config import RunError
 from covey.config.fields import plural
 from covey.data import Team
-from covey.runtime.ranks import STATE, local_rank, world_size
+from covey.runtime.ranks import STATE, local_rank, own_rank, world_size
 
 BUCKET = 1 << 24  # numbers that are summed in one message: 64 MB in fp32
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")  # gloo's errors
 LONGEST_WAIT = timedelta(hours=2)  # for the slowest rank, whose sampling and grading have deadlines of their own
 
 
@@ -43,12 +44,16 @@ class Alone:
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Nothing to add."""
 
+    def passes(self, own: int) -> int:
+        """Its own."""
+        return own
+
 
 ALONE = Alone()
 
 
 class TorchTeam:
-    """The ranks of torch.distributed; implements `covey.data.Team`."""
+    """The ranks of torch.distributed, each with all weights; implements `covey.data.Team`."""
 
     def __init__(self, shards: int) -> None:
         """`shards` is a multiple of the number of ranks, and both are powers of two."""
@@ -83,17 +88,27 @@ class TorchTeam:
                 for tensor, piece in zip(bucket, summed.split([tensor.numel() for tensor in bucket]), strict=True):
                     tensor.copy_(piece.view_as(tensor))
 
+    def passes(self, own: int) -> int:
+        """Its own, because a pass needs no other rank."""
+        return own
+
     def _sum_flat(self, flat: Tensor) -> Tensor:
         """A reduce-scatter whose order of addition is that of a binary tree, then an all-gather."""
         width = -(-flat.numel() // self.size)
         padded = torch.nn.functional.pad(flat, (0, width * self.size - flat.numel()))
         pieces = torch.empty_like(padded)  # this rank's part, of every rank
         dist.all_to_all_single(pieces, padded)
-        rows = list(pieces.view(self.size, width))
-        while len(rows) > 1:
-            rows = [rows[i] + rows[i + 1] for i in range(0, len(rows), 2)]
-        dist.all_gather(list(pieces.view(self.size, width)), rows[0].contiguous())
+        summed = add_in_tree(list(pieces.view(self.size, width)))
+        dist.all_gather(list(pieces.view(self.size, width)), summed.contiguous())
         return pieces[: flat.numel()]
+
+
+class ShardedTeam(TorchTeam):
+    """Ranks with sharded weights, which make their passes over microbatches together."""
+
+    def passes(self, own: int) -> int:
+        """The most of all ranks, and at least one."""
+        return max(1, *exchange_json(self, own))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -108,16 +123,27 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
+def add_in_tree(rows: list[Tensor]) -> Tensor:
+    """(row 0 + row 1) + (row 2 + row 3), and so on; their number is a power of two."""
+    while len(rows) > 1:
+        rows = [rows[i] + rows[i + 1] for i in range(0, len(rows), 2)]
+    return rows[0]
+
+
 @contextmanager
 def _lost_ranks(rank: int) -> Iterator[None]:
     """Context manager that turns torch's error about a lost connection into one line."""
     try:
         yield
     except RuntimeError as error:
-        raise RunError(
-            f"rank {rank} has lost another rank, which has ended or does not answer; its own message has the cause. "
-            "The run goes on from its last checkpoint"
-        ) from error
+        raise _lost(rank) from error
+
+
+def _lost(rank: int) -> RunError:
+    return RunError(
+        f"rank {rank} has lost another rank, which has ended or does not answer; its own message has the cause. "
+        "The run goes on from its last checkpoint"
+    )
 
 
 @contextmanager
@@ -134,25 +160,33 @@ def joined_ranks() -> Iterator[None]:
     STATE.joined = True
     try:
         yield
+    except RuntimeError as error:  # from a message between ranks within FSDP2's forward or backward pass
+        if isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST):
+            raise _lost(own_rank()) from error
+        raise
     finally:
         dist.destroy_process_group()
 
 
-def team_of(shards: int) -> Team:
+def team_of(shards: int, *, sharded: bool = False) -> Team:
     """The team of this process. Call it within `joined_ranks`.
 
     Args:
         shards: logical shards; 0: as many as there are ranks.
+        sharded: the ranks divide the weights. One rank has nothing to divide.
     """
     size = world_size()
-    return Alone(shards or 1) if size == 1 else TorchTeam(shards or size)
+    if size == 1:
+        return Alone(shards or 1)
+    return (ShardedTeam if sharded else TorchTeam)(shards or size)
 
 
 def describe_team(team: Team) -> str:
     """For the first line of a run; empty without shards."""
     if team.shards == 1:
         return ""
-    return f"; {plural(team.size, 'rank')}, {team.shards} shards, each rank has all weights"
+    weights = "weights sharded by FSDP2 (fully_shard)" if isinstance(team, ShardedTeam) else "each rank has all weights"
+    return f"; {plural(team.size, 'rank')}, {team.shards} shards, {weights}"
 
 
 class GradientTree:
@@ -164,6 +198,11 @@ class GradientTree:
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, list[Tensor]]] = []  # height in the tree -> sums, the highest first
+
+    @property
+    def added(self) -> int:
+        """The number of shards that were added since the last total."""
+        return sum(1 << height for height, _ in self._sums)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of the next shard; they are copied or only read."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.config import ConfigError
+from covey.runtime.sharding import WHOLE, Weights, local, own_rows
 
 
 class EMAWeights:
@@ -20,15 +21,18 @@ class EMAWeights:
     change. A copy (`fraction` = 1) needs no memory beside the module.
     """
 
-    def __init__(self, module: nn.Module, leader: nn.Module, fraction: float, *, every: int = 1) -> None:
+    def __init__(
+        self, module: nn.Module, leader: nn.Module, fraction: float, *, every: int = 1, division: Weights = WHOLE
+    ) -> None:
         """
         Args:
             module: the reference; its parameters require no gradient.
             leader: the policy, a module with the same parameters.
             fraction: above 0; 1 copies the weights.
             every: number of steps between updates.
+            division: of the module's weights among the ranks; the leader's are divided in the same way.
         """
-        self.fraction, self.every = fraction, every
+        self.fraction, self.every, self.division = fraction, every, division
         self.parameters = dict(module.named_parameters())
         self.leader = dict(leader.named_parameters())
         assert self.parameters.keys() == self.leader.keys()
@@ -46,7 +50,8 @@ class EMAWeights:
     def update(self) -> None:
         """Interpolate between the weights and the leader's."""
         for name, weight in self.weights.items():
-            leader = self.leader[name].detach().to(weight.dtype)
+            # The leader's master weights, if they are sharded, are rounded as the weights are that it computes with.
+            leader = self.leader[name].detach().to(self.parameters[name].dtype).to(weight.dtype)
             weight.copy_(leader) if self.fraction == 1 else weight.lerp_(leader, self.fraction)
         self._copy_to_module()
 
@@ -67,10 +72,11 @@ class EMAWeights:
                 "the saved reference belongs to another model: resume with the model that the run began with"
             )
         for name, weight in self.weights.items():
-            weight.copy_(state[name])
+            local(weight).copy_(own_rows(state[name], weight))
         self._copy_to_module()
 
     def _copy_to_module(self) -> None:
         for name, parameter in self.parameters.items():
-            if parameter.data_ptr() != self.weights[name].data_ptr():
+            if local(parameter).data_ptr() != local(self.weights[name]).data_ptr():
                 parameter.copy_(self.weights[name])
+        self.division.reshard()

@@ -17,9 +17,13 @@ from torch import Tensor, nn
 
 from covey.config import ConfigError
 from covey.data import Team
+from covey.runtime.adamw import AdamW
 from covey.runtime.distributed import ALONE, GradientTree
+from covey.runtime.sharding import WHOLE, Weights, is_sharded, local, own_rows, with_local
 
-NORM_ROW = 256  # see `total_norm`
+# See `row_squares`.
+EXACT_NUMBERS = 1 << 16
+SHORTEST_PIECE, LONGEST_PIECE = 32, 512
 MASTER_DTYPE = torch.float32
 
 
@@ -52,6 +56,9 @@ class MasterAdamW:
     and frees it, and each step rounds the new master into the parameter. A shared parameter counts once, under its
     first name. Weight decay, off by default, applies to matrices only: norms and biases are vectors.
 
+    The weights may be sharded (`runtime/sharding.py`). Masters and moments are then this rank's rows of them, and
+    FSDP2 adds the gradients of the ranks. Gradients of other parameters are added here, once in a step.
+
     A module may have only one of these optimizers at a time. `lr` is the learning rate before the first `step`.
     """
 
@@ -63,26 +70,26 @@ class MasterAdamW:
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         team: Team = ALONE,
+        weights: Weights = WHOLE,
     ) -> None:
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0 (inf never clips), got {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
-        self._team, self._shards = team, GradientTree()
+        self._team, self._weights, self._shards = team, weights, GradientTree()
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ConfigError("the model has no trainable parameter: unfreeze some")
+        self._sharded = [name for name, parameter in self.parameters.items() if is_sharded(parameter)]
+        self._whole = [name for name in self.parameters if name not in self._sharded]
         self.masters: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             self.masters[name] = self._master_of(parameter)
-        self._fused = all(master.device.type in ("cpu", "cuda") for master in self.masters.values())
-        masters = list(self.masters.values())
-        groups = [
-            {"params": [m for m in masters if m.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [m for m in masters if m.dim() < 2], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=self._fused)
+        decay = {name: weight_decay if parameter.dim() >= 2 else 0.0 for name, parameter in self.parameters.items()}
+        self._adamw = AdamW(self.masters, betas, decay)
 
     def _master_of(self, parameter: nn.Parameter) -> Tensor:
+        if is_sharded(parameter):
+            return local(parameter)
         if parameter.dtype == MASTER_DTYPE:
             return parameter
         master = parameter.detach().to(MASTER_DTYPE)
@@ -90,20 +97,40 @@ class MasterAdamW:
         weakref.finalize(self, handle.remove)  # so that a later optimizer of this module does not inherit the hook
         return master
 
+    def before_last_pass(self) -> None:
+        """The next backward pass is the last one before `end_shard`."""
+        self._weights.before_last_pass()
+
     @torch.no_grad()
     def end_shard(self) -> None:
         """Add the gradients since the last call to those of this rank's shards before."""
-        masters = self.masters.values()
+        masters = [self.masters[name] for name in self._whole]
         self._shards.add([torch.zeros_like(one) if one.grad is None else one.grad for one in masters])
-        self._adamw.zero_grad()
+        for master in masters:
+            master.grad = None
+        self._weights.end_shard()
 
-    @torch.no_grad()
     def _sum_shards(self) -> None:
         """Replace the gradients by their sum over the shards of all ranks."""
         sums = self._shards.total()
         self._team.sum(sums)
-        for master, total in zip(self.masters.values(), sums, strict=True):
-            master.grad = total.add_(0.0)  # -0.0 becomes 0.0, as it does if a rank adds the zeros of an empty shard
+        for name, total in zip(self._whole, sums, strict=True):
+            self.masters[name].grad = total
+        for name in self._sharded:
+            gradient = self.parameters[name].grad
+            self.masters[name].grad = torch.zeros_like(self.masters[name]) if gradient is None else local(gradient)
+        for master in self.masters.values():
+            assert master.grad is not None
+            master.grad.add_(0.0)  # -0.0 becomes 0.0, as it does if a rank adds the zeros of an empty shard
+
+    def _norm(self) -> Tensor:
+        """The norm of all gradients. It does not depend on the division of the weights."""
+        gradients = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+        squares = {name: row_squares(gradient, self.parameters[name].numel()) for name, gradient in gradients.items()}
+        if self._sharded:
+            own, rows = ([squares[name] for name in self._sharded], [len(self.parameters[n]) for n in self._sharded])
+            squares |= zip(self._sharded, self._weights.whole_rows(own, rows), strict=True)
+        return norm_of(list(squares.values()))
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> StepResult:
@@ -113,31 +140,42 @@ class MasterAdamW:
         """
         if self._team.shards > 1:
             self._sum_shards()
-        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
-        norm = total_norm(gradients)
-        result = StepResult(float(norm), applied=bool(gradients) and math.isfinite(norm))
+        norm = self._norm()
+        present = any(master.grad is not None for master in self.masters.values())
+        result = StepResult(float(norm), applied=present and math.isfinite(norm))
         if result.applied:
             if math.isfinite(self.max_grad_norm):
                 torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.max_grad_norm, norm)
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
-            self._adamw.step()
+            self._adamw.step(learning_rate)
             self._copy_to_module()
-        self._adamw.zero_grad()
+            self._weights.reshard()
+        for name, master in self.masters.items():
+            master.grad = self.parameters[name].grad = None
         return result
+
+    def checksum(self) -> int:
+        """The sum of the bits of all masters that are not sharded, as integers: the same on all ranks."""
+        flat = [self.masters[name].detach().view(-1) for name in self._whole]
+        pairs = (one[: len(one) // 2 * 2].view(torch.int64).sum() for one in flat)  # 30 times the speed of int32
+        ends = (one[len(one) // 2 * 2 :].view(torch.int32).sum() for one in flat)
+        return sum(map(int, pairs)) + sum(map(int, ends))
 
     def state_dict(self) -> dict[str, Any]:
         """Masters, moments and step counts by parameter name: nested dicts of tensors and numbers, not copied.
 
         The masters determine the module's trainable parameters, so a checkpoint needs no second copy of them.
         """
-        states = {name: self._adamw.state[m] for name, m in self.masters.items() if m in self._adamw.state}
+        moments = self._adamw.moments
         return {
-            "masters": {name: master.detach() for name, master in self.masters.items()},
-            "exp_avg": {name: state["exp_avg"] for name, state in states.items()},
-            "exp_avg_sq": {name: state["exp_avg_sq"] for name, state in states.items()},
-            "step": {name: int(state["step"]) for name, state in states.items()},
+            "masters": {name: self._as_saved(name, master.detach()) for name, master in self.masters.items()},
+            "exp_avg": {name: self._as_saved(name, of.exp_avg) for name, of in moments.items()},
+            "exp_avg_sq": {name: self._as_saved(name, of.exp_avg_sq) for name, of in moments.items()},
+            "step": {name: int(of.step) for name, of in moments.items()},
         }
+
+    def _as_saved(self, name: str, rows: Tensor) -> Tensor:
+        """This rank's rows of a tensor as a part of the whole one."""
+        return with_local(self.parameters[name], rows)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -146,7 +184,7 @@ class MasterAdamW:
         Raises:
             ConfigError: if the state belongs to a module with other parameters.
         """
-        shapes = {name: tuple(master.shape) for name, master in self.masters.items()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         saved = {name: tuple(master.shape) for name, master in state["masters"].items()}
         unlike = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
         if unlike:
@@ -154,43 +192,56 @@ class MasterAdamW:
                 f"the saved optimizer belongs to another model: {len(unlike)} parameters differ, such as {unlike[0]} "
                 f"({saved.get(unlike[0], 'absent')} saved, {shapes.get(unlike[0], 'absent')} here)"
             )
-        self._adamw.state.clear()
+        self._adamw.moments.clear()
         for name, master in self.masters.items():
-            master.copy_(state["masters"][name])
-            master.grad = None
+            parameter = self.parameters[name]
+            master.copy_(own_rows(state["masters"][name], parameter))
+            master.grad = parameter.grad = None
             if name in state["step"]:
-                # The fused kernels need the step count on the weights' device, the others on the CPU.
-                where = master.device if self._fused else torch.device("cpu")
-                self._adamw.state[master] = {
-                    "step": torch.tensor(state["step"][name], dtype=torch.float32, device=where),
-                    "exp_avg": torch.empty_like(master).copy_(state["exp_avg"][name]),
-                    "exp_avg_sq": torch.empty_like(master).copy_(state["exp_avg_sq"][name]),
-                }
+                exp_avg, exp_avg_sq = (
+                    torch.empty_like(master).copy_(own_rows(state[key][name], parameter))
+                    for key in ("exp_avg", "exp_avg_sq")
+                )
+                self._adamw.set_moments(name, exp_avg, exp_avg_sq, state["step"][name])
         self._copy_to_module()
+        self._weights.reshard()
 
     def _copy_to_module(self) -> None:
-        for name, parameter in self.parameters.items():
-            if parameter is not self.masters[name]:
-                parameter.copy_(self.masters[name])
+        for name in self._whole:
+            if self.parameters[name] is not self.masters[name]:
+                self.parameters[name].copy_(self.masters[name])
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of all elements together, a scalar in fp64; 0 if there are none.
+    """Euclidean norm of all elements together, a scalar in fp64; 0 if there are none."""
+    return norm_of([row_squares(tensor, tensor.numel()) for tensor in tensors])
+
+
+def norm_of(squares: Sequence[Tensor]) -> Tensor:
+    """The norm of some tensors from their `row_squares`, a scalar in fp64."""
+    return torch.cat(list(squares)).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+
+
+def row_squares(tensor: Tensor, numbers: int) -> Tensor:
+    """squares_R: the sum of squares of each row (along the first dimension), in fp64.
+
+    A row has the same bits in any part of the tensor, so that ranks with some rows each find the same norm.
 
     torch sums fp32 tensors in fp32, with a relative error of 3e-5 and more for 100 million numbers. Here the squares of
-    a large tensor are summed in fp32 within rows of 256, and the rows in fp64: an error of 1e-10, in a sixth of the
-    time of fp64 throughout.
+    a large tensor are summed in fp32 within pieces of a row, and the pieces in fp64: an error of 1e-10, in a sixth of
+    the time of fp64 throughout.
+
+    Args:
+        tensor: some rows.
+        numbers: of the whole tensor.
     """
-    pieces: list[Tensor] = []
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
-        whole = flat.numel() // NORM_ROW * NORM_ROW if flat.numel() > NORM_ROW**2 else 0
-        if whole:
-            pieces.append(torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1))
-        if whole < flat.numel():
-            pieces.append(flat[whole:])
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+    matrix = tensor.reshape(len(tensor) if tensor.dim() else 1, -1) if tensor.numel() else tensor.new_zeros(0, 1)
+    rows, width = matrix.shape
+    piece = max(size for size in range(1, min(width, LONGEST_PIECE) + 1) if width % size == 0)
+    if numbers <= EXACT_NUMBERS or piece < SHORTEST_PIECE:
+        return matrix.double().square().sum(dim=1)
+    norms = torch.linalg.vector_norm(matrix.view(rows * width // piece, piece), dim=1)
+    return norms.double().square().view(rows, width // piece).sum(dim=1)
 
 
 def _move_gradient_to(master: Tensor) -> Callable[[Tensor], None]:

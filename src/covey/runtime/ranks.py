@@ -24,6 +24,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def ranks_of_machine() -> int:
+    """The number of ranks on this machine; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @dataclass
 class _State:
     joined: bool = False  # True from the moment at which this process has met the other ranks

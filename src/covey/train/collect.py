@@ -13,8 +13,9 @@ from statistics import fmean
 from typing import Protocol
 
 from covey.algorithms import Algorithm
-from covey.data import Grader, Group, Sampler, Start, Task, Team, collate
+from covey.data import Grader, Group, Sampler, SamplerWeights, Start, Task, Team, collate
 from covey.runtime.distributed import ALONE
+from covey.runtime.sharding import WHOLE
 from covey.runtime.timer import Measure
 from covey.train.gather import gather_groups
 from covey.train.prepare import has_signal
@@ -66,6 +67,7 @@ class GroupSource:
     drawn: int  # number of starts that the run has drawn in earlier steps
     measure: Measure  # times a phase; the argument is the name of its metric
     team: Team = ALONE
+    weights: SamplerWeights = WHOLE
 
     def draw(self, count: int, first: int = 0) -> list[Start]:
         """`count` starts of the step, with indices from `first`."""
@@ -78,7 +80,7 @@ class GroupSource:
         """
         parts = share(len(starts), self.team)
         own = [starts[parts[shard]] for shard in own_shards(self.team)]
-        with self.measure("time/sample"):
+        with self.measure("time/sample"), self.weights.gathered():
             groups = [
                 group for part in own if part for group in self.sampler.sample(part, size, self.step, first_rollout)
             ]

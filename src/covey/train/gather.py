@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from covey.config import RunError
 from covey.data import Group, Start, Team, decode_groups, encode_groups
+from covey.runtime.distributed import exchange_json
 from covey.train.shards import shards_of, share
 
 _DIGEST = 32  # bytes of a SHA-256
@@ -42,7 +44,39 @@ def gather_groups(groups: Sequence[Group], starts: Sequence[Start], team: Team, 
     ]
 
 
+def check_agreement(groups: Sequence[Group], facts: Mapping[str, Any], team: Team, when: str) -> None:
+    """Compare the rollouts of a step and other numbers that must be the same on all ranks.
+
+    Args:
+        groups: of the step; the lengths and the rewards of their rollouts are compared.
+        facts: further numbers by their description.
+        team: the ranks; each calls this.
+        when: for the message of an error.
+
+    Raises:
+        RunError: on every rank, naming the first that differs from rank 0.
+    """
+    if team.size == 1:
+        return
+    rollouts = [[group.start.index, [[one.decisions, one.reward] for one in group.rollouts]] for group in groups]
+    own = {f"rollouts of start {index}": _hash(content) for index, content in rollouts}
+    own |= {name: repr(value) for name, value in facts.items()}
+    first, *others = exchange_json(team, own)
+    for rank, other in enumerate(others, 1):
+        for name in dict.fromkeys([*first, *other]):
+            if first.get(name) != other.get(name):
+                raise RunError(
+                    f"rank {rank} has another result than rank 0 in {when} ({name}): all ranks need the same versions "
+                    "of covey and torch and processors with the same instructions; if they have, the memory of one is "
+                    "faulty. The run goes on from its last checkpoint"
+                )
+
+
 def _digest(starts: Sequence[Start]) -> bytes:
     """A hash of prompts and columns."""
     content = [[start.index, start.prompt, dict(start.columns)] for start in starts]
-    return hashlib.sha256(json.dumps(content, default=str, sort_keys=True).encode()).digest()
+    return bytes.fromhex(_hash(content))
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, default=str, sort_keys=True).encode()).hexdigest()

@@ -30,8 +30,14 @@ from covey.train.metrics import UpdateMetrics
 class Optimizer(Protocol):
     """An optimizer of a module, with fp32 master weights and accumulated gradients."""
 
+    def before_last_pass(self) -> None:
+        """The next backward pass is the last one of a shard."""
+
     def end_shard(self) -> None:
         """Add the gradients of a shard to those of the shards before, if there are several."""
+
+    def checksum(self) -> int:
+        """A number that changes with any bit of the weights of which every rank has a copy."""
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip, apply and reset the gradients; if their norm is not finite, no weight changes."""
@@ -77,6 +83,9 @@ class Learner(Protocol):
     def backward(self, part: Batch, step: int, metrics: UpdateMetrics, measure: Measure) -> None:
         """Accumulate the gradient of the loss of a microbatch."""
 
+    def before_last_pass(self) -> None:
+        """Called before the last microbatch of each shard."""
+
     def end_shard(self) -> None:
         """Called after the microbatches of each shard, if there are several shards."""
 
@@ -120,6 +129,9 @@ class PolicyLearner:
         with measure("time/backward"):
             loss.backward()  # type: ignore[no-untyped-call]
         metrics.add_policy(part, output, terms)
+
+    def before_last_pass(self) -> None:
+        self.optimizer.before_last_pass()
 
     def end_shard(self) -> None:
         self.optimizer.end_shard()
@@ -165,6 +177,9 @@ class CriticLearner:
             loss = self.algorithm.critic_loss(values_BT, part.to(values_BT.device))
             loss.backward()  # type: ignore[no-untyped-call]
         metrics.add_critic(loss)
+
+    def before_last_pass(self) -> None:
+        self.optimizer.before_last_pass()
 
     def end_shard(self) -> None:
         self.optimizer.end_shard()

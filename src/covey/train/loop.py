@@ -9,9 +9,10 @@ from covey.data import Group, collate
 from covey.runtime.device import peak_memory_bytes
 from covey.runtime.timer import Clock
 from covey.train.collect import GroupSource, StepGroups
+from covey.train.gather import check_agreement
 from covey.train.metrics import describe, describe_rewards
 from covey.train.prepare import prepare_batch
-from covey.train.state import Components, LoopConfig, Progress, save_checkpoint
+from covey.train.state import Components, LoopConfig, Progress, optimizers_of, save_checkpoint
 from covey.train.update import update
 
 # An optimizer step with a non-finite gradient is skipped. After this number in a row, training has diverged.
@@ -60,6 +61,8 @@ def train_step(run: Components, config: LoopConfig, progress: Progress) -> tuple
         run.sampler.refresh(progress.version + 1)
         run.reference_updater.after(step)
     metrics = step_metrics(collected, prepared, updated, clock)
+    weights = {f"weights of the {name}": item.checksum() for name, item in optimizers_of(run).items()}
+    check_agreement(collected.all_groups, updated | weights, run.team, f"step {step}")
     progress.advance(collected.all_groups, metrics)
     run.kl_coefficient.after(step, metrics, sum(len(group.rollouts) for group in collected.all_groups))
     return metrics, collected.all_groups
@@ -69,8 +72,9 @@ def collect(run: Components, config: LoopConfig, progress: Progress, clock: Cloc
     """The graded groups of the next step, collected by `run.collector`."""
     step = progress.step + 1
     source = GroupSource(
-        run.task, run.sampler, run.grader, run.algorithm, config.seed, step, progress.starts, clock.measure, run.team
-    )
+        run.task, run.sampler, run.grader, run.algorithm, config.seed, step, progress.starts, clock.measure, run.team,
+        run.weights,
+    )  # fmt: skip
     return run.collector.collect(source, config.starts_per_step, config.group_size.at(step))
 
 

@@ -19,7 +19,7 @@ from covey.core.loss_weights import count
 from covey.data import Batch, Critic, Policy, PolicyOutput, Team
 from covey.runtime.distributed import ALONE
 from covey.train.metrics import value_metrics
-from covey.train.shards import fill_rows, own_shards, shard_rows
+from covey.train.shards import fill_rows, own_shards, shard_rows, shortest_row
 
 
 class NoReference:
@@ -130,13 +130,15 @@ def score_rows(policy: Policy, batch: Batch, wanted_B: Tensor, team: Team = ALON
         the log-probability of every action.
     """
     scores = {"logprobs_BT": torch.full_like(batch.behavior_logprobs_BT, math.nan)}
+    if not wanted_B.any():
+        return scores
     shards = shard_rows(batch, team.shards, wanted_B)
     for rows, part in _by_microbatch(policy, batch, shards, team):
         width = part.mask_BT.shape[1]
         for name, value in policy.evaluate(part).scores().items():
             if name not in scores:
                 scores[name] = batch.behavior_logprobs_BT.new_zeros(*batch.mask_BT.shape, *value.shape[2:])
-            scores[name][rows, :width] = value.to(scores[name])
+            scores[name][rows, :width] = value.to(scores[name])[: len(rows)]
     fill_rows(scores["logprobs_BT"], shards, team)
     return scores
 
@@ -144,13 +146,17 @@ def score_rows(policy: Policy, batch: Batch, wanted_B: Tensor, team: Team = ALON
 def _by_microbatch(
     policy: Policy, batch: Batch, shards: Sequence[Tensor], team: Team
 ) -> Iterator[tuple[Tensor, Batch]]:
-    """Microbatches of the rows of this rank's shards: (row indices, microbatch)."""
+    """Microbatches of the rows of this rank's shards: (row indices, microbatch). Passes that are made only because
+    another rank has more have no row index and a microbatch of one row.
+    """
     for shard in (shards[number] for number in own_shards(team)):
-        if not len(shard):
-            continue
         chosen = batch if len(shard) == len(batch) else batch.select(shard)
-        for rows in policy.microbatches(chosen):
-            yield shard[rows], chosen.select(rows)
+        parts = list(policy.microbatches(chosen)) if len(shard) else []
+        for number in range(team.passes(len(parts))):
+            if number < len(parts):
+                yield shard[parts[number]], chosen.select(parts[number])
+            else:
+                yield shard[:0], batch.select(shortest_row(batch))
 
 
 @torch.no_grad()
@@ -163,8 +169,8 @@ def _with_values(batch: Batch, policy: Policy, critic: Critic, team: Team) -> Ba
     bootstrap_value_B = torch.zeros_like(batch.reward_B)
     shards = shard_rows(batch, team.shards, batch.valid_B)
     for rows, part in _by_microbatch(policy, batch, shards, team):
-        values_BT[rows, : part.mask_BT.shape[1]] = critic.values(part).to(values_BT)
-        bootstrap_value_B[rows] = critic.bootstrap_values(part).to(bootstrap_value_B)
+        values_BT[rows, : part.mask_BT.shape[1]] = critic.values(part).to(values_BT)[: len(rows)]
+        bootstrap_value_B[rows] = critic.bootstrap_values(part).to(bootstrap_value_B)[: len(rows)]
     for value_B in (values_BT, bootstrap_value_B):
         fill_rows(value_B, shards, team)
     return replace(batch, values_BT=values_BT, bootstrap_value_B=torch.where(batch.truncated_B, bootstrap_value_B, 0.0))

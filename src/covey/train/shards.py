@@ -54,6 +54,12 @@ def shard_rows(batch: Batch, count: int, wanted_B: Tensor | None = None) -> list
     return [wanted[shard_B == shard] for shard in range(count)]
 
 
+def shortest_row(batch: Batch) -> Tensor:
+    """The index of the row with the fewest tokens, [1]: that of a pass whose result is not used."""
+    tokens_B = batch.mask_BT.sum(dim=1) + torch.tensor([len(context) for context in batch.context])
+    return tokens_B.argmin()[None]
+
+
 def fill_rows(value_B: Tensor, shards: Sequence[Tensor], team: Team) -> None:
     """Copy the rows of every shard, in place, from the rank that has computed them. Every rank must call it.
 

@@ -17,10 +17,12 @@ from covey.data import (
     ReferenceUpdater,
     RewardModelUpdater,
     Sampler,
+    SamplerWeights,
     Task,
     Team,
 )
 from covey.runtime.distributed import ALONE
+from covey.runtime.sharding import WHOLE
 from covey.train.collect import Collector, FixedGroups, GroupSize
 from covey.train.kl_coefficient import KLCoefficient
 from covey.train.learners import Learner
@@ -92,6 +94,7 @@ class Components:
     observers: Sequence[Observer] = ()
     checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
     team: Team = ALONE
+    weights: SamplerWeights = WHOLE
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,14 @@ class Progress:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
 
+def optimizers_of(run: Components) -> dict[str, Any]:
+    """The optimizers, by their names in a checkpoint."""
+    return {name: item for learner in run.learners for name, item in learner.optimizers.items()}
+
+
 def _stateful(run: Components) -> dict[str, Any]:
     """The components whose state is saved, by their names in a checkpoint."""
-    optimizers = {name: item for learner in run.learners for name, item in learner.optimizers.items()}
-    return optimizers | {
+    return optimizers_of(run) | {
         "reference": run.reference_updater,
         "kl_coefficient": run.kl_coefficient,
         "reward_model": run.reward_model,

@@ -18,7 +18,7 @@ from covey.runtime.rng import permutation
 from covey.runtime.timer import Measure, untimed
 from covey.train.learners import Learner, UpdatePlan
 from covey.train.metrics import UpdateMetrics
-from covey.train.shards import own_shards, shard_rows
+from covey.train.shards import own_shards, shard_rows, shortest_row
 
 
 def update(
@@ -45,8 +45,8 @@ def update(
         coefficients |= learner.coefficients(step)
         for epoch in learner.epochs(step):
             for minibatch in _minibatches(batch, learner.plan, seed, step, epoch):
-                for part in _microbatches(learner, minibatch, team, metrics):
-                    learner.backward(part, step, metrics, measure)
+                for part, counted in _microbatches(learner, minibatch, team, metrics):
+                    learner.backward(part, step, counted, measure)
                 with measure("time/optimizer"):
                     learner.optimizer_step(step, metrics)
             if learner.end_epoch(metrics):
@@ -77,15 +77,24 @@ def _shuffled(items: Tensor, seed: int, step: int, epoch: int) -> Tensor:
     return items[torch.from_numpy(permutation(seed, step, epoch, len(items)))]
 
 
-def _microbatches(learner: Learner, minibatch: Batch, team: Team, metrics: UpdateMetrics) -> Iterator[Batch]:
-    """The microbatches of this rank's shards of a minibatch, small enough for one backward pass each."""
+def _microbatches(
+    learner: Learner, minibatch: Batch, team: Team, metrics: UpdateMetrics
+) -> Iterator[tuple[Batch, UpdateMetrics]]:
+    """The microbatches of this rank's shards of a minibatch, small enough for one backward pass each, and the metrics
+    that count them. Passes that are made only because another rank has more have a loss of 0 and are not counted.
+    """
     shards = shard_rows(minibatch, team.shards)
     for shard in own_shards(team):
         metrics.shard = shard
-        rows_of_shard = shards[shard]
-        if len(rows_of_shard):
-            chosen = minibatch if len(rows_of_shard) == len(minibatch) else minibatch.select(rows_of_shard)
-            for rows in learner.microbatches(chosen):
-                yield chosen if len(rows) == len(chosen) else chosen.select(rows)
+        chosen = minibatch if len(shards[shard]) == len(minibatch) else minibatch.select(shards[shard])
+        parts = list(learner.microbatches(chosen)) if len(chosen) else []
+        for number in range(passes := team.passes(len(parts))):
+            if number == passes - 1:
+                learner.before_last_pass()
+            if number < len(parts):
+                rows = parts[number]
+                yield (chosen if len(rows) == len(chosen) else chosen.select(rows)), metrics
+            else:
+                yield minibatch.select(shortest_row(minibatch)).scale_loss(0), UpdateMetrics(team)
         if team.shards > 1:
             learner.end_shard()

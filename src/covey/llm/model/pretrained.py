@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -183,3 +184,12 @@ def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         plain = skeleton(type(loaded.config)(**fields), str(file))  # meta: no random weights
         plain.load_state_dict(loaded.bfloat16().state_dict(), assign=True)
         return plain, tokenizer
+
+
+def save_weights(module: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
+    """Write a model in the format of transformers: its config, and these weights instead of its own."""
+    dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    module.save_pretrained(folder, state_dict=dict(state))  # transformers empties the dict
+    if module.dtype != dtype:  # sharded weights are fp32 masters
+        module.config.dtype = dtype
+        module.config.save_pretrained(folder)

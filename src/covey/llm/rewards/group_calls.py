@@ -38,16 +38,18 @@ class RewardCalls:
             if not reward.per_step and (call := reward.start([group])) is not None:
                 self._started[reward.name, id(group)] = call
 
-    def results(self, groups: list[Group]) -> dict[str, list[RewardResult]]:
+    def results(self, groups: list[Group], total: int) -> dict[str, list[RewardResult]]:
         """The results of all rollouts, by the name of the reward. All calls start before the first is waited for.
 
+        Args:
+            groups: of this rank.
+            total: number of rollouts of all ranks.
+
         Raises:
-            GradingError: if more than 20 % of the rollouts failed, or a function returned an invalid result.
+            GradingError: if more than 20 % of `total` rollouts failed, or a function returned an invalid result.
         """
         calls = [self._calls(reward, groups) for reward in self.rewards]
-        return {
-            reward.name: self._results(reward, groups, own) for reward, own in zip(self.rewards, calls, strict=True)
-        }
+        return {reward.name: self._results(reward, total, own) for reward, own in zip(self.rewards, calls, strict=True)}
 
     def _calls(self, reward: WeightedReward, groups: list[Group]) -> deque[Call]:
         """The calls that `start` started; if there are none, calls for all groups, in equal parts for the workers."""
@@ -56,11 +58,10 @@ class RewardCalls:
             return deque(([group], call) for group, call in zip(groups, started, strict=True))
         return deque((part, reward.start(part)) for part in _parts(groups, reward.caller.workers))
 
-    def _results(self, reward: WeightedReward, groups: list[Group], calls: deque[Call]) -> list[RewardResult]:
+    def _results(self, reward: WeightedReward, total: int, calls: deque[Call]) -> list[RewardResult]:
         """Wait for the calls. One on several groups that fails is repeated group by group, so that only failing groups
         have no reward.
         """
-        total = sum(len(group.rollouts) for group in groups)
         results: list[RewardResult] = []
         while calls:
             part, call = calls.popleft()

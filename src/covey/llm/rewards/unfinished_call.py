@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from covey.data import Group
-from covey.llm.grader import RewardGrader
+from covey.data import Grader, Group
 
 CALL_FILE = "unfinished_call.json"
 
@@ -17,12 +17,13 @@ CALL_FILE = "unfinished_call.json"
 class NotedGrader:
     """A `covey.data.Grader` whose `file` exists during a call, and so remains if the process ends in one."""
 
-    grader: RewardGrader
+    grader: Grader
+    names: Sequence[str]  # of the rewards
     file: Path
 
     def grade(self, groups: list[Group]) -> list[Group]:
         """As `RewardGrader.grade`."""
-        self.file.write_text(json.dumps([reward.name for reward in self.grader.rewards]))
+        self.file.write_text(json.dumps(self.names))
         try:
             return self.grader.grade(groups)
         finally:

@@ -1,0 +1,68 @@
+"""The models of a run and the division of their weights among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from covey.config import ConfigError, RunConfig
+from covey.data import Team
+from covey.llm.critic import LanguageCritic
+from covey.llm.policy import LanguagePolicy
+from covey.runtime.distributed import ShardedTeam
+from covey.runtime.sharding import WHOLE, Weights, shard
+from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER
+
+
+@dataclass(frozen=True)
+class Models:
+    """The policy, its reference and its critic, if there is one."""
+
+    policy: LanguagePolicy
+    reference: LanguagePolicy
+    critics: Sequence[LanguageCritic]
+    critic_weights: Sequence[Weights]  # of the trunks of the critics
+
+    @property
+    def trained(self) -> list[tuple[nn.Module, Weights]]:
+        """The modules with an optimizer."""
+        critics = zip((critic.module for critic in self.critics), self.critic_weights, strict=True)
+        return [(self.policy.module, self.policy.weights), *critics]
+
+    def collect(self) -> list[tuple[str, Callable[[Path], None]]]:
+        """Collect the trained weights on rank 0; every rank calls it. Returns the folders of the policy and the critic,
+        and functions that write them there.
+        """
+        critics = [
+            (CRITIC_FOLDER, critic.collect(weights))
+            for critic, weights in zip(self.critics, self.critic_weights, strict=True)
+        ]
+        return [(MODEL_FOLDER, self.policy.collect()), *critics]
+
+
+def divide(
+    policy: LanguagePolicy, reference: LanguagePolicy, critics: Sequence[LanguageCritic], config: RunConfig, team: Team
+) -> Models:
+    """Shard the weights, if the ranks of the team divide them.
+
+    Raises:
+        ConfigError: if the forward passes of the model are not as many as its microbatches.
+    """
+    if not isinstance(team, ShardedTeam):
+        return Models(policy, reference, critics, [WHOLE for _ in critics])
+    if not policy.shares_prompts:
+        raise ConfigError(
+            f"the weights of {type(policy.module).__name__} cannot be sharded, because its rollouts are evaluated one "
+            'by one: set cluster.weights = "replicate"'
+        )
+    dtype, exact = policy.module.dtype, config.cluster.exact
+    critic_weights = [
+        shard(critic.trunk, dtype, team, exact=exact) if critic.own_trunk else WHOLE for critic in critics
+    ]
+    reference = reference.with_outputs(weights=shard(reference.module, dtype, team, exact=exact))
+    policy = policy.with_outputs(weights=shard(policy.module, dtype, team, exact=exact))
+    critics = [critic if critic.own_trunk else critic.with_trunk_of(policy) for critic in critics]
+    return Models(policy, reference, critics, critic_weights)
