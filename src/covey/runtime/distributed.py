@@ -165,6 +165,11 @@ class GradientTree:
     def __init__(self) -> None:
         self._sums: list[tuple[int, list[Tensor]]] = []  # height in the tree -> sums, the highest first
 
+    @staticmethod
+    def copies(shards: int) -> int:
+        """Number of copies of the gradients, besides those of the shard that is computed; `shards` of this rank."""
+        return shards.bit_length() - 1
+
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of the next shard; they are copied or only read."""
         height, sums = 0, list(gradients)

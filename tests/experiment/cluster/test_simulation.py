@@ -64,13 +64,16 @@ def test_one_server_with_equal_lengths(schedule: Schedule, slots: int, waves: li
     assert outcome.unused_tokens == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("balances", [False, True], ids=["own server", "balanced"])
 @pytest.mark.parametrize(
     ("servers", "slots", "waves"),
     [(2, 48, [24]), (3, 48, [16]), (6, 48, [8]), (2, 10, [10, 10, 4]), (3, 8, [8, 8]), (4, 48, [16])],
 )
-def test_several_servers_with_equal_lengths(servers: int, slots: int, waves: list[int]) -> None:
+def test_several_servers_with_equal_lengths(servers: int, slots: int, waves: list[int], balances: bool) -> None:
     """The step waits for the server with the most groups; groups are divided evenly."""
-    cluster = replace(ONE_SERVER, servers=servers, slots=slots, trained_tokens_per_second=math.inf, weights_seconds=0)
+    cluster = replace(
+        ONE_SERVER, servers=servers, slots=slots, trained_tokens_per_second=math.inf, weights_seconds=0, balances=balances
+    )
     sampling = sum(TOKENS / min(40.0, 400.0 / rows) for rows in waves)
     assert simulate(EQUAL, cluster, SYNCHRONOUS).seconds == near(5 * sampling)
 
@@ -121,11 +124,21 @@ def test_completions_share_a_server() -> None:
 def test_a_straggler_holds_up_a_barrier_and_not_the_groups_behind_it() -> None:
     """Group 0 takes 10 s, all others 1 s; two servers with a slot each."""
     workload = by_hand([100], [10], prompts=2, steps=3)
-    cluster = Cluster(servers=2, slots=1, speed=RooflineSpeed(10.0, 10.0), trained_tokens_per_second=math.inf)
+    cluster = Cluster(
+        servers=2, slots=1, speed=RooflineSpeed(10.0, 10.0), trained_tokens_per_second=math.inf, balances=True
+    )
     assert simulate(workload, cluster, SYNCHRONOUS).seconds == near(10 + 1 + 1)
     assert simulate(workload, cluster, ONE_AHEAD).seconds == near(10 + 1 + 1 + 1), "weights wait for the step in work"
     assert simulate(workload, cluster, fifo(1)).seconds == near(10 + 1), "groups 4 and 5 wait for the first update"
     assert simulate(workload, cluster, fifo(2)).seconds == near(10), "groups 1 to 5 are complete after 5 s"
+
+
+def test_a_group_waits_for_its_own_server() -> None:
+    """Groups 0 and 2 of a step take 10 s, 1 and 3 take 1 s: both long ones are sent to server 0 of two."""
+    workload = by_hand([100], [10], [100], [10], prompts=4, steps=1)
+    cluster = Cluster(servers=2, slots=1, speed=RooflineSpeed(10.0, 10.0), trained_tokens_per_second=math.inf)
+    assert simulate(workload, cluster, SYNCHRONOUS).seconds == near(20)
+    assert simulate(workload, replace(cluster, balances=True), SYNCHRONOUS).seconds == near(11)
 
 
 def test_a_crash_by_hand() -> None:
@@ -167,11 +180,14 @@ clusters = st.builds(
     trained_tokens_per_second=st.floats(50, 5000),
     weights_seconds=st.floats(0, 5),
     whole_requests=st.booleans(),
+    balances=st.booleans(),
     crash_every_seconds=st.sampled_from([math.inf, 500.0, 1000.0]),
     restart_seconds=st.floats(1, 50),
 )
 STRAGGLERS = Workload(LogNormalLengths(200, 1.2, 2000), prompts=4, group_size=5, steps=6)
-CRASHING = Cluster(3, 7, RooflineSpeed(30.0, 150.0), 900.0, 2.0, crash_every_seconds=60.0, restart_seconds=20.0)
+CRASHING = Cluster(
+    3, 7, RooflineSpeed(30.0, 150.0), 900.0, 2.0, balances=True, crash_every_seconds=60.0, restart_seconds=20.0
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,6 +196,7 @@ CRASHING = Cluster(3, 7, RooflineSpeed(30.0, 150.0), 900.0, 2.0, crash_every_sec
 @example(workload=STRAGGLERS, cluster=CRASHING, schedule=fifo(3))
 @example(workload=STRAGGLERS, cluster=CRASHING, schedule=ONE_AHEAD)
 @example(workload=STRAGGLERS, cluster=CRASHING, schedule=SYNCHRONOUS)
+@example(workload=STRAGGLERS, cluster=replace(CRASHING, balances=False), schedule=fifo(2))
 def test_what_every_schedule_keeps(workload: Workload, cluster: Cluster, schedule: Schedule) -> None:
     outcome = simulate(workload, cluster, schedule)
     assert outcome == simulate(workload, cluster, schedule)

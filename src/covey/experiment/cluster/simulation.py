@@ -56,6 +56,7 @@ class Cluster:
     trained_tokens_per_second: float
     weights_seconds: float = 0.0  # from the end of an update to new weights on all servers
     whole_requests: bool = False  # see `Server`
+    balances: bool = False  # a group waits for the server with the fewest completions; else it is sent to its own
     crash_every_seconds: float = math.inf  # a random server crashes at every multiple of this
     restart_seconds: float = 180.0
 
@@ -183,20 +184,29 @@ class _Simulation:
             self.created += 1
 
     def _place_groups(self) -> None:
-        """Give waiting groups to the servers with the fewest completions, as long as there is room."""
+        """Send groups to servers.
+
+        Without balancing, group g of a step is sent at once to server g modulo their number, as `RemoteGenerator` does,
+        and waits there.
+        """
         while self.waiting:
             up = [number for number, server in enumerate(self.servers) if server.down_until <= self.now]
-            number = min(up, key=lambda number: self.servers[number].load, default=None)
-            if number is None or not self.servers[number].has_room(self.workload.group_size):
+            if not up:
                 return
-            group = self.waiting.popleft()
-            if group not in self.groups:
-                self.groups[group] = _Group(self.workload.group(group), self.trainer.version)
-            lengths = self.groups[group].lengths
-            self.missing[group] = len(lengths)
-            self.servers[number].advance(self.now)
-            self.servers[number].add(group, lengths)
-            self.ends[number] = self.servers[number].next_end()
+            number = up[self.waiting[0] % self.workload.prompts % len(up)]
+            if self.cluster.balances:
+                number = min(up, key=lambda number: self.servers[number].load)
+                if not self.servers[number].has_room(self.workload.group_size):
+                    return
+            self._begin(self.waiting.popleft(), number)
+
+    def _begin(self, group: int, number: int) -> None:
+        self.groups[group] = _Group(self.workload.group(group), self.trainer.version)
+        lengths = self.groups[group].lengths
+        self.missing[group] = len(lengths)
+        self.servers[number].advance(self.now)
+        self.servers[number].add(group, lengths)
+        self.ends[number] = self.servers[number].next_end()
 
     def _step_groups(self) -> range:
         """The groups of the step that is trained next."""
