@@ -193,7 +193,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("train", _train_options, "train a language model, or an agent in an environment"),
         ("iterate", _iterate_options, "train a policy and its reward model in turn (iterative GRPO)"),
         ("check", _check_options, "check a recipe without training"),
-        ("plan", _plan_options, "predict the memory of GRPO and of PPO on a language model, without loading it"),
+        ("plan", _plan_options, "predict memory, and the throughput of a cluster, without loading the model"),
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
         ("compare", _compare_options, "train several recipes over several seeds and report the differences"),
         ("sample", _sample_options, "let a language model answer one prompt"),
@@ -238,21 +238,14 @@ def _check_options(command: Parser) -> None:
 
 
 def _plan_options(command: Parser) -> None:
-    command.usage = "covey plan MODEL [--algorithm NAME,NAME] [options] [--field value ...]"
+    from covey.cli.plan import add_plan_options
+
     lines = {row.name: _field_line(option, row) for option, row in field_options(RunConfig)}
     command.epilog = "\n".join(
         ["fields of a recipe that matter most; the others (`covey train --help`) are options too:"]
         + [lines[name] for name in PLANNED_FIELDS]
     )
-    command.add_argument(
-        "model", metavar="MODEL", help="a model's name, folder, config.json or .gguf file, or a run folder"
-    )
-    command.add_argument("--algorithm", default="grpo,ppo", help="algorithms to show side by side (grpo,ppo)")
-    command.add_argument(
-        "--prompt-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="length of a prompt, in tokens (64)"
-    )
-    command.add_argument("--critic-trunk", choices=("own", "policy"), help="decoder of ppo's critic (show both)")
-    command.add_argument("--reward-model", metavar="MODEL", help="reward model whose weights are counted too")
+    add_plan_options(command)
 
 
 def _eval_options(command: Parser) -> None:

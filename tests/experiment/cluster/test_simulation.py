@@ -72,7 +72,12 @@ def test_one_server_with_equal_lengths(schedule: Schedule, slots: int, waves: li
 def test_several_servers_with_equal_lengths(servers: int, slots: int, waves: list[int], balances: bool) -> None:
     """The step waits for the server with the most groups; groups are divided evenly."""
     cluster = replace(
-        ONE_SERVER, servers=servers, slots=slots, trained_tokens_per_second=math.inf, weights_seconds=0, balances=balances
+        ONE_SERVER,
+        servers=servers,
+        slots=slots,
+        trained_tokens_per_second=math.inf,
+        weights_seconds=0,
+        balances=balances,
     )
     sampling = sum(TOKENS / min(40.0, 400.0 / rows) for rows in waves)
     assert simulate(EQUAL, cluster, SYNCHRONOUS).seconds == near(5 * sampling)

@@ -75,9 +75,7 @@ def predict_sharded(
     parts["gradients of shards"] = (
         copies * whole_gradients if is_exact else (units.root + GATHERED_LAYERS * units.layer) * MASTER_DTYPE.itemsize
     )
-    parts["fragmentation"] = int(
-        fragments * (parts["activations"] + parts["gradients"] + parts["critic's gradients"])
-    )
+    parts["fragmentation"] = int(fragments * (parts["activations"] + parts["gradients"] + parts["critic's gradients"]))
     return MemoryPlan(parts)
 
 
