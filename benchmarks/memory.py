@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from shape import WORDS
 
-from covey.config import CriticConfig, EvaluationConfig, RunConfig, SamplingConfig, UpdateConfig
+from covey.config import ClusterConfig, CriticConfig, EvaluationConfig, RunConfig, SamplingConfig, UpdateConfig
 from covey.data import Start
 
 STEPS = 2
@@ -58,6 +58,7 @@ class Case:
     microbatch_tokens: int
     precision: str = "bf16"
     minibatches: int = 1
+    shards: int = 0
 
     def config(self, algorithm: str, trunk: str = "own", **changes: Any) -> RunConfig:
         """The run, as `covey plan` and as the process that is measured sees it."""
@@ -72,6 +73,7 @@ class Case:
             ),
             update=UpdateConfig(microbatch_tokens=self.microbatch_tokens, minibatches=self.minibatches),
             critic=CriticConfig(trunk=trunk),
+            cluster=ClusterConfig(shards=self.shards),
             evaluation=EvaluationConfig(problems=1),
             show_rollouts_every=0,
             **changes,
@@ -87,6 +89,9 @@ CASES = (
     Case("135m, large groups", "smollm2-135m", 2, 32, 64, 48, 1024),
     Case("135m, large microbatch", "smollm2-135m", 4, 8, 100, 128, 4096),
     Case("135m, two optimizer steps", "smollm2-135m", 8, 8, 50, 24, 1024, minibatches=2),
+    Case("135m, two shards", "smollm2-135m", 8, 8, 50, 12, 512, shards=2),
+    Case("135m, four shards", "smollm2-135m", 8, 8, 50, 12, 512, shards=4),
+    Case("135m in fp32, four shards", "smollm2-135m", 8, 8, 50, 12, 512, precision="fp32", shards=4),
     Case("135m in fp32", "smollm2-135m", 8, 8, 50, 16, 512, precision="fp32"),
     Case("llama-small", "llama-small", 8, 8, 50, 32, 1024),
     Case("llama-small, long", "llama-small", 4, 8, 64, 128, 4096),

@@ -17,7 +17,9 @@ from typing import Any
 from covey.cli.export import export_command
 from covey.cli.logs import set_up_output
 from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
+from covey.cli.plan import plan_command
 from covey.cli.reward_model import reward_model_command
+from covey.cli.serve import serve_command
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, RunError
 from covey.config.faults import machine_error, path_error
 from covey.config.fields import check_text, command, printable
@@ -175,22 +177,6 @@ def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     for note in notes:
         say(note)
     say(f"all is well. Next: {command(training_command(config), arguments.recipe, *fields)}")
-
-
-def plan_command(arguments: argparse.Namespace, fields: list[str]) -> None:
-    """`covey plan`."""
-    from covey.experiment.plan import plan_memory
-
-    print(
-        plan_memory(
-            arguments.model,
-            fields,
-            algorithms=arguments.algorithm.split(","),
-            critic_trunk=arguments.critic_trunk,
-            prompt_tokens=arguments.prompt_tokens,
-            reward_model=arguments.reward_model,
-        )
-    )
 
 
 def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
@@ -382,6 +368,7 @@ COMMANDS = {
     "compare": compare_command,
     "sample": sample_command,
     "export": export_command,
+    "serve": serve_command,
     "reward-model": reward_model_command,
     "recipes": recipes_command,
     "completion": completion_command,

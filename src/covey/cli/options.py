@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
 from covey.cli.export import add_export_options
+from covey.cli.numbers import number
 from covey.cli.reward_model_options import add_actions
+from covey.cli.serve import add_serve_options
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
-from covey.config.fields import TYPE_NAMES, command, did_you_mean
+from covey.config.fields import command, did_you_mean
 from covey.config.files import shortened
 from covey.config.recipe import FieldHelp, describe_fields, split_overrides
 from covey.config.recipe_files import packaged_recipes
@@ -31,25 +32,6 @@ TAKE_FIELDS = (
     "compare",
 )  # commands with --field value for fields of a recipe
 PLANNED_FIELDS = ("device", "precision", "prompts_per_step", "group_size", "max_new_tokens", "microbatch_tokens")
-
-
-def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
-    """argparse type of a number: an int or a float from `least` to `most`."""
-
-    def parse_number(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {TYPE_NAMES[kind]} (is {shortened(text)})") from None
-        if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"must be a finite number (is {value})")
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least:.12g} (is {value})")
-        if value > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most:.12g} (is {value})")
-        return value
-
-    return parse_number
 
 
 def temperature(text: str) -> float:
@@ -194,11 +176,12 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("train", _train_options, "train a language model, or an agent in an environment"),
         ("iterate", _iterate_options, "train a policy and its reward model in turn (iterative GRPO)"),
         ("check", _check_options, "check a recipe without training"),
-        ("plan", _plan_options, "predict the memory of GRPO and of PPO on a language model, without loading it"),
+        ("plan", _plan_options, "predict memory, and the throughput of a cluster, without loading the model"),
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
         ("compare", _compare_options, "train several recipes over several seeds and report the differences"),
         ("sample", _sample_options, "let a language model answer one prompt"),
         ("export", add_export_options, "write a trained model as a transformers folder"),
+        ("serve", add_serve_options, "generate completions for runs in other processes"),
         ("reward-model", add_actions, "train, evaluate and use models that score completions"),
         ("recipes", _recipes_options, "list the packaged recipes, or print one"),
         ("completion", _completion_options, "print a shell's code for completion with Tab"),
@@ -240,21 +223,14 @@ def _check_options(command: Parser) -> None:
 
 
 def _plan_options(command: Parser) -> None:
-    command.usage = "covey plan MODEL [--algorithm NAME,NAME] [options] [--field value ...]"
+    from covey.cli.plan import add_plan_options
+
     lines = {row.name: _field_line(option, row) for option, row in field_options(RunConfig)}
     command.epilog = "\n".join(
         ["fields of a recipe that matter most; the others (`covey train --help`) are options too:"]
         + [lines[name] for name in PLANNED_FIELDS]
     )
-    command.add_argument(
-        "model", metavar="MODEL", help="a model's name, folder, config.json or .gguf file, or a run folder"
-    )
-    command.add_argument("--algorithm", default="grpo,ppo", help="algorithms to show side by side (grpo,ppo)")
-    command.add_argument(
-        "--prompt-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="length of a prompt, in tokens (64)"
-    )
-    command.add_argument("--critic-trunk", choices=("own", "policy"), help="decoder of ppo's critic (show both)")
-    command.add_argument("--reward-model", metavar="MODEL", help="reward model whose weights are counted too")
+    add_plan_options(command)
 
 
 def _eval_options(command: Parser) -> None:

@@ -13,7 +13,7 @@ from covey.config import ConfigError, RunConfig
 from covey.config.fields import plural
 from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
 from covey.config.validate import validate
-from covey.llm.memory.dimensions import find_model_config, read_dimensions
+from covey.llm.memory.dimensions import Dimensions, find_model_config, read_dimensions
 from covey.llm.memory.estimate import PROMPT_TOKENS, SAMPLING, UPDATE, MemoryPlan, predict
 from covey.llm.reward_models.loading import count_parameters
 from covey.llm.tasks import default_rewards
@@ -49,6 +49,12 @@ class Place:
         device = choose_device(config.device)
         return cls(device.type, choose_precision(config.precision, device), total_memory_bytes(device))
 
+    @classmethod
+    def of_cluster(cls, config: RunConfig, memory: int) -> Place:
+        """A device with this memory: a GPU, unless the config says otherwise."""
+        dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+        return cls("cpu" if config.device == "cpu" else "cuda", dtype, memory)
+
     @property
     def precision(self) -> str:
         """Its name in a recipe."""
@@ -77,14 +83,8 @@ def plan_memory(
     """
     if prompt_tokens < 1:
         raise ConfigError(f"--prompt-tokens must be at least 1 (is {prompt_tokens})")
-    configs = _configs(fields, algorithms, critic_trunk, reward_model)
-    model_config = find_model_config(model)
-    if model_config is None:
-        raise ConfigError(
-            f"there is no config.json of {model} on this machine: give its path (it is a few hundred bytes on the "
-            "model's page), a model folder, a .gguf file, or smollm2-135m"
-        )
-    size = read_dimensions(model_config, model)
+    configs = read_configs(fields, algorithms, critic_trunk, reward_model)
+    size = find_dimensions(model)
     first = next(iter(configs.values()))
     place = Place.of(first)
 
@@ -95,8 +95,8 @@ def plan_memory(
             device=place.device,
             width=place.dtype.itemsize,
             prompt_tokens=prompt_tokens,
-            reward_model_parameters=_reward_model_parameters(config),
-            processes=_process_bytes(config),
+            reward_model_parameters=count_reward_models(config),
+            processes=process_bytes_of(config),
         )
 
     columns = [Column(name, config, planned(config)) for name, config in configs.items()]
@@ -109,7 +109,22 @@ def plan_memory(
         f"{plural(first.update.microbatch_tokens, 'token')} in a microbatch",
     ]
     advice = _advice(columns, place, planned, _next_command(model, fields))
-    return "\n".join([*title, "", *_table(columns), "", *_comparison(columns), advice])
+    return "\n".join([*title, "", *memory_table(columns), "", *_comparison(columns), advice])
+
+
+def find_dimensions(model: str) -> Dimensions:
+    """The dimensions of a model by its name as in a recipe, or by the path of a config.json.
+
+    Raises:
+        ConfigError: if its config.json is not on this machine.
+    """
+    model_config = find_model_config(model)
+    if model_config is None:
+        raise ConfigError(
+            f"there is no config.json of {model} on this machine: give its path (it is a few hundred bytes on the "
+            "model's page), a model folder, a .gguf file, or smollm2-135m"
+        )
+    return read_dimensions(model_config, model)
 
 
 def check_memory(config: RunConfig) -> str:
@@ -140,17 +155,17 @@ def _plan_here(config: RunConfig) -> MemoryPlan | None:
         config,
         device=place.device,
         width=place.dtype.itemsize,
-        reward_model_parameters=_reward_model_parameters(config),
-        processes=_process_bytes(config),
+        reward_model_parameters=count_reward_models(config),
+        processes=process_bytes_of(config),
     )
 
 
-def _reward_model_parameters(config: RunConfig) -> int:
+def count_reward_models(config: RunConfig) -> int:
     """Number of weights of the config's reward models; one that has not been downloaded counts as 0."""
     return sum(count_parameters(reward.model) or 0 for reward in config.rewards if reward.model)
 
 
-def _process_bytes(config: RunConfig) -> int:
+def process_bytes_of(config: RunConfig) -> int:
     """Bytes of the processes of the config's rewards, or of its task's own reward, of the function that splits steps,
     and of the task; a task from Python counts as 0.
     """
@@ -159,7 +174,7 @@ def _process_bytes(config: RunConfig) -> int:
     return rewards + config.process.process_bytes + getattr(config.task, "process_bytes", 0)
 
 
-def _configs(
+def read_configs(
     fields: Sequence[str], algorithms: Sequence[str], critic_trunk: str | None, reward_model: str | None
 ) -> dict[str, RunConfig]:
     """The config of every column, by its title."""
@@ -178,7 +193,7 @@ def _configs(
     return configs
 
 
-def _table(columns: Sequence[Column]) -> list[str]:
+def memory_table(columns: Sequence[Column]) -> list[str]:
     """One line per part of any column: first the permanent parts, then those of sampling and of the update."""
 
     def line(name: str, sizes: Sequence[int], indent: int = 2) -> str:
@@ -193,7 +208,8 @@ def _table(columns: Sequence[Column]) -> list[str]:
     )
     lines = [" " * (NAME_WIDTH + 2) + "".join(f"{column.name:>{COLUMN_WIDTH}}" for column in columns)]
     for title, names in phases:
-        lines += [title, *(line(name, [column.plan.parts[name] for column in columns]) for name in names)]
+        lines += [title] if names else []
+        lines += [line(name, [column.plan.parts[name] for column in columns]) for name in names]
     return [*lines, line("at the most", [column.plan.peak for column in columns], indent=0)]
 
 

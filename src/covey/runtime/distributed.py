@@ -204,6 +204,11 @@ class GradientTree:
         """The number of shards that were added since the last total."""
         return sum(1 << height for height, _ in self._sums)
 
+    @staticmethod
+    def copies(shards: int) -> int:
+        """Number of copies of the gradients, besides those of the shard that is computed; `shards` of this rank."""
+        return shards.bit_length() - 1
+
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of the next shard; they are copied or only read."""
         height, sums = 0, list(gradients)

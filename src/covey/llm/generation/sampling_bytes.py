@@ -22,6 +22,22 @@ class SamplingBytes(NamedTuple):
     logits: int  # and the probabilities that tokens are drawn from
 
 
+def token_bytes(heads: Heads, layers: int, itemsize: int) -> int:
+    """Bytes of the keys and values of one token."""
+    return decoder.token_bytes(layers, heads, itemsize)
+
+
+def decoded_rows(token: int, *, requests: int, completions: int, max_rows: int, max_new_tokens: int) -> int:
+    """Number of completions that are generated together, in whole groups.
+
+    Args:
+        token: bytes of the keys and values of a token.
+        requests, completions, max_rows, max_new_tokens: as in `sampling_bytes`.
+    """
+    fitting = max_rows or local_generator.fitting_rows(token * max_new_tokens)
+    return local_generator.rows_together(fitting, requests, completions) // completions * completions
+
+
 def sampling_bytes(
     heads: Heads,
     layers: int,
@@ -45,13 +61,13 @@ def sampling_bytes(
         max_new_tokens, prompt_tokens: tokens of a completion and of a prompt.
         native: `NativeDecoder` and covey's kernels if True, else `SharedPrefixDecoder` and torch.
     """
-    token_bytes = decoder.token_bytes(layers, heads, itemsize)
-    fitting = max_rows or local_generator.fitting_rows(token_bytes * max_new_tokens)
-    prompts = local_generator.rows_together(fitting, requests, completions) // completions
-    rows = prompts * completions
+    token = token_bytes(heads, layers, itemsize)
+    rows = decoded_rows(
+        token, requests=requests, completions=completions, max_rows=max_rows, max_new_tokens=max_new_tokens
+    )
     logits = batch.logits_bytes(rows, vocabulary, itemsize)
     cache_bytes = native_decoder.cache_bytes if native else shared_prefix_decoder.cache_bytes
     return SamplingBytes(
-        cache_bytes(token_bytes, rows, max_new_tokens, prompts, prompt_tokens),
+        cache_bytes(token, rows, max_new_tokens, rows // completions, prompt_tokens),
         logits if native else logits + token_sampling.buffer_bytes(rows, vocabulary),
     )

@@ -19,6 +19,7 @@ from covey.llm.memory import transformers_layers
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.model import exact_kl, fused_layers, hidden_states, logprobs, prefix_attention
 from covey.llm.model.microbatches import Row, split_rows
+from covey.runtime.distributed import GradientTree
 from covey.runtime.optimizer import state_bytes
 
 PROMPT_TOKENS = 64  # default length of a prompt
@@ -30,8 +31,8 @@ PROGRAM_BYTES = {"cpu": 430 << 20, "cuda": 600 << 20}
 # torch's allocator counts live tensors alone.
 HOLES_OF_ONE_MICROBATCH, HOLES_OF_SEVERAL = 0.1, 0.47
 
-SAMPLING = ("prepacked weights", "keys and values", "logits of a decoding step")
-UPDATE = ("activations", "logits", "fragmentation")
+SAMPLING = ("gathered weights", "prepacked weights", "keys and values", "logits of a decoding step")
+UPDATE = ("gathered layers", "gradients of shards", "activations", "logits", "fragmentation")
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ def predict(
     prompt_tokens: int = PROMPT_TOKENS,
     reward_model_parameters: int = 0,
     processes: int = 0,
+    ranks: int = 1,
 ) -> MemoryPlan:
-    """Predict the memory of a run by part.
+    """Predict the memory of a run by part; with several ranks, of one that has all weights.
 
     Args:
         device: "cpu" or "cuda".
@@ -66,16 +68,18 @@ def predict(
         reward_model_parameters: number of weights of all reward models (`count_parameters`).
         processes: bytes of the processes of rewards (`RewardConfig.process_bytes`) and of the task; a GPU's memory has
             none of them.
+        ranks: processes that train together; they divide the shards of the config.
     """
-    critic_weights = _critic_weights(size, config)
+    critic_weights = critic_weights_of(size, config)
     policy_state, critic_state = state_bytes(size.parameters, width), state_bytes(critic_weights, width)
-    prompts, rows = largest_microbatch(config, prompt_tokens)
+    prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
     decisions, fed = rows * config.sampling.max_new_tokens, config.sampling.max_new_tokens - 1
     fused = device == "cpu" and size.has_kernels
     activations = activation_bytes(size, width, prompts, rows, prompt_tokens, fed, fused=fused)
     if critic_weights and config.critic.trunk == "policy":
         activations += critic.head_input_bytes(decisions, size.hidden, width)
-    is_only_one = rows == _group_size(config) * _groups_of_a_minibatch(config)
+    copies = GradientTree.copies(shards_of_rank(config, ranks)) * max(policy_state.gradients, critic_state.gradients)
+    is_only_one = rows == largest_group(config) * _groups_of_a_minibatch(config)
     holes = {"cpu": HOLES_OF_ONE_MICROBATCH if is_only_one else HOLES_OF_SEVERAL, "cuda": 0.0}[device]
     return MemoryPlan(
         {
@@ -90,9 +94,12 @@ def predict(
             "reward models": reward_model_parameters * width,
             "reward model's optimizer": _reward_model_state(config, reward_model_parameters, width),
             "other processes": processes if device == "cpu" else 0,
-            **_sampling(size, config, device, width, prompt_tokens),
+            "gathered weights": 0,  # those of sharded weights: `rank_memory`
+            **_sampling(size, config, device, width, prompt_tokens, ranks),
             "gradients": policy_state.gradients,
             "critic's gradients": critic_state.gradients,
+            "gathered layers": 0,
+            "gradients of shards": copies,
             "activations": activations,
             "logits": _logit_bytes(size, config, device, width, decisions),
             "fragmentation": int(holes * (activations + policy_state.gradients + critic_state.gradients)),
@@ -110,16 +117,28 @@ def _reward_model_state(config: RunConfig, parameters: int, width: int) -> int:
     return state.masters + state.moments
 
 
-def largest_microbatch(config: RunConfig, prompt_tokens: int) -> tuple[int, int]:
+def shards_of_rank(config: RunConfig, ranks: int) -> int:
+    """The number of logical shards of each rank."""
+    return max((config.cluster.shards or ranks) // ranks, 1)
+
+
+def largest_microbatch(config: RunConfig, prompt_tokens: int, ranks: int = 1) -> tuple[int, int]:
     """(prompts, rollouts) of the microbatch with the most tokens, cut as `LanguagePolicy.microbatches` cuts."""
-    size, tokens = _group_size(config), prompt_tokens + config.sampling.max_new_tokens
+    return max(
+        microbatches_of_shard(config, prompt_tokens, ranks),
+        key=lambda shape: shape[0] * prompt_tokens + shape[1] * config.sampling.max_new_tokens,
+    )
+
+
+def microbatches_of_shard(config: RunConfig, prompt_tokens: int, ranks: int = 1) -> list[tuple[int, int]]:
+    """(prompts, rollouts) of every microbatch of a minibatch's largest shard."""
+    size, tokens = largest_group(config), prompt_tokens + config.sampling.max_new_tokens
+    groups = -(-_groups_of_a_minibatch(config) // (config.cluster.shards or ranks))
     rows = [
-        Row(number, number // size, tokens, prompt_tokens if number % size else 0)
-        for number in range(_groups_of_a_minibatch(config) * size)
+        Row(number, number // size, tokens, prompt_tokens if number % size else 0) for number in range(groups * size)
     ]
     pieces = split_rows(rows, config.update.microbatch_tokens)
-    shapes = [(len({row.group for row in piece}), len(piece)) for piece in pieces]
-    return max(shapes, key=lambda shape: shape[0] * prompt_tokens + shape[1] * config.sampling.max_new_tokens)
+    return [(len({row.group for row in piece}), len(piece)) for piece in pieces]
 
 
 def activation_bytes(
@@ -148,7 +167,7 @@ def activation_bytes(
     return size.layers * layer + tokens * (norm + angles) + decided
 
 
-def _critic_weights(size: Dimensions, config: RunConfig) -> int:
+def critic_weights_of(size: Dimensions, config: RunConfig) -> int:
     """Number of weights that the critic has besides those of the policy."""
     if config.algorithm in CRITIC_FREE:
         return 0
@@ -166,14 +185,16 @@ def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, d
     return needed
 
 
-def _sampling(size: Dimensions, config: RunConfig, device: str, width: int, prompt_tokens: int) -> dict[str, int]:
+def _sampling(
+    size: Dimensions, config: RunConfig, device: str, width: int, prompt_tokens: int, ranks: int
+) -> dict[str, int]:
     keys_and_values, logits = sampling_bytes(
         size.attention_heads,
         size.layers,
         size.vocabulary,
         width,
-        requests=config.sampling.prompts_per_step,
-        completions=_group_size(config),
+        requests=-(-config.sampling.prompts_per_step // ranks),
+        completions=largest_group(config),
         max_rows=config.sampling.rows_at_once,
         max_new_tokens=config.sampling.max_new_tokens,
         prompt_tokens=prompt_tokens,
@@ -190,6 +211,6 @@ def _groups_of_a_minibatch(config: RunConfig) -> int:
     return max(config.sampling.prompts_per_step // config.update.minibatches, 1)
 
 
-def _group_size(config: RunConfig) -> int:
+def largest_group(config: RunConfig) -> int:
     """The largest group of the run's schedule."""
     return max(config.sampling.group_size, config.sampling.final_group_size or 0)
