@@ -1,4 +1,4 @@
-"""The command `covey`: train, iterate, check, plan, eval, compare, sample, reward-model, recipes, completion.
+"""The command `covey`: train, iterate, check, plan, eval, compare, sample, serve, reward-model, recipes, completion.
 
 Each command parses its arguments, calls one function and prints the result. Heavy modules are imported inside the
 commands, so that a mistake is reported before torch is loaded.
@@ -17,6 +17,7 @@ from typing import Any
 from covey.cli.logs import set_up_output
 from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
 from covey.cli.reward_model import reward_model_command
+from covey.cli.serve import serve_command
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, RunError
 from covey.config.faults import machine_error, path_error
 from covey.config.fields import check_text, command, printable
@@ -380,6 +381,7 @@ COMMANDS = {
     "eval": eval_command,
     "compare": compare_command,
     "sample": sample_command,
+    "serve": serve_command,
     "reward-model": reward_model_command,
     "recipes": recipes_command,
     "completion": completion_command,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from covey.cli.numbers import number
 from covey.cli.reward_model_options import add_actions
+from covey.cli.serve import add_serve_options
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
-from covey.config.fields import TYPE_NAMES, command, did_you_mean
+from covey.config.fields import command, did_you_mean
 from covey.config.files import shortened
 from covey.config.recipe import FieldHelp, describe_fields, split_overrides
 from covey.config.recipe_files import packaged_recipes
@@ -30,25 +31,6 @@ TAKE_FIELDS = (
     "compare",
 )  # commands with --field value for fields of a recipe
 PLANNED_FIELDS = ("device", "precision", "prompts_per_step", "group_size", "max_new_tokens", "microbatch_tokens")
-
-
-def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
-    """argparse type of a number: an int or a float from `least` to `most`."""
-
-    def parse_number(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {TYPE_NAMES[kind]} (is {shortened(text)})") from None
-        if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"must be a finite number (is {value})")
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least:.12g} (is {value})")
-        if value > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most:.12g} (is {value})")
-        return value
-
-    return parse_number
 
 
 def temperature(text: str) -> float:
@@ -197,6 +179,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
         ("compare", _compare_options, "train several recipes over several seeds and report the differences"),
         ("sample", _sample_options, "let a language model answer one prompt"),
+        ("serve", add_serve_options, "generate completions for runs in other processes"),
         ("reward-model", add_actions, "train, evaluate and use models that score completions"),
         ("recipes", _recipes_options, "list the packaged recipes, or print one"),
         ("completion", _completion_options, "print a shell's code for completion with Tab"),

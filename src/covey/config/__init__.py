@@ -15,6 +15,7 @@ from covey.config.common import (
     MachineError,
     RunBase,
     RunError,
+    SamplerLost,
     UpdateBase,
     config_field,
 )
@@ -41,6 +42,7 @@ from covey.config.llm import (
     UpdateConfig,
 )
 from covey.config.rewards import RewardConfig
+from covey.config.sampler import SamplerConfig
 from covey.config.tasks import (
     TASK_CONFIGS,
     ArithmeticConfig,
@@ -59,6 +61,6 @@ __all__ = [
     "ControlLossConfig", "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "DatasetConfig", "EnvironmentConfig",
     "EvaluationConfig", "HumanEvalConfig", "IterationConfig", "LossBase", "LossConfig", "MachineError", "PolicyConfig",
     "ProcessConfig", "ReasoningGymConfig", "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig",
-    "RunError", "RunningTotalConfig", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig",
-    "config_field",
+    "RunError", "RunningTotalConfig", "SamplerConfig", "SamplerLost", "SamplingConfig", "UpdateBase", "UpdateConfig",
+    "WordProblemsConfig", "config_field",
 ]  # fmt: skip

@@ -17,6 +17,10 @@ class RunError(RuntimeError):
     """A run that cannot continue; the message is one line. The run folder keeps the progress so far."""
 
 
+class SamplerLost(RunError):
+    """No sampler is left that could generate a step's rollouts. Nothing of the step was learnt yet."""
+
+
 class MachineError(RuntimeError):
     """A fault of the machine (disk, memory, permissions), in one line with the path and what to do about it."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from covey.config.builtin_rewards import PROCESS_MIB
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 from covey.config.rewards import RewardConfig
+from covey.config.sampler import SamplerConfig
 from covey.config.tasks import TASK_CONFIGS
 
 EMBEDDED_MODELS = ("smollm2-135m",)
@@ -262,6 +263,7 @@ class RunConfig(RunBase):
     iteration: IterationConfig = config_field(IterationConfig(), "[iteration] table")
     process: ProcessConfig = config_field(ProcessConfig(), "[process] table")
     evaluation: EvaluationConfig = config_field(EvaluationConfig(), "[evaluation] table")
+    sampler: SamplerConfig = config_field(SamplerConfig(), "[sampler] table")
     cluster: ClusterConfig = config_field(ClusterConfig(), "[cluster] table")
     checkpoint: CheckpointConfig = config_field(CheckpointConfig(), "[checkpoint] table")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from covey.experiment.build import (
     build_learners,
 )
 from covey.experiment.evaluate_llm import HeldOut
+from covey.experiment.external_sampler import build_generator, describe_sampler
 from covey.experiment.iteration import build_iterated_reward_model
 from covey.experiment.llm_components import (
     build_collector,
@@ -40,12 +42,7 @@ from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat
-from covey.llm.model.loading import (
-    find_chat,
-    load_model,
-    resolve_checkpoint,
-    save_architecture,
-)
+from covey.llm.model.loading import find_chat, load_model, resolve_checkpoint, save_architecture
 from covey.llm.policy import LanguagePolicy
 from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
@@ -234,6 +231,7 @@ class LLMBuilder:
         """
         self.config = replace(config, model=resolve_checkpoint(config.model))
         self.team = team
+        self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
         self.problem = build_problem(config, task, rewards)
         self._prompts_checked = False  # True if the lengths of the prompts were checked
@@ -270,13 +268,15 @@ class LLMBuilder:
             f"{config.algorithm} on {config.model}, {plural(config.steps, 'step')} of "
             f"{plural(sampling.prompts_per_step, 'prompt')} x {size}{kind}; "
             f"{self.chosen.device.type}, "
-            f"{str(self.chosen.dtype).removeprefix('torch.')}{describe_team(self.team)}"
+            f"{str(self.chosen.dtype).removeprefix('torch.')}{describe_team(self.team)}{describe_sampler(config.sampler)}"
         )
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Load the model, copy it as the reference, and build the components."""
         config = self.config
         loaded = self._load(store, display)
+        loaded.sampler.generator = build_generator(config, loaded.policy, self.team)
+        self._open.callback(loaded.sampler.generator.close)
         update = config.update
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
@@ -319,7 +319,7 @@ class LLMBuilder:
             collector=build_collector(config),
             observers=() if self.team.rank else (store, display, *iterated),
             checkpoints=build_checkpoints(store, config.checkpoint.keep, self.team),
-            evaluate=lambda step: held_out.due(step) | problem.metrics(),
+            evaluate=lambda step: held_out.due(step) | problem.metrics() | loaded.sampler.metrics(),
             critics=critics,
             team=self.team,
         )
@@ -364,6 +364,7 @@ class LLMBuilder:
 
     def close(self) -> None:
         self.problem.grader.close()
+        self._open.close()
 
 
 def _loop_config(config: RunConfig) -> LoopConfig:

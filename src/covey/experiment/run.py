@@ -187,10 +187,11 @@ def _train(
     experiment = builder.build(store, display)
     parts, settings = experiment.parts, experiment.settings
     with display:
+        progress, team = Progress(), parts.team
+        parts.sampler.refresh(progress.version)
         if origin is None:  # the weights are the initial ones
             origin = new_origin(launch, builder.config, inputs, experiment.machine, experiment.measure("before"))
             write_atomically(store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
-        progress, team = Progress(), parts.team
         if resuming:
             for line in differences(origin["environment"], experiment.machine):
                 display.note(f"resuming on another footing, so the last bits may differ: {line}")

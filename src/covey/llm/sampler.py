@@ -84,6 +84,10 @@ class LanguageSampler:
         self.generator.refresh(version)
         self.version = version
 
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the generator since the last call."""
+        return self.generator.metrics()
+
     def state_dict(self) -> dict[str, Any]:
         """Empty: completions do not continue from one step to the next."""
         return {}

@@ -5,7 +5,8 @@ python -m covey.tracking.metrics > docs/metrics.md
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from covey.tracking.metric import Metric
+from covey.tracking.sampler_metrics import SAMPLER_METRICS
 
 PAGE_HEAD = """# Metrics
 
@@ -18,17 +19,6 @@ The most frequent question: **is a loss of 0 a bug?** No. With one optimizer ste
 the loss is near 0 while its gradient is not. Read `reward/mean`, `score/mean` and `grad_norm` instead.
 
 """
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One number of a training step."""
-
-    name: str  # a part in <angle brackets> is a placeholder
-    unit: str
-    meaning: str
-    healthy: str  # the values in a healthy run
-    reproducible: bool = True  # False: it depends on the clock or on the machine
 
 
 def _glossary(*metrics: Metric) -> dict[str, Metric]:
@@ -273,6 +263,7 @@ METRICS: dict[str, Metric] = _glossary(
         "fraction of trained decisions that importance_mask left out of the surrogate loss",
         "0 or nearly; otherwise the sampler's weights are old",
     ),
+    *SAMPLER_METRICS,
     Metric(
         "update/optimizer_steps",
         "count",

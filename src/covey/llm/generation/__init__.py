@@ -2,6 +2,7 @@
 
 generator              the `Generator` protocol, its requests, completions and failures: the interface of the sampler
 local_generator        `LocalGenerator`, on the policy's own weights: requests -> batch -> decoder
+engine                 the requests of several callers in shared batches, in a thread of its own
 backend                selects the decoder and the kernels, with a table of the choices
 trial                  tests the implementations on random tokens, for this choice
 batch                  continuous batching of completions over a prefix tree

@@ -62,6 +62,14 @@ class ContinuousBatch:
         self.branch_R = np.empty(0, dtype=np.int64)  # branch of each, ascending
         self.fed_B = torch.empty(0, dtype=torch.int64)  # last token of each branch
 
+    def add(self, prompts: Sequence[Sequence[int]], uniforms_NT: NDArray[np.float64]) -> None:
+        """Add prompts while others are generated, with as many completions each and the same token limit."""
+        self.prompts = [*self.prompts, *prompts]
+        self.uniforms_NT = np.concatenate([self.uniforms_NT, uniforms_NT])
+        self.tokens_NT = np.concatenate([self.tokens_NT, np.empty(uniforms_NT.shape, dtype=np.int64)])
+        self.logprobs_NT = np.concatenate([self.logprobs_NT, np.empty(uniforms_NT.shape)])
+        self.lengths_N = np.concatenate([self.lengths_N, np.zeros(len(uniforms_NT), dtype=np.int64)])
+
     @property
     def is_done(self) -> bool:
         return not len(self.open_R) and self.admitted == len(self.prompts)

@@ -94,3 +94,9 @@ class Generator(Protocol):
 
     def refresh(self, version: int) -> None:
         """Generate with the policy's current weights from now on, whose version is `version`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics since the last call; empty if there are none."""
+
+    def close(self) -> None:
+        """End what runs beside this process."""

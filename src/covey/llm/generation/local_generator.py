@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.data import EndReason
+from covey.llm.generation.backend import Backend
 from covey.llm.generation.batch import ContinuousBatch
 from covey.llm.generation.generator import (
     Completion,
@@ -45,7 +47,7 @@ class LocalGenerator:
         results: dict[int, GenerationResult] = {}
         batches: dict[tuple[int, GenerationSettings], list[int]] = {}
         for number, request in enumerate(requests):
-            if failure := self._refusal(request):
+            if failure := refusal(request, self.policy.module.config, self.version):
                 results[number] = failure
             else:
                 batches.setdefault((request.completions, request.settings), []).append(number)
@@ -57,14 +59,12 @@ class LocalGenerator:
     def refresh(self, version: int) -> None:
         self.version = version
 
-    def _refusal(self, request: GenerationRequest) -> GenerationFailure | None:
-        settings = request.settings
-        if settings.version != self.version:
-            message = f"version {settings.version} of the weights is requested, the generator has {self.version}"
-            return GenerationFailure(FailureReason.OTHER_WEIGHTS, message)
-        if fault := length_fault(self.policy.module.config, len(request.prompt), settings.max_new_tokens):
-            return GenerationFailure(FailureReason.PROMPT_TOO_LONG, fault)
-        return None
+    def metrics(self) -> dict[str, float]:
+        """Empty."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     def _generate(
         self, requests: Mapping[int, GenerationRequest], start: float, ready: Ready
@@ -75,7 +75,7 @@ class LocalGenerator:
 
         def hand_out(prompt: int) -> None:
             number = numbers[prompt]
-            completions = [self._completion(*found, requests[number]) for found in batch.completions(prompt)]
+            completions = [completion_of(*found, requests[number], self.version) for found in batch.completions(prompt)]
             results[number] = completions
             ready(number, completions)
 
@@ -93,7 +93,7 @@ class LocalGenerator:
         return ContinuousBatch(
             self.policy.backend.decoder(self.policy.module, rows, settings.max_new_tokens),
             prompts,
-            np.concatenate([_uniforms(request) for request in requests]),
+            np.concatenate([request_uniforms(request) for request in requests]),
             rows,
             settings.temperature,
             settings.end_ids,
@@ -122,22 +122,44 @@ class LocalGenerator:
                     hand_out(prompt)
                 handed_out = len(batch.complete)
         except FloatingPointError:
-            return GenerationFailure(
-                FailureReason.NON_FINITE_LOGITS,
-                "the model's logits are not finite, so no token can be drawn: its weights have diverged. Go back to an "
-                "earlier checkpoint and lower the learning rate",
-            )
+            return non_finite()
         return None
 
     def rows_in_memory(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> int:
         """Number of rows whose keys and values fit into `CACHE_BYTES`."""
-        backend = self.policy.backend
-        longest = max(len(prompt) for prompt in prompts) if not backend.shares_prompts else 0
-        return fitting_rows(backend.row_bytes + backend.token_bytes * (max_new_tokens + longest))
+        return fitting_rows(row_bytes(self.policy.backend, prompts, max_new_tokens))
 
-    def _completion(self, tokens: list[int], logprobs: list[float], request: GenerationRequest) -> Completion:
-        end = EndReason.STOP if tokens[-1] in request.settings.end_ids else EndReason.LENGTH
-        return Completion(tokens, logprobs, end, self.version)
+
+def refusal(request: GenerationRequest, model_config: Any, version: int) -> GenerationFailure | None:
+    """The failure of a request that a model with weights of this version cannot generate; None if it can."""
+    settings = request.settings
+    if settings.version != version:
+        message = f"version {settings.version} of the weights is requested, the generator has {version}"
+        return GenerationFailure(FailureReason.OTHER_WEIGHTS, message)
+    if fault := length_fault(model_config, len(request.prompt), settings.max_new_tokens):
+        return GenerationFailure(FailureReason.PROMPT_TOO_LONG, fault)
+    return None
+
+
+def non_finite() -> GenerationFailure:
+    """The failure of requests of a batch in which logits are NaN or infinite."""
+    return GenerationFailure(
+        FailureReason.NON_FINITE_LOGITS,
+        "the model's logits are not finite, so no token can be drawn: its weights have diverged. Go back to an "
+        "earlier checkpoint and lower the learning rate",
+    )
+
+
+def completion_of(tokens: list[int], logprobs: list[float], request: GenerationRequest, version: int) -> Completion:
+    """A completion of a request, by weights of this version."""
+    end = EndReason.STOP if tokens[-1] in request.settings.end_ids else EndReason.LENGTH
+    return Completion(tokens, logprobs, end, version)
+
+
+def row_bytes(backend: Backend, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> int:
+    """Bytes of the keys and values of a row."""
+    longest = max(len(prompt) for prompt in prompts) if not backend.shares_prompts else 0
+    return backend.row_bytes + backend.token_bytes * (max_new_tokens + longest)
 
 
 def fitting_rows(row_bytes: int) -> int:
@@ -150,7 +172,7 @@ def rows_together(fitting: int, requests: int, completions: int) -> int:
     return min(max(fitting, completions), requests * completions)
 
 
-def _uniforms(request: GenerationRequest) -> NDArray[np.float64]:
+def request_uniforms(request: GenerationRequest) -> NDArray[np.float64]:
     """Random numbers in [0, 1) of a request's decisions, [completions, max_new_tokens]."""
     key, tokens = request.key, request.settings.max_new_tokens
     rollouts = key.first_rollout + np.arange(request.completions)

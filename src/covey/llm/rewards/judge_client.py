@@ -1,4 +1,5 @@
-"""Asks a judge over HTTP: the only file of covey that contacts a server. It runs in the process of `worker.py`.
+"""Asks a judge over HTTP; the only other file of covey that contacts a server is `remote/client.py`. It runs in the
+process of `worker.py`.
 
 A question that gets no reply has an error in place of a score; it never raises. The access token is in the
 `Authorization` header only: texts from the server and from exceptions are searched for it before they are passed on.

@@ -1,0 +1,217 @@
+"""Generates completions on servers; implements `Generator`.
+
+Every request has a server, by the index of its group. If that one does not answer, or not as it should, the request
+goes to the next, and the server is asked no more until the next refresh. Requests are sent all at once. Completions of
+a server are handed out after its first ones have been proven (`proof.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from covey.config import RunError, SamplerLost
+from covey.llm.generation.generator import (
+    Completion,
+    FailureReason,
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+    Ready,
+)
+from covey.llm.remote.client import FailedRequest, LostServer, OtherWeights
+from covey.llm.remote.fleet import Fleet
+from covey.llm.remote.outstanding import Answer, Outstanding
+from covey.llm.remote.proof import Proof
+from covey.llm.remote.weights import is_sharded
+
+MOST_WRONG_VERSIONS = 3  # answers of other weights in a row, after which a run ends
+
+
+@dataclass
+class RemoteGenerator:
+    """Generates on the servers of a fleet."""
+
+    fleet: Fleet
+    proof: Proof
+    attempts: int = 3  # servers that a request is sent to, one after the other
+    clock: Callable[[], float] = time.monotonic  # in seconds
+    rerouted: int = 0  # requests that were sent to another server, since the last call of `metrics`
+
+    def generate(self, requests: Sequence[GenerationRequest], ready: Ready = lambda *_: None) -> list[GenerationResult]:
+        """The completions or the failure of each request.
+
+        Raises:
+            SamplerLost: if no server is left.
+            RunError: if a request has failed on several servers.
+        """
+        call = _Call(self, requests, ready)
+        try:
+            return call.run()
+        finally:
+            call.outstanding.cancel()
+            self.rerouted += call.rerouted
+
+    def refresh(self, version: int) -> None:
+        """Give the policy's weights to the servers. A server that does not take them is not asked."""
+        self.fleet.refresh(version)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the last call."""
+        rerouted, self.rerouted = self.rerouted, 0
+        return {"sampler/rerouted": float(rerouted), "sampler/servers": float(len(self.fleet.rotation))}
+
+    def close(self) -> None:
+        """End the requests in the background."""
+        self.fleet.close()
+
+
+@dataclass
+class _Call:
+    """One call of `generate`: its requests, and the servers that they wait for."""
+
+    generator: RemoteGenerator
+    requests: Sequence[GenerationRequest]
+    ready: Ready
+    results: dict[int, GenerationResult] = field(default_factory=dict)
+    held: dict[int, dict[int, list[Completion]]] = field(default_factory=dict)  # server -> request -> not yet proven
+    proven: set[int] = field(default_factory=set)  # servers
+    proofs: int = 0
+    rerouted: int = 0
+    wrong_versions: int = 0  # in a row
+
+    def __post_init__(self) -> None:
+        self.fleet, self.proof = self.generator.fleet, self.generator.proof
+        self.outstanding = Outstanding(self.fleet, self.requests)
+        self.began = self.generator.clock()
+
+    def run(self) -> list[GenerationResult]:
+        for number, request in enumerate(self.requests):
+            self._refuse_or_send(number, request)
+        while self.outstanding or self.held:
+            if self._can_prove():
+                self._prove()
+            elif answer := self.outstanding.next(self._seconds_left()):
+                self._take(answer)
+            else:
+                self._miss_deadline()
+        if not self.proofs:
+            self._prove()
+        return [self.results[number] for number in range(len(self.requests))]
+
+    def _refuse_or_send(self, number: int, request: GenerationRequest) -> None:
+        if request.settings.version != self.fleet.version:
+            message = (
+                f"version {request.settings.version} of the weights is requested, the servers have {self.fleet.version}"
+            )
+            self.results[number] = GenerationFailure(FailureReason.OTHER_WEIGHTS, message)
+        else:
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        """Send a request to the server of its group among those that can be asked."""
+        candidates = self._candidates()
+        if not candidates:
+            self._revive()
+            candidates = self._candidates()
+        self.outstanding.send(number, candidates[self.requests[number].key.group % len(candidates)])
+
+    def _candidates(self) -> list[int]:
+        """Ranks that share weights prove once in a call, so later only servers that are proven can be asked."""
+        rotation = self.fleet.rotation
+        once = self.proofs and is_sharded(self.fleet.policy.module)
+        return [server for server in rotation if server in self.proven] if once else list(rotation)
+
+    def _revive(self) -> None:
+        if self.fleet.rotation:  # sharded, and none of them is proven
+            raise SamplerLost(f"no sampler is left: {self.fleet.describe_faults()}")
+        self.fleet.revive()
+        self.proven.clear()
+
+    def _take(self, answer: Answer) -> None:
+        try:
+            completions = answer.completions()
+        except FailedRequest as error:
+            self.results[answer.number] = error.failure
+        except LostServer as error:
+            self._lose(answer, error)
+        else:
+            self.wrong_versions = 0
+            if answer.server in self.proven:
+                self._hand_out(answer.number, completions)
+            elif answer.server in self.fleet.rotation:
+                self.held.setdefault(answer.server, {})[answer.number] = completions
+            else:  # it was refused while this request was under way
+                self._send_again(answer.number)
+
+    def _lose(self, answer: Answer, error: LostServer) -> None:
+        self.fleet.lose(answer.server, str(error))
+        self.wrong_versions = self.wrong_versions + 1 if isinstance(error, OtherWeights) else 0
+        if self.wrong_versions >= MOST_WRONG_VERSIONS:
+            raise RunError(
+                f"{MOST_WRONG_VERSIONS} answers in a row came from other weights than the run's ({error}): another run "
+                "may use the same samplers"
+            )
+        self._send_again(answer.number)
+
+    def _send_again(self, number: int) -> None:
+        """Send a request to another server.
+
+        Raises:
+            SamplerLost: if it has been sent to as many as allowed.
+        """
+        tries = self.outstanding.tries[number]
+        if tries >= self.generator.attempts:
+            raise SamplerLost(
+                f"the completions of a prompt failed on {tries} samplers (sampler.attempts): "
+                f"{self.fleet.describe_faults()}"
+            )
+        self.rerouted += 1
+        self._send(number)
+
+    def _can_prove(self) -> bool:
+        """True if there are completions to prove, and of every server that is asked and not proven."""
+        asked = (self.outstanding.servers() - self.proven) & set(self.fleet.rotation)
+        return bool(self.held) and asked <= self.held.keys()
+
+    def _prove(self) -> None:
+        """Prove the servers whose completions are held, and hand those out; the others' requests are sent again."""
+        self.proofs += 1
+        held, self.held = self.held, {}
+        refused = self.proof.refused(
+            {
+                server: [(self.requests[number], one) for number, found in by_number.items() for one in found]
+                for server, by_number in held.items()
+            }
+        )
+        for server, reason in refused.items():
+            self.fleet.lose(
+                server,
+                f"{self.fleet.clients[server].address} is refused because {reason}: its weights or its temperature are "
+                "not the run's, or it uses a prefix that was cached under older weights",
+            )
+        self.proven |= held.keys() - refused.keys()
+        for server, by_number in held.items():
+            for number, completions in by_number.items():
+                if server in refused:
+                    self._send_again(number)
+                else:
+                    self._hand_out(number, completions)
+
+    def _hand_out(self, number: int, completions: list[Completion]) -> None:
+        self.results[number] = completions
+        self.ready(number, completions)
+
+    def _seconds_left(self) -> float | None:
+        """Seconds to the deadline of the requests; None without one."""
+        limits = [request.settings.deadline_seconds for request in self.requests]
+        known = [limit for limit in limits if limit is not None]
+        return max(self.began + min(known) - self.generator.clock(), 0.0) if known else None
+
+    def _miss_deadline(self) -> None:
+        """The requests that still wait have failed."""
+        for number in self.outstanding.cancel():
+            seconds = self.requests[number].settings.deadline_seconds
+            message = f"the completions were not generated within their deadline of {seconds} s: allow more time, or "
+            self.results[number] = GenerationFailure(FailureReason.DEADLINE, message + "lower max_new_tokens")

@@ -1,0 +1,269 @@
+"""`covey serve`: covey's own decoder behind the routes of `wire.py`. The only file that imports Starlette and uvicorn.
+
+Every route but `/health` needs the access token, those that do not exist too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from torch import Tensor
+
+from covey.llm.generation.engine import Engine
+from covey.llm.generation.generator import FailureReason, GenerationFailure
+from covey.llm.model.architecture import vocabulary_of
+from covey.llm.remote import wire
+from covey.llm.remote.staging import BadWeights, check_weights, read_weights
+
+T = TypeVar("T")
+
+MOST_BODY_BYTES = 64 << 20
+FIRST_VERSION = ""  # of the weights that the model was loaded with; no run requests it
+GRACE_SECONDS = 1  # that open requests have when the server ends
+
+
+class Conflict(Exception):
+    """A request that contradicts the server's weights or another update of them; the message is one line."""
+
+
+@dataclass
+class _Update:
+    """An update of the weights that has begun."""
+
+    version: str
+    staged: dict[str, Tensor] | None = None
+
+
+@dataclass
+class Server:
+    """The routes of one model."""
+
+    engine: Engine
+    folders: tuple[Path, ...]  # below which files with weights are read
+    version: str = FIRST_VERSION  # of the weights, as runs know it
+    update: _Update | None = None
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are received or put in place
+
+    async def health(self, request: Request) -> Response:
+        return Response()
+
+    async def weight_info(self, request: Request) -> Response:
+        return _json({"weight_version": self.version})
+
+    async def generate(self, request: Request) -> Response:
+        vocabulary = vocabulary_of(self.engine.policy.module)
+        body, version = await _body(request), self.version
+        asked = wire.read_request(body, vocabulary, (version, self.engine.version))
+        result = await _unless_disconnected(request, self.engine.generate(asked))
+        if isinstance(result, GenerationFailure):
+            return _failure(409 if result.reason is FailureReason.OTHER_WEIGHTS else 422, result.reason, result.message)
+        return Response(wire.answer_body(result, version), media_type="application/json")
+
+    async def init(self, request: Request) -> Response:
+        """The folder of later files, which must be below one of the server's."""
+        info = (await _body(request)).get("init_info")
+        folder = info.get("folder") if isinstance(info, dict) else None
+        if not isinstance(folder, str):
+            raise wire.BadBody("init_info.folder must be the folder of the files with weights")
+        real = Path(folder).resolve()
+        if not any(own.resolve() in (real, *real.parents) for own in self.folders):
+            places = " or ".join(map(str, self.folders))
+            raise Conflict(f"weights are read from files below {places} alone: start the server with --folder")
+        return _json({})
+
+    async def start_update(self, request: Request) -> Response:
+        """Begin an update. A second one at the same time ends both, so that never parts of two are mixed."""
+        version = wire.read_version((await _body(request)).get("weight_version"))
+        self._refuse_if_busy()
+        if self.update is not None:
+            self.update = None
+            raise Conflict("another update of the weights had begun, and both have ended: begin again")
+        self.update = _Update(version)
+        return _json({})
+
+    async def receive(self, request: Request) -> Response:
+        """Read the weights and check them; the model keeps its own."""
+        info = (await _body(request)).get("update_info")
+        if not isinstance(info, dict):
+            raise wire.BadBody("update_info must be an object")
+        path, sha256 = info.get("path"), info.get("sha256")
+        if not isinstance(path, str) or not isinstance(sha256, str):
+            raise wire.BadBody("update_info must have path and sha256")
+        update = self._open_update(wire.read_version(info.get("weight_version")))
+        async with self.busy:
+            try:
+                staged = await asyncio.to_thread(read_weights, path, sha256, self.folders)
+                check_weights(staged, self.engine.weights)
+            except BaseException:
+                self.update = None
+                raise
+        update.staged = staged
+        return _json({})
+
+    async def finish_update(self, request: Request) -> Response:
+        """Put the received weights in place."""
+        version = wire.read_version((await _body(request)).get("weight_version"))
+        update = self._open_update(version)
+        if update.staged is None:
+            raise Conflict("no weights were received")
+        async with self.busy:
+            self.update = None
+            await asyncio.wrap_future(self.engine.change_weights(update.staged, self.engine.version + 1))
+            self.version = version
+        return _json({})
+
+    async def nothing(self, request: Request) -> Response:
+        """Routes of vLLM that covey's server does not need: it keeps no prefixes from one batch to the next, and puts
+        weights in place between two batches.
+        """
+        return _json({"success": True})
+
+    def _refuse_if_busy(self) -> None:
+        if self.busy.locked():
+            raise Conflict("another update of the weights is going on")
+
+    def _open_update(self, version: str) -> _Update:
+        """The update of this version.
+
+        Raises:
+            Conflict: if none has begun, or that of another version.
+        """
+        self._refuse_if_busy()
+        if self.update is None or self.update.version != version:
+            raise Conflict("no update of this version has begun")
+        return self.update
+
+    def app(self, token: str) -> ASGIApp:
+        """The routes behind their guard."""
+        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            wire.GENERATE: self.generate,
+            wire.INIT: self.init,
+            wire.START: self.start_update,
+            wire.UPDATE: self.receive,
+            wire.FINISH: self.finish_update,
+            wire.PAUSE: self.nothing,
+            wire.RESUME: self.nothing,
+            wire.RESET_CACHE: self.nothing,
+        }
+        routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
+        routes += [Route(wire.HEALTH, self.health), Route(wire.WEIGHT_INFO, self.weight_info)]
+        handlers: Any = {
+            wire.BadBody: _answer_to(400),
+            wire.WrongVersion: _answer_to(409),
+            Conflict: _answer_to(409),
+            BadWeights: _answer_to(409),
+            ClientDisconnect: _answer_to(499),
+            Exception: _answer_to(500),
+        }
+        return Guard(Starlette(routes=routes, exception_handlers=handlers), token)
+
+
+class Guard:
+    """ASGI middleware: 401 without the token, for every path but `/health`."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.expected = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "http" and (scope["path"] == wire.HEALTH or hmac.compare_digest(given, self.expected)):
+            await self.app(scope, receive, send)
+            return
+        await _failure(401, "token", "the access token is missing or wrong")(scope, receive, send)
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """The JSON object in a request.
+
+    Raises:
+        BadBody: if it is none, or too large.
+    """
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > MOST_BODY_BYTES:
+            raise wire.BadBody(f"the body has more than {MOST_BODY_BYTES >> 20} MiB")
+    body = wire.read_json(bytes(content)) if content else {}
+    if not isinstance(body, dict):
+        raise wire.BadBody("the body must be an object")
+    return body
+
+
+async def _unless_disconnected(request: Request, future: Future[T]) -> T:
+    """The result of a request; cancelled if the client has gone before it was begun."""
+    result = asyncio.wrap_future(future)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            result.cancel()
+            raise ClientDisconnect
+        return result.result()
+    finally:
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(json.dumps(content), status, media_type="application/json")
+
+
+def _answer_to(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """The handler of an exception: its message in one line."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return _failure(status, type(error).__name__, " ".join(str(error).split())[:500])
+
+    return answer
+
+
+def _failure(status: int, reason: str, message: str) -> Response:
+    return _json({"error": {"reason": reason, "message": message}}, status)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that accepts connections at this address; port 0 is a free one.
+
+    Raises:
+        OSError: if the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((host, port))
+    listening.listen(2048)
+    return listening
+
+
+def serve(server: Server, token: str, listening: socket.socket) -> None:
+    """Answer requests until the process gets SIGINT or SIGTERM."""
+    server.engine.start()
+    config = uvicorn.Config(
+        server.app(token), log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )  # fmt: skip
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        server.engine.stop()
