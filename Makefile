@@ -7,6 +7,7 @@ UV := 0.13.9
 VENV := .venv
 BIN := $(VENV)/bin
 ORACLE := .oracle-venv
+SCALE := .scale-venv
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 # allowed to keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow mutants lint bench oracle clean
+.PHONY: help train test test-slow mutants lint bench oracle scale clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -24,7 +25,8 @@ help:
 	@echo "make lint       ruff, mypy and the import contracts"
 	@echo "make bench      time covey beside its peers; one part: $(BIN)/python benchmarks/bench.py control"
 	@echo "make oracle     compare losses, advantages and gradients with TRL and stable-baselines3, in $(ORACLE)"
-	@echo "make clean      remove .venv and caches; runs/ and $(ORACLE) stay"
+	@echo "make scale      compare covey with a real vLLM as the sampler, in $(SCALE) (3.1 GB, Linux on x86-64)"
+	@echo "make clean      remove .venv and caches; runs/, $(ORACLE) and $(SCALE) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
 	@echo "make train TORCH=cpu            on Linux: the CPU build of torch (190 MB) instead of the one with CUDA (3 GB)"
 
@@ -49,7 +51,7 @@ train: $(STAMP)
 
 test: $(STAMP)
 	@echo "The tests without the slow ones: about 8 minutes on two cores"
-	@$(BIN)/python -m pytest -m "not slow and not mutants" -n $(WORKERS) --dist loadscope
+	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale" -n $(WORKERS) --dist loadscope
 
 mutants: $(STAMP)
 	@echo "The mutants: about 20 minutes on two cores"
@@ -57,7 +59,7 @@ mutants: $(STAMP)
 
 test-slow: $(STAMP)
 	@echo "All tests and mutants: some hours on two cores"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -m "not scale"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
@@ -75,6 +77,19 @@ $(ORACLE)/oracle-installed: tests/oracle/oracle.lock benchmarks/peers.lock
 
 oracle: $(ORACLE)/oracle-installed
 	@PYTHONPATH=src $(ORACLE)/bin/python -m pytest tests/oracle --disable-warnings -W default
+
+# --no-deps: the lock file has all packages but torchvision, torchaudio and torchcodec, which vLLM lists, does not need
+# for text, and which do not fit this torch.
+$(SCALE)/scale-installed: extras/covey_vllm/scale.lock $(wildcard extras/covey_vllm/pyproject.toml extras/covey_vllm/src/covey_vllm/*.py)
+	@test -x $(SCALE)/bin/python || { echo "Creating $(SCALE)"; $(PYTHON) -m venv $(SCALE); }
+	@echo "Installing vLLM for CPUs (3.1 GB, up to ten minutes, once)"
+	@$(SCALE)/bin/python -m pip -qq --disable-pip-version-check install --no-compile --no-deps -r extras/covey_vllm/scale.lock
+	@$(SCALE)/bin/python -m pip -qq --disable-pip-version-check install --no-deps --no-build-isolation --force-reinstall extras/covey_vllm
+	@touch $@
+
+scale: $(STAMP) $(SCALE)/scale-installed
+	@echo "vLLM as the sampler: about half an hour on two cores"
+	@$(BIN)/python -m pytest -m scale tests/scale
 
 clean:
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

@@ -7,13 +7,17 @@ from dataclasses import fields
 from typing import Any
 
 from covey.cli.numbers import number
+from covey.config import ConfigError
 from covey.config.model_sources import locate_model
+
+LONGEST_PROBE = 64  # tokens; the probe at the start needs less
 
 
 def add_serve_options(command: Any) -> None:
     """Add the options of `covey serve`."""
     command.epilog = (
-        "A run uses it with --sampler.kind covey --servers ADDRESS, and gives it its weights. Every route but /health\n"
+        "A run uses it with --sampler.kind covey (with --vllm: vllm) --servers ADDRESS, and gives it its weights.\n"
+        "--vllm starts vLLM in an environment of its own, which `make scale` creates. Every route but /health\n"
         "needs the access token. The connection is not encrypted: keep other addresses than 127.0.0.1 on a private\n"
         "network, or use an ssh tunnel."
     )
@@ -35,11 +39,60 @@ def add_serve_options(command: Any) -> None:
     command.add_argument(
         "--rows", type=number(int, 0, 1_000_000), default=0, help="completions decoded together; 0: by memory (0)"
     )
+    _add_vllm_options(command)
+
+
+def _add_vllm_options(command: Any) -> None:
+    command.add_argument("--vllm", action="store_true", help="start vLLM instead of covey's own decoder")
+    command.add_argument(
+        "--vllm-python",
+        default=".scale-venv/bin/python",
+        metavar="FILE",
+        help="with --vllm: the interpreter of its environment (.scale-venv/bin/python)",
+    )
+    command.add_argument(
+        "--slots", type=number(int, 1, 4096), default=64, help="with --vllm: completions generated at once (64)"
+    )
+    command.add_argument(
+        "--max-model-len",
+        type=number(int, LONGEST_PROBE, 1 << 20),
+        default=2048,
+        metavar="TOKENS",
+        help="with --vllm: longest prompt with its completion (2048)",
+    )
+    command.add_argument(
+        "--batched-tokens",
+        type=number(int, 0, 1 << 20),
+        default=0,
+        metavar="TOKENS",
+        help="with --vllm: tokens in a forward pass, at least --max-model-len; 0: chosen (0)",
+    )
+    command.add_argument(
+        "--kv-gib", type=number(int, 1, 1024), default=2, help="with --vllm on CPUs: GiB of keys and values (2)"
+    )
+    command.add_argument(
+        "--eager", action="store_true", help="with --vllm: start sooner, without compilation, and generate more slowly"
+    )
 
 
 def serve_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
-    """`covey serve`."""
+    """`covey serve`.
+
+    Raises:
+        ConfigError: if options of one kind of server are given for the other.
+    """
     locate_model(arguments.model)
     from covey.experiment.serve import ServeOptions, serve_model
+    from covey.experiment.serve_vllm import VllmOptions, serve_vllm
 
-    serve_model(ServeOptions(**{item.name: getattr(arguments, item.name) for item in fields(ServeOptions)}))
+    options = ServeOptions(**{item.name: getattr(arguments, item.name) for item in fields(ServeOptions)})
+    vllm = VllmOptions(**{item.name: getattr(arguments, item.name) for item in fields(VllmOptions)})
+    if arguments.vllm:
+        if options.rows or options.device != "auto":
+            raise ConfigError("--rows and --device are for covey's own decoder; vLLM has --slots and chooses a device")
+        serve_vllm(options, vllm)
+        return
+    for item in fields(VllmOptions):
+        if getattr(vllm, item.name) != item.default:
+            raise ConfigError(f"--{item.name.replace('_', '-')} is for vLLM: add --vllm, or leave it out")
+    serve_model(options)

@@ -66,7 +66,7 @@ class Proof:
         greedy = any(request.settings.temperature == 0.0 for _, request, _ in rows)
         temperature = 1.0 if greedy else self.policy.temperature
         evaluated = self.policy if temperature == self.policy.temperature else self._at(temperature)
-        batch = _batch([(request.prompt, completion.tokens) for _, request, completion in rows] or [((0,), [0])])
+        batch = batch_of([(request.prompt, completion.tokens) for _, request, completion in rows] or [((0,), [0])])
         logprobs_BT = evaluated.evaluate(batch).logprobs_BT.cpu().double()
         gaps: dict[int, list[float]] = {}
         for row, (server, request, completion) in enumerate(rows):
@@ -126,7 +126,7 @@ def _rows(sampled: Sampled, most_tokens: int) -> Sampled:
     return chosen
 
 
-def _batch(rows: Sequence[tuple[tuple[int, ...], Sequence[int]]]) -> Batch:
+def batch_of(rows: Sequence[tuple[tuple[int, ...], Sequence[int]]]) -> Batch:
     """A batch of prompts and tokens; rows with the same prompt are one group, so that it is computed once."""
     lengths = torch.tensor([len(tokens) for _, tokens in rows])
     mask_BT = torch.arange(int(lengths.max())) < lengths[:, None]

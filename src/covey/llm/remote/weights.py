@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from covey.config import MachineError
 from covey.llm.remote import wire
-from covey.llm.remote.client import Client, OtherWeights
+from covey.llm.remote.client import Client, LostServer, OtherWeights
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -138,7 +138,10 @@ async def give(client: Client, offer: Offer, version: str, *, covey: bool) -> No
     try:
         try:
             await client.post(wire.START, label)
-        except OtherWeights:  # an update of a run that has ended was open; this has closed it
+        except LostServer as error:  # an update of a run that has ended was open
+            if not isinstance(error, OtherWeights):  # covey's own server has closed it; vLLM does after a failed one
+                with suppress(LostServer):
+                    await client.post(wire.UPDATE, {"update_info": {}})
             await client.post(wire.START, label)
         await offer.send(client, label)
         await client.post(wire.FINISH, {"weight_version": version})

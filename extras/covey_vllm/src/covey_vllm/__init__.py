@@ -1,0 +1,25 @@
+"""A plugin of vLLM for servers that sample for covey: transports of weights (`engine`) and a guard of all routes.
+
+It runs in vLLM's environment and imports nothing of covey; covey imports neither vLLM nor this package. They meet over
+HTTP: `covey serve --vllm` starts vLLM with the plugin, a run publishes its weights by vLLM's own routes.
+
+| module       | content                                                                  | imports          |
+|--------------|--------------------------------------------------------------------------|------------------|
+| `guard`      | middleware: the access token for every route but `/health`               | nothing          |
+| `checkpoint` | names, shapes and dtypes that a model's weights must have                | torch            |
+| `transports` | receive and verify weights: a file, or a process group (gloo)            | torch            |
+| `engine`     | vLLM's weight-transfer engines `covey_file` and `covey_gloo`             | vLLM             |
+"""
+
+from covey_vllm.guard import Guard
+
+__all__ = ["Guard", "register"]
+
+
+def register() -> None:
+    """Register the engines. vLLM may call it several times in a process, and calls it in every one of its processes."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    for name, engine in (("covey_file", "FileEngine"), ("covey_gloo", "GlooEngine")):
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, "covey_vllm.engine", engine)
