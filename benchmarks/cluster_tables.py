@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/cluster_tables.py           print them
     .venv/bin/python benchmarks/cluster_tables.py --write   replace them in the docs
 
-They are predictions and compute nothing on a GPU. `tests/experiment/cluster/test_tables.py` compares the docs with them.
+They are predictions; nothing is computed on a GPU. `tests/experiment/cluster/test_tables.py` compares the docs with
+them.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ def simulated_table(sigmas: Sequence[str] = SIGMAS) -> list[str]:
 def crash_table() -> list[str]:
     """Trained tokens/s of the 7B model with crashes of servers."""
     found = {
-        seconds: simulated_rows(plan("7b", *SIMULATED_TOKENS, *(["--crash-every", seconds] if seconds != "never" else [])))
+        seconds: simulated_rows(
+            plan("7b", *SIMULATED_TOKENS, *(["--crash-every", seconds] if seconds != "never" else []))
+        )
         for seconds in ("never", "1200", "600")
     }
     schedules = list(found["never"])

@@ -77,7 +77,9 @@ class Servers:
         from covey.llm.policy import LanguagePolicy
 
         self.processes = processes
-        self.policy = LanguagePolicy(load_model(model, dtype=torch.bfloat16, device=torch.device("cpu")).module.requires_grad_(False))
+        self.policy = LanguagePolicy(
+            load_model(model, dtype=torch.bfloat16, device=torch.device("cpu")).module.requires_grad_(False)
+        )
         config = RunConfig(sampler=SamplerConfig(kind="covey", servers=tuple(addresses), max_mismatch=1e9))
         self.generator = build_generator(config, self.policy)
 
@@ -89,7 +91,10 @@ class Servers:
         settings = GenerationSettings(max_new_tokens, 1.0, end_ids, step)
         asked = [
             GenerationRequest(
-                tuple(range(100 + group, 100 + group + PROMPT_TOKENS)), completions, RandomKey(1, 0, group, 0, 0), settings
+                tuple(range(100 + group, 100 + group + PROMPT_TOKENS)),
+                completions,
+                RandomKey(1, 0, group, 0, 0),
+                settings,
             )
             for group in range(requests)
         ]
@@ -142,9 +147,7 @@ def serving(model: str, count: int) -> Iterator[Servers]:
 
 def predicted_seconds(lengths: Sequence[Sequence[int]], servers: int, speed: MeasuredSpeed) -> float:
     """Seconds of one step according to the simulation."""
-    workload = Groups(
-        LogNormalLengths(1, 0, 1), len(lengths), GROUP_SIZE, steps=1, known=tuple(map(tuple, lengths))
-    )
+    workload = Groups(LogNormalLengths(1, 0, 1), len(lengths), GROUP_SIZE, steps=1, known=tuple(map(tuple, lengths)))
     cluster = Cluster(servers, ROWS, speed, trained_tokens_per_second=float("inf"), whole_requests=True)
     return simulate(workload, cluster, SYNCHRONOUS).seconds
 

@@ -189,7 +189,7 @@ def _sampling(
     size: Dimensions, config: RunConfig, device: str, width: int, prompt_tokens: int, ranks: int
 ) -> dict[str, int]:
     if config.sampler.kind != "local":
-        return {name: 0 for name in SAMPLING}
+        return dict.fromkeys(SAMPLING, 0)
     keys_and_values, logits = sampling_bytes(
         size.attention_heads,
         size.layers,
