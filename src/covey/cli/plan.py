@@ -6,20 +6,19 @@ import argparse
 from dataclasses import Field, fields
 from typing import Any
 
+from covey.cli.numbers import number
 from covey.config import ConfigError
 from covey.config.fields import get_type_hints, plain_type
 from covey.config.planning import DevicesConfig, SimulationConfig
 
 ALGORITHMS = "grpo,ppo"  # columns without --ranks
-MOST_RANKS = 4096
+MOST_RANKS, MOST_TOKENS = 4096, 1_000_000
 DEFAULT_PROMPT_TOKENS = 64
 METAVARS = {"device_memory": "SIZE", "lengths": "RUN", "sampler_devices": "N,N", "staleness": "S,S"}
 
 
 def add_plan_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `covey plan`; those of ranks and of a cluster are the fields of their configs."""
-    from covey.cli.options import MOST_TOKENS, number
-
     command.usage = (
         "covey plan MODEL [--algorithm NAME,NAME] [options] [--field value ...]\n"
         "       covey plan MODEL --ranks N [--device-memory SIZE] [options] [--field value ...]\n"
@@ -49,8 +48,6 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_fields(group: Any, root: type) -> None:
-    from covey.cli.options import number
-
     for item in fields(root):
         option, kind = f"--{item.name.replace('_', '-')}", _kind(root, item)
         text = item.metadata["help"].replace("%", "%%")

@@ -195,13 +195,13 @@ def _seconds(planner: RankPlanner, layouts: Sequence[str], ranks: int) -> list[s
 
     lines = [
         _row("seconds of a step", layouts),
-        line("gradients", [speed.traffic.gradients for speed in speeds]),
-        line("gathers, overlapping", [speed.traffic.during_passes for speed in speeds]),
+        line("reduction of gradients", [speed.traffic.gradients for speed in speeds]),
+        line("gathers of weights", [speed.traffic.during_passes for speed in speeds]),
     ]
     if planner.place.device == "cuda":
         lines.append(line("computing", [speed.computing for speed in speeds]))
         lines.append(line("update", [speed.seconds for speed in speeds], indent=0))
-    if planner.devices.external_sampler:
+    if planner.devices.external_sampler or planner.config.sampler.kind != "local":
         lines.append(line("weights to the samplers", [speed.traffic.weights for speed in speeds], indent=0))
     return lines
 

@@ -159,12 +159,12 @@ class _Simulation:
 
     def run(self) -> Outcome:
         for _ in range(MOST_EVENTS):
+            if self.trainer.version == self.workload.steps:
+                return self._outcome()
             self._create_groups()
             self._place_groups()
             self._start_training()
             self._hand_over_weights()
-            if self.trainer.version == self.workload.steps:
-                return self._outcome()
             self._next_event()
         raise ConfigError(
             "the simulated run does not end: its servers crash before groups are complete, or it has too many groups; "
@@ -214,7 +214,7 @@ class _Simulation:
         return range(first, first + self.workload.prompts)
 
     def _start_training(self) -> None:
-        if not self.trainer.is_idle or self.trainer.version == self.workload.steps:
+        if not self.trainer.is_idle:
             return
         step = self._step_groups()
         if any(group in self.missing or group not in self.groups for group in step):

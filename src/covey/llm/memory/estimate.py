@@ -188,6 +188,8 @@ def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, d
 def _sampling(
     size: Dimensions, config: RunConfig, device: str, width: int, prompt_tokens: int, ranks: int
 ) -> dict[str, int]:
+    if config.sampler.kind != "local":
+        return dict.fromkeys(SAMPLING, 0)
     keys_and_values, logits = sampling_bytes(
         size.attention_heads,
         size.layers,

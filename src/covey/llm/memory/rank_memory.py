@@ -71,7 +71,7 @@ def predict_sharded(
     units = units_of(size)
     copies = 1 + GradientTree.copies(shards_of_rank(config, ranks))
     parts["gathered layers"] = (units.root + GATHERED_LAYERS * units.layer) * width
-    parts["gathered weights"] = size.parameters * width
+    parts["gathered weights"] = size.parameters * width if config.sampler.kind == "local" else 0
     parts["gradients of shards"] = (
         copies * whole_gradients if is_exact else (units.root + GATHERED_LAYERS * units.layer) * MASTER_DTYPE.itemsize
     )

@@ -1,0 +1,197 @@
+"""`covey plan --ranks` and `--cluster`: reports, options and mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from covey.cli.main import main
+from covey.config import ConfigError
+from covey.config.planning import memory_size
+
+MODEL = "smollm2-135m"
+GPU = ["--device-memory", "80GiB"]
+SIMULATED = [*GPU, "--cluster", "--mean-tokens", "30", "--simulated-steps", "2"]
+SEVEN = "benchmarks/models/7b.json"
+ROOT = Path(__file__).parents[2]
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def cells(text: str, name: str) -> list[str]:
+    """The columns of the line with this name."""
+    (line,) = (line for line in text.splitlines() if line.strip().startswith(f"{name}  "))
+    return line.split(name, 1)[1].split()
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "mine"
+    (folder / "rollouts").mkdir(parents=True)
+    lines = [{"step": 1, "group": 0, "decisions": tokens} for tokens in (5, 9, 40)]
+    (folder / "rollouts" / "step_000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_ranks_of_a_small_model_have_whole_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    text = report(capsys, MODEL, "--ranks", "4", *GPU)
+    assert "one of 4 ranks" in text
+    assert "in bf16 on cuda" in text
+    assert cells(text, "fits in 80.0 GiB") == ["yes", "yes", "yes"]
+    assert cells(text, "fewest ranks that fit") == ["1", "1", "1"]
+    assert cells(text, "fp32 master weights") == ["0.50", "0.13", "0.13"]
+    assert 'cluster.weights = "auto" chooses replicated' in text
+    assert "weights to the samplers" not in text.replace("--weights-link", "").split("host memory")[0]
+
+
+def test_a_large_model_must_be_sharded(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(ROOT / SEVEN), "--ranks", "8", "--prompts-per-step", "64", "--external-sampler"]
+    text = report(capsys, *words, *GPU)
+    assert cells(text, "fits in 80.0 GiB")[0] == "no"
+    assert cells(text, "fewest ranks that fit")[0] == "none"
+    assert int(cells(text, "fewest ranks that fit")[2]) <= 8
+    assert 'cluster.weights = "auto" chooses FSDP2, exact' in text
+    assert cells(text, "weights to the samplers") == ["1.85"] * 3
+    assert "while sampling" not in text
+    recomputed = report(capsys, *words, *GPU, "--recompute-layers")
+    assert float(cells(recomputed, "activations")[0]) < float(cells(text, "activations")[0]) / 3
+    assert "which covey does not do" in recomputed
+
+
+def test_ranks_on_cpus_share_the_machine_s_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 24 << 30)
+    text = report(capsys, MODEL, "--ranks", "4", "--device", "cpu")
+    assert "fits in 6.0 GiB" in text
+    assert "computing" not in text
+
+
+def test_links_scale_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = (
+        float(
+            cells(
+                report(capsys, str(ROOT / SEVEN), "--ranks", "8", *GPU, "--node-link", link), "reduction of gradients"
+            )[0]
+        )
+        for link in ("50", "100")
+    )
+    assert slow == pytest.approx(2 * fast, abs=0.011)
+    between = cells(
+        report(capsys, str(ROOT / SEVEN), "--ranks", "8", *GPU, "--devices-per-node", "4"), "reduction of gradients"
+    )
+    assert float(between[0]) == pytest.approx(2 * 7.6156 * 4 * 7 / 8 / 40, abs=0.01)
+
+
+def test_a_simulated_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [MODEL, "--ranks", "2", *SIMULATED, "--sampler-devices", "1,2", "--staleness", "1,3"]
+    text = report(capsys, *words)
+    assert text == report(capsys, *words), "the same command has the same figures"
+    rows = [line[:30].split() for line in text.splitlines() if line[10:30].strip() == "synchronous"]
+    assert rows == [["the", "ranks", "synchronous"], ["1", "synchronous"], ["2", "synchronous"]]
+    assert sum("S = 3" in line for line in text.splitlines()) == 2
+    assert "a prediction of a model, not a measurement" in text
+    assert "lognormal lengths, mean 30, sigma 0.9, at most 64 tokens" in text
+    assert report(capsys, *words, "--seed", "7") != text
+
+
+def test_lengths_of_a_run(capsys: pytest.CaptureFixture[str], run_folder: Path) -> None:
+    words = [MODEL, "--ranks", "1", *GPU, "--cluster", "--simulated-steps", "1", "--lengths", str(run_folder)]
+    assert f"lengths of the 3 completions of {run_folder}, mean 18, at most 40 tokens" in report(capsys, *words)
+
+
+def test_given_speeds_are_used(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [MODEL, "--ranks", "1", *SIMULATED, "--slots", "5", "--tokens-alone", "7", "--tokens-full", "21"]
+    assert "server: 1 device, 5 slots, 7 tokens/s for one completion, 21 if full" in report(capsys, *words)
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for option in ("--ranks N", "--device-memory SIZE", "--cluster", "--sampler-devices N,N", "--lengths RUN"):
+        assert option in text
+    assert "memory of a device, such as 80GiB or 80GB" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 << 30), ("80 GB", 80 * 10**9), ("80gb", 80 * 10**9), ("1.5 TiB", 3 << 39), ("512MiB", 1 << 29)],
+)
+def test_sizes_of_memory(text: str, size: int) -> None:
+    assert memory_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["80", "GiB", "80 giga", "-80GiB", "eighty", "80GiB of", "1e9GB", "", "8 0GiB", "80 GiBs"]
+)
+def test_other_texts_are_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a number and a unit, such as 80GiB"):
+        memory_size(text)
+
+
+@pytest.mark.parametrize("text", ["0GiB", "1KB", "5000TiB"])
+def test_sizes_that_no_device_has(text: str) -> None:
+    with pytest.raises(ConfigError, match="from 1MiB to 1PiB"):
+        memory_size(text)
+
+
+MISTAKES = [
+    (["--ranks", "3"], "--ranks must be a power of two, got 3: give 2 or 4"),
+    (["--ranks", "0"], "--ranks: must be at least 1"),
+    (["--ranks", "two"], "--ranks: must be an integer"),
+    (["--ranks", "8192"], "--ranks: must be at most 4096"),
+    (["--ranks", "32"], "32 shards are more than sampling.prompts_per_step = 16"),
+    (["--ranks", "4", "--shards", "2"], "4 ranks cannot divide cluster.shards = 2"),
+    (["--ranks", "2", "--shards", "3"], "cluster.shards must be a power of two"),
+    (["--ranks", "2", "--device-memory", "80"], "--device-memory must be a number and a unit"),
+    (["--ranks", "2", "--device-memory", "much"], "--device-memory must be a number and a unit"),
+    (["--ranks", "2", "--algorithm", "grpo,ppo"], "--ranks plans one algorithm at a time"),
+    (["--ranks", "2", "--node-link", "0"], "--node-link: must be at least 0.001"),
+    (["--ranks", "2", "--devices-per-node", "0"], "--devices-per-node: must be at least 1"),
+    (["--ranks", "2", "--flops-use", "1.5"], "--flops-use: must be at most 1"),
+    (["--device-memory", "80GiB"], "--device-memory belongs to --ranks N"),
+    (["--recompute-layers"], "--recompute-layers belongs to --ranks N"),
+    (["--cluster", "--mean-tokens", "9"], "--cluster needs the number of ranks that train: add --ranks N"),
+    (["--ranks", "2", "--sigma", "1"], "--sigma belongs to --cluster"),
+    (["--ranks", "2", *GPU, "--cluster"], "--cluster needs the lengths of completions"),
+    (["--ranks", "2", *SIMULATED, "--sigma", "-1"], "--sigma: must be at least 0"),
+    (["--ranks", "2", *SIMULATED, "--mean-tokens", "many"], "--mean-tokens: must be a number"),
+    (["--ranks", "2", *SIMULATED, "--limit", "20"], "--limit 20 is below --mean-tokens 30"),
+    (["--ranks", "2", *GPU, "--cluster", "--mean-tokens", "100"], "--mean-tokens 100 is above the token limit of 64"),
+    (["--ranks", "2", *SIMULATED, "--lengths", "runs/none"], "--lengths and --mean-tokens both say"),
+    (["--ranks", "2", *GPU, "--cluster", "--lengths", "runs/none"], "runs/none holds no rollouts"),
+    (["--ranks", "2", *SIMULATED, "--sampler-devices", "1,x"], "--sampler-devices: must be an integer"),
+    (["--ranks", "2", *SIMULATED, "--sampler-devices", "0"], "--sampler-devices: must be at least 1"),
+    (["--ranks", "2", *SIMULATED, "--sampler-devices", "3", "--devices-per-server", "2"], "give 4, or set"),
+    (["--ranks", "2", *SIMULATED, "--crash-every", "0.001", "--restart", "1"], "does not end"),
+    (["--ranks", "2", "--device-memory", "2GiB", *SIMULATED[2:]], "no layout of the weights fits on 2 ranks"),
+    (["--ranks", "2", *SIMULATED, "--sgima", "1"], "did you mean '--sigma'"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_mistakes_are_one_line(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("covey.experiment.cluster.simulation.MOST_EVENTS", 3000)
+    assert main(["plan", MODEL, *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"decisions": 0}', '{"decisions": "5"}', "{}"])
+def test_files_that_are_no_rollouts(line: str, run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_folder / "rollouts" / "step_000002.jsonl").write_text(line + "\n")
+    assert main(["plan", MODEL, "--ranks", "2", *GPU, "--cluster", "--lengths", str(run_folder)]) == 2
+    assert "line 1 of" in capsys.readouterr().err
