@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from covey.config import RunConfig
-from covey.config.fields import plural
 from covey.config.files import user_path
 from covey.config.machine import processors
 from covey.config.sampler import SamplerConfig
@@ -71,5 +70,7 @@ def describe_sampler(sampler: SamplerConfig) -> str:
     if sampler.kind == "local":
         return ""
     name = "covey serve" if sampler.kind == "covey" else "vLLM"
-    where = f"at {', '.join(sampler.servers)}" if sampler.servers else f"in {plural(sampler.start, 'process')[:-1]}"
+    where = (
+        f"at {', '.join(sampler.servers)}" if sampler.servers else f"(processes that the run starts: {sampler.start})"
+    )
     return f"; sampled by {name} {where}, weights by {sampler.transport}"

@@ -87,7 +87,7 @@ class Children:
 
     def _start(self, child: _Child) -> None:
         self._forget(child)
-        child.said = tempfile.TemporaryFile()
+        child.said = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the server runs
         child.process = subprocess.Popen(
             [sys.executable, "-m", "covey", *self.words, "--port", str(child.port), "--child"],
             stdin=subprocess.PIPE,

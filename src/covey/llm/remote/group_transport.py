@@ -28,6 +28,7 @@ from covey.llm.remote.staging import BadWeights, dtype_name
 
 SENDER, RECEIVER, PAIR = 0, 1, 2  # ranks and size of a group
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Gloo = Any  # a ProcessGroupGloo; torch declares few of its methods
 STORE_SECONDS = 60.0  # in which both ends must have connected
 
 
@@ -49,7 +50,7 @@ class GroupOffer:
     tensors: Mapping[str, Tensor]
     sha256: str
     timeout_seconds: float
-    _groups: dict[str, ProcessGroupGloo] = field(default_factory=dict)  # by the server's address
+    _groups: dict[str, Gloo] = field(default_factory=dict)  # by the server's address
 
     async def connect(self, client: Client) -> None:
         """Make a group with the server."""
@@ -76,7 +77,7 @@ class GroupOffer:
         group = self._groups.pop(client.address)
         await _both(
             asyncio.to_thread(_send, group, list(self.tensors.values()), self.timeout_seconds),
-            client.post(wire.UPDATE, {"update_info": info | label}),
+            client.post(wire.UPDATE, {"update_info": info | dict(label)}),
         )
 
     def _make_group(self, key: str, address: str, listening: socket.socket) -> None:
@@ -125,7 +126,7 @@ def read_announced(info: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def connect_to_sender(info: Mapping[str, Any]) -> ProcessGroupGloo:
+def connect_to_sender(info: Mapping[str, Any]) -> Gloo:
     """The server's end of a group, from the `init_info` of a sender.
 
     Raises:
@@ -139,15 +140,16 @@ def connect_to_sender(info: Mapping[str, Any]) -> ProcessGroupGloo:
         raise BadWeights("the process group of the weights could not be made") from error
 
 
-def make_group(store: TCPStore, rank: int, address: str, seconds: float) -> ProcessGroupGloo:
+def make_group(store: TCPStore, rank: int, address: str, seconds: float) -> Gloo:
     """One end of a group of two, at this address of this machine."""
-    options = ProcessGroupGloo._Options()
+    gloo: Gloo = ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timedelta(seconds=seconds)
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    return ProcessGroupGloo(store, rank, PAIR, options)
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, rank, PAIR, options)
 
 
-def receive(group: ProcessGroupGloo, names: Sequence[str], own: Mapping[str, Tensor], sha256: str) -> dict[str, Tensor]:
+def receive(group: Gloo, names: Sequence[str], own: Mapping[str, Tensor], sha256: str) -> dict[str, Tensor]:
     """Tensors of the shapes and dtypes of a model's own.
 
     Raises:
@@ -173,7 +175,7 @@ def checksum(tensors: Any) -> str:
     return digest.hexdigest()
 
 
-def _send(group: ProcessGroupGloo, tensors: Sequence[Tensor], seconds: float) -> None:
+def _send(group: Gloo, tensors: Sequence[Tensor], seconds: float) -> None:
     try:
         for tensor in tensors:
             group.broadcast(tensor, SENDER).wait(timedelta(seconds=seconds))

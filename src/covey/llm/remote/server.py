@@ -22,13 +22,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
 
 from covey.llm.generation.engine import Engine
 from covey.llm.generation.generator import FailureReason, GenerationFailure
 from covey.llm.model.architecture import vocabulary_of
 from covey.llm.remote import wire
-from covey.llm.remote.group_transport import connect_to_sender, read_announced, read_sender, receive
+from covey.llm.remote.group_transport import Gloo, connect_to_sender, read_announced, read_sender, receive
 from covey.llm.remote.staging import BadWeights, check_weights, read_weights
 
 T = TypeVar("T")
@@ -58,7 +57,7 @@ class Server:
     folders: tuple[Path, ...]  # below which files with weights are read
     version: str = FIRST_VERSION  # of the weights, as runs know it
     update: _Update | None = None
-    group: ProcessGroupGloo | None = None  # of the next update
+    group: Gloo | None = None  # of the next update
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are received or put in place
 
     async def health(self, request: Request) -> Response:
