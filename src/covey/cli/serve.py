@@ -30,6 +30,7 @@ def add_serve_options(command: Any) -> None:
     command.add_argument(
         "--folder", default="", metavar="DIR", help="folder below which files with weights are read (a private one)"
     )
+    command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # of a run with sampler.start
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (auto)")
     command.add_argument(
         "--precision", choices=("auto", "bf16", "fp32"), default="auto", help="precision, that of the run (auto)"

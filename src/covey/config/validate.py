@@ -39,6 +39,7 @@ from covey.config.validate_process import check_process
 from covey.config.validate_reasoning_gym import check_reasoning_gym
 from covey.config.validate_rewards import check_normalization, check_rewards
 from covey.config.validate_rollouts import check_rollouts
+from covey.config.validate_sampler import check_sampler
 from covey.config.validate_size import check_control_size, check_size
 
 WITHOUT_RATIO = ("rloo", "reinforce")  # algorithms whose surrogate has no ratio to clip, so they are on-policy only
@@ -132,6 +133,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool, lab
     check_normalization(config.loss, config.algorithm)
     check_process(config, other_rewards=own_rewards or labels)
     check_iteration(config, own_rewards=own_rewards)
+    check_sampler(config)
     locate_model(config.model)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from covey.config import ConfigError, ControlConfig, MachineError, RunConfig
+from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError, SamplerLost
 from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
 from covey.config.inputs import input_checksums
@@ -169,6 +169,8 @@ def _execute(
     try:
         with outlasting_output():
             return _train(builder, store, launch, inputs, display, origin, resuming=resuming)
+    except SamplerLost as error:
+        raise RunError(f"{error}. {_how_to_continue(builder, store.run_dir, launch)}") from error
     except KeyboardInterrupt:
         say_last_words()
         raise

@@ -15,6 +15,7 @@ from covey.experiment.llm import build_machine
 from covey.llm.generation.engine import Engine
 from covey.llm.model.loading import load_model
 from covey.llm.policy import LanguagePolicy
+from covey.llm.remote.children import end_with_parent
 from covey.llm.remote.server import Server, listen, serve
 from covey.llm.remote.staging import dtype_name
 from covey.llm.remote.weights import private_folders
@@ -33,6 +34,7 @@ class ServeOptions:
     precision: str = "auto"
     threads: int = 0
     rows: int = 0
+    child: bool = False  # True: end when the process that has started this one ends
 
 
 def serve_model(options: ServeOptions) -> None:
@@ -41,6 +43,8 @@ def serve_model(options: ServeOptions) -> None:
     Raises:
         ConfigError: if the token file, the address or the model cannot be used.
     """
+    if options.child:
+        end_with_parent()
     token = token_for(options)
     folders = (user_path(options.folder, "--folder: "),) if options.folder else private_folders()
     if options.folder and not folders[0].is_dir():

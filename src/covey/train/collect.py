@@ -16,7 +16,7 @@ from covey.algorithms import Algorithm
 from covey.data import Grader, Group, Sampler, Start, Task, Team, collate
 from covey.runtime.distributed import ALONE
 from covey.runtime.timer import Measure
-from covey.train.gather import gather_groups
+from covey.train.gather import gather_groups, lost_together
 from covey.train.prepare import has_signal
 from covey.train.shards import own_shards, share
 
@@ -78,7 +78,7 @@ class GroupSource:
         """
         parts = share(len(starts), self.team)
         own = [starts[parts[shard]] for shard in own_shards(self.team)]
-        with self.measure("time/sample"):
+        with self.measure("time/sample"), lost_together(self.team):
             groups = [
                 group for part in own if part for group in self.sampler.sample(part, size, self.step, first_rollout)
             ]

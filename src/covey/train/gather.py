@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from covey.config import RunError
+from covey.config import RunError, SamplerLost
 from covey.data import Group, Start, Team, decode_groups, encode_groups
+from covey.runtime.distributed import exchange_json
 from covey.train.shards import shards_of, share
 
 _DIGEST = 32  # bytes of a SHA-256
@@ -46,3 +48,17 @@ def _digest(starts: Sequence[Start]) -> bytes:
     """A hash of prompts and columns."""
     content = [[start.index, start.prompt, dict(start.columns)] for start in starts]
     return hashlib.sha256(json.dumps(content, default=str, sort_keys=True).encode()).digest()
+
+
+@contextmanager
+def lost_together(team: Team) -> Iterator[None]:
+    """Context manager in which a `SamplerLost` of one rank is raised on all, so that they write a checkpoint together.
+    Every rank must use it.
+    """
+    try:
+        yield
+    except SamplerLost as error:
+        exchange_json(team, str(error))
+        raise
+    for message in filter(None, exchange_json(team, "")):
+        raise SamplerLost(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from covey.config import RunError
+from covey.config import RunError, SamplerLost
 from covey.data import Group, collate
 from covey.runtime.device import peak_memory_bytes
 from covey.runtime.timer import Clock
@@ -23,10 +23,16 @@ def train(run: Components, config: LoopConfig, progress: Progress, *, should_sto
 
     Raises:
         RunError: after SKIPPED_STEPS_LIMIT steps in a row whose gradients were not finite.
+        SamplerLost: if no sampler is left. A step that has no rollouts has changed nothing, so a checkpoint is written.
     """
     saved = progress.step
     while not config.is_done(progress) and not should_stop():
-        metrics, groups = train_step(run, config, progress)
+        try:
+            metrics, groups = train_step(run, config, progress)
+        except SamplerLost:
+            if saved != progress.step:
+                save_checkpoint(run, progress)
+            raise
         metrics |= run.evaluate(progress.step)
         for observer in run.observers:
             observer.record(progress.step, metrics, groups)

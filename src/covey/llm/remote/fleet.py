@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from torch import Tensor
 from covey.config import SamplerLost
 from covey.data import Team
 from covey.llm.policy import LanguagePolicy
+from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.event_loop import EventLoop
 from covey.llm.remote.weights import Transport, gathered, give, is_sharded
@@ -31,9 +32,9 @@ class Fleet:
     clients: Sequence[Client]
     transport: Transport
     covey: bool  # True if they are covey's own
+    children: Children  # those of them that this rank starts
     team: Team = ALONE
     timeout_seconds: float = 600.0
-    restart: Callable[[], None] = lambda: None  # starts the servers of this run that have ended
     loop: EventLoop = field(default_factory=EventLoop)
     rotation: list[int] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)  # the last fault of each server
@@ -78,12 +79,13 @@ class Fleet:
         return "; ".join(self.faults[server] for server in sorted(self.faults)) or "none was ever reached"
 
     def close(self) -> None:
-        """End the requests in the background."""
+        """End the requests in the background, and the servers of this run."""
         self.loop.close()
+        self.children.close()
 
     def _give_to_waiting(self) -> None:
         """Give the weights to servers that answer again. Only this rank takes part."""
-        self.restart()
+        self.children.ensure()
         asked = {number: self.loop.submit(client.get(HEALTH)) for number, client in enumerate(self.clients)}
         wait(asked.values())
         alive = []
@@ -100,7 +102,7 @@ class Fleet:
         tensors = gathered(self.policy.module, self.policy.module.dtype, keep=first)
         self.rotation = []
         if first:
-            self.restart()
+            self.children.ensure()
             self._offer(tensors, servers)
         self.rotation, faults = exchange_json(self.team, [self.rotation, list(self.faults.items())])[0]
         self.faults = dict(map(tuple, faults))

@@ -27,6 +27,7 @@ from covey.llm.generation.engine import Engine
 from covey.llm.generation.generator import FailureReason, GenerationFailure
 from covey.llm.model.architecture import vocabulary_of
 from covey.llm.remote import wire
+from covey.llm.remote.group_transport import Gloo, connect_to_sender, read_announced, read_sender, receive
 from covey.llm.remote.staging import BadWeights, check_weights, read_weights
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class Server:
     folders: tuple[Path, ...]  # below which files with weights are read
     version: str = FIRST_VERSION  # of the weights, as runs know it
     update: _Update | None = None
+    group: Gloo | None = None  # of the next update
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are received or put in place
 
     async def health(self, request: Request) -> Response:
@@ -74,8 +76,14 @@ class Server:
         return Response(wire.answer_body(result, version), media_type="application/json")
 
     async def init(self, request: Request) -> Response:
-        """The folder of later files, which must be below one of the server's."""
+        """The folder of later files, which must be below one of the server's; or the process group of an update."""
         info = (await _body(request)).get("init_info")
+        if isinstance(info, dict) and "port" in info:
+            sender = read_sender(info)
+            self._refuse_if_busy()
+            async with self.busy:
+                self.group = await asyncio.to_thread(connect_to_sender, sender)
+            return _json({})
         folder = info.get("folder") if isinstance(info, dict) else None
         if not isinstance(folder, str):
             raise wire.BadBody("init_info.folder must be the folder of the files with weights")
@@ -100,19 +108,31 @@ class Server:
         info = (await _body(request)).get("update_info")
         if not isinstance(info, dict):
             raise wire.BadBody("update_info must be an object")
-        path, sha256 = info.get("path"), info.get("sha256")
-        if not isinstance(path, str) or not isinstance(sha256, str):
-            raise wire.BadBody("update_info must have path and sha256")
         update = self._open_update(wire.read_version(info.get("weight_version")))
         async with self.busy:
             try:
-                staged = await asyncio.to_thread(read_weights, path, sha256, self.folders)
+                staged = await asyncio.to_thread(self._staged, info)
                 check_weights(staged, self.engine.weights)
             except BaseException:
                 self.update = None
                 raise
         update.staged = staged
         return _json({})
+
+    def _staged(self, info: dict[str, Any]) -> dict[str, Tensor]:
+        """The tensors of an update, from a file or over the process group."""
+        sha256 = info.get("sha256")
+        if not isinstance(sha256, str):
+            raise wire.BadBody("update_info must have the checksum sha256")
+        if isinstance(path := info.get("path"), str):
+            return read_weights(path, sha256, self.folders)
+        group, self.group = self.group, None
+        if group is None:
+            raise Conflict("no process group was made for the weights")
+        own = self.engine.weights
+        announced = read_announced(info)
+        check_weights(announced, own)
+        return receive(group, list(announced), own, sha256)
 
     async def finish_update(self, request: Request) -> Response:
         """Put the received weights in place."""

@@ -1,0 +1,311 @@
+"""`covey serve` in real processes: the same bits as in this process, updates whole or not at all, every route guarded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from covey.llm.generation.generator import GenerationRequest, GenerationSettings, RandomKey
+from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.policy import LanguagePolicy
+from covey.llm.remote import wire
+from covey.llm.remote.weights import gathered
+from helpers.samplers import TOKEN, Serving, serving, token_file, wait_for
+from helpers.tiny_models import tiny_folder, tiny_model
+
+ENDS = frozenset(range(1, 85, 11))
+SETTINGS = GenerationSettings(max_new_tokens=20, temperature=1.0, end_ids=ENDS, version=0)
+VOCABULARY = 88
+GUARDED = (
+    "/weight_info", "/inference/v1/generate", "/init_weight_transfer_engine", "/start_weight_update",
+    "/update_weights", "/finish_weight_update", "/pause?mode=keep", "/resume", "/reset_prefix_cache", "/docs",
+    "/openapi.json", "/", "/collective_rpc", "/health/", "//health", "/Health", "/health/../weight_info", "/%68ealth2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serving")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Serving]:
+    weights = folder / "weights"
+    weights.mkdir()
+    with serving(tiny_folder(folder / "model"), folder, 1, ["--folder", str(weights)]) as (one,):
+        yield one
+
+
+def requests(settings: GenerationSettings = SETTINGS, completions: int = 4) -> list[GenerationRequest]:
+    prompts = [(5, 6, 7), (8, 9), (5, 6, 10, 11), (12,), (40,) * 30]
+    return [GenerationRequest(p, completions, RandomKey(3, 1, group), settings) for group, p in enumerate(prompts)]
+
+
+def generated(server: Serving, version: str, some: list[GenerationRequest]) -> list[Any]:
+    """What a server generates for requests that are sent at once."""
+    found: dict[int, Any] = {}
+
+    def one(number: int) -> None:
+        body = wire.request_body(some[number], version, covey=True)
+        found[number] = server.ask("/inference/v1/generate", body)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(some))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[number] for number in range(len(some))]
+
+
+def weights_of(seed: int) -> dict[str, torch.Tensor]:
+    return gathered(tiny_model(seed=seed), torch.float32)
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor], name: str = "new") -> dict[str, str]:
+    path = folder / "weights" / f"{name}.safetensors"
+    save_file(tensors, path)
+    return {"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def update(server: Serving, info: dict[str, Any], version: str) -> list[int]:
+    """The statuses of the three routes of an update."""
+    return [
+        server.ask("/start_weight_update", {"weight_version": version})[0],
+        server.ask("/update_weights", {"update_info": info | {"weight_version": version}})[0],
+        server.ask("/finish_weight_update", {"weight_version": version})[0],
+    ]
+
+
+def choices(answers: list[Any]) -> list[Any]:
+    assert [status for status, _ in answers] == [200] * len(answers)
+    return [body["choices"] for _, body in answers]
+
+
+def local(seed: int, some: list[GenerationRequest]) -> list[Any]:
+    return LocalGenerator(LanguagePolicy(tiny_model(seed=seed))).generate(some)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_completions_have_the_bits_of_this_process(server: Serving, folder: Path, seed: int) -> None:
+    assert update(server, written(folder, weights_of(seed)), f"seed-{seed}") == [200] * 3
+    some = requests()
+    expected = local(seed, some)
+    for request, choice, completions in zip(
+        some, choices(generated(server, f"seed-{seed}", some)), expected, strict=True
+    ):
+        found = wire.read_answer(wire.json.dumps({"choices": choice}).encode(), request, f"seed-{seed}", VOCABULARY)
+        assert found == completions
+
+
+def test_greedy_requests_and_others_at_once_have_their_own_numbers(server: Serving, folder: Path) -> None:
+    assert update(server, written(folder, weights_of(0)), "mixed") == [200] * 3
+    greedy = GenerationSettings(7, 0.0, ENDS, 0)
+    some = [*requests(), *requests(greedy, completions=1), *requests(completions=2)]
+    found = choices(generated(server, "mixed", some))
+    for request, choice, completions in zip(some, found, local(0, some), strict=True):
+        assert [one["token_ids"] for one in choice] == [one.tokens for one in completions], request
+        assert [[p["logprob"] for p in one["logprobs"]["content"]] for one in choice] == [
+            one.logprobs for one in completions
+        ]
+
+
+def test_a_request_for_other_weights_or_a_prompt_that_is_too_long_is_refused(server: Serving, folder: Path) -> None:
+    assert update(server, written(folder, weights_of(0)), "now") == [200] * 3
+    status, body = server.ask("/inference/v1/generate", wire.request_body(requests()[0], "other", covey=True))
+    assert (status, body["error"]["reason"]) == (409, "WrongVersion")
+    long = GenerationRequest((5,) * 250, 1, RandomKey(3, 1, 0), SETTINGS)
+    status, body = server.ask("/inference/v1/generate", wire.request_body(long, "now", covey=True))
+    assert (status, body["error"]["reason"]) == (422, "prompt too long")
+    assert "positions" in body["error"]["message"]
+
+
+def test_weights_that_are_not_numbers_serve_no_completion(server: Serving, folder: Path) -> None:
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights_of(0).items()}
+    assert update(server, written(folder, broken), "nan") == [200] * 3
+    (status, body), *_ = generated(server, "nan", requests()[:1])
+    assert (status, body["error"]["reason"]) == (422, "non-finite logits")
+    assert update(server, written(folder, weights_of(0)), "again") == [200] * 3
+    assert choices(generated(server, "again", requests()))
+
+
+def bad_updates(folder: Path) -> dict[str, dict[str, Any]]:
+    """Updates that must fail, by what is wrong with them."""
+    whole = weights_of(9)
+    name = next(iter(whole))
+    good = written(folder, whole, "good")
+    cut = folder / "weights" / "cut.safetensors"
+    cut.write_bytes(Path(good["path"]).read_bytes()[:-100])
+    outside = folder / "outside.safetensors"
+    outside.write_bytes(Path(good["path"]).read_bytes())
+    link = folder / "weights" / "link.safetensors"
+    if not link.is_symlink():
+        link.symlink_to(outside)
+        os.mkfifo(folder / "weights" / "pipe")
+        (folder / "weights" / "text").write_text("no tensors")
+    text = hashlib.sha256(b"no tensors").hexdigest()
+    return {
+        "wrong checksum": good | {"sha256": "0" * 64},
+        "no checksum": {"path": good["path"]},
+        "cut, with the checksum of the whole": good | {"path": str(cut)},
+        "cut, with its own checksum": {"path": str(cut), "sha256": hashlib.sha256(cut.read_bytes()).hexdigest()},
+        "outside": good | {"path": str(outside)},
+        "outside by dots": good | {"path": str(folder / "weights" / ".." / outside.name)},
+        "outside by a link": good | {"path": str(link)},
+        "no file": good | {"path": str(folder / "weights" / "missing")},
+        "a folder": good | {"path": str(folder / "weights")},
+        "a pipe": good | {"path": str(folder / "weights" / "pipe")},
+        "a null byte": good | {"path": good["path"] + "\0"},
+        "no safetensors": {"path": str(folder / "weights" / "text"), "sha256": text},
+        "other shape": written(folder, whole | {name: whole[name][:-1]}, "shape"),
+        "other dtype": written(folder, whole | {name: whole[name].bfloat16()}, "dtype"),
+        "missing tensor": written(folder, {key: whole[key] for key in whole if key != name}, "missing_tensor"),
+        "further tensor": written(folder, whole | {"further": torch.zeros(1)}, "further"),
+        "no path": {"sha256": good["sha256"]},
+        "group without a group": {"names": [], "dtypes": [], "shapes": [], "sha256": good["sha256"]},
+    }
+
+
+def test_an_update_that_fails_leaves_the_old_weights(server: Serving, folder: Path) -> None:
+    assert update(server, written(folder, weights_of(0)), "old") == [200] * 3
+    before = choices(generated(server, "old", requests()))
+    for wrong, info in bad_updates(folder).items():
+        began, received, finished = update(server, info, "new")
+        assert (began, finished) == (200, 409), wrong
+        assert received in (400, 409), wrong
+        assert server.ask("/weight_info") == (200, {"weight_version": "old"}), wrong
+    assert choices(generated(server, "old", requests())) == before
+
+
+def test_two_updates_at_once_end_both(server: Serving, folder: Path) -> None:
+    assert update(server, written(folder, weights_of(0)), "old") == [200] * 3
+    before = choices(generated(server, "old", requests()))
+    info = written(folder, weights_of(9))
+    begin_one = {"weight_version": "one"}
+    assert server.ask("/start_weight_update", begin_one)[0] == 200
+    assert server.ask("/update_weights", {"update_info": info | begin_one})[0] == 200
+    assert server.ask("/start_weight_update", {"weight_version": "two"})[0] == 409
+    assert server.ask("/finish_weight_update", begin_one)[0] == 409
+    # What one run has sent is never put in place under the version of another.
+    assert server.ask("/start_weight_update", begin_one)[0] == 200
+    assert server.ask("/update_weights", {"update_info": info | begin_one})[0] == 200
+    assert server.ask("/finish_weight_update", {"weight_version": "two"})[0] == 409
+    assert choices(generated(server, "old", requests())) == before
+    assert server.ask("/finish_weight_update", begin_one)[0] == 200
+    assert choices(generated(server, "one", requests())) != before
+
+
+def test_every_route_but_one_needs_the_token(server: Serving) -> None:
+    for route in GUARDED:
+        for method, body in (("GET", None), ("POST", {}), ("PUT", {}), ("DELETE", None), ("OPTIONS", None)):
+            for token in (None, "", "wrong", TOKEN + "x", TOKEN[:-1], TOKEN.upper()):
+                assert server.ask(route, body, token, method)[0] == 401, (route, method, token)
+    assert server.ask("/health", token=None) == (200, None)
+    for route in ("/docs", "/openapi.json", "/collective_rpc", "/"):
+        assert server.ask(route)[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"no json", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b"[]", "object"),
+        ({}, "sampling_params"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [VOCABULARY]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [True]}, "token_ids"),
+        ({"token_ids": "text"}, "token_ids"),
+        ({"sampling_params": {"n": 0, "max_tokens": 4}}, "n must"),
+        ({"sampling_params": {"n": 1, "max_tokens": 10**9}}, "max_tokens"),
+        ({"sampling_params": {"n": 60_000, "max_tokens": 10**6}}, "max_tokens"),
+        ({"sampling_params": {"max_tokens": 4, "temperature": -1}}, "temperature"),
+        ({"sampling_params": {"max_tokens": 4, "top_p": 0.9}}, "top_p"),
+        ({"covey": {"seed": 2**32}}, "seed"),
+        ({"covey": {"seed": "1"}}, "seed"),
+        ({"weight_version": 3}, "weight_version"),
+        ({"weight_version": None}, "weight_version"),
+    ],
+)
+def test_a_bad_body_is_refused_in_one_line(server: Serving, body: Any, named: str) -> None:
+    whole = wire.request_body(requests()[0], "any", covey=True)
+    status, answer = server.ask("/inference/v1/generate", whole | body if isinstance(body, dict) and body else body)
+    assert status == 400
+    assert named in answer["error"]["message"]
+    assert "\n" not in answer["error"]["message"]
+
+
+def test_a_server_refuses_to_start_where_others_could_use_it(folder: Path) -> None:
+    model = tiny_folder(folder / "again")
+    open_file = folder / "open"
+    open_file.write_text(TOKEN)
+    open_file.chmod(0o644)
+    empty = folder / "empty"
+    empty.touch(0o600)
+    for words, named in (
+        (["--host", "0.0.0.0"], "--token-file"),
+        (["--host", "::"], "--token-file"),
+        (["--host", "example.org"], "--host must be an address"),
+        (["--token-file", str(open_file)], "chmod 600"),
+        (["--token-file", str(folder / "missing")], "there is no file"),
+        (["--token-file", str(empty)], "has no token"),
+        (["--folder", str(folder / "missing"), "--token-file", str(token_file(folder))], "--folder"),
+    ):
+        from helpers.run_helpers import covey
+
+        code, said = covey("serve", model, *words, cwd=folder, XDG_CONFIG_HOME=str(folder / "config"))
+        assert code == 2, said
+        assert named in said
+        assert len(said.splitlines()) == 1
+
+
+def test_the_token_of_this_machine_is_created_for_its_owner_alone(folder: Path) -> None:
+    from helpers.run_helpers import start
+    from helpers.samplers import Serving, free_port
+
+    port = free_port()
+    config = folder / "new_config"
+    process = start(
+        "serve", tiny_folder(folder / "third"), "--port", port, "--threads", 1, cwd=folder, XDG_CONFIG_HOME=str(config)
+    )
+    server = Serving(process, f"http://127.0.0.1:{port}")
+    try:
+        wait_for(server)
+        path = config / "covey" / "token"
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert server.ask("/weight_info", token=path.read_text().strip()) == (200, {"weight_version": ""})
+        process.send_signal(15)
+        code, said = process.ended()
+        assert code == 130
+        assert f"--servers http://127.0.0.1:{port}" in said
+        assert "Start again with: covey serve" in said
+        assert path.read_text().strip() not in said
+    finally:
+        if process.poll() is None:
+            server.kill()
+
+
+def test_a_second_architecture_is_served(folder: Path) -> None:
+    """Its decoder's log-probabilities depend on the batch in their last bits, its tokens do not."""
+    with serving(tiny_folder(folder / "bloom", "bloom"), folder, 1, ["--folder", str(folder / "weights")]) as (one,):
+        tensors = gathered(tiny_model("bloom", seed=4), torch.float32)
+        assert update(one, written(folder, tensors, "bloom"), "bloom-4") == [200] * 3
+        expected = LocalGenerator(LanguagePolicy(tiny_model("bloom", seed=4))).generate(requests())
+        for choice, completions in zip(choices(generated(one, "bloom-4", requests())), expected, strict=True):
+            assert [one["token_ids"] for one in choice] == [one.tokens for one in completions]
+            for found, completion in zip(choice, completions, strict=True):
+                logprobs = [entry["logprob"] for entry in found["logprobs"]["content"]]
+                assert logprobs == pytest.approx(completion.logprobs, abs=1e-5)
+
+
+def test_saved_weights_hold_a_tied_tensor_once(folder: Path) -> None:
+    tensors = load_file(written(folder, gathered(tiny_model("bloom"), torch.float32))["path"])
+    assert "lm_head.weight" not in tensors
