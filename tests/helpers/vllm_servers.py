@@ -18,7 +18,7 @@ from covey.llm.generation.generator import Completion, GenerationRequest, Genera
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.vllm_launcher import VllmProcess, VllmSettings
-from covey.llm.remote.weights import FileTransport, give
+from covey.llm.remote.weights import FileTransport, Transport, gathered, give
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".scale-venv" / "bin" / "python"
@@ -57,10 +57,10 @@ class RunningVllm:
     def get(self, route: str) -> Any:
         return asyncio.run(self.client.get(route))
 
-    def update(self, module: nn.Module, version: str) -> None:
-        """Give a module's weights to the server, as a run does."""
-        tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        with FileTransport(str(self.weights)).offered(tensors, version) as offer:
+    def update(self, module: nn.Module, version: str, transport: Transport | None = None) -> None:
+        """Give a module's weights to the server, as a run does; by a file if no transport is given."""
+        transport = transport or FileTransport(str(self.weights))
+        with transport.offered(gathered(module, module.dtype), version) as offer:
             asyncio.run(give(self.client, offer, version, covey=False))
 
     def raw(self, requests: Sequence[GenerationRequest], salt: str = "", at_once: int = 64) -> list[dict[str, Any]]:

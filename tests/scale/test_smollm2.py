@@ -175,7 +175,7 @@ def test_v5_an_update_in_flight_divides_the_completions(server, folder, prompts)
 def test_v10_the_probe_accepts(server):
     dtype = torch.float32 if server.settings.precision == "fp32" else torch.bfloat16
     policy = LanguagePolicy(load_model("smollm2-135m", dtype=dtype, device=torch.device("cpu")).module)
-    result = probe(server.client, policy, FileTransport(str(server.weights)))
+    result = probe(server.client, policy, FileTransport(str(server.weights)), END)
     record("V10", f"probe at the start, SmolLM2-135M in {server.settings.precision}", "accepted", result.line)
 
 

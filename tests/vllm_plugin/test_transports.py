@@ -7,13 +7,16 @@ import json
 import os
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from covey_vllm.checkpoint import BadWeights, Expected, expected_of
 from covey_vllm.transports import FileTransport, GlooTransport, allowed_folders
 from safetensors.torch import save, save_file
-from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed import TCPStore
+
+from covey.llm.remote.group_transport import make_group
 
 EXPECTED = Expected({"a.weight": (3, 2), "b.weight": (4,)}, torch.float32)
 SECONDS = 60
@@ -34,10 +37,14 @@ def folder(tmp_path):
     return found
 
 
+def announced(path, sha256: str) -> SimpleNamespace:
+    return SimpleNamespace(path=str(path), sha256=sha256)
+
+
 def received(folder, content: bytes, name="w.safetensors", sha256=""):
     path = folder / name
     path.write_bytes(content)
-    return FileTransport(folder.resolve()).receive(str(path), sha256 or digest(content), EXPECTED)
+    return FileTransport(folder.resolve()).receive(announced(path, sha256 or digest(content)), EXPECTED)
 
 
 def test_a_file_is_received(folder):
@@ -94,8 +101,8 @@ def test_files_elsewhere_are_refused(folder, tmp_path):
     transport = FileTransport(folder.resolve())
     for path in (outside, link, folder / ".." / "outside.safetensors", "/etc/passwd", folder):
         with pytest.raises(BadWeights, match="below"):
-            transport.receive(str(path), digest(content), EXPECTED)
-    assert transport.receive(str(inside), digest(content), EXPECTED)  # a link inside the folder stays inside
+            transport.receive(announced(path, digest(content)), EXPECTED)
+    assert transport.receive(announced(inside, digest(content)), EXPECTED)  # a link inside the folder stays inside
 
 
 def test_what_is_no_file_is_refused(folder):
@@ -105,7 +112,7 @@ def test_what_is_no_file_is_refused(folder):
     transport = FileTransport(folder.resolve())
     for name in ("pipe", "folder", "loop", "missing", "null\0byte"):
         with pytest.raises(BadWeights):
-            transport.receive(str(folder) + "/" + name, "0" * 64, EXPECTED)
+            transport.receive(announced(f"{folder}/{name}", "0" * 64), EXPECTED)
 
 
 def test_folders_are_fixed_at_the_start(folder, tmp_path, monkeypatch):
@@ -145,19 +152,20 @@ def test_a_process_group_delivers():
     joined = []
     joining = threading.Thread(target=lambda: joined.append(GlooTransport("127.0.0.1", store.port, 1, 2, SECONDS)))
     joining.start()
-    group = ProcessGroupGloo(store, 0, 2, timedelta(seconds=SECONDS))
+    group = make_group(store, 0, "127.0.0.1", SECONDS)  # the trainer's end
     joining.join()
     (transport,) = joined
     sent = tensors()
     content = b"".join(tensor.numpy().tobytes() for tensor in sent.values())
     names, shapes = list(sent), [list(tensor.shape) for tensor in sent.values()]
+    info = {"names": names, "dtypes": ["float32", "float32"], "shapes": shapes}
 
     def receive(sha256):
         found: list = []
 
         def work():
             try:
-                found.append(transport.receive(names, ["float32", "float32"], shapes, sha256, EXPECTED))
+                found.append(transport.receive(SimpleNamespace(**info, sha256=sha256), EXPECTED))
             except BadWeights as error:
                 found.append(error)
 
@@ -174,7 +182,7 @@ def test_a_process_group_delivers():
     assert "not finite" in str(receive(digest(b"".join(tensor.numpy().tobytes() for tensor in sent.values()))))
     # Announcements that do not fit are refused before anything is received: nobody sends here.
     for change in ({"names": names[:1]}, {"dtypes": ["float32", "bfloat16"]}, {"dtypes": ["load", "float32"]},
-                   {"shapes": [[3, 2], [5]]}, {"names": [names[0], names[0]]}, {"dtypes": ["float32"]}):  # fmt: skip
-        announced = {"names": names, "dtypes": ["float32", "float32"], "shapes": shapes} | change
+                   {"shapes": [[3, 2], [5]]}, {"names": [names[0], names[0]]},
+                   {"dtypes": ["float32"]}, {"names": "ab"}):  # fmt: skip
         with pytest.raises(BadWeights):
-            transport.receive(**announced, sha256="0" * 64, expected=EXPECTED)
+            transport.receive(SimpleNamespace(**info | change, sha256="0" * 64), EXPECTED)
