@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -18,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from covey.llm.generation.generator import GenerationRequest
 from covey.llm.model.loading import find_model, load_model
 from covey.llm.policy import LanguagePolicy
+from covey.llm.remote import wire
 from covey.llm.remote.probe import mean_gap, probe
-from covey.llm.remote.weights import FileTransport
+from covey.llm.remote.weights import FileTransport, gathered
 from helpers.vllm_servers import RunningVllm, change, gaps, read, record, requests_for, running, spans
 
 OPTIONS = {"slots": 64, "max_model_len": 512}
@@ -170,6 +172,28 @@ def test_v5_an_update_in_flight_divides_the_completions(server, folder, prompts)
     record("V5", f"{server.settings.precision}: update under 16 requests, gap of the first span to the old weights",
            f"two spans each, < {limit:g}", f"16/16, {means['old']:.1e}")  # fmt: skip
     assert means["old"] < limit
+
+
+def test_v6_a_prefix_of_older_weights_is_not_used(fp32, folder, prompts):
+    """vLLM keeps the keys and values of a prompt when an update does not empty its cache; the salt is the version."""
+    module = forward_model(folder)
+    fp32.update(module, "old")
+    requests = requests_for([[token for prompt in prompts[:10] for token in prompt]], 1, 1)
+    for salt in ("old", ""):
+        fp32.sample(requests, salt=salt)
+    change(module, 0.02)
+    with FileTransport(str(fp32.weights)).offered(gathered(module, torch.float32), "new") as offer:
+        fp32.post(f"{wire.PAUSE}?mode=keep", {})  # as `give`, without emptying the cache
+        fp32.post(wire.START, {})
+        asyncio.run(offer.send(fp32.client, {}))
+        fp32.post(wire.FINISH, {"weight_version": "new"})
+        fp32.post(wire.RESUME, {})
+    salted = float(gaps(module, requests, fp32.sample(requests, salt="new")).abs())
+    unsalted = float(gaps(module, requests, fp32.sample(requests)).abs())
+    record("V6", "first log-probability after an update without a reset: gap to the new weights",
+           "with salt < 2e-4, without > 1e-2", f"{salted:.1e} with, {unsalted:.1e} without")  # fmt: skip
+    assert salted < 2e-4
+    assert unsalted > 1e-2
 
 
 def test_v10_the_probe_accepts(server):

@@ -194,29 +194,6 @@ def test_v7_two_updates_at_once(tied, requests):
     assert float(gaps(module, requests, tied.sample(requests)).abs().mean()) < 2e-5
 
 
-def test_v6_a_prefix_of_older_weights_is_not_used(tied):
-    module = load(tied)
-    tied.update(module, "old")
-    # Blocks of the CPU's cache have 128 tokens; only full ones are kept.
-    requests = requests_for(random_prompts(1, 600, VOCABULARY, seed=9), 1, 1)
-    tied.sample(requests, salt="old")
-    tied.sample(requests)
-    change(module)
-    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    with FileTransport(str(tied.weights)).offered(tensors, "new") as offer:  # an update that does not empty the cache
-        tied.post(f"{wire.PAUSE}?mode=keep", {})
-        tied.post(wire.START, {})
-        asyncio.run(offer.send(tied.client, {}))
-        tied.post(wire.FINISH, {"weight_version": "new"})
-        tied.post(wire.RESUME, {})
-    salted = float(gaps(module, requests, tied.sample(requests, salt="new")).abs())
-    unsalted = float(gaps(module, requests, tied.sample(requests)).abs())
-    record("V6", "first log-probability after an update without a reset", "with salt fresh, without not",
-           f"gap {salted:.1e} with salt, {unsalted:.1e} without")  # fmt: skip
-    assert salted < 2e-4
-    assert unsalted > 1e-2
-
-
 def test_v8_long_seeded_prompts_are_not_cut(tied):
     """64 x 200 tokens are more than a batch has room for; a cut prompt with a seed would end the engine."""
     batched = int(tied.settings.arguments[tied.settings.arguments.index("--max-num-batched-tokens") + 1])
