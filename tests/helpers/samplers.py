@@ -1,4 +1,4 @@
-"""`covey serve` in processes, a client of its routes, and a proxy that delays, cuts and garbles what a server answers."""
+"""`covey serve` in processes, a client of its routes, and a proxy that delays, cuts and garbles answers."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ class Proxy:
 
     def _relay(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.target)) as server:
-            request = _read_message(client)
+            if not (request := _read_message(client)):
+                return
             route = request.split(b" ", 2)[1].decode()
             body = request.partition(b"\r\n\r\n")[2]
             self.asked.append((route, json.loads(body) if body else None))

@@ -132,8 +132,8 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool, lab
     check_rewards(config)
     check_normalization(config.loss, config.algorithm)
     check_process(config, other_rewards=own_rewards or labels)
-    check_iteration(config, own_rewards=own_rewards)
     check_sampler(config)
+    check_iteration(config, own_rewards=own_rewards)
     locate_model(config.model)
 
 

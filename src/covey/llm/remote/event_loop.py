@@ -16,24 +16,29 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._futures: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin a coroutine; returns the future of its result, which can be cancelled."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
 
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
         if not self._thread.is_alive():
             return
-        self.submit(self._cancel_all()).result()
+        for future in list(self._futures):
+            future.cancel()
+        asyncio.run_coroutine_threadsafe(self._settle(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    async def _cancel_all(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+    async def _settle(self) -> None:
+        """Wait for the tasks that were cancelled. Those within them are ended by them: a library may not expect it."""
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)

@@ -75,8 +75,9 @@ class Fleet:
             time.sleep(PAUSE_SECONDS)
 
     def describe_faults(self) -> str:
-        """The last fault of every server, in one line."""
-        return "; ".join(self.faults[server] for server in sorted(self.faults)) or "none was ever reached"
+        """The last fault of every server that cannot be asked, or else of all, in one line."""
+        lost = [fault for server, fault in sorted(self.faults.items()) if server not in self.rotation]
+        return "; ".join(lost or self.faults.values())
 
     def close(self) -> None:
         """End the requests in the background, and the servers of this run."""
@@ -120,5 +121,4 @@ class Fleet:
                 except LostServer as error:
                     self.faults[number] = str(error)
                 else:
-                    self.faults.pop(number, None)
                     self.rotation.append(number)

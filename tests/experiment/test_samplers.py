@@ -1,0 +1,169 @@
+"""Runs whose completions come from `covey serve` end with the bits of runs that sample by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.run_helpers import LIMIT_SECONDS, Moment, covey, is_running, start
+from helpers.sampled_runs import files_of, sampler_table, write_recipe
+from helpers.samplers import Proxy, Serving, begin, is_generation, serving, token_file, wait_for
+from helpers.tiny_models import tiny_folder
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("samplers")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return tiny_folder(folder / "tiny")
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, folder: Path) -> Iterator[list[Serving]]:
+    with serving(model, folder, 2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, folder: Path) -> Path:
+    """A run that samples by itself."""
+    code, said = covey("train", write_recipe(folder, "alone", model), "--run-dir", folder / "alone", cwd=folder)
+    assert code == 0, said
+    return folder / "alone"
+
+
+def metrics(run: Path, name: str) -> list[float]:
+    return [json.loads(line)[name] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("transport", ["file", "group"])
+def test_a_run_on_two_servers_has_the_bits_of_one_alone(
+    servers: list[Serving], model: Path, folder: Path, alone: Path, transport: str
+) -> None:
+    table = sampler_table([one.address for one in servers], token_file(folder), transport=transport)
+    run = folder / f"run_{transport}"
+    code, said = covey("train", write_recipe(folder, transport, model, sampler=table), "--run-dir", run, cwd=folder)
+    assert code == 0, said
+    assert f"weights by {transport}" in said
+    assert files_of(run) == files_of(alone)
+    assert metrics(run, "sampler/servers") == [2.0] * 3
+    assert metrics(run, "sampler/rerouted") == [0.0] * 3
+    assert "a-token-of-the-tests" not in said + (run / "config.toml").read_text()
+
+
+def test_a_lost_server_changes_no_bit_and_without_any_the_run_is_resumed_later(
+    servers: list[Serving], model: Path, folder: Path, alone: Path
+) -> None:
+    """One of two servers is killed in the second step, the other one in the third."""
+    others = [begin(model, folder) for _ in range(2)]
+    wait_for(*others)
+    trained = 0
+
+    def kill(request: bytes, answer: bytes) -> bytes:
+        nonlocal trained
+        if b'"step": 2' in request and others[0].process.poll() is None:
+            others[0].kill()
+            return b""
+        if b'"step": 3' in request and others[1].process.poll() is None:
+            others[1].kill()
+            return b""
+        trained += is_generation(request)
+        return answer
+
+    with Proxy(others[0].address, kill) as first, Proxy(others[1].address, kill) as second:
+        table = sampler_table([first.address, second.address], token_file(folder), timeout=2.0)
+        run = folder / "lost"
+        recipe = write_recipe(folder, "lost", model, sampler=table)
+        code, said = covey("train", recipe, "--run-dir", run, cwd=folder)
+        assert code == 1, said
+        (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+        assert "no sampler is left" in line
+        assert f"Go on with: covey train --resume {run}" in line
+        assert [path.name for path in (run / "checkpoints").iterdir() if path.is_dir()] == ["step-00000002"]
+        assert metrics(run, "sampler/rerouted")[1] > 0
+        # Servers of another process with other weights and versions take the place of those that were killed.
+        first.target, second.target = (int(one.address.rpartition(":")[2]) for one in servers)
+        first.bend = second.bend = lambda request, answer: answer
+        code, said = covey("train", "--resume", run, cwd=folder)
+        assert code == 0, said
+        found, expected = files_of(run), files_of(alone)
+        for name in expected:
+            assert found[name] == expected[name], name
+
+
+def children_of(pid: int) -> set[int]:
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found |= {int(word) for word in task.read_text().split()}
+    return found
+
+
+def serving_children(pid: int) -> set[int]:
+    """The `covey serve` processes that a run has started."""
+    return {child for child in children_of(pid) if b"serve" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")}
+
+
+def test_a_run_starts_its_servers_and_they_end_with_it(model: Path, folder: Path, alone: Path) -> None:
+    """One is killed and started again; then the run is killed, and they end by themselves."""
+    table = f'[sampler]\nkind = "covey"\nstart = 2\ntoken_file = "{token_file(folder)}"\n'
+    run = folder / "started"
+    recipe = write_recipe(folder, "started", model, sampler=table)
+    running = start("train", recipe, "--run-dir", run, cwd=folder, moment=Moment(2))
+    assert running.pid is not None
+    deadline = time.monotonic() + LIMIT_SECONDS
+    seen: set[int] = set()
+    while running.poll() is None and time.monotonic() < deadline:
+        seen |= serving_children(running.pid)
+        time.sleep(0.01)
+    assert running.poll() == -signal.SIGKILL
+    assert len(seen) == 2
+    while any(map(is_running, seen)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(is_running, seen))
+    running = start("train", "--resume", run, cwd=folder)
+    assert running.pid is not None
+    while not (seen := serving_children(running.pid)) and running.poll() is None:
+        time.sleep(0.01)
+    metric_file = run / "metrics.jsonl"
+    while running.poll() is None and metric_file.read_text().count("\n") < 1:
+        time.sleep(0.005)
+    if seen and running.poll() is None:
+        os.kill(min(seen), signal.SIGKILL)
+    code, said = running.ended()
+    assert code == 0, said
+    found = files_of(run)
+    expected = {name: value for name, value in files_of(alone).items() if not name.startswith("checkpoints")}
+    for name in expected:
+        assert found[name] == expected[name], name
+    assert not re.search("Traceback|RuntimeWarning", said)
+
+
+def test_check_names_the_sampler_and_starts_none(model: Path, folder: Path) -> None:
+    table = f'[sampler]\nkind = "covey"\nstart = 2\ntoken_file = "{token_file(folder)}"\n'
+    code, said = covey("check", write_recipe(folder, "checked", model, sampler=table), cwd=folder)
+    assert code == 0, said
+    assert "start = 2" in said
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_the_embedded_model_on_two_servers_has_the_bits_of_one_alone(folder: Path) -> None:
+    with serving(Path("smollm2-135m"), folder, 2, ["--precision", "bf16"]) as servers:
+        table = sampler_table([one.address for one in servers], token_file(folder))
+        for name, sampler in (("embedded_alone", ""), ("embedded", table)):
+            recipe = write_recipe(folder, name, Path("smollm2-135m"), sampler=sampler, precision="bf16")
+            code, said = covey("train", recipe, "--run-dir", folder / name, cwd=folder)
+            assert code == 0, said
+    assert files_of(folder / "embedded") == files_of(folder / "embedded_alone")
