@@ -69,7 +69,8 @@ def serve_vllm(options: ServeOptions, vllm: VllmOptions) -> None:
             seconds = process.wait_until(lambda: _answers(client), say)
             say(f"vLLM has started after {seconds:.0f} s; its output is in {process.log}")
             policy = LanguagePolicy(loaded.module.requires_grad_(False))
-            found = probe(client, policy, FileTransport(str(settings.weights_folders[0])))
+            transport = FileTransport(str(settings.weights_folders[0]))
+            found = probe(client, policy, transport, loaded.chat.end_ids)
             del loaded, policy  # vLLM needs the memory
             say(f"updates of its weights take: log-probabilities differ from covey's by {found.line}")
             say(f"Use it: {command('train', 'RECIPE', '--sampler.kind', 'vllm', '--servers', address)}")

@@ -8,7 +8,7 @@ HTTP: `covey serve --vllm` starts vLLM with the plugin, a run publishes its weig
 | `guard`      | middleware: the access token for every route but `/health`               | nothing          |
 | `checkpoint` | names, shapes and dtypes that a model's weights must have                | torch            |
 | `transports` | receive and verify weights: a file, or a process group (gloo)            | torch            |
-| `engine`     | vLLM's weight-transfer engines `covey_file` and `covey_gloo`             | vLLM             |
+| `engine`     | vLLM's weight-transfer engine `covey`                                    | vLLM             |
 """
 
 from covey_vllm.guard import Guard
@@ -17,9 +17,8 @@ __all__ = ["Guard", "register"]
 
 
 def register() -> None:
-    """Register the engines. vLLM may call it several times in a process, and calls it in every one of its processes."""
+    """Register the engine. vLLM calls this in every one of its processes, and may call it several times in one."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    for name, engine in (("covey_file", "FileEngine"), ("covey_gloo", "GlooEngine")):
-        if name not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(name, "covey_vllm.engine", engine)
+    if "covey" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("covey", "covey_vllm.engine", "CoveyEngine")

@@ -1,6 +1,6 @@
-"""vLLM's weight-transfer engines `covey_file` and `covey_gloo`. Written for vLLM 0.32.
+"""vLLM's weight-transfer engine `covey`. Written for vLLM 0.32.
 
-They differ from vLLM's own in three ways, each for a fault that was found on the CPU build of 0.32:
+It differs from vLLM's own in three ways, each for a fault that was found on the CPU build of 0.32:
 
 1. The model is touched in `finish_weight_update` alone, with weights that are whole and verified. vLLM's engines begin
    the layerwise reload in `start_weight_update`: from then on the parameters are gone until the update has succeeded,
@@ -8,15 +8,15 @@ They differ from vLLM's own in three ways, each for a fault that was found on th
 2. The tied output layer is packed again. On CPUs vLLM multiplies by packed copies of the weights. The layerwise reload
    makes those of the linear layers anew, but a tied output layer loads nothing of its own, so it would keep its old
    copy: the routes answer 200, the version is the new one, and every log-probability is wrong.
-3. The CPU's weights need no GPU transport: a file, or a gloo process group.
+3. Weights travel by a file or over a gloo process group, without a GPU; the run chooses in
+   `/init_weight_transfer_engine`.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +34,50 @@ from covey_vllm.transports import FileTransport, GlooTransport, allowed_folders
 
 logger = init_logger("vllm.covey")
 
-Init = TypeVar("Init", bound=WeightTransferInitInfo)
-Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
+
+@dataclass
+class Init(WeightTransferInitInfo):
+    """`init_info` in the body of `/init_weight_transfer_engine`: of a file transport `folder`, else the others."""
+
+    folder: str = ""  # of later files: one that the server was started with, or below it
+    address: str = ""  # where the trainer waits
+    port: int = 0
+    world_size: int = 2  # of the process group, with the trainer
+    rank_offset: int = 1  # rank of this server's first worker in the group; the trainer is 0
+    timeout_seconds: float = 60.0
 
 
-class VerifyingEngine(WeightTransferEngine[Init, Update]):
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """`update_info` in the body of `/update_weights`: a file, or what is broadcast in which order; and its checksum."""
+
+    sha256: str
+    path: str = ""
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+
+
+class CoveyEngine(WeightTransferEngine[Init, Update]):
     """Receives and verifies first, and touches the model only when an update is finished."""
 
+    init_info_cls = Init
+    update_info_cls = Update
     supports_draft_weight_update = False
+    transport: FileTransport | GlooTransport | None = None
     staged: dict[str, Tensor] | None = None  # received and verified
     known: Expected | None = None  # read at the first update
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Choose the transport of later updates. Every run calls it, also of a server that earlier runs have used."""
+        self.shutdown()
+        if init_info.folder:
+            self.transport = FileTransport.below(str(init_info.folder), allowed_folders())
+        else:
+            rank = init_info.rank_offset + self.parallel_config.rank
+            self.transport = GlooTransport(
+                init_info.address, init_info.port, rank, init_info.world_size, init_info.timeout_seconds
+            )
 
     @property
     def expected(self) -> Expected:
@@ -56,18 +90,21 @@ class VerifyingEngine(WeightTransferEngine[Init, Update]):
     def start_weight_update(self) -> None:
         self.staged = None
 
-    def stage(self, tensors: dict[str, Tensor]) -> None:
+    def receive_weights(self, update_info: Update) -> None:
         """Keep verified weights for `finish_weight_update`.
 
         Raises:
-            BadWeights: if there are some already, because two runs update at once.
+            BadWeights: if they are not verified, or come for the second time in an update.
         """
         if self.staged is not None:
             self.staged = None
             raise BadWeights("weights came twice in one update, so two runs use this server; both updates have ended")
-        self.staged = tensors
+        if self.transport is None:
+            raise BadWeights("/init_weight_transfer_engine was not called")
+        self.staged = self.transport.receive(update_info, self.expected)
 
     def finish_weight_update(self) -> None:
+        """Put the weights in place."""
         if self.staged is None:
             raise BadWeights("no weights were received")
         staged, self.staged = self.staged, None
@@ -80,7 +117,7 @@ class VerifyingEngine(WeightTransferEngine[Init, Update]):
         logger.info("covey: %d tensors in place after %.2f s", len(staged), time.perf_counter() - began)
 
     def shutdown(self) -> None:
-        self.staged = None
+        self.staged = self.transport = None
 
 
 def pack_output_layer(model: nn.Module) -> None:
@@ -89,91 +126,3 @@ def pack_output_layer(model: nn.Module) -> None:
     method = getattr(head, "quant_method", None)
     if current_platform.is_cpu() and method is not None:
         method.process_weights_after_loading(head)
-
-
-@dataclass
-class FileInit(WeightTransferInitInfo):
-    """Body of `/init_weight_transfer_engine`: the folder of later files, one that the server was started with or below
-    it.
-    """
-
-    folder: str
-
-
-@dataclass
-class FileUpdate(WeightTransferUpdateInfo):
-    """Body of `/update_weights`: a safetensors file and its checksum."""
-
-    path: str
-    sha256: str
-
-
-class FileEngine(VerifyingEngine[FileInit, FileUpdate]):
-    """Reads weights from files."""
-
-    init_info_cls = FileInit
-    update_info_cls = FileUpdate
-    transport: FileTransport | None = None
-
-    def init_transfer_engine(self, init_info: FileInit) -> None:
-        self.transport = FileTransport.below(str(init_info.folder), allowed_folders())
-
-    def receive_weights(self, update_info: FileUpdate) -> None:
-        if self.transport is None:
-            raise BadWeights("/init_weight_transfer_engine was not called")
-        self.stage(self.transport.receive(str(update_info.path), str(update_info.sha256), self.expected))
-
-
-@dataclass
-class GlooInit(WeightTransferInitInfo):
-    """Body of `/init_weight_transfer_engine`: where the trainer waits, and the size of the group with it."""
-
-    address: str
-    port: int
-    world_size: int
-    rank_offset: int = 1  # rank of this server's first worker in the group; the trainer is 0
-    timeout_seconds: float = 60.0
-
-
-@dataclass
-class GlooUpdate(WeightTransferUpdateInfo):
-    """Body of `/update_weights`: what is broadcast, in this order, and its checksum."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    sha256: str
-
-
-class GlooEngine(VerifyingEngine[GlooInit, GlooUpdate]):
-    """Receives weights over a gloo process group."""
-
-    init_info_cls = GlooInit
-    update_info_cls = GlooUpdate
-    transport: GlooTransport | None = None
-
-    def init_transfer_engine(self, init_info: GlooInit) -> None:
-        self.shutdown()
-        rank = init_info.rank_offset + self.parallel_config.rank
-        self.transport = GlooTransport(
-            init_info.address, init_info.port, rank, init_info.world_size, init_info.timeout_seconds
-        )
-
-    def receive_weights(self, update_info: GlooUpdate) -> None:
-        if self.transport is None:
-            raise BadWeights("/init_weight_transfer_engine was not called")
-        self.stage(
-            self.transport.receive(
-                update_info.names, update_info.dtypes, update_info.shapes, update_info.sha256, self.expected
-            )
-        )
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self.transport = None
-
-    def parse_update_info(self, update_dict: dict[str, Any]) -> GlooUpdate:
-        info = super().parse_update_info(update_dict)
-        if not all(isinstance(value, list) for value in (info.names, info.dtypes, info.shapes)):
-            raise BadWeights("names, dtypes and shapes must be lists")
-        return info

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +28,22 @@ def allowed_folders() -> tuple[Path, ...]:
     the access token cannot make the server read other files.
     """
     return tuple(Path(folder).resolve() for folder in os.environ.get(FOLDERS, "").split(os.pathsep) if folder)
+
+
+class FileInfo(Protocol):
+    """A file of weights, as a client announces it."""
+
+    path: str
+    sha256: str  # of the whole file, in hexadecimal digits
+
+
+class GroupInfo(Protocol):
+    """Weights that follow over a process group, as a client announces them."""
+
+    names: list[str]  # in the order in which they are sent
+    dtypes: list[str]  # of each, such as "bfloat16"
+    shapes: list[list[int]]  # of each
+    sha256: str  # of the bytes of all tensors, one after the other, in hexadecimal digits
 
 
 @dataclass(frozen=True)
@@ -47,18 +65,14 @@ class FileTransport:
             raise BadWeights(f"weights are read from files below {places} alone: start the server with --folder")
         return cls(real)
 
-    def receive(self, path: str, sha256: str, expected: Expected) -> dict[str, Tensor]:
-        """The tensors in a file.
-
-        Args:
-            path: from outside; symbolic links are followed before the folder is checked.
-            sha256: of the whole file, in hexadecimal digits.
+    def receive(self, info: FileInfo, expected: Expected) -> dict[str, Tensor]:
+        """The tensors in a file. Symbolic links are followed before the folder is checked.
 
         Raises:
             BadWeights: if the file is elsewhere or cannot be read, or its content is not what it must be.
         """
         try:
-            real = Path(path).resolve(strict=True)
+            real = Path(info.path).resolve(strict=True)
             if self.folder not in real.parents:
                 raise BadWeights(f"weights are read from files below {self.folder} alone")
             # A link may have been put there since, and a pipe would never end.
@@ -67,11 +81,11 @@ class FileTransport:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise BadWeights("the file of the weights is no plain file")
                 content = file.read()
-        except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+        except BadWeights:
+            raise
+        except (OSError, RuntimeError, ValueError, TypeError) as error:  # RuntimeError: links that lead to each other
             raise BadWeights(f"the file of the weights cannot be read ({type(error).__name__})") from None
-        except ValueError as error:
-            raise error if isinstance(error, BadWeights) else BadWeights("the path of the weights is none") from None
-        if hashlib.sha256(content).hexdigest() != sha256:
+        if hashlib.sha256(content).hexdigest() != info.sha256:
             raise BadWeights("the weights do not have the checksum that was announced")
         try:
             tensors = load(content)
@@ -88,27 +102,32 @@ class GlooTransport:
     """
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, timeout_seconds: float) -> None:
-        """Join the group; returns when all of its members have."""
+        """Join the group of the store at this address; returns when all of its members have.
+
+        Raises:
+            BadWeights: if the store cannot be reached.
+        """
         wait = timedelta(seconds=timeout_seconds)
-        store = TCPStore(address, port, world_size, is_master=False, timeout=wait)
-        self.group = ProcessGroupGloo(store, rank, world_size, wait)
+        gloo: Any = ProcessGroupGloo  # torch declares few of its methods
+        options = gloo._Options()
+        options._timeout = wait
+        try:
+            options._devices = [gloo.create_device(hostname=own_address(address, port))]
+            store = TCPStore(address, port, world_size, is_master=False, timeout=wait)
+            self.group = gloo(store, rank, world_size, options)
+        except (RuntimeError, OSError, ValueError, TypeError) as error:
+            raise BadWeights(f"the process group of the weights cannot be joined ({type(error).__name__})") from error
 
-    def receive(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], sha256: str,
-        expected: Expected,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """The tensors of one version.
-
-        Args:
-            names: in the order in which they are sent.
-            dtypes: of each, such as "bfloat16".
-            shapes: of each.
-            sha256: of the bytes of all tensors, one after the other, in hexadecimal digits.
+    def receive(self, info: GroupInfo, expected: Expected) -> dict[str, Tensor]:
+        """The tensors of one version, broadcast in the order of their names.
 
         Raises:
             BadWeights: before anything is received if names, shapes or dtypes are not the model's, afterwards if the
                 bytes are not those of the checksum, or numbers are not finite.
         """
+        names, dtypes, shapes = info.names, info.dtypes, info.shapes
+        if not all(isinstance(value, list) for value in (names, dtypes, shapes)):
+            raise BadWeights("names, dtypes and shapes must be lists")
         expected.check_names(names)
         if not len(names) == len(dtypes) == len(shapes):
             raise BadWeights("names, dtypes and shapes have different lengths")
@@ -122,7 +141,15 @@ class GlooTransport:
             self.group.broadcast(tensor, 0).wait()
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
             tensors[name] = tensor
-        if digest.hexdigest() != sha256:
+        if digest.hexdigest() != info.sha256:
             raise BadWeights("the weights do not have the checksum that was announced")
         expected.check(tensors)
         return tensors
+
+
+def own_address(address: str, port: int) -> str:
+    """The address of this machine from which another is reached; no packet is sent. Loopback stays loopback."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return str(probe.getsockname()[0])

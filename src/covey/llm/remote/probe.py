@@ -54,20 +54,21 @@ class ProbeResult:
         )
 
 
-def probe(client: Client, policy: LanguagePolicy, transport: Transport) -> ProbeResult:
+def probe(client: Client, policy: LanguagePolicy, transport: Transport, end_ids: frozenset[int]) -> ProbeResult:
     """Change a server's weights and change them back.
 
     Args:
         client: of a server that serves the policy's model and nobody else uses.
         policy: its weights are changed in place while the probe runs.
         transport: how the weights travel.
+        end_ids: the model's end tokens, at which the server stops.
 
     Raises:
         RunError: if the server's log-probabilities are not the policy's, or it does not answer.
     """
-    dtype = policy.module.dtype
+    dtype, requests = policy.module.dtype, _requests(policy, end_ids)
     try:
-        before = _gap(client, policy, transport, "probe-0")
+        before = _gap(client, policy, requests, transport, "probe-0")
         if before > MOST.get(dtype, MOST_16):
             raise RunError(
                 f"the server at {client.address} is refused: its log-probabilities differ from covey's by {before:.2g} "
@@ -75,8 +76,8 @@ def probe(client: Client, policy: LanguagePolicy, transport: Transport) -> Probe
                 "another precision"
             )
         with _changed(policy):
-            changed = _gap(client, policy, transport, "probe-1")
-        after = _gap(client, policy, transport, "probe-2")
+            changed = _gap(client, policy, requests, transport, "probe-1")
+        after = _gap(client, policy, requests, transport, "probe-2")
     except FailedRequest as error:
         raise RunError(f"the server at {client.address} cannot be probed: {error}") from None
     except LostServer as error:
@@ -92,20 +93,21 @@ def probe(client: Client, policy: LanguagePolicy, transport: Transport) -> Probe
     return ProbeResult(before, changed, after)
 
 
-def requests_of(policy: LanguagePolicy) -> list[GenerationRequest]:
-    """Random prompts, the same in every probe of a model. No token ends a completion."""
+def _requests(policy: LanguagePolicy, end_ids: frozenset[int]) -> list[GenerationRequest]:
+    """Random prompts, the same in every probe of a model."""
     generator = torch.Generator().manual_seed(SEED)
     prompts = torch.randint(vocabulary_of(policy.module), (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
-    settings = GenerationSettings(NEW_TOKENS, 1.0, frozenset(), 0)
+    settings = GenerationSettings(NEW_TOKENS, 1.0, end_ids, 0)
     return [
         GenerationRequest(tuple(prompt), COMPLETIONS, RandomKey(SEED, 0, number), settings)
         for number, prompt in enumerate(prompts)
     ]
 
 
-def _gap(client: Client, policy: LanguagePolicy, transport: Transport, version: str) -> float:
+def _gap(
+    client: Client, policy: LanguagePolicy, requests: Sequence[GenerationRequest], transport: Transport, version: str
+) -> float:
     """Give the policy's weights to the server and compare."""
-    requests = requests_of(policy)
 
     async def ask(request: GenerationRequest) -> list[Completion]:
         body = wire.request_body(request, version, covey=False)

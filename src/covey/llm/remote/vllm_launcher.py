@@ -25,7 +25,6 @@ START_SECONDS = 1800.0  # vLLM starts within two minutes on two cores, and in te
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.25
 PROGRESS_SECONDS = 15.0
-ENGINES = {"file": "covey_file", "group": "covey_gloo"}  # of covey_vllm, by sampler.transport
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 LOG_LINES = 3  # of vLLM's errors in a message
 # Of the parent's environment, what vLLM must not have: its libraries are others than covey's.
@@ -48,7 +47,6 @@ class VllmSettings:
     batched_tokens: int = 0  # in a forward pass; 0: chosen
     kv_gib: int = 2  # memory of keys and values on CPUs
     threads: int = 0  # 0: vLLM's choice
-    transport: str = "file"
     eager: bool = False  # starts sooner and generates more slowly
 
     def check(self) -> None:
@@ -90,7 +88,7 @@ class VllmSettings:
             "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
             "--generation-config": "vllm",  # the model's own would change top_p and the temperature
             "--middleware": "covey_vllm.Guard",
-            "--weight-transfer-config": json.dumps({"backend": ENGINES[self.transport]}),
+            "--weight-transfer-config": json.dumps({"backend": "covey"}),  # of covey_vllm
         }
         # Without --enable-scale-out the token-in token-out route answers 403.
         flags = ["--enable-scale-out", "--no-enable-chunked-prefill", *(["--enforce-eager"] if self.eager else [])]
