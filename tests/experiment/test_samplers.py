@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.rank_cases import start_ranks
 from helpers.run_helpers import LIMIT_SECONDS, Moment, covey, is_running, start
 from helpers.sampled_runs import files_of, sampler_table, write_recipe
 from helpers.samplers import Proxy, Serving, begin, is_generation, serving, token_file, wait_for
@@ -101,6 +102,30 @@ def test_a_lost_server_changes_no_bit_and_without_any_the_run_is_resumed_later(
         found, expected = files_of(run), files_of(alone)
         for name in expected:
             assert found[name] == expected[name], name
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranks_with_sharded_weights_and_servers_have_the_bits_of_one_process(
+    model: Path, tmp_path: Path, precision: str
+) -> None:
+    """The second rank has none of the six held-out problems."""
+    shards = "\n[cluster]\nshards = 4\n"
+    recipe = write_recipe(tmp_path, "one", model, sampler=shards, precision=precision)
+    code, said = covey("train", recipe, "--run-dir", tmp_path / "one", cwd=tmp_path)
+    assert code == 0, said
+    with serving(model, tmp_path, 2, ("--precision", precision)) as found:
+        table = sampler_table([one.address for one in found], token_file(tmp_path)) + shards + 'weights = "fsdp"\n'
+        recipe = write_recipe(tmp_path, "two", model, sampler=table, precision=precision)
+        ranks = start_ranks(["-m", "covey", "train", str(recipe), "--run-dir", str(tmp_path / "two")], 2, tmp_path)
+        ended = [rank.communicate(timeout=LIMIT_SECONDS) for rank in ranks]
+    assert not any(rank.returncode for rank in ranks), ended
+    one, two = (
+        {name: value for name, value in files_of(tmp_path / name).items() if not name.startswith("checkpoints/")}
+        for name in ("one", "two")
+    )
+    assert two == one
 
 
 def children_of(pid: int) -> set[int]:

@@ -17,6 +17,7 @@ from covey.runtime.sharding import WHOLE
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore, answer_record
 from covey.tracking.score_kinds import SCORE_KINDS
+from covey.train.gather import lost_together
 
 PIECE = 128  # problems per call of the sampler
 
@@ -111,11 +112,14 @@ def answers(
     sampler: LanguageSampler, starts: Sequence[Start], samples: int, team: Team = ALONE
 ) -> Iterator[list[Group]]:
     """Sample answers to this rank's part of `starts`, `samples` each, PIECE problems at a time. Their random numbers
-    are those of step 0, because training begins at 1.
+    are those of step 0, because training begins at 1. Every rank samples equally often, if necessary for no problem.
     """
-    places = _places(len(starts), team.rank, team.size)
-    for i in range(0, len(places), PIECE):
-        yield sampler.sample([starts[place] for place in places[i : i + PIECE]], samples, step=0)
+    places, most = _places(len(starts), team.rank, team.size), _places(len(starts), 0, team.size)
+    for i in range(0, len(most), PIECE):
+        with lost_together(team):
+            piece = sampler.sample([starts[place] for place in places[i : i + PIECE]], samples, step=0)
+        if piece:
+            yield piece
 
 
 def _places(problems: int, rank: int, ranks: int) -> list[int]:

@@ -7,7 +7,7 @@ from covey.config.files import user_path
 from covey.config.machine import processors
 from covey.config.sampler import SamplerConfig
 from covey.config.token_file import default_token_file, own_token, read_token
-from covey.data import Team
+from covey.data import SamplerWeights, Team
 from covey.llm.generation.generator import Generator
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.policy import LanguagePolicy
@@ -19,17 +19,18 @@ from covey.llm.remote.group_transport import GroupTransport
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import FileTransport
 from covey.runtime.distributed import ALONE, exchange_json
+from covey.runtime.sharding import WHOLE
 
 
-def build_generator(config: RunConfig, policy: LanguagePolicy, team: Team = ALONE) -> Generator:
-    """The generator of a run. Every rank must call it.
+def build_generator(config: RunConfig, policy: LanguagePolicy, team: Team = ALONE) -> tuple[Generator, SamplerWeights]:
+    """The generator of a run, and the weights that it reads in this process. Every rank must call it.
 
     Raises:
         ConfigError: if the access token cannot be read.
     """
     sampler = config.sampler
     if sampler.kind == "local":
-        return LocalGenerator(policy)
+        return LocalGenerator(policy), policy.weights
     children = Children(sampler.start if team.rank == 0 else 0, _words(config, policy), sampler.timeout)
     addresses = [address.rstrip("/") for address in sampler.servers] or exchange_json(team, children.addresses)[0]
     token = token_of(sampler)
@@ -44,12 +45,12 @@ def build_generator(config: RunConfig, policy: LanguagePolicy, team: Team = ALON
         team,
         sampler.timeout,
     )
-    return RemoteGenerator(fleet, Proof(policy, sampler.max_mismatch), sampler.attempts)
+    return RemoteGenerator(fleet, Proof(policy, sampler.max_mismatch), sampler.attempts), WHOLE
 
 
 def _words(config: RunConfig, policy: LanguagePolicy) -> list[str]:
     """The command that starts a sampler on this machine, without its port."""
-    sampler, precision = config.sampler, "fp32" if policy.module.dtype.itemsize == 4 else "bf16"
+    sampler, precision = config.sampler, "fp32" if policy.dtype.itemsize == 4 else "bf16"
     threads = config.threads or max(processors() // max(sampler.start, 1), 1)
     words = ["serve", config.model, "--precision", precision, "--device", config.device, "--threads", str(threads)]
     words += ["--rows", str(config.sampling.rows_at_once)]

@@ -276,8 +276,6 @@ class LLMBuilder:
         """Load the model, copy it as the reference, and build the components."""
         config = self.config
         loaded = self._load(store, display)
-        loaded.sampler.generator = build_generator(config, loaded.policy, self.team)
-        self._open.callback(loaded.sampler.generator.close)
         update = config.update
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
@@ -293,11 +291,13 @@ class LLMBuilder:
         )
         models = divide(loaded.policy, reference, critics, config, self.team)
         policy = with_outputs(models, config, algorithm)
+        loaded.sampler.generator, sampler_weights = build_generator(config, models.policy, self.team)
+        self._open.callback(loaded.sampler.generator.close)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         iterated = self._iterated(problem, loaded, store, display)
         held_out = HeldOut(
             config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store, self.team,
-            policy.weights,
+            sampler_weights,
         )  # fmt: skip
         parts = Components(
             task=problem.task,
@@ -325,7 +325,7 @@ class LLMBuilder:
             evaluate=lambda step: held_out.due(step) | problem.metrics() | loaded.sampler.metrics(),
             critics=models.critics,
             team=self.team,
-            weights=policy.weights,
+            weights=sampler_weights,
         )
         machine = environment(self.chosen.device, self.chosen.dtype)
         machine |= loaded.policy.backend.recorded()

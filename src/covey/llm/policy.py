@@ -106,6 +106,11 @@ class LanguagePolicy:
         return self.backend.shares_prompts
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the model computes."""
+        return self.weights.dtype_of(self.module)
+
+    @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 

@@ -33,6 +33,9 @@ _METHOD = "covey_run"  # the method of a root module that FSDP2 treats as its fo
 class Weights(Protocol):
     """The division of one model's weights among the ranks."""
 
+    def dtype_of(self, module: nn.Module) -> torch.dtype:
+        """The dtype in which a module computes with the weights."""
+
     def run(self, compute: Callable[[], T]) -> T:
         """Call a function that reads the weights. It returns tensors, or a dict or tuple of them."""
 
@@ -72,6 +75,9 @@ class SavedRows(Protocol):
 class WholeWeights:
     """Null object: every rank has all weights; implements `Weights`."""
 
+    def dtype_of(self, module: nn.Module) -> torch.dtype:
+        return next(module.parameters()).dtype
+
     def run(self, compute: Callable[[], T]) -> T:
         return compute()
 
@@ -105,6 +111,9 @@ class ShardedWeights:
         self.module: Any = module
         self.dtype, self.team, self.exact = dtype, team, exact
         self.units: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+    def dtype_of(self, module: nn.Module) -> torch.dtype:
+        return self.dtype
 
     def run(self, compute: Callable[[], T]) -> T:
         result: T = getattr(self.module, _METHOD)(compute)

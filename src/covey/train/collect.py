@@ -80,10 +80,11 @@ class GroupSource:
         """
         parts = share(len(starts), self.team)
         own = [starts[parts[shard]] for shard in own_shards(self.team)]
-        with self.measure("time/sample"), self.weights.gathered(), lost_together(self.team):
-            groups = [
-                group for part in own if part for group in self.sampler.sample(part, size, self.step, first_rollout)
-            ]
+        groups: list[Group] = []
+        with self.measure("time/sample"), self.weights.gathered():
+            for part in own:  # also an empty one, because ranks with sharded weights sample together
+                with lost_together(self.team):
+                    groups += self.sampler.sample(part, size, self.step, first_rollout)
         with self.measure("time/grade"):
             graded = self.grader.grade(groups)
         if self.team.size == 1:

@@ -95,12 +95,12 @@ class Fleet:
                 future.result()
                 alive.append(number)
         if alive:
-            self._offer(gathered(self.policy.module, self.policy.module.dtype), alive)
+            self._offer(gathered(self.policy.module, self.policy.dtype), alive)
 
     def _publish(self, servers: Sequence[int]) -> None:
         """Rank 0 gives the weights to these servers, and all ranks learn which of them have taken them."""
         first = self.team.rank == 0
-        tensors = gathered(self.policy.module, self.policy.module.dtype, keep=first)
+        tensors = gathered(self.policy.module, self.policy.dtype, keep=first)
         self.rotation = []
         if first:
             self.children.ensure()

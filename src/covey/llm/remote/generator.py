@@ -49,6 +49,9 @@ class RemoteGenerator:
         call = _Call(self, requests, ready)
         try:
             return call.run()
+        except SamplerLost:
+            call.prove_once()  # other ranks with sharded weights wait for it
+            raise
         finally:
             call.outstanding.cancel()
             self.rerouted += call.rerouted
@@ -96,9 +99,14 @@ class _Call:
                 self._take(answer)
             else:
                 self._miss_deadline()
-        if not self.proofs:
-            self._prove()
+        self.prove_once()
         return [self.results[number] for number in range(len(self.requests))]
+
+    def prove_once(self) -> None:
+        """Evaluate the policy if nothing was proven, because ranks with sharded weights evaluate it together."""
+        if not self.proofs:
+            self.proofs += 1
+            self.proof.refused({})
 
     def _refuse_or_send(self, number: int, request: GenerationRequest) -> None:
         if request.settings.version != self.fleet.version:

@@ -84,7 +84,7 @@ class Proof:
 
     def level(self, greedy: bool) -> float:
         """Mean |difference| in nats at the first version."""
-        dtype = self.policy.module.dtype
+        dtype = self.policy.dtype
         known = self.levels.get(greedy, _Level())
         expected = EXPECTED.get(dtype, EXPECTED_16)
         mean = (known.total + PRIOR_DECISIONS * expected) / (known.decisions + PRIOR_DECISIONS)
@@ -104,8 +104,9 @@ class Proof:
         """The policy on the same weights at another temperature."""
         policy = self.policy
         return LanguagePolicy(
-            policy.module, temperature=temperature, microbatch_tokens=policy.microbatch_tokens, backend=policy.backend
-        )
+            policy.module, temperature=temperature, microbatch_tokens=policy.microbatch_tokens, backend=policy.backend,
+            weights=policy.weights,
+        )  # fmt: skip
 
 
 def _rows(sampled: Sampled, most_tokens: int) -> Sampled:
