@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from covey.llm.model.loading import load_model
+from covey.runtime.checkpoint import CheckpointFolder
+from covey.runtime.tensor_files import SavedParts
 from covey.tracking.metrics import is_reproducible
+from covey.tracking.run_store import read_metrics
 from helpers import rank_cases
 from helpers.rank_cases import CASES, QUICK, start_ranks
 from helpers.tiny_models import tiny_folder
@@ -24,7 +29,6 @@ from helpers.tiny_models import tiny_folder
 LIMIT = 400  # seconds; for a hang
 
 pytestmark = pytest.mark.timeout(900)
-Ranks = Callable[[int], Path]
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +44,9 @@ def finish(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
     return [out + err for out, err in said]
 
 
-def trained(model: Path, folder: Path, ranks: int, names: Sequence[str]) -> Path:
+def trained(model: Path, folder: Path, ranks: int, names: Sequence[str], weights: str = "replicate") -> Path:
     """The folder of the runs of some cases."""
-    words = [rank_cases.__file__, str(folder), str(model), json.dumps(list(names))]
+    words = [rank_cases.__file__, str(folder), str(model), json.dumps(list(names)), weights]
     said = finish(start_ranks(words, ranks, folder))
     assert not any(said[1:]), "only rank 0 prints"
     return folder
@@ -52,10 +56,13 @@ def files_of(run: Path) -> dict[str, str]:
     """Everything that a run leaves and that its seed determines: file -> hash, metrics apart from times."""
     found = {
         str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for folder in ("model", "critic", "checkpoints", "rollouts", "held_out")
+        for folder in ("model", "critic", "rollouts", "held_out")
         for path in sorted((run / folder).rglob("*"))
         if path.is_file()
     }
+    checkpoints = CheckpointFolder(run / "checkpoints")
+    for step in checkpoints.steps():
+        found |= {f"checkpoints/{step}{name}": value for name, value in content_of(checkpoints.load(step))}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         kept = {name: value for name, value in line.items() if name == "step" or is_reproducible(name)}
@@ -63,49 +70,134 @@ def files_of(run: Path) -> dict[str, str]:
     return found
 
 
-def compare(model: Path, tmp_path_factory: pytest.TempPathFactory, sizes: Sequence[int], names: Sequence[str]) -> None:
-    folders = [trained(model, tmp_path_factory.mktemp(f"ranks{size}"), size, names) for size in (1, *sizes)]
+def content_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The leaves of a state; of a tensor its type and a hash, sharded or not."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from content_of(item, f"{name}/{key}")
+    elif isinstance(value, (torch.Tensor, SavedParts)):
+        tensor = value[:] if value.shape else value
+        yield name, f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(tensor.numpy().tobytes()).hexdigest()}"
+    else:
+        yield name, repr(value)
+
+
+def compare(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, teams: Sequence[tuple[int, str]], names: Sequence[str]
+) -> None:
+    """Train the cases on one rank and on some teams (ranks, weights), and compare everything that they leave."""
+    folders = [trained(model, tmp_path_factory.mktemp(f"ranks{team[0]}"), *_words(team, names)) for team in teams]
+    whole = trained(model, tmp_path_factory.mktemp("ranks1"), 1, names)
     for name in names:
-        one, *several = (files_of(folder / name) for folder in folders)
+        one = files_of(whole / name)
         assert any(path.startswith("checkpoints/") for path in one)
-        for size, found in zip(sizes, several, strict=True):
-            assert found == one, f"{name} on {size} ranks"
+        for team, folder in zip(teams, folders, strict=True):
+            assert files_of(folder / name) == one, f"{name} on {team}"
+
+
+def _words(team: tuple[int, str], names: Sequence[str]) -> tuple[int, Sequence[str], str]:
+    return team[0], names, team[1]
 
 
 def test_two_ranks_have_the_bits_of_one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    compare(model, tmp_path_factory, (2,), QUICK)
+    compare(model, tmp_path_factory, [(2, "replicate"), (2, "fsdp")], QUICK)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.ci_sample), 4])
+@pytest.mark.parametrize(
+    "team",
+    [
+        pytest.param((2, "replicate"), marks=pytest.mark.ci_sample),
+        pytest.param((2, "fsdp"), marks=pytest.mark.ci_sample),
+        (4, "replicate"),
+        (4, "fsdp"),
+    ],
+    ids=str,
+)
 def test_every_algorithm_and_every_collector_has_the_bits_of_one(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, size: int
+    model: Path, tmp_path_factory: pytest.TempPathFactory, team: tuple[int, str]
 ) -> None:
-    compare(model, tmp_path_factory, (size,), list(CASES))
+    compare(model, tmp_path_factory, [team], [name for name in CASES if name != "grpo_inexact"])
 
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
-def test_a_killed_rank_ends_the_run_which_goes_on_with_another_number_of_ranks(
+def test_four_ranks_with_sharded_weights_have_the_bits_of_one(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    whole = trained(model, tmp_path_factory.mktemp("whole"), 1, ["grpo"]) / "grpo"
-    folder = tmp_path_factory.mktemp("killed")
-    words = [rank_cases.__file__, str(folder), str(model), '["grpo"]']
-    ranks = start_ranks(words, 2, folder)
-    metrics = folder / "grpo" / "metrics.jsonl"
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
-        time.sleep(0.01)
-    ranks[1].send_signal(signal.SIGKILL)
-    _, err = ranks[0].communicate(timeout=LIMIT)
-    ranks[1].communicate(timeout=LIMIT)
-    if ranks[0].returncode:  # else the run had ended before
-        assert "rank 0 has lost another rank" in err
-        resumed = ["-m", "covey", "train", "--resume", str(folder / "grpo")]
-        finish(start_ranks(resumed, 4, folder))
-    found = files_of(folder / "grpo")
-    assert found == files_of(whole)
+    compare(model, tmp_path_factory, [(4, "fsdp")], ["grpo_once"])
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])  # tied output layer; biases
+def test_other_models_are_sharded(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
+    folder = tiny_folder(tmp_path_factory.mktemp("model") / kind, kind)
+    compare(folder, tmp_path_factory, [(2, "fsdp")], ["grpo_once", "grpo_bf16"])
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_without_exact_the_gradient_is_the_same_up_to_rounding(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    names = ["grpo_inexact"]
+    folders = [trained(model, tmp_path_factory.mktemp(f"ranks{size}"), size, names, "fsdp") for size in (1, 2)]
+    one, two = (read_metrics(folder / "grpo_inexact") for folder in folders)
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-6)
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-5, abs=1e-6)
+
+
+MOMENTS = [(number % 2, random.Random(number).randrange(5, 60)) for number in range(20)]  # (rank, message or file)
+RESUMED = [(1, "fsdp"), (4, "fsdp"), (2, "replicate"), (4, "replicate")]  # ranks and weights
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return files_of(trained(model, tmp_path_factory.mktemp("whole"), 1, ["grpo"]) / "grpo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=pytest.mark.ci_sample) if number < 3 else number for number in range(len(MOMENTS))],
+)
+def test_after_a_rank_was_killed_the_run_goes_on_with_other_ranks_and_weights(
+    model: Path, tmp_path: Path, uninterrupted: dict[str, str], number: int
+) -> None:
+    killed, moment = MOMENTS[number]
+    began = ("fsdp", "replicate")[number % 4 == 3]
+    words = [rank_cases.__file__, str(tmp_path), str(model), '["grpo"]', began]
+    ranks = start_ranks(words, 2, tmp_path, KILLED_AT=f"{killed}:{moment}")
+    errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
+    assert ranks[killed].returncode in (0, -signal.SIGKILL), errors[killed]
+    size, weights = RESUMED[number % len(RESUMED)]
+    config = tmp_path / "grpo" / "config.toml"
+    if ranks[killed].returncode and (tmp_path / "grpo" / "origin.json").is_file():
+        assert f"rank {1 - killed} has lost another rank" in errors[1 - killed]
+        config.write_text(re.sub('weights = "[a-z]*"', f'weights = "{weights}"', config.read_text()))
+        finish(start_ranks(["-m", "covey", "train", "--resume", str(tmp_path / "grpo")], size, tmp_path))
+    if (tmp_path / "grpo" / "summary.json").is_file():
+        assert files_of(tmp_path / "grpo") == uninterrupted
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_a_sharded_checkpoint_is_a_model_and_its_damage_is_found(model: Path, tmp_path: Path) -> None:
+    run = trained(model, tmp_path, 2, ["grpo_bf16"], "fsdp") / "grpo_bf16"
+    checkpoints = CheckpointFolder(run / "checkpoints")
+    newest = checkpoints.latest()
+    assert newest == 3
+    parts = sorted(path.name for path in checkpoints.folder(3).glob("*.safetensors"))
+    assert parts == ["tensors-00001-of-00002.safetensors", "tensors-00002-of-00002.safetensors"]
+    cpu = torch.device("cpu")
+    of_checkpoint, of_run = (
+        load_model(str(name), dtype=torch.bfloat16, device=cpu).module.state_dict()
+        for name in (checkpoints.folder(3), run)
+    )
+    assert all(torch.equal(of_checkpoint[name], of_run[name]) for name in of_run)
+    (checkpoints.folder(3) / parts[1]).unlink()
+    assert checkpoints.latest() == 2
 
 
 DISAGREEING = """
@@ -131,6 +223,76 @@ def test_ranks_with_other_prompts_are_found_in_the_first_step(model: Path, tmp_p
         _, err = rank.communicate(timeout=LIMIT)
         assert rank.returncode
         assert "rank 1 has drawn other prompts than rank 0 in step 1" in err
+
+
+FAULTY = """
+import sys
+from dataclasses import replace
+import torch
+from covey import run
+from covey.config import ClusterConfig
+from covey.runtime.optimizer import MasterAdamW
+from covey.runtime.ranks import own_rank
+from helpers.rank_cases import BASE
+
+step = MasterAdamW.step
+
+def faulty(self, learning_rate):
+    result = step(self, learning_rate)
+    if own_rank():  # one bit of one weight
+        next(iter(self.masters.values())).detach().view(torch.int32).view(-1)[3] ^= 1
+    return result
+
+MasterAdamW.step = faulty
+run(replace(BASE, model=sys.argv[1], run_dir="run", cluster=ClusterConfig(2)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_a_rank_whose_weights_differ_by_one_bit_is_found_in_the_same_step(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    for rank in start_ranks(["faulty.py", str(model)], 2, tmp_path, PYTHONPATH=os.pathsep.join(sys.path)):
+        _, err = rank.communicate(timeout=LIMIT)
+        assert rank.returncode
+        assert "rank 1 has another result than rank 0 in step 1 (weights of the optimizer)" in err
+
+
+GRADED = """
+import sys
+from covey.config import RunError
+from covey.data import EndReason, Group, Rollout, Start
+from covey.llm.grader import build_grader
+from covey.llm.rewards.team_grader import TeamGrader
+from covey.runtime.distributed import joined_ranks, team_of
+
+def fails(completions, **columns):
+    if "bad" in completions:
+        raise ValueError("cannot read it")
+    return [1.0] * len(completions)
+
+def group(number, text):
+    return Group(Start(number, "?"), [Rollout((1,), [1], [0.0], EndReason.STOP, text=text) for _ in range(2)])
+
+with joined_ranks():
+    team = team_of(2)
+    grader = TeamGrader(build_grader([fails], ()), team)
+    bad = int(sys.argv[1]) if team.rank else 0
+    try:
+        grader.grade([group(number, "bad" if number < bad else "good") for number in range(5)])
+        print("graded")
+    except RunError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize(("bad", "line"), [("2", "graded\n"), ("3", "6 of 20 rollouts could not be graded")])
+def test_failed_gradings_are_counted_over_all_ranks(tmp_path: Path, bad: str, line: str) -> None:
+    (tmp_path / "graded.py").write_text(GRADED)
+    said = finish(start_ranks(["graded.py", bad], 2, tmp_path))
+    assert all(line.strip() in one for one in said)
 
 
 RECIPE = """

@@ -1,16 +1,18 @@
-"""Runs of one rank of several: `python rank_cases.py FOLDER MODEL NAMES`, in an environment as torchrun makes it.
+"""Runs of one rank of several: `python rank_cases.py FOLDER MODEL NAMES WEIGHTS`, in torchrun's environment.
 
-Every rank trains the cases one after the other; the run of a case is in FOLDER/name.
+Every rank trains the cases one after the other; the run of a case is in FOLDER/name. WEIGHTS is `cluster.weights`. If
+the environment variable KILLED_AT is "RANK:NUMBER", that rank kills itself at its NUMBER-th message or flushed file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,7 @@ CASES = {
     "ppo_warmup": case(algorithm="ppo", update={"critic_warmup_steps": 1}, sampling={"group_size": 1}),
     "ppo_trunk": case(algorithm="ppo", critic=CriticConfig(trunk="policy"), update={"critic_epochs": 1}),
     "ppo_process": case(algorithm="ppo", **STEPS),
+    "grpo_inexact": case(cluster={"exact": False}, update=ONCE),
 }
 QUICK = ("grpo_bf16",)
 
@@ -119,14 +122,39 @@ def start_ranks(words: Sequence[str], size: int, folder: Path, **changes: str) -
     ]
 
 
-def main(folder: Path, model: str, names: Sequence[str]) -> None:
+def kill_at(moment: str) -> None:
+    """Make this process kill itself at a counted message to other ranks or flush of a file, if it is this rank's."""
+    from covey.runtime.distributed import TorchTeam
+
+    rank, _, number = moment.partition(":")
+    if rank != os.environ["RANK"]:
+        return
+    moments = iter(range(1, int(number)))
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(moments, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments)
+
+        return call
+
+    TorchTeam.exchange = counted(TorchTeam.exchange)  # type: ignore[method-assign]
+    os.fsync = counted(os.fsync)
+
+
+def main(folder: Path, model: str, names: Sequence[str], weights: str) -> None:
     from covey import run
     from covey.runtime.distributed import joined_ranks
 
+    if moment := os.environ.get("KILLED_AT"):
+        kill_at(moment)
     with joined_ranks():
         for name in names:
-            run(replace(CASES[name], model=model, run_dir=str(folder / name)))
+            config = CASES[name]
+            cluster = replace(config.cluster, weights=weights)
+            run(replace(config, model=model, cluster=cluster, run_dir=str(folder / name)))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), sys.argv[4])

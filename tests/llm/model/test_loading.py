@@ -262,3 +262,9 @@ def _metrics(run_dir: Path) -> list[dict]:
     from covey.tracking.run_store import read_metrics
 
     return read_metrics(run_dir)
+
+
+def test_parameters_begin_at_a_cache_line(tmp_path: Path) -> None:
+    """In the memory of a mapped file they do not, and matrix products have other bits."""
+    module = load_model(str(tiny_folder(tmp_path / "tiny")), dtype=torch.float32, device=torch.device("cpu")).module
+    assert all(parameter.data_ptr() % 64 == 0 for parameter in module.parameters())

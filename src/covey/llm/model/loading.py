@@ -46,6 +46,7 @@ from covey.runtime.checkpoint import CheckpointFolder
 
 BUFFERS_FILE = "buffers.safetensors"  # in a run's architecture folder: the model's persistent buffers
 GENERATION_FILE = "generation_config.json"
+CACHE_LINE = 64  # bytes
 
 
 @dataclass
@@ -93,6 +94,7 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
     module.name_or_path = module.config.name_or_path = str(described.folder)
     check_weights(module, name)
     module.to(device)  # type: ignore[arg-type]  # transformers hides torch's signature
+    align(module)
     return _ready(module, described.tokenizer, str(described.folder), name)
 
 
@@ -191,6 +193,18 @@ def find_model(name: str) -> str:
         ConfigError: with the fix.
     """
     return str(model_folder(locate_model(name)))
+
+
+@torch.no_grad()
+def align(module: nn.Module) -> None:
+    """Copy parameters whose memory does not begin at a cache line, such as those of a mapped file.
+
+    The last bits of a matrix product depend on the alignment of its operands, and ranks with sharded weights gather
+    them into memory that torch has aligned.
+    """
+    for parameter in module.parameters():
+        if parameter.data_ptr() % CACHE_LINE:
+            parameter.data = parameter.data.clone()
 
 
 @contextmanager
