@@ -59,12 +59,11 @@ def test_weights_change_after_the_requests_before_and_before_those_after():
     tensors = {name: parameter.detach().clone() for name, parameter in other.module.named_parameters()}
     later = GenerationSettings(12, 1.0, SETTINGS.end_ids, version=1)
     before = LocalGenerator(LanguagePolicy(tiny_model())).generate(REQUESTS[:1])
-    after = LocalGenerator(other, version=1).generate(
-        [GenerationRequest(REQUESTS[0].prompt, 3, REQUESTS[0].key, later)]
-    )
+    second = GenerationRequest(REQUESTS[0].prompt, 3, REQUESTS[0].key, later)
+    after = LocalGenerator(other, version=1).generate([second])
     found = engine.generate(REQUESTS[0])
     changed = engine.change_weights(tensors, 1)
-    new = engine.generate(GenerationRequest(REQUESTS[0].prompt, 3, REQUESTS[0].key, later))
+    new = engine.generate(second)
     engine.start()
     assert changed.result(60) is None
     assert [found.result(60), new.result(60)] == [*before, *after]
