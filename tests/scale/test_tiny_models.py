@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from covey.config import RunError
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote import wire
+from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client
 from covey.llm.remote.fleet import Fleet
 from covey.llm.remote.generator import RemoteGenerator
@@ -323,7 +324,7 @@ def test_v11_a_killed_worker_loses_no_group(tied, tied_folder, scratch):
     policy = policy_of(tied)
     requests = requests_for(random_prompts(8, 20, VOCABULARY, seed=3), 2, 200)
     clients = [Client(f"http://127.0.0.1:{port}", TOKEN, 300.0) for port in (tied.settings.port, 8934)]
-    fleet = Fleet(policy, clients, FileTransport(str(tied.weights)), covey=False)
+    fleet = Fleet(policy, clients, FileTransport(str(tied.weights)), False, Children(0, (), 300.0))
     generator = RemoteGenerator(fleet, Proof(policy, 3.0))
 
     def second():

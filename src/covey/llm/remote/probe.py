@@ -54,7 +54,9 @@ class ProbeResult:
         )
 
 
-def probe(client: Client, policy: LanguagePolicy, transport: Transport, end_ids: frozenset[int]) -> ProbeResult:
+def probe(
+    client: Client, policy: LanguagePolicy, transport: Transport, end_ids: frozenset[int], *, covey: bool = False
+) -> ProbeResult:
     """Change a server's weights and change them back.
 
     Args:
@@ -62,13 +64,15 @@ def probe(client: Client, policy: LanguagePolicy, transport: Transport, end_ids:
         policy: its weights are changed in place while the probe runs.
         transport: how the weights travel.
         end_ids: the model's end tokens, at which the server stops.
+        covey: True for covey's own server, False for vLLM.
 
     Raises:
         RunError: if the server's log-probabilities are not the policy's, or it does not answer.
     """
-    dtype, requests = policy.module.dtype, _requests(policy, end_ids)
+    dtype = policy.module.dtype
+    asked = _Asked(client, policy, transport, _requests(policy, end_ids), covey)
     try:
-        before = _gap(client, policy, requests, transport, "probe-0")
+        before = asked.gap("probe-0")
         if before > MOST.get(dtype, MOST_16):
             raise RunError(
                 f"the server at {client.address} is refused: its log-probabilities differ from covey's by {before:.2g} "
@@ -76,8 +80,8 @@ def probe(client: Client, policy: LanguagePolicy, transport: Transport, end_ids:
                 "another precision"
             )
         with _changed(policy):
-            changed = _gap(client, policy, requests, transport, "probe-1")
-        after = _gap(client, policy, requests, transport, "probe-2")
+            changed = asked.gap("probe-1")
+        after = asked.gap("probe-2")
     except FailedRequest as error:
         raise RunError(f"the server at {client.address} cannot be probed: {error}") from None
     except LostServer as error:
@@ -104,25 +108,33 @@ def _requests(policy: LanguagePolicy, end_ids: frozenset[int]) -> list[Generatio
     ]
 
 
-def _gap(
-    client: Client, policy: LanguagePolicy, requests: Sequence[GenerationRequest], transport: Transport, version: str
-) -> float:
-    """Give the policy's weights to the server and compare."""
+@dataclass(frozen=True)
+class _Asked:
+    """A server, and what it is asked at every version of the weights."""
 
-    async def ask(request: GenerationRequest) -> list[Completion]:
-        body = wire.request_body(request, version, covey=False)
-        content = await client.post_raw(wire.GENERATE, body, wire.answer_bytes(request))
+    client: Client
+    policy: LanguagePolicy
+    transport: Transport
+    requests: Sequence[GenerationRequest]
+    covey: bool
+
+    def gap(self, version: str) -> float:
+        """Give the policy's weights to the server and compare."""
+        return mean_gap(self.policy, self.requests, asyncio.run(self._exchange(version)))
+
+    async def _exchange(self, version: str) -> list[list[Completion]]:
+        module = self.policy.module
+        with self.transport.offered(gathered(module, module.dtype), version) as offer:
+            await give(self.client, offer, version, covey=self.covey)
+        return await asyncio.gather(*(self._ask(request, version) for request in self.requests))
+
+    async def _ask(self, request: GenerationRequest, version: str) -> list[Completion]:
+        body = wire.request_body(request, version, covey=self.covey)
+        content = await self.client.post_raw(wire.GENERATE, body, wire.answer_bytes(request))
         try:
-            return wire.read_answer(content, request, version, vocabulary_of(policy.module))
+            return wire.read_answer(content, request, version, vocabulary_of(self.policy.module))
         except wire.BadBody as error:
-            raise LostServer(f"{client.address}: {error}") from None
-
-    async def exchange() -> list[list[Completion]]:
-        with transport.offered(gathered(policy.module, policy.module.dtype), version) as offer:
-            await give(client, offer, version, covey=False)
-        return await asyncio.gather(*map(ask, requests))
-
-    return mean_gap(policy, requests, asyncio.run(exchange()))
+            raise LostServer(f"{self.client.address}: {error}") from None
 
 
 @torch.no_grad()
