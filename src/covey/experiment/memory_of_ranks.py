@@ -5,20 +5,14 @@ from __future__ import annotations
 from covey.config import ConfigError, RunConfig
 from covey.config.machine import memory_bytes
 from covey.data import Team
+from covey.experiment.plan import count_reward_models
 from covey.llm.memory.dimensions import find_model_config, read_dimensions
-from covey.llm.memory.estimate import predict
+from covey.llm.memory.estimate import critic_weights_of
 from covey.llm.model.loading import find_model
 from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
 from covey.runtime.distributed import exchange_json
 from covey.runtime.ranks import ranks_of_machine
-
-# Fraction of a device's memory that the weights may take with everything that has their size. Activations, sampling and
-# the program need the rest.
-STATE_FRACTION = 0.7
-STATE = (
-    "weights", "fp32 master weights", "optimizer moments", "reference", "gradients", "critic's weights",
-    "critic's master weights", "critic's moments", "critic's gradients",
-)  # fmt: skip
+from covey.runtime.weights_choice import fits_replicated
 
 
 def must_shard(config: RunConfig, team: Team) -> bool:
@@ -31,28 +25,18 @@ def must_shard(config: RunConfig, team: Team) -> bool:
     """
     device = choose_device(config.device)
     memory = total_memory_bytes(device) if device.type == "cuda" else _share_of_machine()
-    needed = replicated_bytes(config, choose_precision(config.precision, device).itemsize, device.type, team)
-    too_large = memory is not None and needed > STATE_FRACTION * memory
-    return any(exchange_json(team, too_large))
-
-
-def replicated_bytes(config: RunConfig, width: int, device: str, team: Team) -> int:
-    """Bytes of the weights on each rank, with everything that has their size, if every rank has all.
-
-    Args:
-        width: bytes of a weight.
-        device: "cpu" or "cuda".
-    """
     model_config = find_model_config(config.model)
     if model_config is None:
         find_model(config.model)
         model_config = find_model_config(config.model)
     if model_config is None:
         raise ConfigError(f"there is no config.json of {config.model}: set cluster.weights")
-    plan = predict(read_dimensions(model_config, config.model), config, device=device, width=width)
-    gradients = plan.parts["gradients"] + plan.parts["critic's gradients"]
-    copies = (team.shards // team.size).bit_length() - 1 if team.shards > team.size else 0  # of `GradientTree`
-    return sum(plan.parts[name] for name in STATE) + copies * gradients
+    size = read_dimensions(model_config, config.model)
+    trained = size.parameters + critic_weights_of(size, config)
+    frozen = size.parameters + count_reward_models(config)
+    width = choose_precision(config.precision, device).itemsize
+    fits = memory is None or fits_replicated(trained, frozen, width, team.shards // team.size, memory)
+    return any(exchange_json(team, not fits))
 
 
 def _share_of_machine() -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from covey.runtime.distributed import GradientTree
 from covey.runtime.optimizer import state_bytes
 
 LARGEST_REPLICA = 0.7  # of a device's memory; the rest is for activations and for sampling
 
 
-def replica_bytes(trained: int, frozen: int, itemsize: int) -> int:
+def replica_bytes(trained: int, frozen: int, itemsize: int, shards: int = 1) -> int:
     """Bytes of whole weights with their masters, moments and gradients, and of frozen weights.
 
     18 bytes for each trained weight and 2 for each of the reference in bf16.
@@ -16,11 +17,13 @@ def replica_bytes(trained: int, frozen: int, itemsize: int) -> int:
         trained: number of weights of the policy and of a critic.
         frozen: number of weights of the reference and of reward models.
         itemsize: bytes of a weight in the precision of the run.
+        shards: logical shards of a rank, whose gradients are added in a tree.
     """
     state = state_bytes(trained, itemsize)
-    return (trained + frozen) * itemsize + state.masters + state.moments + state.gradients
+    gradients = (1 + GradientTree.copies(shards)) * state.gradients
+    return (trained + frozen) * itemsize + state.masters + state.moments + gradients
 
 
-def fits_replicated(trained: int, frozen: int, itemsize: int, device_bytes: int) -> bool:
+def fits_replicated(trained: int, frozen: int, itemsize: int, shards: int, device_bytes: int) -> bool:
     """Whether every rank should have whole weights. Arguments as in `replica_bytes`."""
-    return replica_bytes(trained, frozen, itemsize) <= LARGEST_REPLICA * device_bytes
+    return replica_bytes(trained, frozen, itemsize, shards) <= LARGEST_REPLICA * device_bytes

@@ -137,12 +137,25 @@ class RankPlanner:
         )
         return TrainerSpeed(computing, self.traffic(layout, ranks))
 
-    def automatic(self) -> str:
-        """The layout of `cluster.weights = "auto"`."""
-        frozen = self.size.parameters + count_reward_models(self.config)
-        memory = self.place.memory
-        whole = memory is None or fits_replicated(self.trained, frozen, self.width, memory)
-        return REPLICATED if whole else SHARDED_EXACT
+    @property
+    def frozen(self) -> int:
+        """Weights that are not trained: of the reference and of reward models."""
+        return self.size.parameters + count_reward_models(self.config)
+
+    def automatic(self, ranks: int) -> str:
+        """The layout of `cluster.weights = "auto"` on `ranks` ranks."""
+        memory, shards = self.place.memory, shards_of_rank(self.config, ranks)
+        whole = memory is None or fits_replicated(self.trained, self.frozen, self.width, shards, memory)
+        return REPLICATED if whole else self._sharded
+
+    def chosen(self, ranks: int) -> str:
+        """The layout of the config's `cluster.weights` on `ranks` ranks."""
+        fixed = {"replicate": REPLICATED, "fsdp": self._sharded}
+        return fixed.get(self.config.cluster.weights) or self.automatic(ranks)
+
+    @property
+    def _sharded(self) -> str:
+        return SHARDED_EXACT if self.config.cluster.exact else SHARDED
 
 
 def plan_ranks(planner: RankPlanner, model: str, ranks: int) -> str:
@@ -217,11 +230,11 @@ def _notes(planner: RankPlanner, ranks: int) -> list[str]:
         "(--weights-link); latency is not counted",
     ]
     if memory is not None:
-        frozen = planner.size.parameters + count_reward_models(config)
-        whole = replica_bytes(planner.trained, frozen, planner.width) / 2**30
-        relation = "at most" if planner.automatic() == REPLICATED else "more than"
+        shards, chosen = shards_of_rank(config, ranks), planner.automatic(ranks)
+        whole = replica_bytes(planner.trained, planner.frozen, planner.width, shards) / 2**30
+        relation = "at most" if chosen == REPLICATED else "more than"
         lines.append(
-            f'cluster.weights = "auto" chooses {planner.automatic()}: whole weights with their optimizer and the '
+            f'cluster.weights = "auto" chooses {chosen}: whole weights with their optimizer and the '
             f"reference take {whole:.1f} GiB, {relation} {LARGEST_REPLICA:.0%} of a device"
         )
     if devices.recompute_layers:

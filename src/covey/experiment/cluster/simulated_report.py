@@ -65,12 +65,12 @@ class ClusterPlanner:
 
     @property
     def layout(self) -> str:
-        """The layout of the trainer: that of "auto" if it fits, else the first one that does.
+        """The layout of the trainer: that of `cluster.weights` if it fits, else the first one that does.
 
         Raises:
             ConfigError: if none fits.
         """
-        layouts = dict.fromkeys((self.planner.automatic(), SHARDED_EXACT, SHARDED))
+        layouts = dict.fromkeys((self.planner.chosen(self.ranks), SHARDED_EXACT, SHARDED))
         for layout in layouts:
             if self.planner.memory(layout, self.ranks).peak <= self.planner.room:
                 return layout
