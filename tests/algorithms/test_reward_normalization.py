@@ -18,8 +18,8 @@ from covey.config.validate import validate
 from covey.config.validate_rewards import DIVIDES_BY_GROUP_STD
 from covey.core import baselines
 from covey.data import Group, Rollout, Start, collate
-from covey.experiment.llm import build_problem
 from covey.experiment.llm_components import build_llm_algorithm
+from covey.experiment.problem import build_problem
 from covey.llm.grader import build_grader
 from covey.train.prepare import has_signal
 from helpers.tabular_policy import rollout

@@ -10,7 +10,8 @@ from covey.config.model_sources import find_origin
 from covey.config.recipe import config_from_dict
 from covey.data import Group, Start
 from covey.experiment.evaluate_llm import answer_records, answers, nothing_scored, scores_of, unscored
-from covey.experiment.llm import build_machine, build_problem, fit_prompts, load_policy
+from covey.experiment.llm import build_machine, load_policy
+from covey.experiment.problem import build_problem, fit_prompts
 from covey.tracking.console import Display
 from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
 

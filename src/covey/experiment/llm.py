@@ -16,8 +16,7 @@ from covey.config import ConfigError, RunConfig
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
 from covey.config.validate_collection import NOT_BY_GROUP
-from covey.config.validate_process import no_step_reward
-from covey.data import Start, Task, Team
+from covey.data import Team
 from covey.experiment.build import (
     Experiment,
     Reward,
@@ -37,9 +36,10 @@ from covey.experiment.llm_components import (
     build_reference_updater,
     with_outputs,
 )
+from covey.experiment.problem import Problem, build_problem, fit_prompts
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.grader import RewardGrader, build_grader
+from covey.llm.grader import RewardGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat, load_model, resolve_checkpoint, save_architecture
@@ -49,8 +49,8 @@ from covey.llm.rewards.team_grader import TeamGrader
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
-from covey.llm.tasks import PromptDataset, build_task, task_of
-from covey.llm.tasks.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
+from covey.llm.tasks import PromptDataset
+from covey.llm.tasks.prompt_limit import Note
 from covey.runtime.device import (
     choose_device,
     choose_precision,
@@ -67,107 +67,11 @@ from covey.train.state import Components, FixedRewards, LoopConfig
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Task and grader of a run, and its held-out problems."""
-
-    task: Task
-    grader: RewardGrader
-    held_out: list[Start]  # at least one, at most evaluation.problems
-
-    def metrics(self) -> dict[str, float]:
-        """Counts of the task since the last call."""
-        return self.task.metrics() if isinstance(self.task, FittingTask) else {}
-
-    def notes(self, asked: int, name: str) -> list[str]:
-        """Notes on the data for the user, such as fewer held-out problems than asked for.
-
-        Args:
-            asked: requested number of held-out problems.
-            name: of the field or option with this number.
-        """
-        notes = [self.task.describe()] if isinstance(self.task, PromptDataset) else []
-        if len(self.held_out) < asked:
-            there = plural(len(self.held_out), "held-out problem")
-            notes.append(f"evaluation: {there}, all that there are ({name} is {asked:,})")
-        return notes
-
-
-@dataclass(frozen=True)
 class Machine:
     """Device and precision of a run."""
 
     device: torch.device
     dtype: torch.dtype
-
-
-def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = ()) -> Problem:
-    """Build task and grader, and test both on a few prompts before a model is loaded.
-
-    Args:
-        config: has the task and the rewards, unless they are given.
-        task: a task of a script, in any form that `task_of` takes.
-        rewards: Python functions with TRL's signature, of a script.
-
-    Raises:
-        ConfigError: if the data, the task or a reward is invalid.
-    """
-    if task is None and config.task is None:
-        raise ConfigError("there is no task: add a [task] table, or call run(config, task=...)")
-    task = build_task(config.task) if task is None else task_of(task)
-    default = getattr(task, "default_rewards", ())
-    if not (rewards or config.rewards or default):
-        raise ConfigError("there is no reward: add a [[rewards]] table, or call run(config, rewards=[...])")
-    grader = build_grader(
-        rewards or config.rewards, default, _shaping(config), config.process.boundary, config.device, config.precision
-    )
-    if config.loss.credit != "outcome" and grader.splitter is None:
-        raise ConfigError(no_step_reward(config.loss.credit))
-    try:
-        held_out = list(task.held_out(config.evaluation.problems))[: config.evaluation.problems]
-        if not held_out:
-            raise ConfigError("the task has no held-out problem, and evaluation needs at least one")
-        grader.check(task.draw(config.seed, 1, 2, first=0, before=0))
-    except ConfigError:
-        grader.close()
-        raise
-    return Problem(task, grader, held_out)
-
-
-def fit_prompts(
-    problem: Problem, config: RunConfig, chat: Chat, model_config: Any, note: Note, *, training: bool = True
-) -> Problem:
-    """The problem without prompts that are too long for the model.
-
-    Args:
-        problem: with all prompts.
-        config: with the token limits, and `sampling.long_prompts`: "drop" removes long prompts, else they are errors.
-        chat: encodes the prompts.
-        model_config: transformers' config of the model.
-        note: called with a line for the user about dropped prompts.
-        training: if False, only held-out prompts are checked.
-
-    Raises:
-        ConfigError: naming the first prompt that is too long; a line of a file by its number.
-    """
-    drop, sampling = config.sampling.long_prompts == "drop", config.sampling
-    limit = PromptLimit(chat, model_config, sampling.max_new_tokens, drop)
-    longest = max(sampling.max_new_tokens, *config.evaluation.token_limits, 0)
-    evaluated = replace(limit, max_new_tokens=longest)
-    task = problem.task
-    if isinstance(task, PromptDataset):
-        task.keep_fitting(limit if training else None, evaluated)
-        return replace(problem, held_out=task.held_out(config.evaluation.problems))
-    held_out = evaluated.taken(problem.held_out, note)
-    if training and not drop:
-        refuse_first_starts(task, limit, config.seed, config.steps, sampling.prompts_per_step)
-    return replace(problem, task=FittingTask(task, limit, note), held_out=held_out)
-
-
-def _shaping(config: RunConfig) -> list[WeightedReward]:
-    """Reward terms that the config adds to the user's rewards: the penalty of overlong completions."""
-    if not config.overlong_tokens:
-        return []
-    return [WeightedReward.overlong(config.sampling.max_new_tokens, config.overlong_tokens)]
 
 
 def build_machine(device: str, precision: str, threads: int) -> Machine:

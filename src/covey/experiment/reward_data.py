@@ -15,7 +15,8 @@ from covey.config.fields import plural
 from covey.config.files import read_file
 from covey.config.recipe_writing import config_to_dict
 from covey.data import Group
-from covey.experiment.llm import LoadedPolicy, Machine, build_machine, build_problem, fit_prompts, load_policy
+from covey.experiment.llm import LoadedPolicy, Machine, build_machine, load_policy
+from covey.experiment.problem import build_problem, fit_prompts
 from covey.llm.model.architecture import position_limit
 from covey.llm.reward_models.continuation_labels import LabelledCompletion, StepLabeller
 from covey.llm.reward_models.graded_groups import PairSource, graded_completions

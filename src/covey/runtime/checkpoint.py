@@ -68,12 +68,7 @@ class CheckpointFolder:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        keep: int = 2,
-        *,
-        before_save: Callable[[], None] = lambda: None,
-        team: Team = ALONE,
+        self, path: str | Path, keep: int = 2, *, before_save: Callable[[], None] = lambda: None, team: Team = ALONE
     ) -> None:
         """
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from covey.config import RunError, SamplerLost
+from covey.config import RunError
 from covey.data import Group, collate
 from covey.runtime.device import peak_memory_bytes
 from covey.runtime.timer import Clock
@@ -12,7 +12,7 @@ from covey.train.collect import GroupSource, StepGroups
 from covey.train.gather import check_agreement
 from covey.train.metrics import describe, describe_rewards
 from covey.train.prepare import prepare_batch
-from covey.train.state import Components, LoopConfig, Progress, optimizers_of, save_checkpoint
+from covey.train.state import Components, LoopConfig, Progress, optimizers_of, save_checkpoint, saved_if_lost
 from covey.train.update import update
 
 # An optimizer step with a non-finite gradient is skipped. After this number in a row, training has diverged.
@@ -24,16 +24,12 @@ def train(run: Components, config: LoopConfig, progress: Progress, *, should_sto
 
     Raises:
         RunError: after SKIPPED_STEPS_LIMIT steps in a row whose gradients were not finite.
-        SamplerLost: if no sampler is left. A step that has no rollouts has changed nothing, so a checkpoint is written.
+        SamplerLost: if no sampler is left; a checkpoint of the last complete step is written.
     """
     saved = progress.step
     while not config.is_done(progress) and not should_stop():
-        try:
+        with saved_if_lost(run, progress):
             metrics, groups = train_step(run, config, progress)
-        except SamplerLost:
-            if saved != progress.step:
-                save_checkpoint(run, progress)
-            raise
         metrics |= run.evaluate(progress.step)
         for observer in run.observers:
             observer.record(progress.step, metrics, groups)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from covey.algorithms import Algorithm
+from covey.config import SamplerLost
 from covey.data import (
     Checkpoints,
     Critic,
@@ -155,6 +157,16 @@ def save_checkpoint(run: Components, progress: Progress) -> None:
     """Save everything that the run needs to continue from here, bit for bit."""
     state = {name: component.state_dict() for name, component in _stateful(run).items()}
     run.checkpoints.save(progress.step, {"progress": vars(progress)} | state)
+
+
+@contextmanager
+def saved_if_lost(run: Components, progress: Progress) -> Iterator[None]:
+    """Context manager of a step: if its sampler is lost, the weights are those before the step, and are saved."""
+    try:
+        yield
+    except SamplerLost:
+        save_checkpoint(run, progress)
+        raise
 
 
 def load_checkpoint(run: Components, state: dict[str, Any]) -> Progress:

@@ -194,8 +194,10 @@ def test_the_rollouts_of_a_step() -> None:
 def test_whole_weights_up_to_seven_tenths_of_a_device() -> None:
     assert replica_bytes(100, 100, 2) == 100 * (2 + 4 + 8 + 4) + 100 * 2
     assert replica_bytes(100, 10, 4) == 110 * 4 + 100 * (8 + 4)
-    assert fits_replicated(100, 100, 2, 2858)
-    assert not fits_replicated(100, 100, 2, 2857)
+    assert replica_bytes(100, 10, 2, shards=4) == replica_bytes(100, 10, 2) + 2 * 400  # two sums of the tree
+    assert fits_replicated(100, 100, 2, 1, 2858)
+    assert not fits_replicated(100, 100, 2, 1, 2857)
+    assert not fits_replicated(100, 100, 2, 2, 2858)
     billion = 10**9
-    assert fits_replicated(28 * billion // 10, 28 * billion // 10, 2, 80 * billion)
-    assert not fits_replicated(7 * billion, 7 * billion, 2, 80 * billion)
+    assert fits_replicated(28 * billion // 10, 28 * billion // 10, 2, 1, 80 * billion)
+    assert not fits_replicated(7 * billion, 7 * billion, 2, 1, 80 * billion)

@@ -8,7 +8,7 @@ import pytest
 
 from covey.config import ArithmeticConfig, RewardConfig, RunConfig, SamplingConfig
 from covey.data import Group, Start
-from covey.experiment.llm import build_problem
+from covey.experiment.problem import build_problem
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.overlong import overlong
 from covey.llm.rewards.weighted_reward import WeightedReward
