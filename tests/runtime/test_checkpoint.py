@@ -188,7 +188,7 @@ def test_full_disk_is_seen_before_writing(folder, monkeypatch):
     folder.save(1, small_state(1))
     usage = namedtuple("usage", "total used free")(10, 9, 50_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(checkpoint, "_write", lambda *args: pytest.fail("wrote to a full disk"))
+    monkeypatch.setattr(checkpoint, "write_file", lambda *args: pytest.fail("wrote to a full disk"))
     with pytest.raises(MachineError, match=r"needs 81 MB .* 50 MB free"):
         folder.save(2, {"weight": torch.zeros(20_000_000)})
     assert checkpoint_names(folder) == ["step-00000001"]
@@ -200,7 +200,7 @@ def test_a_failed_write_leaves_the_older_ones_alone(folder, monkeypatch, failing
     folder.save(1, small_state(1))
     folder.save(2, small_state(2))
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
-    real_write = checkpoint._write
+    real_write = checkpoint.write_file
 
     def write(path, pieces):
         if path.name == failing:
@@ -208,7 +208,7 @@ def test_a_failed_write_leaves_the_older_ones_alone(folder, monkeypatch, failing
             raise OSError(number, os.strerror(number))
         return real_write(path, pieces)
 
-    monkeypatch.setattr(checkpoint, "_write", write)
+    monkeypatch.setattr(checkpoint, "write_file", write)
     with pytest.raises(MachineError, match=os.strerror(number)):
         folder.save(3, small_state(3))
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
@@ -223,7 +223,7 @@ def test_order_of_writing(folder, monkeypatch):
     folder.save(2, small_state(2))
     events = []
     real_write, real_sync, real_rmtree, real_publish = (
-        checkpoint._write, checkpoint.sync, shutil.rmtree, CheckpointFolder._publish,
+        checkpoint.write_file, checkpoint.sync, shutil.rmtree, CheckpointFolder._publish,
     )  # fmt: skip
     real_fsync = os.fsync
 
@@ -235,7 +235,7 @@ def test_order_of_writing(folder, monkeypatch):
 
         return noted
 
-    monkeypatch.setattr(checkpoint, "_write", note(lambda path, pieces: path.name, real_write))
+    monkeypatch.setattr(checkpoint, "write_file", note(lambda path, pieces: path.name, real_write))
     monkeypatch.setattr(checkpoint, "sync", note(lambda path: f"sync {path.name}", real_sync))
     monkeypatch.setattr(os, "fsync", note(lambda descriptor: "fsync", real_fsync))
     monkeypatch.setattr(shutil, "rmtree", note(lambda path, **_: f"remove {path.name}", real_rmtree))
