@@ -132,14 +132,12 @@ def test_a_run_starts_its_servers_and_they_end_with_it(model: Path, folder: Path
     while any(map(is_running, seen)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(is_running, seen))
+    recorded = (run / "metrics.jsonl").stat().st_mtime_ns
     running = start("train", "--resume", run, cwd=folder)
     assert running.pid is not None
-    while not (seen := serving_children(running.pid)) and running.poll() is None:
-        time.sleep(0.01)
-    metric_file = run / "metrics.jsonl"
-    while running.poll() is None and metric_file.read_text().count("\n") < 1:
-        time.sleep(0.005)
-    if seen and running.poll() is None:
+    while running.poll() is None and (run / "metrics.jsonl").stat().st_mtime_ns == recorded:
+        time.sleep(0.002)
+    if seen := serving_children(running.pid):
         os.kill(min(seen), signal.SIGKILL)
     code, said = running.ended()
     assert code == 0, said

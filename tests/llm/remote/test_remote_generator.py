@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,13 +111,29 @@ def test_two_servers_have_the_bits_of_this_process_before_and_after_an_update(
             change(policy)
             generator.refresh(version + 1)
     for private in private_folders():
-        assert not private.is_dir() or not list(private.glob(f"{generator.fleet._run}*"))
+        assert not private.is_dir() or not list(private.glob(f"*{generator.fleet._run}*"))
 
 
 def test_a_file_with_weights_is_private(servers: list[Serving], policy: LanguagePolicy, tmp_path: Path) -> None:
     with FileTransport(str(tmp_path)).offered({"a": torch.zeros(3)}, "run-1") as offer:
         assert offer.path.stat().st_mode & 0o777 == 0o600
     assert not list(tmp_path.iterdir())
+
+
+def test_the_file_of_a_run_that_was_killed_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    monkeypatch.setattr("covey.llm.remote.weights.SHARED_MEMORY", tmp_path)
+    (own,) = (folder for folder in private_folders() if folder.parent == tmp_path)
+    own.mkdir(mode=0o700)
+    left, running = own / f"{ended.pid}-a-1.safetensors", own / f"{os.getppid()}-a-1.safetensors"
+    for path in (left, running):
+        path.touch()
+    with FileTransport().offered({"a": torch.zeros(3)}, "run-1") as offer:
+        assert offer.path.parent == own
+    assert list(own.iterdir()) == [running]
 
 
 def test_failures_of_requests_are_those_of_this_process(servers: list[Serving], policy: LanguagePolicy) -> None:

@@ -40,6 +40,7 @@ class Children:
     words: Sequence[str]  # of the command `covey serve`, without its port
     seconds: float  # in which a server must have loaded its model
     _children: list[_Child] = field(default_factory=list)
+    _answered: bool = False
 
     def __post_init__(self) -> None:
         self._children = [_Child(port) for port in _free_ports(self.count)]
@@ -50,23 +51,30 @@ class Children:
         return [f"http://127.0.0.1:{child.port}" for child in self._children]
 
     def ensure(self) -> None:
-        """Start the servers that do not run, and wait until they accept connections.
+        """Start the servers that do not run, and wait until they accept connections, or have ended.
 
         Raises:
-            RunError: if one ends at once, or takes too long.
+            RunError: if one ends at once or takes too long, and none has answered in this run.
         """
         started = [child for child in self._children if child.process is None or child.process.poll() is not None]
         for child in started:
             self._start(child)
         deadline = time.monotonic() + self.seconds
-        for child in started:
-            while not _accepts(child.port):
-                assert child.process is not None
-                if child.process.poll() is not None:
-                    raise RunError(f"a sampler that the run has started ended at once: {_last_line(child)}")
-                if time.monotonic() > deadline:
-                    raise RunError(f"a sampler that the run has started does not answer within {self.seconds:g} s")
-                time.sleep(POLL_SECONDS)
+        faults = [fault for child in started if (fault := self._wait(child, deadline))]
+        if faults and not self._answered:
+            raise RunError(f"a sampler that the run has started {faults[0]}")
+        self._answered = True
+
+    def _wait(self, child: _Child, deadline: float) -> str:
+        """Wait until a server accepts connections; the reason why it does not, else ""."""
+        while not _accepts(child.port):
+            assert child.process is not None
+            if child.process.poll() is not None:
+                return f"ended at once: {_last_line(child)}"
+            if time.monotonic() > deadline:
+                return f"does not answer within {self.seconds:g} s"
+            time.sleep(POLL_SECONDS)
+        return ""
 
     def close(self) -> None:
         """End all servers."""

@@ -88,7 +88,7 @@ class FileTransport:
     def offered(self, tensors: Mapping[str, Tensor], name: str) -> Iterator[FileOffer]:
         size = sum(tensor.nbytes for tensor in tensors.values())
         folder = Path(self.folder) if self.folder else private_folder(size)
-        path = folder / f"{name}.safetensors"
+        path = folder / f"{os.getpid()}-{name}.safetensors"
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             save_file(dict(tensors), path)
@@ -120,9 +120,21 @@ def private_folder(size: int) -> Path:
         found = folder.lstat()
         if found.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink() or found.st_mode & 0o077:
             raise MachineError(f"{folder} is not a private folder of this user: remove it, or set sampler.folder")
+        _remove_files_of_killed_runs(folder)
         if shutil.disk_usage(folder).free > size + size // 16:
             return folder
     raise MachineError(f"no folder has room for {size:,} bytes of weights: set sampler.folder to one that has")
+
+
+def _remove_files_of_killed_runs(folder: Path) -> None:
+    """Remove the files of processes that have ended, from a private folder; a file's name begins with its process."""
+    for path in folder.glob("*.safetensors"):
+        try:
+            os.kill(int(path.name.partition("-")[0]), 0)
+        except ValueError:
+            continue
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
 
 
 async def give(client: Client, offer: Offer, version: str, *, covey: bool) -> None:
