@@ -187,8 +187,8 @@ def tiny_vllm_folder(folder: Path, *, tied: bool) -> Path:
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=len(CHARACTERS) + 3, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=tied,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
+        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     with torch.no_grad():
