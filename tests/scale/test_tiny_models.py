@@ -305,7 +305,7 @@ def offer_of(tensors: dict[str, torch.Tensor]) -> GroupOffer:
 def test_v11_a_killed_worker_loses_no_group(tied, tied_folder, scratch):
     """Of two servers one is killed in the middle; its groups go to the other, and it returns after it was restarted."""
     policy = policy_of(tied)
-    requests = requests_for(random_prompts(8, 20, VOCABULARY, seed=3), 2, 200)
+    requests = requests_for(random_prompts(8, 20, VOCABULARY, seed=3), 2, 200, end_ids=END)
     clients = [Client(f"http://127.0.0.1:{port}", TOKEN, 300.0) for port in (tied.settings.port, 8934)]
     fleet = Fleet(policy, clients, FileTransport(str(tied.weights)), False, Children(0, (), 300.0))
     generator = RemoteGenerator(fleet, Proof(policy, 3.0))
