@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.vllm_launcher import VllmProcess, VllmSettings
 from covey.llm.remote.weights import FileTransport, Transport, gathered, give
+from helpers.tiny_models import CHARACTERS, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".scale-venv" / "bin" / "python"
@@ -178,6 +180,24 @@ def running(
     with VllmProcess(settings, scratch / f"{port}.log") as process:
         seconds = process.wait_until(lambda: is_up(port), print)
         yield RunningVllm(process, settings, folder, weights, seconds)
+
+
+def tiny_vllm_folder(folder: Path, *, tied: bool) -> Path:
+    """A random Llama whose heads are large enough for vLLM's attention on CPUs."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(CHARACTERS) + 3, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
+        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def is_up(port: int) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from covey.config import RunError
 from covey.llm.policy import LanguagePolicy
@@ -35,7 +35,7 @@ from covey.llm.remote.group_transport import GroupOffer, GroupTransport, checksu
 from covey.llm.remote.probe import probe
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import FileTransport, gathered, give
-from helpers.tiny_models import CHARACTERS, tiny_tokenizer
+from helpers.tiny_models import CHARACTERS
 from helpers.vllm_servers import (
     PYTHON,
     ROOT,
@@ -48,30 +48,13 @@ from helpers.vllm_servers import (
     refusal,
     requests_for,
     running,
+    tiny_vllm_folder,
     workers_of,
 )
 
 VOCABULARY = len(CHARACTERS) + 3
 END = frozenset({1})
 OPTIONS = {"slots": 16, "max_model_len": 1024, "eager": True, "threads": 1}
-
-
-def tiny(folder: Path, *, tied: bool) -> Path:
-    """A random Llama whose heads are large enough for vLLM's attention on CPUs."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=tied, bos_token_id=None,
-        eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def load(server: RunningVllm) -> LlamaForCausalLM:
@@ -89,7 +72,7 @@ def scratch(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tied_folder(scratch) -> Path:
-    return tiny(scratch / "tied", tied=True)
+    return tiny_vllm_folder(scratch / "tied", tied=True)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +84,7 @@ def tied(tied_folder, scratch):
 
 @pytest.fixture(scope="module")
 def untied(scratch):
-    with running(tiny(scratch / "untied", tied=False), scratch, 8932, **OPTIONS) as server:
+    with running(tiny_vllm_folder(scratch / "untied", tied=False), scratch, 8932, **OPTIONS) as server:
         yield server
 
 
@@ -322,7 +305,7 @@ def offer_of(tensors: dict[str, torch.Tensor]) -> GroupOffer:
 def test_v11_a_killed_worker_loses_no_group(tied, tied_folder, scratch):
     """Of two servers one is killed in the middle; its groups go to the other, and it returns after it was restarted."""
     policy = policy_of(tied)
-    requests = requests_for(random_prompts(8, 20, VOCABULARY, seed=3), 2, 200)
+    requests = requests_for(random_prompts(8, 20, VOCABULARY, seed=3), 2, 200, end_ids=END)
     clients = [Client(f"http://127.0.0.1:{port}", TOKEN, 300.0) for port in (tied.settings.port, 8934)]
     fleet = Fleet(policy, clients, FileTransport(str(tied.weights)), False, Children(0, (), 300.0))
     generator = RemoteGenerator(fleet, Proof(policy, 3.0))

@@ -112,5 +112,5 @@ def test_another_model_is_refused_before_any_update(server, folder):
 
 def test_a_server_that_does_not_answer_is_one_line(folder):
     nobody = Serving(None, "http://127.0.0.1:9")  # type: ignore[arg-type]
-    with pytest.raises(RunError, match="cannot be probed: http://127.0.0.1:9 did not answer"):
+    with pytest.raises(RunError, match=r"cannot be probed: http://127\.0\.0\.1:9 did not answer"):
         probed(nobody, policy_of(), FileTransport(str(folder)))
