@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md, section "Planning a cluster", from the output of `covey plan --ranks` and `--cluster`.
+"""The tables of docs/planning.md, from the output of `covey plan --ranks` and `--cluster`.
 
     .venv/bin/python benchmarks/cluster_tables.py           print them
     .venv/bin/python benchmarks/cluster_tables.py --write   replace them in the docs
@@ -19,7 +19,7 @@ from pathlib import Path
 from covey.cli.main import main as covey
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs" / "scale.md"
+DOCS = ROOT / "docs" / "planning.md"
 COMMON = ["--device-memory", "80GiB", "--prompts-per-step", "64", "--group-size", "16"]
 MODELS = {  # ranks and tokens of a microbatch
     "7b": (8, 16384),
@@ -124,7 +124,7 @@ def block(name: str) -> re.Pattern[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the tables in docs/scale.md")
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/planning.md")
     arguments = parser.parse_args()
     text = DOCS.read_text(encoding="utf-8")
     for name, table in TABLES.items():

@@ -1,4 +1,4 @@
-"""covey with a real vLLM as the sampler: `make scale`, which creates the environment for it. docs/scale.md has the
+"""covey with a real vLLM as the sampler: `make scale`, which creates the environment for it. docs/samplers.md has the
 results.
 """
 

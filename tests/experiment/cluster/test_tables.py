@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md are what `covey plan` prints."""
+"""The tables of docs/planning.md are what `covey plan` prints."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> object:
 
 def in_docs(tables: object, name: str) -> list[str]:
     found = tables.block(name).search(TEXT)  # type: ignore[attr-defined]
-    assert found is not None, f"docs/scale.md has no table {name}"
+    assert found is not None, f"docs/planning.md has no table {name}"
     return found[0].splitlines()
 
 
