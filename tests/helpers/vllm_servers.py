@@ -65,15 +65,20 @@ class RunningVllm:
         with transport.offered(gathered(module, module.dtype), version) as offer:
             asyncio.run(give(self.client, offer, version, covey=False))
 
-    def raw(self, requests: Sequence[GenerationRequest], salt: str = "", at_once: int = 64) -> list[dict[str, Any]]:
+    def raw(
+        self, requests: Sequence[GenerationRequest], salt: str = "", at_once: int = 64, *, ignore_eos: bool = False
+    ) -> list[dict[str, Any]]:
         """The answers to requests, many at once."""
-        return asyncio.run(self._raw(requests, salt, at_once))
+        return asyncio.run(self._raw(requests, salt, at_once, ignore_eos))
 
-    async def _raw(self, requests: Sequence[GenerationRequest], salt: str, at_once: int) -> list[dict[str, Any]]:
+    async def _raw(
+        self, requests: Sequence[GenerationRequest], salt: str, at_once: int, ignore_eos: bool
+    ) -> list[dict[str, Any]]:
         limit = asyncio.Semaphore(at_once)
 
         async def ask(request: GenerationRequest) -> dict[str, Any]:
             body = wire.request_body(request, salt or "tests", covey=False)
+            body["sampling_params"]["ignore_eos"] = ignore_eos
             if not salt:
                 del body["cache_salt"]
             async with limit:

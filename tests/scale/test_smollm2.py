@@ -151,7 +151,7 @@ def test_v5_an_update_in_flight_divides_the_completions(server, folder, prompts)
     server.update(old, "old")
     requests = requests_for(prompts[:16], 1, 256)
     answers: list[dict] = []
-    writing = threading.Thread(target=lambda: answers.extend(server.raw(requests)))
+    writing = threading.Thread(target=lambda: answers.extend(server.raw(requests, ignore_eos=True)))
     writing.start()
     time.sleep(4.0)
     server.update(new, "new")
@@ -183,7 +183,8 @@ def test_v6_a_prefix_of_older_weights_is_not_used(fp32, folder, prompts):
         fp32.sample(requests, salt=salt)
     change(module, 0.02)
     with FileTransport(str(fp32.weights)).offered(gathered(module, torch.float32), "new") as offer:
-        fp32.post(f"{wire.PAUSE}?mode=keep", {})  # as `give`, without emptying the cache
+        # As `give`, but the cache is kept, as it is anyway if requests are running.
+        fp32.post(f"{wire.PAUSE}?mode=keep&clear_cache=false", {})
         fp32.post(wire.START, {})
         asyncio.run(offer.send(fp32.client, {}))
         fp32.post(wire.FINISH, {"weight_version": "new"})
