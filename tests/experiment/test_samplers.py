@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.rank_cases import start_ranks
 from helpers.run_helpers import LIMIT_SECONDS, Moment, covey, is_running, start
 from helpers.sampled_runs import files_of, sampler_table, write_recipe
 from helpers.samplers import Proxy, Serving, begin, is_generation, serving, token_file, wait_for
@@ -153,6 +154,36 @@ def test_check_names_the_sampler_and_starts_none(model: Path, folder: Path) -> N
     code, said = covey("check", write_recipe(folder, "checked", model, sampler=table), cwd=folder)
     assert code == 0, said
     assert "start = 2" in said
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_two_ranks_share_two_servers_and_end_alike_if_both_are_lost(
+    servers: list[Serving], model: Path, folder: Path
+) -> None:
+    shards = "[cluster]\nshards = 2\n"
+    code, said = covey(
+        "train", write_recipe(folder, "shards", model, sampler=shards), "--run-dir", folder / "shards", cwd=folder
+    )
+    assert code == 0, said
+
+    def close(request: bytes, answer: bytes) -> bytes:
+        return b"" if b'"step": 3' in request else answer
+
+    with Proxy(servers[0].address, close) as first, Proxy(servers[1].address, close) as second:
+        table = sampler_table([first.address, second.address], token_file(folder), timeout=3.0, attempts=9)
+        recipe = write_recipe(folder, "ranks", model, sampler=shards + table)
+        ranks = start_ranks(["-m", "covey", "train", str(recipe), "--run-dir", str(folder / "ranks")], 2, folder)
+        lines = [rank.communicate(timeout=LIMIT_SECONDS)[1].strip().splitlines()[-1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [1, 1]
+        assert all(f"error: rank {rank}: " in line for rank, line in enumerate(lines)), lines
+        assert (folder / "ranks" / "checkpoints" / "step-00000002").is_dir()
+        first.bend = second.bend = lambda request, answer: answer
+        code, said = covey("train", "--resume", folder / "ranks", cwd=folder)
+        assert code == 0, said
+    found, expected = files_of(folder / "ranks"), files_of(folder / "shards")
+    for name in expected:
+        assert found[name] == expected[name], name
 
 
 @pytest.mark.slow
