@@ -99,6 +99,13 @@ def test_an_answer_that_is_wrong_in_one_place_is_refused(path: tuple[Any, ...], 
     assert type(caught.value) is kind
 
 
+def test_a_completion_that_was_cut_is_refused():
+    answer = replaced((*CHOICE, "token_ids", 2), 9)
+    answer["choices"][0]["finish_reason"] = "length"
+    with pytest.raises(wire.BadBody, match="is cut"):
+        read(answer)
+
+
 def test_spans_of_one_version_may_be_several():
     answer = replaced(
         (*CHOICE, "weight_versions"),
