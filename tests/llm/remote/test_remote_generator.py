@@ -118,11 +118,8 @@ def test_prompts_of_several_calls_and_prefixes_have_the_bits_of_this_process(
     servers: list[Serving], policy: LanguagePolicy
 ) -> None:
     """A server that prefills some of a call's prompts splits them where all of them together would be split."""
-    several = [
-        requests(),
-        requests(2, 1),
-        [*requests(3, 3), GenerationRequest((7,) * 9, 4, RandomKey(3, 3, 9), SETTINGS)],
-    ]
+    other = GenerationRequest((7,) * 9, 4, RandomKey(3, 3, 9), SETTINGS)
+    several = [requests(), requests(2, 1), [*requests(3, 3), other]]
     with remote(policy, [server.address for server in servers]) as generator:
         for asked in several:
             assert generator.generate(asked) == expected(policy, asked)
@@ -325,7 +322,7 @@ def test_three_answers_of_another_run_end_this_one(servers: list[Serving], polic
         with Proxy(servers[0].address, steal) as proxy:
             generator.fleet.clients = [Client(proxy.address, TOKEN, 120.0)]
             generator.refresh(0)
-            with pytest.raises(RunError, match="3 answers in a row came from other weights"):
+            with pytest.raises(RunError, match="3 times in a row a sampler had other weights"):
                 generator.generate(requests())
 
 

@@ -1,8 +1,8 @@
 """Generates the requests of several callers, in a thread in which also new weights are put in place.
 
 Requests wait in a queue. Those at its beginning with equal settings, number of completions and shared prefix are
-generated in one batch, and further ones are admitted between two tokens, as rows become free. A change of the weights is a job in the
-same queue: the batch before it ends first.
+generated in one batch, and further ones are admitted between two tokens, as rows become free. A change of the weights
+is a job in the same queue: the batch before it ends first.
 """
 
 from __future__ import annotations

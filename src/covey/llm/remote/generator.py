@@ -168,8 +168,8 @@ class _Call:
         self.fleet.lose(answer.server, str(error))
         if self.wrong_versions >= MOST_WRONG_VERSIONS:
             raise RunError(
-                f"{MOST_WRONG_VERSIONS} times in a row a sampler had other weights than it was given ({error}): another "
-                "run may use the same samplers"
+                f"{MOST_WRONG_VERSIONS} times in a row a sampler had other weights than it was given ({error}): "
+                "another run may use the same samplers"
             )
         self._send_again(answer.number)
 
