@@ -7,6 +7,7 @@ Shapes: B rollouts, T actions, D decisions of the batch, N distinct decisions, L
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -118,7 +119,13 @@ class LanguagePolicy:
         """Log-probability and entropy of every decision, at the sampling temperature, in nats; 0 if undecided."""
         batch = batch.to(self.device)
         evaluate = self._evaluate_packed if self.shares_prompts else self._evaluate_rows
-        return PolicyOutput(**self.weights.run(lambda: evaluate(batch)))
+        names = [field.name for field in fields(PolicyOutput)]
+
+        def outputs() -> dict[str, Tensor | None]:  # FSDP2 finds no tensors in a dataclass
+            output = evaluate(batch)
+            return {name: getattr(output, name) for name in names}
+
+        return PolicyOutput(**self.weights.run(outputs))
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
         """Row indices of each microbatch, of at most `microbatch_tokens` tokens; shared tokens count once."""
@@ -140,7 +147,7 @@ class LanguagePolicy:
         """logp_TV over the vocabulary at the last `decisions` tokens, by the model's own forward pass, in nats."""
         return exact_logprobs(next_token_logits(self.module, tokens_L, decisions), self.temperature)
 
-    def _evaluate_packed(self, batch: Batch) -> dict[str, Tensor]:
+    def _evaluate_packed(self, batch: Batch) -> PolicyOutput:
         """One forward pass over all rollouts, packed into one row of tokens."""
         decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
         head = self.module.get_output_embeddings()
@@ -150,10 +157,9 @@ class LanguagePolicy:
         extra: dict[str, Tensor] = {}
         for output in self.extra:
             extra |= output.packed(self, batch, decided)
-        logprobs_BT, entropy_BT = decided.scatter_to_batch(logprobs_N), decided.scatter_to_batch(entropy_N)
-        return {"logprobs_BT": logprobs_BT, "entropy_BT": entropy_BT, **extra}
+        return PolicyOutput(decided.scatter_to_batch(logprobs_N), decided.scatter_to_batch(entropy_N), **extra)
 
-    def _evaluate_rows(self, batch: Batch) -> dict[str, Tensor]:
+    def _evaluate_rows(self, batch: Batch) -> PolicyOutput:
         """One forward pass of the model per rollout, recomputed in the backward pass to bound memory."""
         position_N = batch.mask_BT.flatten().nonzero()[:, 0]
         rows: list[dict[str, Tensor]] = []
@@ -166,7 +172,7 @@ class LanguagePolicy:
         }
         for output in self.extra:
             output_BT |= output.after_rows(self, batch)
-        return output_BT
+        return PolicyOutput(**output_BT)
 
     def _evaluate_row(self, tokens_L: Tensor, decisions: int) -> dict[str, Tensor]:
         """The fields of `PolicyOutput` for one rollout, [T] each."""

@@ -78,7 +78,7 @@ def remote(
 def requests(step: int = 1, count: int = 8, version: int = 0, temperature: float = 1.0) -> list[GenerationRequest]:
     settings = GenerationSettings(20, temperature, SETTINGS.end_ids, version)
     return [
-        GenerationRequest(tuple(range(3 + group, 13 + group)), 4, RandomKey(3, step, group), settings)
+        GenerationRequest((*range(20), *range(3 + group, 13 + group)), 4, RandomKey(3, step, group), settings)
         for group in range(count)
     ]
 
@@ -112,6 +112,17 @@ def test_two_servers_have_the_bits_of_this_process_before_and_after_an_update(
             generator.refresh(version + 1)
     for private in private_folders():
         assert not private.is_dir() or not list(private.glob(f"*{generator.fleet._run}*"))
+
+
+def test_prompts_of_several_calls_and_prefixes_have_the_bits_of_this_process(
+    servers: list[Serving], policy: LanguagePolicy
+) -> None:
+    """A server that prefills some of a call's prompts splits them where all of them together would be split."""
+    other = GenerationRequest((7,) * 9, 4, RandomKey(3, 3, 9), SETTINGS)
+    several = [requests(), requests(2, 1), [*requests(3, 3), other]]
+    with remote(policy, [server.address for server in servers]) as generator:
+        for asked in several:
+            assert generator.generate(asked) == expected(policy, asked)
 
 
 def test_a_file_with_weights_is_private(servers: list[Serving], policy: LanguagePolicy, tmp_path: Path) -> None:
@@ -311,7 +322,7 @@ def test_three_answers_of_another_run_end_this_one(servers: list[Serving], polic
         with Proxy(servers[0].address, steal) as proxy:
             generator.fleet.clients = [Client(proxy.address, TOKEN, 120.0)]
             generator.refresh(0)
-            with pytest.raises(RunError, match="3 answers in a row came from other weights"):
+            with pytest.raises(RunError, match="3 times in a row a sampler had other weights"):
                 generator.generate(requests())
 
 

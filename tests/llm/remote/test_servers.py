@@ -233,6 +233,7 @@ def test_every_route_but_one_needs_the_token(server: Serving) -> None:
         ({"sampling_params": {"max_tokens": 4, "top_p": 0.9}}, "top_p"),
         ({"covey": {"seed": 2**32}}, "seed"),
         ({"covey": {"seed": "1"}}, "seed"),
+        ({"covey": {"shared_prefix": 9}}, "shared_prefix"),
         ({"weight_version": 3}, "weight_version"),
         ({"weight_version": None}, "weight_version"),
     ],

@@ -14,7 +14,7 @@ from covey.data import EndReason
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
 from covey.llm.remote import wire
 
-SETTINGS = GenerationSettings(4, 1.0, frozenset({1, 2}), 7)
+SETTINGS = GenerationSettings(4, 1.0, frozenset({1, 2}), 7, shared_prefix=1)
 REQUEST = GenerationRequest((5, 6), 2, RandomKey(3, 1, 4), SETTINGS)
 COMPLETIONS = [
     Completion([9, 8, 1], [-0.5, -1e-3, -2.25], EndReason.STOP, 7),
@@ -152,7 +152,7 @@ def test_a_request_is_read_as_it_was_written():
     body = json.loads(json.dumps(wire.request_body(REQUEST, "run-7", covey=True)))
     assert wire.read_request(body, 10, ("run-7", 7)) == REQUEST
     for key in (RandomKey(1, 2, 3, 4, 5), RandomKey(2**32 - 1, 0, 0, 2**32 - 2, 0)):
-        request = GenerationRequest((1,), 2, key, GenerationSettings(9, 0.0, frozenset({3}), 7))
+        request = GenerationRequest((1,), 2, key, GenerationSettings(9, 0.0, frozenset({3}), 7, shared_prefix=0))
         assert wire.read_request(wire.request_body(request, "run-7", covey=True), 10, ("run-7", 7)) == request
 
 

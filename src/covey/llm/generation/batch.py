@@ -23,6 +23,7 @@ from torch import Tensor
 
 from covey.llm.generation.decoder import Decoder
 from covey.llm.generation.token_sampling import sample_tokens
+from covey.llm.model.prefix_tree import shared_prompt_prefix
 from covey.llm.native.bindings import KernelSet
 
 
@@ -38,6 +39,7 @@ class ContinuousBatch:
         temperature: float,
         end_ids: Collection[int],
         kernels: KernelSet,
+        shared_prefix: int | None = None,
     ) -> None:
         """
         Args:
@@ -48,7 +50,10 @@ class ContinuousBatch:
             temperature: divides the logits; 0: argmax.
             end_ids: token ids that end a completion.
             kernels: for token sampling.
+            shared_prefix: number of tokens that all prompts share, also those that are added, and that are fed once;
+                None: that of these prompts.
         """
+        self.shared_prefix = shared_prompt_prefix(prompts) if shared_prefix is None else shared_prefix
         self.decoder, self.prompts, self.max_rows, self.temperature = decoder, prompts, max_rows, temperature
         self.group_size, self.max_new_tokens = len(uniforms_NT) // len(prompts), uniforms_NT.shape[1]
         self.end_ids, self.kernels = np.array(sorted(end_ids), dtype=np.int64), kernels
@@ -100,7 +105,8 @@ class ContinuousBatch:
         if begin == end:
             return []
         rows_each = 1 if self.decoder.can_fork else self.group_size
-        logits_SV = self.decoder.prefill([list(prompt) for prompt in self.prompts[begin:end]], rows_each)
+        prompts = [list(prompt) for prompt in self.prompts[begin:end]]
+        logits_SV = self.decoder.prefill(prompts, rows_each, self.shared_prefix)
         new = np.arange(begin * self.group_size, end * self.group_size)
         new_branches = len(self.fed_B) + np.arange(len(new)) * rows_each // self.group_size
         self.open_R, self.branch_R = np.append(self.open_R, new), np.append(self.branch_R, new_branches)

@@ -28,8 +28,12 @@ class Decoder(Protocol):
     def free_rows(self) -> int:
         """Number of rows that can be added now."""
 
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
-        """Append `group_size` rows for each prompt; returns logits_SV of the token after each prompt."""
+    def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
+        """Append `group_size` rows for each prompt; returns logits_SV of the token after each prompt.
+
+        `common` is the number of tokens that all prompts share and that are fed once, if the decoder can; None: chosen
+        from the prompts.
+        """
 
     def step(self, tokens_R: Tensor) -> Tensor:
         """Feed one token to every row; returns logits_RV of the next token."""
@@ -43,9 +47,11 @@ def token_bytes(layers: int, heads: Heads, itemsize: int) -> int:
     return 2 * layers * heads.keys * heads.width * itemsize
 
 
-def prefill(module: PreTrainedModel, prompts: list[list[int]]) -> tuple[Tensor, PrefillLayout]:
+def prefill(
+    module: PreTrainedModel, prompts: list[list[int]], common: int | None = None
+) -> tuple[Tensor, PrefillLayout]:
     """hidden_SW of the last token of each prompt, and the layout with the keys and values of all prompts."""
-    layout = PrefillLayout(prompts, device=module.device)
+    layout = PrefillLayout(prompts, module.device, common)
     hidden_NW = forward(module.base_model, layout.tokens, layout.positions, layout)
     return hidden_NW[layout.prompt_ends.to(module.device)], layout
 
@@ -55,8 +61,8 @@ class PrefillLayout(PackedLayout):
 
     stores_prompts = True
 
-    def __init__(self, prompts: list[list[int]], device: torch.device) -> None:
-        super().__init__(prompts, device=device)
+    def __init__(self, prompts: list[list[int]], device: torch.device, common: int | None = None) -> None:
+        super().__init__(prompts, device=device, common=common)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 

@@ -1,8 +1,8 @@
 """Generates the requests of several callers, in a thread in which also new weights are put in place.
 
-Requests wait in a queue. Those at its beginning with equal settings and number of completions are generated in one
-batch, and further ones are admitted between two tokens, as rows become free. A change of the weights is a job in the
-same queue: the batch before it ends first.
+Requests wait in a queue. Those at its beginning with equal settings, number of completions and shared prefix are
+generated in one batch, and further ones are admitted between two tokens, as rows become free. A change of the weights
+is a job in the same queue: the batch before it ends first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUIET_SECONDS, LONGEST_QUIET_SECONDS = 0.005, 0.1
 ROWS = 512  # that a batch has room for at least, if they fit into memory
 MOST_REQUESTS = 1 << 14  # of one batch, whose arrays grow with every further request
 
-Kind = tuple[int, GenerationSettings]
+Kind = tuple[int, GenerationSettings, tuple[int, ...]]
 
 
 @dataclass(eq=False)
@@ -48,8 +48,9 @@ class _Waiting:
 
     @property
     def kind(self) -> Kind:
-        """Requests of one kind can be in one batch."""
-        return self.request.completions, self.request.settings
+        """Requests of one kind can be in one batch; the last part are the tokens that their prompts share."""
+        settings = self.request.settings
+        return self.request.completions, settings, self.request.prompt[: settings.shared_prefix or 0]
 
 
 @dataclass(eq=False)
@@ -176,7 +177,7 @@ class Engine:
                     job.future.set_exception(error)
 
     def _batch(self, jobs: list[_Waiting]) -> ContinuousBatch:
-        prompts, (completions, settings) = [job.request.prompt for job in jobs], jobs[0].kind
+        prompts, (completions, settings, _) = [job.request.prompt for job in jobs], jobs[0].kind
         backend = self.policy.backend
         fitting = self.rows or fitting_rows(row_bytes(backend, prompts, settings.max_new_tokens))
         rows = max(min(fitting, max(ROWS, len(jobs) * completions)), completions)
@@ -188,6 +189,7 @@ class Engine:
             settings.temperature,
             settings.end_ids,
             backend.kernels,
+            settings.shared_prefix,
         )
 
 

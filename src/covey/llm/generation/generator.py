@@ -40,6 +40,9 @@ class GenerationSettings:
     version: int  # required version of the weights
     max_rows: int = 0  # maximal number of completions in a batch; 0: the generator chooses
     deadline_seconds: float | None = None  # from the call of `generate` on; None: no limit
+    # Number of tokens that all prompts of a batch share and that are fed once; None: chosen from the requests of a
+    # call. The last bits of log-probabilities depend on it.
+    shared_prefix: int | None = None
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class CacheDecoder:
         return 0 if self.cohorts else self.rows
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
+    def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
         lengths = [0 if self.pads else len(prompt) for prompt in prompts]
         numbers = torch.arange(len(prompts) * group_size, device=self.module.device).view(len(prompts), group_size)
         logits_by_prompt: dict[int, Tensor] = {}
@@ -165,7 +165,7 @@ class FullForwardDecoder:
         return self.rows - len(self.tokens)
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
+    def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
         self.tokens += [list(prompt) for prompt in prompts for _ in range(group_size)]
         return self._forward(prompts)
 

@@ -98,6 +98,7 @@ class LocalGenerator:
             settings.temperature,
             settings.end_ids,
             self.policy.backend.kernels,
+            settings.shared_prefix,
         )
 
     def _run(

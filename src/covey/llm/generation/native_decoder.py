@@ -79,8 +79,8 @@ class NativeDecoder:
         return len(self.free)
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
-        hidden_SW, layout = prefill(self.module, prompts)
+    def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
+        hidden_SW, layout = prefill(self.module, prompts, common)
         for prompt, length in enumerate(layout.prompt_lengths):
             shape = len(layout.keys), self.heads.keys, padded(length) * padded(self.heads.width)
             keys, values = hidden_SW.new_empty(2, *shape)

@@ -68,8 +68,8 @@ class SharedPrefixDecoder:
         return self.rows if self.layout is None else 0
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Tensor:
-        hidden_SW, stored = prefill(self.module, prompts)
+    def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
+        hidden_SW, stored = prefill(self.module, prompts, common)
         prompt_of_row = torch.arange(len(prompts), device=self.module.device).repeat_interleave(group_size)
         self.layout = _DecodingLayout(stored, prompt_of_row)
         return self.network.head(hidden_SW)

@@ -109,22 +109,27 @@ class PackedLayout:
         completions: Sequence[Tensor] = (),
         prompt_of_row: Sequence[int] = (),
         device: torch.device | None = None,
+        common: int | None = None,
     ) -> None:
-        """Completions are ordered by prompt."""
-        self.prompt_lengths = [len(prompt) for prompt in prompts]
-        self.prompt_of_row = list(prompt_of_row)
+        """Completions are ordered by prompt.
+
+        Args:
+            common: tokens of the common prefix that are fed once; None: chosen from the prompts. The last bits of a
+                prompt's numbers depend on it.
+        """
+        self.prompt_lengths, self.prompt_of_row = [len(prompt) for prompt in prompts], list(prompt_of_row)
         self.device = device
-        self.common = shared_prompt_prefix(prompts)
-        prompt_suffixes = [torch.tensor(prompt[self.common :]) for prompt in prompts]
-        parts = [torch.tensor(prompts[0][: self.common], dtype=torch.int64), *prompt_suffixes]
+        self.common = shared_prompt_prefix(prompts) if common is None else common
+        suffixes = [torch.tensor(prompt[self.common :]) for prompt in prompts]
+        parts = [torch.tensor(prompts[0][: self.common], dtype=torch.int64), *suffixes]
         self.prompt_ends = torch.tensor([len(part) for part in parts]).cumsum(0)[1:] - 1  # the last token of each
         self.nodes = build_prefix_tree(completions, prompt_of_row)
         written = [completions[node.rows[0]][node.begin : node.end] for node in self.nodes]
         self.tokens = torch.cat([*parts, *written]).to(device)
         begins = [0, *[self.common for _ in prompts]]
         begins += [self.prompt_lengths[node.prompt] + node.begin for node in self.nodes]
-        spans = zip(begins, (*parts, *written), strict=True)
-        self.positions = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in spans]).to(device)
+        positions = [torch.arange(b, b + len(part)) for b, part in zip(begins, (*parts, *written), strict=True)]
+        self.positions = torch.cat(positions).to(device)
         self.mask: Tensor | None = None  # of the fused path, created when first needed
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from covey.config import RunError, SamplerLost
 from covey.llm.generation.generator import (
@@ -18,15 +18,17 @@ from covey.llm.generation.generator import (
     GenerationFailure,
     GenerationRequest,
     GenerationResult,
+    GenerationSettings,
     Ready,
 )
+from covey.llm.model.prefix_tree import shared_prompt_prefix
 from covey.llm.remote.client import FailedRequest, LostServer, OtherWeights
 from covey.llm.remote.fleet import Fleet
 from covey.llm.remote.outstanding import Answer, Outstanding
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import is_sharded
 
-MOST_WRONG_VERSIONS = 3  # answers of other weights in a row, after which a run ends
+MOST_WRONG_VERSIONS = 3  # servers in a row that answer with other weights, after which a run ends
 
 
 @dataclass
@@ -46,7 +48,7 @@ class RemoteGenerator:
             SamplerLost: if no server is left.
             RunError: if a request has failed on several servers.
         """
-        call = _Call(self, requests, ready)
+        call = _Call(self, with_shared_prefix(requests), ready)
         try:
             return call.run()
         except SamplerLost:
@@ -68,6 +70,21 @@ class RemoteGenerator:
     def close(self) -> None:
         """End the requests in the background."""
         self.fleet.close()
+
+
+def with_shared_prefix(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    """The requests with the shared prefix that `LocalGenerator` chooses for them. Each server has only some of them."""
+    batches: dict[tuple[int, GenerationSettings], list[GenerationRequest]] = {}
+    for request in requests:
+        batches.setdefault((request.completions, request.settings), []).append(request)
+    shared = {kind: shared_prompt_prefix([one.prompt for one in batch]) for kind, batch in batches.items()}
+    return [
+        replace(
+            request,
+            settings=replace(request.settings, shared_prefix=shared[request.completions, request.settings]),
+        )
+        for request in requests
+    ]
 
 
 @dataclass
@@ -154,12 +171,13 @@ class _Call:
                 self._send_again(answer.number)
 
     def _lose(self, answer: Answer, error: LostServer) -> None:
+        if answer.server in self.fleet.rotation:  # further answers of a lost server say nothing new
+            self.wrong_versions = self.wrong_versions + 1 if isinstance(error, OtherWeights) else 0
         self.fleet.lose(answer.server, str(error))
-        self.wrong_versions = self.wrong_versions + 1 if isinstance(error, OtherWeights) else 0
         if self.wrong_versions >= MOST_WRONG_VERSIONS:
             raise RunError(
-                f"{MOST_WRONG_VERSIONS} answers in a row came from other weights than the run's ({error}): another run "
-                "may use the same samplers"
+                f"{MOST_WRONG_VERSIONS} times in a row a sampler had other weights than it was given ({error}): "
+                "another run may use the same samplers"
             )
         self._send_again(answer.number)
 

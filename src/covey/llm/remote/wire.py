@@ -13,8 +13,8 @@
 | `POST /reset_prefix_cache`           |                                 | `{"success"}`                      |
 
 A version of weights is a text that only its run uses, so the weights of another run are other weights. covey's own
-server takes two keys more in a request: `covey`, the key of its random numbers, and `weight_version`, the version that
-it must have.
+server takes two keys more in a request: `weight_version`, the version that it must have, and `covey`, the key of its
+random numbers with the number of tokens that the prompt shares with the others of its step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def request_body(request: GenerationRequest, version: str, *, covey: bool) -> di
         "skip_special_tokens": False,
     }
     body = {"token_ids": list(request.prompt), "sampling_params": parameters, "cache_salt": version}
-    return body | {"covey": asdict(key), "weight_version": version} if covey else body
+    own = asdict(key) | {"shared_prefix": settings.shared_prefix or 0}
+    return body | {"covey": own, "weight_version": version} if covey else body
 
 
 def request_seed(key: RandomKey) -> int:
@@ -119,12 +120,18 @@ def read_request(body: Any, vocabulary: int, weights: tuple[str, int]) -> Genera
     if temperature < 0:
         raise BadBody("sampling_params.temperature must be at least 0")
     end_ids = frozenset(_tokens(parameters.get("stop_token_ids", []), vocabulary, "sampling_params.stop_token_ids"))
-    key = _key(_object(fields.get("covey"), "covey"), n)
+    own = _object(fields.get("covey"), "covey")
+    key = _key(own, n)
+    # The last token of a prompt is never shared.
+    shared = _integer(own.get("shared_prefix", 0), 0, len(token_ids) - 1, "covey.shared_prefix")
     label, number = weights
     if read_version(fields.get("weight_version")) != label:
         raise WrongVersion("the weights are not those that are requested")
     return GenerationRequest(
-        tuple(token_ids), n, key, GenerationSettings(max_tokens, temperature, end_ids, version=number)
+        tuple(token_ids),
+        n,
+        key,
+        GenerationSettings(max_tokens, temperature, end_ids, version=number, shared_prefix=shared),
     )
 
 
