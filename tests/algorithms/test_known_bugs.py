@@ -326,6 +326,8 @@ def test_trl_3493_later_passes_used_as_if_on_policy(plan):
     tables = []
 
     class Watched(PlainDescent):
+        def before_last_pass(self) -> None: ...
+
         def step(self, learning_rate):
             result = super().step(learning_rate)
             tables.append(policy.table.detach().clone())

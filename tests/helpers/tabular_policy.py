@@ -100,6 +100,8 @@ class Recorder:
         self.gradients: list[Tensor] = []
         self.learning_rates: list[float] = []
 
+    def before_last_pass(self) -> None: ...
+
     def step(self, learning_rate: float) -> Result:
         gradient = self.policy.table.grad
         assert gradient is not None
@@ -114,6 +116,8 @@ class PlainDescent:
 
     def __init__(self, policy: ToyPolicy | ToyCritic) -> None:
         self.policy = policy
+
+    def before_last_pass(self) -> None: ...
 
     def step(self, learning_rate: float) -> Result:
         gradient = self.policy.table.grad

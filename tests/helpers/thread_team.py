@@ -30,6 +30,9 @@ class ThreadTeam:
     def exchange(self, message: bytes) -> list[bytes]:
         return self._all(message)
 
+    def passes(self, own: int) -> int:
+        return own
+
     def sum(self, tensors: Sequence[Tensor]) -> None:
         rows = self._all([tensor.clone() for tensor in tensors])
         while len(rows) > 1:

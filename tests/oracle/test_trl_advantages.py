@@ -92,6 +92,8 @@ class NoStep(NamedTuple):
     grad_norm: float = 0.0
     applied: bool = True
 
+    def before_last_pass(self) -> None: ...
+
     def step(self, learning_rate: float) -> NoStep:
         return self
 

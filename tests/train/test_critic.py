@@ -179,6 +179,8 @@ def test_the_kl_is_that_of_the_epoch_and_not_of_all_so_far():
         def __init__(self, policy: ToyPolicy) -> None:
             self.policy, self.steps = policy, 0
 
+        def before_last_pass(self) -> None: ...
+
         def step(self, learning_rate: float) -> Result:
             self.policy.table.grad = None
             self.steps += 1

@@ -184,6 +184,8 @@ class KeepsGradient:
     def __init__(self, policy: LanguagePolicy) -> None:
         self.policy = policy
 
+    def before_last_pass(self) -> None: ...
+
     def step(self, learning_rate: float) -> Result:
         return Result(1.0)
 

@@ -318,6 +318,8 @@ class Kept:
         self.module = module
         self.found: list[dict[str, Tensor]] = []
 
+    def before_last_pass(self) -> None: ...
+
     def step(self, learning_rate: float) -> Result:
         self.found.append(gradients_of(self.module))
         self.module.zero_grad()
