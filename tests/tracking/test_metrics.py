@@ -42,7 +42,9 @@ def test_find_knows_patterns_and_refuses_strangers() -> None:
 
 def test_what_depends_on_the_clock_is_marked() -> None:
     clock = {name for name in metrics.METRICS if not metrics.is_reproducible(name)}
-    expected = {name for name in metrics.METRICS if name.startswith(("time/", "memory/"))} | {"decisions_per_second"}
+    expected = {name for name in metrics.METRICS if name.startswith(("time/", "memory/", "sampler/"))} | {
+        "decisions_per_second"
+    }
     assert clock == expected
     assert metrics.is_reproducible("reward/my_function")
 

@@ -173,7 +173,7 @@ def test_each_rank_samples_its_own_starts_and_has_the_groups_of_all() -> None:
     everything = [(index, index / 3, [index, 1]) for index in range(5)]
     assert collected(Alone(4)) == ([[0], [1], [2], [3, 4]], everything)
     assert on_ranks(2, 4, collected) == [([[0], [1]], everything), ([[2], [3, 4]], everything)]
-    assert Counter(map(str, on_ranks(8, 8, collected)))[str(([], everything))] == 3  # more shards than starts
+    assert Counter(map(str, on_ranks(8, 8, collected)))[str(([[]], everything))] == 3  # more shards than starts
 
 
 def measure(name: str):  # type: ignore[no-untyped-def]

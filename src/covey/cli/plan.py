@@ -93,7 +93,7 @@ def plan_command(arguments: argparse.Namespace, fields_given: list[str]) -> None
         report = plan_memory(
             arguments.model,
             fields_given,
-            algorithms=(arguments.algorithm or ALGORITHMS).split(","),
+            algorithms=(ALGORITHMS if arguments.algorithm is None else arguments.algorithm).split(","),
             critic_trunk=arguments.critic_trunk,
             prompt_tokens=arguments.prompt_tokens,
             reward_model=arguments.reward_model,
@@ -106,7 +106,7 @@ def plan_command(arguments: argparse.Namespace, fields_given: list[str]) -> None
 def _report_of_ranks(
     arguments: argparse.Namespace, fields_given: list[str], devices: dict[str, Any], simulated: dict[str, Any]
 ) -> str:
-    algorithm = arguments.algorithm or "grpo"
+    algorithm = "grpo" if arguments.algorithm is None else arguments.algorithm
     if "," in algorithm:
         raise ConfigError("--ranks plans one algorithm at a time: name one with --algorithm")
     plan = SimulationConfig(**simulated) if arguments.cluster else None
