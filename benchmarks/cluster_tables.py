@@ -130,7 +130,9 @@ def main() -> None:
     for name, table in TABLES.items():
         lines = "\n".join(table())
         print(lines, "\n")
-        text = block(name).sub(lambda _, lines=lines: lines, text)
+        old = block(name).search(text)
+        assert old is not None, f"{DOCS} has no table {name}"
+        text = text.replace(old[0], lines)
     if arguments.write:
         DOCS.write_text(text, encoding="utf-8")
 

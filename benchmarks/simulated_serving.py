@@ -81,7 +81,7 @@ class Servers:
             load_model(model, dtype=torch.bfloat16, device=torch.device("cpu")).module.requires_grad_(False)
         )
         config = RunConfig(sampler=SamplerConfig(kind="covey", servers=tuple(addresses), max_mismatch=1e9))
-        self.generator = build_generator(config, self.policy)
+        self.generator, _ = build_generator(config, self.policy)
 
     def spend(self, requests: int, completions: int, max_new_tokens: int, end_ids: frozenset[int], step: int) -> Spent:
         """Generate requests, of which each server gets as many."""

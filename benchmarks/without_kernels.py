@@ -124,8 +124,15 @@ class Recorder:
         self.policy = policy
         self.gradient = torch.empty(0)
 
+    def before_last_pass(self) -> None:
+        """Nothing to do."""
+
     def end_shard(self) -> None:
         """Never called, because there is one shard."""
+
+    def checksum(self) -> int:
+        """Never called, because there is one rank."""
+        raise NotImplementedError
 
     def step(self, learning_rate: float) -> StepResult:
         parts = [weight.grad.float().flatten() for weight in self.policy.module.parameters() if weight.grad is not None]

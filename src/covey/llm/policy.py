@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class LanguagePolicy:
         evaluate = self._evaluate_packed if self.shares_prompts else self._evaluate_rows
         names = [field.name for field in fields(PolicyOutput)]
 
-        def outputs() -> dict[str, Tensor | None]:  # FSDP2 finds no tensors in a dataclass
+        def outputs() -> dict[str, Any]:  # FSDP2 finds no tensors in a dataclass
             output = evaluate(batch)
             return {name: getattr(output, name) for name in names}
 
