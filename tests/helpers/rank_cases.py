@@ -97,6 +97,7 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
     }  # fmt: skip
 
 
