@@ -163,7 +163,7 @@ def test_an_agent_learns_to_make_several_choices_from_observations_in_parts(tabl
         config_from_dict(
             {
                 **tables,
-                "steps": 60,
+                "steps": 100,
                 "run_dir": str(tmp_path / "run"),
                 "environment": {"id": NAME},
                 "update": {"learning_rate": 0.02, "epochs": 4},
