@@ -59,6 +59,13 @@ class RunningVllm:
     def get(self, route: str) -> Any:
         return asyncio.run(self.client.get(route))
 
+    def tokens_generated(self) -> float:
+        """Tokens that the server has generated since its start."""
+        request = urllib.request.Request(f"{self.address}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
+
     def update(self, module: nn.Module, version: str, transport: Transport | None = None) -> None:
         """Give a module's weights to the server, as a run does; by a file if no transport is given."""
         transport = transport or FileTransport(str(self.weights))
