@@ -89,6 +89,9 @@ CASES = {
     "ppo_process": case(algorithm="ppo", **STEPS),
     "grpo_inexact": case(cluster={"exact": False}, update=ONCE),
 }
+IN_FP32 = [name for name, config in CASES.items() if config.precision == "fp32"]
+CASES |= {f"{name}_bf16": replace(CASES[name], precision="bf16") for name in IN_FP32 if name != "grpo"}
+IN_BF16 = [name for name in CASES if name not in IN_FP32]
 QUICK = ("grpo_bf16",)
 
 
