@@ -24,6 +24,7 @@ class World:
     recorded: list[tuple[int, dict[str, float], list[Group]]] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     saved: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    bests: list[int] = field(default_factory=list)  # the best step with each checkpoint
     refreshed: list[int] = field(default_factory=list)
     version: int = 0
 
@@ -62,7 +63,8 @@ class World:
         self.records.append(record)
 
     def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
-        self.saved.append((step, state))
+        self.saved.append((step, state | {"progress": dict(state["progress"])}))
+        self.bests.append(best)
 
 
 def build(world: World, steps: int, **changes: Any) -> tuple[Components, LoopConfig]:
