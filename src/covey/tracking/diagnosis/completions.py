@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from covey.tracking.diagnosis.finding import Check, Seen
 from covey.tracking.diagnosis.history import RECENT, SETTLED, History
+from covey.tracking.diagnosis.rewards import is_solved
 from covey.tracking.diagnosis.settings import Settings
 
 TRUNCATED = 0.25
 MOSTLY_TRUNCATED = 0.75
 STILL = 0.8  # of the fraction RECENT steps ago, below which it is falling
-ALWAYS = 0.99  # fraction of truncated completions from the first step on: they are meant to be that long
+NEARLY_ALL = 0.9  # the others are too few to compare with
+EQUAL = 1e-6
+COSTLY = 0.5  # standard deviations of the reward
 DRIFT = 2.0  # factor of the length
 
 
@@ -18,20 +21,33 @@ def truncation(history: History, settings: Settings) -> Seen | None:
     level, before, start = history.level(name), history.level(name, skip=RECENT), history.start(name)
     if settings.is_control or level is None or before is None or start is None:
         return None
-    if level < TRUNCATED or level < STILL * before or (start >= ALWAYS <= level and history.rises("score/mean")):
+    if level < TRUNCATED or level < STILL * before:
         return None
+    cut, others = _rewards_of_cut(history, level)
+    if cut is None or others is None:  # unknown, or nearly all completions are cut
+        if history.rises("score/mean") or is_solved(history, settings):
+            return None
+        earned = ""
+    else:
+        if others - cut < max(COSTLY * (history.level("reward/std") or 0.0), EQUAL):
+            return None
+        earned = f"; they earned {cut:.3g}, the others {others:.3g}"
     limit = int(settings.number("sampling.max_new_tokens", 64))
-    shaped = (
-        ""
-        if settings.number("sampling.overlong_tokens", 0)
-        else (f", or {settings.change('sampling.overlong_tokens', max(limit // 5, 1))} if they should be shorter")
-    )
+    shaped = f", or {settings.change('sampling.overlong_tokens', max(limit // 5, 1))} if they should be shorter"
     return Seen(
-        f"the limit of {limit} tokens cut {level:.0%} of the completions of the last {RECENT} steps ({start:.0%} at "
-        "first)",
-        f"Try {settings.change('sampling.max_new_tokens', 2 * limit)}{shaped}",
+        f"the limit of {limit} tokens cut {level:.0%} of the completions of the last {RECENT} steps{earned}",
+        f"Try {settings.change('sampling.max_new_tokens', 2 * limit)}"
+        + ("" if settings.number("sampling.overlong_tokens", 0) else shaped),
         "problem" if level >= MOSTLY_TRUNCATED else "warning",
     )
+
+
+def _rewards_of_cut(history: History, fraction: float) -> tuple[float | None, float | None]:
+    """Mean reward of the completions that the limit cut, and of the others; None if unknown."""
+    cut, mean = history.level("length/truncated_reward"), history.level("reward/mean")
+    if cut is None or mean is None or fraction >= NEARLY_ALL:
+        return None, None
+    return cut, (mean - fraction * cut) / (1 - fraction)
 
 
 def length_drift(history: History, settings: Settings) -> Seen | None:
@@ -61,12 +77,13 @@ def _against_drift(settings: Settings, longer: bool) -> str:
 CHECKS = (
     Check(
         "truncation",
-        ("length/truncated_fraction", "length/mean", "length/max", "score/mean"),
+        ("length/truncated_fraction", "length/truncated_reward", "reward/mean", "reward/std", "score/mean"),
         truncation,
         f"the median fraction of cut completions is at least {TRUNCATED:.0%} (problem: {MOSTLY_TRUNCATED:.0%}) after "
-        f"{SETTLED} steps, is not falling, and not all completions were cut from the start while the score rises",
+        f"{SETTLED} steps and is not falling, and they earn less than the others by at least {COSTLY:g} standard "
+        f"deviations of the reward; if that is unknown or {NEARLY_ALL:.0%} are cut, the score has not risen",
         "A completion that is cut has no end and often no answer, so it is graded as wrong although it may be on "
-        "its way to be right. Cut completions that earn as much as others teach the policy not to end.",
+        "its way to be right. The policy learns to be short instead of right.",
         "DAPO (arXiv 2503.14476, section 3.4) on the noise of cut completions",
     ),
     Check(

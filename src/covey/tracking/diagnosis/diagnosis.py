@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from covey.tracking.diagnosis import completions, policies, rewards, updates
@@ -64,7 +65,8 @@ class Diagnosis:
         if self._checked == self.history.steps:
             return []
         self._checked = self.history.steps
-        self.history.mark_best("score/mean")
+        for name in ("score/mean", "reward/std"):
+            self.history.mark_best(name)
         new = []
         for check in self.checks:
             seen = check.find(self.history, self.settings)
@@ -76,6 +78,8 @@ class Diagnosis:
 
     def _finding(self, check: Check, seen: Seen) -> Finding:
         earlier = self._found.get(check.name)
+        if earlier and check.keeps_first:
+            return replace(earlier, last_step=self.history.step)
         return Finding(
             check=check.name,
             severity=seen.severity,

@@ -31,7 +31,7 @@ class Finding:
     @property
     def line(self) -> str:
         """The finding in one line, for a display."""
-        return f"{self.severity}: {self.check}: {self.evidence}. {self.remedy}"
+        return f"{self.severity} at step {self.first_step}: {self.check}: {self.evidence}. {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -57,3 +57,4 @@ class Check:
     condition: str  # with its thresholds, for docs/healthy.md
     explanation: str
     source: str = ""  # of the thresholds, for docs/healthy.md
+    keeps_first: bool = False  # evidence and remedy are those of the first observation, not of the last

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from covey.tracking.diagnosis.finding import Check, Seen
 from covey.tracking.diagnosis.history import RECENT, History
-from covey.tracking.diagnosis.rewards import reached_goal
+from covey.tracking.diagnosis.rewards import SOLVED, is_solved
 from covey.tracking.diagnosis.settings import Settings
 
 COLLAPSED = 0.1  # of the entropy at the start, or of the standard deviation of actions
 NEXT_TO_NOTHING = 0.02
-SOLVED = 0.95  # accuracy
 RISEN, RISEN_NATS = 2.0, 0.5  # factor and difference of the entropy
 RUNAWAY = 2.0  # times the entropy at the start
 RUNAWAY_NATS = 1.0
@@ -26,8 +25,7 @@ def entropy_collapse(history: History, settings: Settings) -> Seen | None:
     if start is None or level is None or start <= 0 or level > COLLAPSED * start:
         return None
     score = history.level("score/mean")
-    solved = reached_goal(history, settings) or (not settings.is_control and score is not None and score >= SOLVED)
-    if solved or not history.stalls("score/mean"):
+    if is_solved(history, settings) or not history.stalls("score/mean"):
         return None
     what = "the standard deviation of the actions" if name == "policy/std" else "the entropy"
     where = "" if score is None else f", and the score stands still at {score:.3g}"
@@ -66,9 +64,10 @@ def rising_entropy(history: History, settings: Settings) -> Seen | None:
 
 
 def kl_runaway(history: History, settings: Settings) -> Seen | None:
-    kl, entropy = history.level("kl"), history.start("entropy")
-    if settings.is_control or kl is None or entropy is None:
+    kl, entropies = history.level("kl"), history.of("entropy").first
+    if settings.is_control or kl is None or not entropies:
         return None
+    entropy = entropies[0]  # of the policy before its first update
     limit = max(RUNAWAY * entropy, RUNAWAY_NATS)
     if kl < limit:
         return None
@@ -121,12 +120,9 @@ def sampler_mismatch(history: History, settings: Settings) -> Seen | None:
     kl, effective = history.level("mismatch/kl"), history.level("mismatch/effective_sample_fraction")
     if kl is None or effective is None or (kl < MISMATCH_KL and effective > EFFECTIVE):
         return None
-    if settings.is_control:
-        advice = "an issue in covey: the sampler and the trainer of an environment are the same network"
-    elif settings.get("loss.importance_cap") is None and not settings.get("loss.importance_mask"):
-        advice = f"Try {settings.change('loss.importance_cap', 2.0)}, and {_closer_sampler(settings)}"
-    else:
-        advice = f"Try {_closer_sampler(settings)}"
+    advice = f"Try {_closer_sampler(settings)}"
+    if not settings.is_control and settings.get("loss.importance_cap") is None:
+        advice += f". Until it is mended, {settings.change('loss.importance_cap', 2.0)} bounds the error"
     return Seen(
         f"sampler and trainer differ by {kl:.2g} nats per decision, so {effective:.0%} of the sample size is left",
         advice,
@@ -136,19 +132,10 @@ def sampler_mismatch(history: History, settings: Settings) -> Seen | None:
 
 def _closer_sampler(settings: Settings) -> str:
     if settings.get("sampler.servers"):
-        return "the precision and the temperature of the servers, and whether they take the weights of every step"
-    return settings.change("precision", "fp32")
-
-
-def lost_samplers(history: History, settings: Settings) -> Seen | None:
-    rerouted = history.recent("sampler/rerouted")
-    if len(rerouted) < RECENT or sum(value > 0 for value in rerouted) < RECENT // 2:
-        return None
-    return Seen(
-        f"in {sum(value > 0 for value in rerouted)} of the last {RECENT} steps prompts were sent to another sampler, "
-        "because one did not answer",
-        "Read the logs of the servers in sampler.servers: out of memory, or overloaded",
-    )
+        return "the weights of each step, the same precision and the same temperature on the servers"
+    if not settings.is_control and settings.get("precision") != "fp32":
+        return settings.change("precision", "fp32")
+    return "the same run on another machine, and report it: sampler and trainer have the same weights here"
 
 
 CHECKS = (
@@ -215,12 +202,5 @@ CHECKS = (
         "precision or other settings. The gradient is then biased, and runs collapse late and without warning.",
         "ten times the KL of a healthy sampler in bf16 (docs/metrics.md); ms-swift's page on training-inference "
         "mismatch",
-    ),
-    Check(
-        "lost samplers",
-        ("sampler/rerouted", "sampler/servers"),
-        lost_samplers,
-        f"prompts were rerouted in at least half of the last {RECENT} steps",
-        "Other samplers do the work of one that fails, so steps take longer.",
     ),
 )

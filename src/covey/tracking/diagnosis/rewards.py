@@ -11,8 +11,10 @@ NEXT_TO_NO_SIGNAL = 0.95
 SMALL_GROUP = 3  # in groups of 2 at least half, of 3 a quarter have equal rewards, if rewards are 0 or 1
 SMALL_GROUP_NO_SIGNAL = 0.5
 EQUAL = 1e-6  # standard deviation of rewards, relative to their size, that is rounding
-SATURATED = 0.02  # standard deviation of rewards, relative to the largest of the run
+SATURATED = 0.02  # standard deviation of rewards, relative to its highest level
+NARROWED = 0.25  # the same, if the reward has risen meanwhile: the policy is on its way there
 STEPS_LEFT = 0.25  # fraction of the run that is left, below which it is not worth stopping
+SOLVED = 0.95  # accuracy
 GAIN_LOST = 0.5  # fraction of what the score had gained
 HACKED = 0.25  # the same, if the reward rises meanwhile
 FAILED, MANY_FAILED = 0.01, 0.1  # fractions of the rollouts
@@ -42,15 +44,16 @@ def _range(history: History) -> float:
 
 def reward_saturation(history: History, settings: Settings) -> Seen | None:
     spread, level = history.level("reward/std"), history.level("reward/mean")
-    if spread is None or level is None or not history.rises("reward/mean") or reached_goal(history, settings):
+    solved = is_solved(history, settings)
+    if spread is None or level is None or not history.rises("reward/mean") or (settings.is_control and solved):
         return None
     left = 1 - history.step / settings.steps if settings.steps else 0.0
-    if spread > SATURATED * history.of("reward/std").highest or left < STEPS_LEFT:
+    if not _narrowed(history, SATURATED) or left < STEPS_LEFT:
         return None
     harder = "a harder environment" if settings.is_control else "harder prompts"
     return Seen(
-        f"in the last {RECENT} steps the rollouts had nearly the same reward ({level:.3g}, standard deviation "
-        f"{spread:.2g}), with {left:.0%} of the steps to go",
+        f"in steps {history.step - RECENT + 1} to {history.step} the rollouts had nearly the same reward ({level:.3g}, "
+        f"standard deviation {spread:.2g}), with {left:.0%} of the steps to go",
         f"Try {harder}, or {settings.change('steps', history.step)}",
     )
 
@@ -60,7 +63,7 @@ def group_too_small(history: History, settings: Settings) -> Seen | None:
     without, spread = history.level("groups/zero_advantage_fraction"), history.level("reward/std")
     if settings.has_critic or not 2 <= size <= SMALL_GROUP or without is None or spread is None:
         return None
-    if without < SMALL_GROUP_NO_SIGNAL or spread <= EQUAL or _all_the_same(history):
+    if without < SMALL_GROUP_NO_SIGNAL or spread <= EQUAL or _narrowed(history, SATURATED):
         return None
     starts = max(int(settings.number("sampling.prompts_per_step", 16)) * size // 8, 1)
     return Seen(
@@ -79,8 +82,8 @@ def groups_without_signal(history: History, settings: Settings) -> Seen | None:
         or constant_reward(history, settings)
     ):
         return None
-    if reached_goal(history, settings) or (_all_the_same(history) and history.rises("reward/mean")):
-        return None  # success, or reward saturation
+    if is_solved(history, settings) or (_narrowed(history) and history.rises("reward/mean")):
+        return None  # success, or soon reward saturation
     mean = history.level("reward/mean")
     rewards = "" if mean is None or spread is None else f" (mean reward {mean:.3g}, standard deviation {spread:.2g})"
     return Seen(
@@ -98,21 +101,24 @@ def _more_signal(history: History, settings: Settings) -> str:
     prompts = "easier prompts, or a reward with partial credit"
     if score is not None and score >= 0.5:
         prompts = "harder prompts, or end the run: most prompts are answered alike every time"
-    resample = (
-        "" if settings.number("sampling.max_resamples", 0) else f"{settings.change('sampling.max_resamples', 3)}, "
-    )
+    resample = "" if settings.max_resamples else f"{settings.change('sampling.max_resamples', 3)}, "
     return f"{resample}{larger}, or {prompts}"
 
 
-def _all_the_same(history: History) -> bool:
-    spread = history.level("reward/std")
-    return spread is not None and spread <= SATURATED * history.of("reward/std").highest
+def _narrowed(history: History, to: float = NARROWED) -> bool:
+    """True if the rewards of a step vary at most by this fraction of the most that they have varied."""
+    spread, widest = history.level("reward/std"), history.of("reward/std").best
+    return spread is not None and widest is not None and spread <= to * widest.value
 
 
-def reached_goal(history: History, settings: Settings) -> bool:
-    """True if the score is at the return that the recipe expects."""
+def is_solved(history: History, settings: Settings) -> bool:
+    """True if the score is at the return that the recipe expects, or is an accuracy near 1."""
     level = history.level("score/mean")
-    return settings.goal is not None and level is not None and level >= settings.goal
+    if level is None:
+        return False
+    if settings.is_control:
+        return settings.goal is not None and level >= settings.goal
+    return SOLVED <= level <= 1
 
 
 def falling_score(history: History, settings: Settings) -> Seen | None:
@@ -120,7 +126,7 @@ def falling_score(history: History, settings: Settings) -> Seen | None:
     if start is None or level is None or best is None or history.loss_of_best("score/mean") <= CERTAIN:
         return None
     lost, gained = best.value - level, max(best.value - start, 0.0)
-    if lost <= GAIN_LOST * gained or reached_goal(history, settings):
+    if lost <= GAIN_LOST * gained or is_solved(history, settings):
         return None
     if gained == 0.0 and not history.falls("score/mean"):
         return None
@@ -202,8 +208,7 @@ def failed_gradings(history: History, settings: Settings) -> Seen | None:
 
 def resampling_at_its_limit(history: History, settings: Settings) -> Seen | None:
     rounds = history.level("groups/resamples")
-    default = 3 if settings.algorithm == "dapo" else 0
-    limit = settings.number("sampling.max_resamples", default)
+    limit = settings.max_resamples
     if rounds is None or limit < 1 or rounds < limit:
         return None
     drawn = history.level("groups/drawn")
@@ -211,7 +216,7 @@ def resampling_at_its_limit(history: History, settings: Settings) -> Seen | None
         "" if drawn is None else f" and drew {drawn:.0f} groups for {settings.get('sampling.prompts_per_step', 16)}"
     )
     return Seen(
-        f"half of the last {RECENT} steps or more resampled {limit:.0f} times, as often as they may{groups}",
+        f"half of the last {RECENT} steps or more resampled {limit} times, as often as they may{groups}",
         f"Try prompts that are sometimes answered right, or {settings.scaled('sampling.group_size', 2, 16)}",
     )
 
@@ -233,6 +238,7 @@ CHECKS = (
         f"{STEPS_LEFT:.0%} of the steps are left, and the score is below the expected return, if the recipe has one",
         "The policy has learnt what this reward can teach: further steps sample rollouts that are all as good, and "
         "change nothing.",
+        keeps_first=True,
     ),
     Check(
         "groups without signal",

@@ -59,6 +59,11 @@ class Settings:
         return int(self.number("update.epochs", 1) * self.number("update.minibatches", 1))
 
     @property
+    def max_resamples(self) -> int:
+        """Rounds in which a step may replace groups without signal."""
+        return int(self.number("sampling.max_resamples", 3 if self.algorithm == "dapo" else 0))
+
+    @property
     def goal(self) -> float | None:
         """The return that the recipe expects; None if it names none."""
         value = self.number("evaluation.expected_return", float("nan"))
