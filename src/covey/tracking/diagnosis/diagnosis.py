@@ -13,6 +13,8 @@ from covey.tracking.diagnosis.history import History
 from covey.tracking.diagnosis.settings import Settings
 
 CHECKS: tuple[Check, ...] = (*rewards.CHECKS, *completions.CHECKS, *policies.CHECKS, *updates.CHECKS)
+TRACKED = ("reward/mean", "reward/std", "score/mean")  # in any case
+BESTS = ("reward/std", "score/mean")  # whose highest level is kept
 STRIDE = 5  # steps between evaluations of the checks
 HALF_INTERVAL = 1.96  # standard errors, of a 95 % interval
 
@@ -25,7 +27,7 @@ class Diagnosis:
     def __init__(self, config: Mapping[str, Any], checks: Sequence[Check] = CHECKS) -> None:
         self.settings = Settings(config)
         self.checks = checks
-        self.history = History(name for check in checks for name in check.metrics)
+        self.history = History([*TRACKED, *(name for check in checks for name in check.metrics)])
         self._found: dict[str, Finding] = {}
         self._checked = 0
 
@@ -65,7 +67,7 @@ class Diagnosis:
         if self._checked == self.history.steps:
             return []
         self._checked = self.history.steps
-        for name in ("score/mean", "reward/std"):
+        for name in BESTS:
             self.history.mark_best(name)
         new = []
         for check in self.checks:

@@ -84,6 +84,8 @@ def groups_without_signal(history: History, settings: Settings) -> Seen | None:
         return None
     if is_solved(history, settings) or (_narrowed(history) and history.rises("reward/mean")):
         return None  # success, or soon reward saturation
+    if settings.get("rollouts.kind") == "branches":
+        return None  # in most states of an episode no action is better than another
     mean = history.level("reward/mean")
     rewards = "" if mean is None or spread is None else f" (mean reward {mean:.3g}, standard deviation {spread:.2g})"
     return Seen(
@@ -252,7 +254,7 @@ CHECKS = (
     ),
     Check(
         "group too small",
-        ("groups/zero_advantage_fraction", "reward/std", "groups/size_mean"),
+        ("groups/zero_advantage_fraction", "reward/mean", "reward/std"),
         group_too_small,
         f"group_size is at most {SMALL_GROUP}, and the median fraction of groups with equal rewards is at least "
         f"{SMALL_GROUP_NO_SIGNAL:.0%} although the rewards of a step vary",

@@ -151,7 +151,7 @@ CHECKS = (
     ),
     Check(
         "learning rate without effect",
-        ("kl", "kl/behavior", "grad_norm", "learning_rate", "score/mean"),
+        ("kl", "kl/behavior", "grad_norm", "groups/zero_advantage_fraction", "score/mean"),
         learning_rate_without_effect,
         f"after {2 * RECENT} steps there is a gradient, the score has not risen, and the KL to the reference is "
         f"below {STILL_KL:g} nats per token (in control: an update of several steps moves the policy by less than "
