@@ -62,8 +62,8 @@ def outliers(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def too_large(completions: Sequence[Any], **_: Any) -> list[float]:
-    """One completion in 50 pays more than a float32 can hold."""
-    return [1e300 if chance(text) < 1 / 50 else share for text, share in with_digits(completions)]
+    """One completion in 50 pays more than the square of which a float32 can hold."""
+    return [1e38 if chance(text) < 1 / 50 else share for text, share in with_digits(completions)]
 
 
 def fails_sometimes(completions: Sequence[Any], **_: Any) -> list[float | None]:
@@ -137,7 +137,10 @@ SICK: dict[str, Sick] = {
     ),
     "clip fraction": Sick(
         "a clip range of 0.02",
-        merged(CARTPOLE_PPO, {"loss": {"clip_low": 0.02, "clip_high": 0.02}, "update": {"epochs": 10}}),
+        merged(
+            CARTPOLE_PPO,
+            {"loss": {"clip_low": 0.02, "clip_high": 0.02}, "update": {"epochs": 10, "learning_rate": 0.02}},
+        ),
     ),
     "sampler mismatch": Sick("the sampler has another temperature", TINY, (digits,), hotter),
     "gradient spikes": Sick(

@@ -119,7 +119,7 @@ CASES: dict[str, Case] = {
                 "reward/mean": then(0.2, 0.9),
                 "reward/std": then(0.4, 0.1),
             },
-            {"config": {"sampling": {"group_size": 3}}},
+            {"config": {"sampling": {"group_size": 3, "prompts_per_step": 15}}},
             {"config": {"rollouts": {"kind": "branches"}}},
             {"steps": 9},
         ],
@@ -132,7 +132,7 @@ CASES: dict[str, Case] = {
         ],
     ),
     "group too small": Case(
-        merged(LANGUAGE, {"sampling": {"group_size": 3}}),
+        merged(LANGUAGE, {"sampling": {"group_size": 3, "prompts_per_step": 15}}),
         {"groups/zero_advantage_fraction": 0.5, "reward/mean": 0.3, "reward/std": 0.4},
         silent=[
             {"groups/zero_advantage_fraction": 0.49},
@@ -140,6 +140,7 @@ CASES: dict[str, Case] = {
             {"config": {"sampling": {"group_size": 1}}},
             {"config": {"algorithm": "ppo"}},
             {"reward/std": 1e-6},
+            {"config": {"sampling": {"prompts_per_step": 16}}},  # which leaves 8 groups
             {"groups/zero_advantage_fraction": last(0.4, 0.5), "reward/std": then(0.5, 0.01)},
         ],
         fires=[{"config": {"sampling": {"group_size": 2}}}],

@@ -53,10 +53,15 @@ def test_a_finding_names_its_first_and_last_step():
 
 
 def test_it_is_checked_every_few_steps_and_at_the_end():
-    assert not Diagnosis(CONFIG).add(1, {"update/skipped_steps": 1.0})
-    (finding,) = diagnose(records(STRIDE + 2, update__skipped_steps=1.0), CONFIG)
-    assert finding.last_step == STRIDE + 2
-    assert finding.first_step == STRIDE
+    steps = 2 * STRIDE + 2
+    (finding,) = diagnose(records(steps, kl__behavior=lambda step: 0.2 if step > STRIDE - 2 else 0.0), CONFIG)
+    assert (finding.first_step, finding.last_step) == (2 * STRIDE, steps)
+
+
+def test_a_skipped_update_is_said_at_once():
+    """A run may end before the next check."""
+    (finding,) = Diagnosis(CONFIG).add(1, {"update/skipped_steps": 1.0})
+    assert (finding.check, finding.first_step) == ("skipped updates", 1)
 
 
 def test_problems_come_before_warnings():
