@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from covey.tracking.diagnosis import diagnose
 from helpers.diagnosed_runs import train_tables
-from helpers.diagnosis_records import HEALTHY_FILE, read_recorded
+from helpers.diagnosis_records import HEALTHY_FILE, SICK_FILE, alarms_table, checks_table, read_recorded, runs_table
 from helpers.healthy_runs import COMMANDS, HEALTHY
 
+PAGE = Path(__file__).parents[3] / "docs" / "healthy.md"
 RECORDED = read_recorded(HEALTHY_FILE)
 AGAIN = "tiny digits, grpo"  # which is trained again, to see that the record is of this code
 
@@ -39,3 +42,17 @@ def test_a_recorded_run_trains_again(tmp_path):
     assert not found
     assert len(metrics) == len(recorded.metrics)
     assert metrics[0]["score/mean"] == pytest.approx(recorded.metrics[0]["score/mean"], abs=1e-5)
+
+
+@pytest.mark.parametrize("table", [checks_table, alarms_table, runs_table], ids=lambda table: table.__name__)
+def test_the_page_has_the_table(table):
+    """`PYTHONPATH=tests python -m helpers.diagnosis_records FOLDER` prints the tables of docs/healthy.md."""
+    assert table() in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_quotes_what_the_checks_say():
+    recorded = {run.name: run for run in read_recorded(SICK_FILE)}
+    for name in ("reward hacking", "entropy collapse", "truncation", "critic that explains nothing"):
+        run = recorded[name]
+        (finding,) = [finding for finding in diagnose(run.metrics, run.config) if finding.check == name]
+        assert f"> {finding.line}\n" in PAGE.read_text(encoding="utf-8")
