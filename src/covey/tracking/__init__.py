@@ -1,6 +1,7 @@
 """Output of a run: its folder, display, metrics and statistics.
 
 run_folder, run_store   the folder of a run, its lock, and the files in it
+records                 the lines of rollouts and held-out answers
 metrics                 every number of a training step, defined once
 console, notebook       the live display of a run
 wording, score_kinds    the texts and number formats of the display
