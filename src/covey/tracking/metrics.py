@@ -18,6 +18,8 @@ The most frequent question: **is a loss of 0 a bug?** No. With one optimizer ste
 (`epochs = 1`, `minibatches = 1`) the ratio is exactly 1, nothing is clipped, and the advantages of a group sum to 0, so
 the loss is near 0 while its gradient is not. Read `reward/mean`, `score/mean` and `grad_norm` instead.
 
+`covey diagnose RUN` checks these metrics for known faults; [healthy.md](healthy.md) has its thresholds.
+
 """
 
 
@@ -114,7 +116,8 @@ METRICS: dict[str, Metric] = _glossary(
         "fraction",
         "fraction of the returns' variance that the critic predicted, before the update: 1 - var(return - value) / "
         "var(return)",
-        "begins near 0 and rises above about 0.5; below 0 the critic does worse than a constant",
+        "begins near 0 and rises above about 0.5; below 0 the critic does worse than a constant, which is no fault "
+        "if all returns are equal, as in a solved task",
     ),
     Metric(
         "value/mean",
@@ -187,11 +190,18 @@ METRICS: dict[str, Metric] = _glossary(
         "task: near 1 in a solved CartPole",
     ),
     Metric(
+        "length/truncated_reward",
+        "reward",
+        "mean reward of the rollouts that a limit stopped; only on steps that have some",
+        "for a language model not far below reward/mean; else the limit costs right answers: raise max_new_tokens",
+    ),
+    Metric(
         "groups/zero_advantage_fraction",
         "fraction",
         "fraction of the sampled groups whose rewards are all the same; they have no gradient and are left out of the "
         "update",
-        "below about 0.7; near 1 the starts are too hard or too easy, or group_size is too small",
+        "below 0.75, where the gradient has twice the noise; near 1 the starts are too hard or too easy, or "
+        "group_size is too small",
     ),
     Metric(
         "groups/drawn",
