@@ -1,7 +1,7 @@
 // One chart: a title with the value under the cursor, the definition of its metric, and a uPlot or a table of its numbers.
 //
-// A line is {label, colour, dash, mean, low, high, raw, shown, area}: columns over the common x values. `low` and `high` make a
-// band, `raw` is drawn faintly behind a smoothed `mean`, `shown` are the values to read where they are not `mean` (stacked areas).
+// A line is {label, colour, dash, mean, low, high, raw, shown, area, whiskers}: columns over the common x values. `low` and `high` make a
+// band, `whiskers` are estimates [{x, low, high}] with their intervals, `raw` is drawn faintly behind a smoothed `mean`, `shown` are the values to read where they are not `mean` (stacked areas).
 
 import uPlot from "./vendor/uPlot.esm.js";
 import { assign, h, keyed, put, say, uniqueId } from "./dom.js";
@@ -16,9 +16,10 @@ const resized = new ResizeObserver((entries) => {
 });
 
 export class Chart {
-  // `texts`: {title, unit, definition (nodes), write, tick, xLabel, writeX}; `on`: {range(min, max), cursor(x), log(pressed)}
-  constructor(key, texts, { height = 150, logarithmic = false, floor = null, ceiling = null, on = {} } = {}) {
-    Object.assign(this, { key, texts, height, floor, ceiling, on });
+  // `texts`: {title, unit, definition (nodes), write, tick, xLabel, writeX}; `on`: {range([min, max] or null), cursor(x)};
+  // `increments`: distances of ticks on the y axis, if not the usual ones
+  constructor(key, texts, { height = 150, logarithmic = false, floor = null, ceiling = null, increments = undefined, on = {} } = {}) {
+    Object.assign(this, { key, texts, height, floor, ceiling, increments, on });
     this.lines = [];
     this.x = [];
     this.zoom = null;
@@ -40,7 +41,7 @@ export class Chart {
       on: { click: () => toggle.setAttribute("aria-expanded", String((this.info.hidden = !this.info.hidden) === false)) },
     }, "?");
     this.logButton = logarithmic && h("button", {
-      type: "button", class: "tiny", "aria-pressed": "false", "aria-label": `Logarithmic axis: ${title}`, on: { click: () => this.setLog(!this.log) },
+      type: "button", class: "tiny", "aria-pressed": "false", "aria-label": `log axis: ${title}`, on: { click: () => this.setLog(!this.log) },
     }, "log");
     this.plot = h("div", { class: "plot", role: "slider", tabIndex: 0, "aria-labelledby": headingId, "aria-valuemin": "0", "aria-valuemax": "0", "aria-valuenow": "0", vars: { "--height": `${this.height}px` } });
     this.plot.addEventListener("keydown", (event) => this.onKey(event));
@@ -52,12 +53,11 @@ export class Chart {
       this.plot, this.table);
   }
 
-  setLog(pressed, quiet = false) {
+  setLog(pressed) {
     if (!this.logButton || this.log === pressed) return;
     this.log = pressed;
     this.logButton.setAttribute("aria-pressed", String(pressed));
     this.rebuild();
-    if (!quiet) this.on.log?.(pressed);
   }
 
   setData(x, lines, marks = []) {
@@ -70,6 +70,11 @@ export class Chart {
     if (grown && this.u && this.held !== null && this.held !== undefined) this.moveTo(this.held);
     this.read();
     if (!this.table.hidden) this.fillTable();
+  }
+
+  // True if every line has one value only, so that there is nothing to draw.
+  isSteady() {
+    return this.x.length > 1 && this.lines.every((line) => new Set(line.mean.filter((v) => v !== null)).size <= 1);
   }
 
   columns() {
@@ -98,7 +103,7 @@ export class Chart {
       scales: { x: { time: false, range: (_, min, max) => this.zoom ?? (min === max ? [min - 1, max + 1] : [min, max]) }, y: this.log ? { distr: 3 } : { range: (_, min, max) => this.yRange(min, max) } },
       axes: [
         { ...axis, size: 24, gap: 3, space: 60, values: (_, ticks) => ticks.map((t) => this.texts.writeX(t)), incrs: [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 2500, 5e3, 1e4, 2e4, 25e3, 5e4, 1e5, 2e5, 25e4, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8, 1e9] },
-        { ...axis, size: 52, gap: 4, space: 28, values: (_, ticks) => ticks.map((t, i) => (t === null ? null : this.texts.tick(t, Math.abs((ticks[i + 1] ?? ticks[i - 1] ?? t) - t)))) },
+        { ...axis, size: 52, gap: 4, space: 28, ...(this.increments ? { incrs: this.increments } : {}), values: (_, ticks) => ticks.map((t, i) => (t === null ? null : this.texts.tick(t, Math.abs((ticks[i + 1] ?? ticks[i - 1] ?? t) - t)))) },
       ],
       series: [{}, ...this.lines.flatMap((line, i) => this.seriesOf(line, this.wantsPoints.split(",")[i] === "true"))],
       bands: this.lines.flatMap((line, i) => {
@@ -116,6 +121,7 @@ export class Chart {
         setSelect: [(u) => this.onSelect(u)],
         setCursor: [() => this.read()],
         drawClear: [(u) => this.drawMarks(u)],
+        draw: [(u) => this.drawWhiskers(u)],
       },
     };
   }
@@ -133,6 +139,10 @@ export class Chart {
 
   yRange(min, max) {
     if (min === null || max === null) return [0, 1];
+    for (const { low: bottom, high: top } of this.lines.flatMap((line) => line.whiskers ?? [])) {
+      min = Math.min(min, bottom ?? min);
+      max = Math.max(max, top ?? max);
+    }
     const spread = max - min || Math.abs(max) || 1;
     const share = this.ceiling !== null && max <= this.ceiling && min >= (this.floor ?? -Infinity);
     let low = min - 0.08 * spread;
@@ -162,6 +172,18 @@ export class Chart {
       if (right < left) continue;
       u.ctx.fillStyle = theme.translucent(severity === "problem" ? "--bad" : "--warn", 0.1);
       u.ctx.fillRect(left - 1, u.bbox.top, Math.max(3, right - left + 2), u.bbox.height);
+    }
+  }
+
+  drawWhiskers(u) {
+    for (const line of this.lines) {
+      for (const { x, low, high } of line.whiskers ?? []) {
+        const at = u.valToPos(x, "x", true);
+        if (at < u.bbox.left - 1 || at > u.bbox.left + u.bbox.width + 1 || low === null || low === undefined) continue;
+        u.ctx.fillStyle = theme.translucent(line.colour, 0.45);
+        const top = u.valToPos(high, "y", true);
+        u.ctx.fillRect(at - devicePixelRatio, top, 2 * devicePixelRatio, u.valToPos(low, "y", true) - top);
+      }
     }
   }
 

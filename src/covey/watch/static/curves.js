@@ -7,6 +7,8 @@ import { align, RunNumbers, smooth } from "./metric_store.js";
 import { arrange, LOGARITHMIC, TIME_PARTS, TIME_TOTAL } from "./sections.js";
 import { theme } from "./theme.js";
 
+const BINARY = Array.from({ length: 40 }, (_, power) => 2 ** (power + 5)); // distances of ticks in bytes
+
 export class Curves {
   // `details`: what the server says of each shown run, the first one being the main one; `change(params)` changes the address
   constructor(details, change) {
@@ -70,8 +72,8 @@ export class Curves {
   drawSection(section) {
     let box = this.sections.querySelector(`[data-section="${section.key}"]`);
     if (!box) {
-      box = h("details", { class: "section", open: true, data: { section: section.key } }, h("summary", {}, h("h3", {}, section.title)),
-        section.note && h("p", { class: "note" }, section.note), h("div", { class: `grid${section.tall ? " tall" : ""}` }));
+      box = h("details", { class: "section", open: !section.closed, data: { section: section.key } }, h("summary", {}, h("h3", {}, section.title)),
+        section.note && h("p", { class: "note" }, section.note), h("div", { class: `grid${section.tall ? " tall" : ""}` }), h("div", { class: "steady" }));
       const next = [...this.sections.children].find((other) => arrange([...this.names().keys()]).findIndex((s) => s.key === other.dataset.section) > arrange([...this.names().keys()]).findIndex((s) => s.key === section.key));
       this.sections.querySelector(".empty")?.remove();
       this.sections.insertBefore(box, next ?? null);
@@ -81,11 +83,21 @@ export class Curves {
     for (const name of section.names) {
       if (!this.charts.has(name)) {
         this.charts.set(name, this.chartOf(name, section.tall));
-        grid.append(this.charts.get(name).el);
         this.dress(this.charts.get(name));
       }
       this.drawMetric(name);
+      this.settle(box, section.names, this.charts.get(name));
     }
+  }
+
+  // A number that does not change is a line of text below the section's curves, in the same order.
+  settle(box, names, chart) {
+    const steady = chart.isSteady() && !this.tables;
+    const target = box.querySelector(steady ? ".steady" : ".grid");
+    if (chart.el.parentElement === target) return;
+    const after = names.slice(names.indexOf(chart.key) + 1).map((name) => this.charts.get(name)?.el).find((el) => el?.parentElement === target);
+    chart.el.classList.toggle("constant", steady);
+    target.insertBefore(chart.el, after ?? null);
   }
 
   chartOf(name, tall) {
@@ -95,7 +107,7 @@ export class Curves {
       title: name === "score/mean" || name === "eval/score" ? this.scoreTitle(name) : title(name),
       unit: this.words.unit(metric.unit), write: writer(metric.unit, this.words), tick: tickWriter(metric.unit, this.words),
       xLabel: this.axisLabel(), writeX: (x) => (x >= 1e6 ? `${number(x / 1e6)}M` : whole(x)), definition: definition(metric, this.words),
-    }, { height: tall ? 200 : 140, logarithmic: LOGARITHMIC.test(name), floor: share ? 0 : null, ceiling: share ? 1 : null, on: this.handlers() });
+    }, { height: tall ? 180 : 140, logarithmic: LOGARITHMIC.test(name), floor: share ? 0 : null, ceiling: share ? 1 : null, increments: metric.unit === "bytes" ? BINARY : undefined, on: this.handlers() });
   }
 
   scoreTitle(name) {
@@ -122,15 +134,23 @@ export class Curves {
 
   drawMetric(name) {
     const chart = this.charts.get(name);
-    const runs = this.runs.map((run, i) => ({ run, i })).filter(({ run }) => run.series[name]?.mean.some((v) => v !== null));
+    const runs = this.runs.map((run, i) => ({ run: name === "eval/score" && (this.axis ?? "step") === "step" ? run.from(name, this.details[i].result?.before) : run, i })).filter(({ run }) => run.series[name]?.mean.some((v) => v !== null));
     const { x, columns } = align(runs.map(({ run }) => run), this.axis ?? "step", (run) => {
       const { mean, low, high } = run.series[name];
       const smoothed = smooth(mean, this.smoothing ?? 0);
       const thin = mean.some((v, i) => v !== null && low?.[i] !== null && low?.[i] !== undefined && low[i] !== high[i]);
       return [smoothed, thin ? low : null, thin ? high : null, this.smoothing ? mean : null];
     });
-    const lines = runs.map(({ i }, r) => ({ label: this.details[i].name, colour: `--run-${i % 6}`, dash: DASHES[i % DASHES.length], mean: columns[r][0], low: columns[r][1], high: columns[r][2], raw: columns[r][3] }));
+    const lines = runs.map(({ i }, r) => ({ label: this.details[i].name, colour: `--run-${i % 6}`, dash: DASHES[i % DASHES.length], mean: columns[r][0], low: columns[r][1], high: columns[r][2], raw: columns[r][3], whiskers: this.whiskers(name, i) }));
     chart.setData(x, lines, (this.axis ?? "step") === "step" ? this.findings.filter((f) => (f.metrics ?? []).includes(name)).map((f) => ({ first: f.first_step, last: f.last_step, severity: f.severity })) : []);
+  }
+
+  // The intervals of the first and the last evaluation; those between have none on record.
+  whiskers(name, i) {
+    const { before, after } = this.details[i].result ?? {};
+    if (name !== "eval/score" || (this.axis ?? "step") !== "step" || this.smoothing) return [];
+    const last = this.runs[i].lastWith(name);
+    return [before && { x: 0, ...before }, after && last !== null && { x: last, ...after }].filter(Boolean);
   }
 
   drawTime(grid) {
@@ -187,6 +207,7 @@ export class Curves {
     }
     this.setSmoothing(smoothing);
     this.charts.forEach((chart) => this.dress(chart));
+    if (this.loaded) this.draw(arrange([...this.names().keys()]));
   }
 
   // Scrolls to the chart of a metric and puts the focus on it.

@@ -24,7 +24,7 @@ export class Findings {
   }
 
   row(f) {
-    const name = f.check.replace(/_/g, " ");
+    const name = f.check.replace(/_/g, " ").replace(/\bkl\b/, "KL");
     return h("li", { data: { severity: f.severity } },
       h("details", {}, h("summary", {}, h("span", { class: "severity" }, SEVERITIES[f.severity] ?? f.severity), h("strong", {}, name.charAt(0).toUpperCase() + name.slice(1)), h("span", { class: "finding-steps" }), h("span", { class: "evidence" })),
         h("dl", {}, h("dt", {}, "Why it matters"), h("dd", {}, f.explanation), h("dt", {}, "Remedy"), h("dd", {}, f.remedy)),

@@ -30,8 +30,19 @@ export class RunNumbers {
     return axis === "step" ? this.steps : (this.series[axis]?.mean ?? []);
   }
 
-  last(name) {
-    return this.series[name]?.mean.findLast((value) => value !== null) ?? null;
+  // The last step with a value of a metric.
+  lastWith(name) {
+    const at = this.series[name]?.mean.findLastIndex((value) => value !== null) ?? -1;
+    return at < 0 ? null : this.steps[at];
+  }
+
+  // A metric of these numbers with a value at step 0, where an estimate of it is known: that of the policy before training.
+  from(name, estimate) {
+    const own = this.series[name];
+    if (!own || !estimate || estimate.score === null) return this;
+    const first = (column, value) => column && [value, ...column];
+    const series = { mean: first(own.mean, estimate.score), low: first(own.low, estimate.score), high: first(own.high, estimate.score) };
+    return { series: { [name]: series }, x: () => [0, ...this.steps] };
   }
 }
 

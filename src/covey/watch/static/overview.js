@@ -12,11 +12,11 @@ import { overlaid } from "./runs_list.js";
 export class Overview {
   constructor(detail) {
     this.detail = detail;
-    this.result = h("section", { class: "panel", "aria-labelledby": "result" }, h("h2", { id: "result" }, "Result so far"), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Result so far" }));
+    this.result = h("section", { class: "panel", "aria-labelledby": "result" }, h("h2", { id: "result" }, "Result so far"), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Table of the evaluations" }));
     this.facts = h("dl", { class: "fact-list" });
     this.result.append(this.facts);
     this.findings = new Findings((metric) => this.curves?.reveal(metric));
-    this.differences = h("section", { class: "panel", hidden: true, "aria-labelledby": "differences" }, h("h2", { id: "differences" }, "What differs"), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "What differs" }));
+    this.differences = h("section", { class: "panel differences", hidden: true, "aria-labelledby": "differences" }, h("h2", { id: "differences" }, "What differs"), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Table of the settings that differ" }));
     this.place = h("section", { "aria-label": "Curves" });
     this.el = h("div", { class: "overview" }, h("div", { class: "top" }, this.result, this.findings.el, this.differences), this.place);
     this.only = latest();
@@ -96,7 +96,7 @@ export function flat(table, prefix = "") {
 // The settings that are not the same in all shown runs.
 function differences(details) {
   const tables = details.map((detail) => new Map(flat(detail.config)));
-  const names = [...new Set(tables.flatMap((table) => [...table.keys()]))].filter((name) => new Set(tables.map((table) => table.get(name))).size > 1);
+  const names = [...new Set(tables.flatMap((table) => [...table.keys()]))].filter((name) => new Set(tables.map((table) => table.get(name))).size > 1 && name !== "run_dir");
   if (!names.length) return h("p", { class: "hint" }, "The settings are the same.");
   return h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "setting"), details.map((detail, i) => h("th", { scope: "col" }, h("i", { class: "swatch", vars: { "--colour": `var(--run-${i})` } }), detail.name)))),
     h("tbody", {}, names.map((name) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, name)), tables.map((table) => h("td", {}, table.get(name) ?? "\u2013"))))));

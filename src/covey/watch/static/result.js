@@ -1,9 +1,7 @@
 // The result so far: scores before and after with their intervals, as a table and drawn on one line.
 
-import { h, svg } from "./dom.js";
+import { h } from "./dom.js";
 import { count, number, vocabulary } from "./format.js";
-
-const WIDTH = 220;
 
 // A table of the evaluations of the shown runs.
 export function results(details) {
@@ -17,7 +15,7 @@ export function results(details) {
   const { before, after } = rows[0].evaluation;
   const measured = details[0].wording?.measured ?? "case";
   return h("table", { class: "results" },
-    h("caption", {}, `${details[0].wording?.evaluation ?? "evaluation"}${(after ?? before)?.count ? `, ${count((after ?? before).count, measured)}` : ""}, 95\u202f% interval`),
+    h("caption", {}, `${details[0].wording?.evaluation ?? "evaluation"}${(after ?? before)?.count ? `, ${count((after ?? before).count, measured)}` : ""}, 95\u202f% interval. \u25cb before \u25cf now`),
     h("thead", {}, h("tr", {}, several && h("th", { scope: "col" }, "run"), limits && h("th", { scope: "col" }, "token limit"), h("th", { scope: "col" }, "before"), h("th", { scope: "col" }, "now"), h("th", { scope: "col" }, "change"),
       h("td", { class: "drawn", "aria-hidden": "true" }, scale(low, high, vocabulary(details[0]))))),
     h("tbody", {}, rows.map(({ detail, i, evaluation }) => row(detail, i, evaluation, { several, limits, low, high }))));
@@ -44,14 +42,14 @@ function estimate(value, words) {
 }
 
 function whiskers(before, after, low, high, i) {
-  const at = (value) => 6 + ((value - low) / (high - low || 1)) * (WIDTH - 12);
-  const mark = (e, y, kind) => e && e.score !== null && [
-    e.low !== null && e.low !== undefined && svg("line", { x1: at(e.low), x2: at(e.high), y1: y, y2: y, class: `interval ${kind}` }),
-    svg("circle", { cx: at(e.score), cy: y, r: 4, class: `estimate ${kind}` })];
-  return svg("svg", { viewBox: `0 0 ${WIDTH} 26`, width: WIDTH, height: 26, class: `whiskers run-${i}` }, svg("line", { x1: 0, x2: WIDTH, y1: 13, y2: 13, class: "rule" }), mark(before, 8, "before"), mark(after, 18, "after"));
+  const at = (value) => `${(100 * (value - low)) / (high - low || 1)}%`;
+  const mark = (e, kind) => e && e.score !== null && [
+    e.low !== null && e.low !== undefined && h("i", { class: `interval ${kind}`, vars: { "--low": at(e.low), "--high": at(e.high) } }),
+    h("b", { class: `estimate ${kind}`, vars: { "--at": at(e.score) } })];
+  return h("div", { class: "whiskers", vars: { "--own": `var(--run-${i})` } }, mark(before, "before"), mark(after, "after"));
 }
 
 function scale(low, high, words) {
   const write = words.kind === "accuracy" ? (v) => `${Math.round(100 * v)}\u202f%` : (v) => number(v, 2);
-  return h("span", { class: "scale" }, h("span", {}, write(low)), h("span", {}, "\u25cb before \u25cf now"), h("span", {}, write(high)));
+  return h("span", { class: "scale" }, h("span", {}, write(low)), h("span", {}, write(high)));
 }

@@ -17,7 +17,7 @@ export class RolloutCard {
     const name = `rollout ${index + 1}`;
     this.tokenText = tokens ? new TokenText(tokens, name) : null;
     this.el = h("article", { class: "rollout", id: `rollout-${index}`, tabIndex: -1, "aria-label": name, data: { index, failed: failed ? "yes" : "no" }, on: { focusin: () => onFocus?.(index) } },
-      h("header", {}, h("h4", {}, h("span", { class: "ordinal" }, `${index + 1}`)),
+      h("header", {}, h("h3", {}, h("span", { class: "ordinal" }, `${index + 1}`)),
         h("span", { class: "reward" }, failed || reward === null ? "not graded" : number(reward)),
         h("span", { class: "advantage", data: { sign: advantage > 0 ? "plus" : advantage < 0 ? "minus" : "none" } }, advantage === null || advantage === undefined ? "" : ["advantage ", signed(advantage)]),
         h("span", { class: "meter", "aria-hidden": "true", vars: { "--at": `${share(reward, scale)}%`, "--base": `${share(rollout.baseline, scale)}%` }, data: { base: rollout.baseline === null || rollout.baseline === undefined ? "no" : "yes" } }, h("i", {}), h("b", {}))),

@@ -90,7 +90,7 @@ export class Rollouts {
     const facts = [`mean reward ${number(mean)}`, baseline !== null && baseline !== undefined ? `baseline ${number(baseline)}` : null, `truncated ${percent(rollouts.filter((r) => r.truncated).length / rollouts.length, 0)}`,
       signal ? null : "no signal: every reward is the same, so this group has no gradient", dropped ? "dropped: other groups were sampled in its place" : null];
     put(this.body,
-      h("div", { class: "prompt" }, h("h3", {}, this.words.language ? "Prompt" : "Start"), prompt === null ? h("p", { class: "hint" }, "The episodes of a group begin in the same state.") : promptBlock(prompt), columnsTable(columns)),
+      h("div", { class: "prompt" }, h("h2", {}, this.words.language ? "Prompt" : "Start"), prompt === null ? h("p", { class: "hint" }, "The episodes of a group begin in the same state.") : promptBlock(prompt), columnsTable(columns)),
       h("p", { class: "group-facts" }, facts.filter(Boolean).join(" \u00b7 ")), this.siblings);
     const tints = available(rollouts);
     this.tints.hidden = !tints.length;

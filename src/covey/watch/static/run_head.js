@@ -5,7 +5,7 @@ import { seconds, whole } from "./format.js";
 import { router } from "./router.js";
 import { STATES } from "./runs_list.js";
 
-export const VIEW_NAMES = { overview: "Overview", rollouts: "Rollouts", search: "Search", "held-out": "Held-out", files: "Recordings", config: "Config" };
+export const VIEW_NAMES = { overview: "Overview", rollouts: "Rollouts", search: "Search", "held-out": "Held-out", files: "Pictures", config: "Config" };
 
 export function viewsOf(detail) {
   const views = ["overview"];

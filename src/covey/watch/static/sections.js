@@ -1,8 +1,7 @@
 // Which curves are shown in which section, and what is said beside them.
 
 export const SECTIONS = [
-  { key: "reward", title: "Reward and score", has: (n) => /^(reward|score)(\/|$)/.test(n) && n !== "reward_scale", first: ["score/mean", "reward/mean"], tall: true },
-  { key: "held-out", title: "Held-out", has: (n) => n.startsWith("eval/"), tall: true },
+  { key: "reward", title: "Reward and score", has: (n) => /^(reward|score|eval)(\/|$)/.test(n), first: ["score/mean", "eval/score", "reward/mean"], tall: true },
   { key: "policy", title: "Policy: entropy and KL", has: (n) => /^(entropy|kl|kl\/.*|policy\/.*)$/.test(n), first: ["entropy", "kl"] },
   { key: "length", title: "Length", has: (n) => n.startsWith("length/") },
   { key: "groups", title: "Groups", has: (n) => /^(groups|prompts)\//.test(n), first: ["groups/zero_advantage_fraction"],
@@ -13,7 +12,8 @@ export const SECTIONS = [
   { key: "critic", title: "Critic", has: (n) => n === "loss/value" || n === "reward_scale" || n.startsWith("value/"), first: ["value/explained_variance"] },
   { key: "sampler", title: "Sampler", has: (n) => /^(mismatch|sampler)\//.test(n),
     note: "The sampler and the trainer compute the same probabilities if both have the same weights and precision." },
-  { key: "cost", title: "Time and memory", has: (n) => /^(time|memory|decisions|environment)\/|^decisions_per_second$/.test(n), first: ["decisions_per_second", "memory/peak_bytes"] },
+  { key: "cost", title: "Time and memory", has: (n) => /^(memory|environment)\/|^(decisions_per_second|time\/step)$/.test(n), first: ["decisions_per_second", "memory/peak_bytes"] },
+  { key: "parts", title: "Parts of a step's time, tokens and actions", has: (n) => /^(time|decisions)\//.test(n), closed: true },
   { key: "other", title: "Other numbers", has: () => true },
 ];
 
