@@ -20,6 +20,7 @@ from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
 from covey.cli.plan import plan_command
 from covey.cli.reward_model import reward_model_command
 from covey.cli.serve import serve_command
+from covey.cli.watch import watch_command
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, RunError
 from covey.config.faults import machine_error, path_error
 from covey.config.fields import check_text, command, printable
@@ -368,6 +369,7 @@ COMMANDS = {
     "compare": compare_command,
     "sample": sample_command,
     "export": export_command,
+    "watch": watch_command,
     "serve": serve_command,
     "reward-model": reward_model_command,
     "recipes": recipes_command,

@@ -12,6 +12,7 @@ from covey.cli.export import add_export_options
 from covey.cli.numbers import number
 from covey.cli.reward_model_options import add_actions
 from covey.cli.serve import add_serve_options
+from covey.cli.watch import add_watch_options
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.fields import command, did_you_mean
 from covey.config.files import shortened
@@ -55,6 +56,7 @@ train on prompts and rewards of your own:
   covey recipes arithmetic_grpo > my.toml     a recipe to change
   covey check my.toml                         find mistakes, predict memory
   covey train my.toml                         writes to runs/my-001
+  covey watch                                 see your runs in the browser
   covey eval runs/my-001                      score on held-out problems
   covey sample runs/my-001 "What is 3 + 4?"   answers to one prompt
 
@@ -181,6 +183,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("compare", _compare_options, "train several recipes over several seeds and report the differences"),
         ("sample", _sample_options, "let a language model answer one prompt"),
         ("export", add_export_options, "write a trained model as a transformers folder"),
+        ("watch", add_watch_options, "show runs on a page in the browser, while they train and after"),
         ("serve", add_serve_options, "generate completions for runs in other processes"),
         ("reward-model", add_actions, "train, evaluate and use models that score completions"),
         ("recipes", _recipes_options, "list the packaged recipes, or print one"),

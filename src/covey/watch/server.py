@@ -120,3 +120,199 @@ GET /api/events            server-sent events, at once and then whenever somethi
 """
 
 from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from covey.runtime.web_server import failure, one_line
+from covey.tracking.plain_files import Refused, TooLarge
+from covey.tracking.run_store import encode
+from covey.watch.answers import Answers, NotFound
+from covey.watch.curves import FEWEST_POINTS, MOST_POINTS, POINTS
+from covey.watch.evaluations import KINDS, ORDERS
+from covey.watch.events import MOST_STREAMS, Events
+from covey.watch.files import OpenFile, open_recording, open_static
+from covey.watch.guard import Guard
+from covey.watch.index import FILTERS
+from covey.watch.search import LONGEST_TEXT, Query
+
+LARGEST_STEP = 1 << 53
+MOST_ROWS, ROWS, MOST_OFFSET = 200, 50, 1 << 31
+MOST_NAMES = 200  # metrics in one request
+AT_ONCE = 4  # answers that are computed side by side
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Server:
+    """The routes of the watched runs."""
+
+    def __init__(self, answers: Answers, is_ending: Callable[[], bool]) -> None:
+        self.answers = answers
+        self.events = Events(answers.library, answers.indexer, is_ending)
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    def app(self) -> ASGIApp:
+        """The routes behind their guard."""
+        routes: dict[str, Handler] = {
+            "/": self.page,
+            "/static/{path:path}": self.static,
+            "/api/events": self.stream,
+            "/api/runs": self._json(lambda request: self.answers.runs()),
+            "/api/runs/{id}": self._json(lambda request: self.answers.run(_id(request))),
+            "/api/runs/{id}/metrics": self._json(self.metrics),
+            "/api/runs/{id}/steps/{step}/groups": self._json(
+                lambda request: self.answers.groups(_id(request), _in_path(request, "step"))
+            ),
+            "/api/runs/{id}/steps/{step}/groups/{group}": self._json(
+                lambda request: self.answers.group(_id(request), _in_path(request, "step"), _in_path(request, "group"))
+            ),
+            "/api/runs/{id}/rollouts": self._json(self.rollouts),
+            "/api/runs/{id}/held_out": self._json(self.held_out),
+            "/api/runs/{id}/diagnosis": self._json(lambda request: self.answers.diagnosis(_id(request))),
+            "/api/runs/{id}/files/{name}": self.file,
+        }
+        handlers: Any = {
+            BadParameter: _answer_to(400, "parameter"),
+            NotFound: _answer_to(404, "not_found"),
+            FileNotFoundError: _answer_to(404, "not_found", "there is no such file"),
+            NotADirectoryError: _answer_to(404, "not_found", "there is no such file"),
+            HTTPException: _answer_to(404, "not_found", "there is no such page"),
+            Refused: _answer_to(403, "refused"),
+            TooLarge: _answer_to(413, "too_large"),
+            PermissionError: _answer_to(403, "refused", "this file may not be read"),
+            OSError: _answer_to(500, "file", "this file cannot be read"),
+            sqlite3.Error: _answer_to(500, "index", "the index of this run cannot be read"),
+            ClientDisconnect: _answer_to(499, "gone"),
+            Exception: _answer_to(500, "internal", "an error within covey watch"),
+        }
+        listed = [Route(path, handler) for path, handler in routes.items()]
+        return Guard(Starlette(routes=listed, exception_handlers=handlers))  # type: ignore[arg-type, return-value]
+
+    async def page(self, request: Request) -> Response:
+        return _file_response(request, await asyncio.to_thread(open_static, "index.html"))
+
+    async def static(self, request: Request) -> Response:
+        return _file_response(request, await asyncio.to_thread(open_static, request.path_params["path"]))
+
+    async def file(self, request: Request) -> Response:
+        run = self.answers.find(_id(request))
+        return _file_response(request, await asyncio.to_thread(open_recording, run.folder, request.path_params["name"]))
+
+    async def stream(self, request: Request) -> Response:
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        if self.events.streams >= MOST_STREAMS:
+            return failure(503, "too_many", "too many pages are open")
+        return StreamingResponse(self.events.stream(), media_type="text/event-stream")
+
+    def metrics(self, request: Request) -> dict[str, Any]:
+        names = request.query_params.get("names")
+        listed = None if names is None else [name for name in names.split(",") if name]
+        if listed is not None and len(listed) > MOST_NAMES:
+            raise BadParameter(f"names has more than {MOST_NAMES} metrics")
+        return self.answers.metrics(
+            _id(request),
+            listed,
+            _integer(request, "points", POINTS, FEWEST_POINTS, MOST_POINTS),
+            _integer(request, "after", 0),
+            _integer(request, "last", None),
+        )
+
+    def rollouts(self, request: Request) -> dict[str, Any]:
+        text = _text(request)
+        query = Query(
+            _choice(request, "filter", "", tuple(FILTERS)),
+            text,
+            _integer(request, "first", 0),
+            _integer(request, "last", LARGEST_STEP),
+            _integer(request, "offset", 0, 0, MOST_OFFSET),
+            _integer(request, "limit", ROWS, 1, MOST_ROWS),
+        )
+        return self.answers.rollouts(_id(request), query)
+
+    def held_out(self, request: Request) -> dict[str, Any]:
+        return self.answers.held_out(
+            _id(request),
+            _integer(request, "first", None),
+            _integer(request, "last", None),
+            _integer(request, "max_new_tokens", None),
+            order=_choice(request, "order", "problem", ORDERS),
+            kind=_choice(request, "kind", "", ("", *KINDS)),
+            wanted=_text(request),
+            offset=_integer(request, "offset", 0, 0, MOST_OFFSET),
+            limit=_integer(request, "limit", MOST_ROWS, 1, MOST_ROWS),
+        )
+
+    def _json(self, answer: Callable[[Request], Mapping[str, Any]]) -> Handler:
+        """The handler that computes an answer in another thread."""
+
+        async def handler(request: Request) -> Response:
+            async with self._turns:
+                body = await asyncio.to_thread(lambda: encode(answer(request)))
+            return Response(body, media_type="application/json")
+
+        return handler
+
+
+class BadParameter(Exception):
+    """A parameter of a request is wrong; the message is one line."""
+
+
+def _id(request: Request) -> str:
+    return str(request.path_params["id"])
+
+
+def _in_path(request: Request, name: str) -> int:
+    return _number(name, request.path_params[name], 0, LARGEST_STEP)
+
+
+def _integer(request: Request, name: str, default: Any, least: int = 0, most: int = LARGEST_STEP) -> Any:
+    given = request.query_params.get(name, "")
+    return _number(name, given, least, most) if given else default
+
+
+def _number(name: str, given: str, least: int, most: int) -> int:
+    if not (given.isascii() and given.isdecimal() and len(given) <= 16 and least <= int(given) <= most):
+        raise BadParameter(f"{name} must be an integer of {least} to {most}")
+    return int(given)
+
+
+def _choice(request: Request, name: str, default: str, choices: tuple[str, ...]) -> str:
+    given = request.query_params.get(name, default)
+    if given not in choices:
+        raise BadParameter(f"{name} must be one of {', '.join(filter(None, choices))}")
+    return given
+
+
+def _text(request: Request) -> str:
+    given = request.query_params.get("text", "")
+    if len(given) > LONGEST_TEXT or "\0" in given:
+        raise BadParameter(f"text must have at most {LONGEST_TEXT} characters, and no NUL")
+    return given
+
+
+def _answer_to(status: int, reason: str, message: str = "") -> Callable[[Request, Exception], Awaitable[Response]]:
+    """The handler of an exception, with a message of its own or that of the exception."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return failure(status, reason, message or one_line(error))
+
+    return answer
+
+
+def _file_response(request: Request, file: OpenFile) -> Response:
+    """A file, which is sent in parts and then closed."""
+    headers = {"content-length": str(file.size), "content-type": file.type, "content-disposition": "inline"}
+    if request.method == "HEAD":
+        file.opened.close()
+        return Response(headers=headers)
+    return StreamingResponse(file.parts(), headers=headers)
