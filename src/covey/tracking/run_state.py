@@ -29,9 +29,8 @@ from pathlib import Path
 
 from covey.config.model_sources import CHECKPOINT_NAME, CHECKPOINTS_FOLDER, CONFIG_FILE, MANIFEST_FILE
 from covey.tracking.run_folder import LOCK_FILE, LOG_FILE, METRICS_FILE, ORIGIN_FILE, ROLLOUTS_FOLDER
-from covey.tracking.run_store import SUMMARY_FILE
+from covey.tracking.run_store import STOPPED_FILE, SUMMARY_FILE
 
-STOPPED_FILE = "stopped.json"  # the summary of a run that was stopped before its end
 DEEPEST_FOLDER = 4  # levels of folders below the root of `find_runs`
 RECENT_SECONDS = 900.0  # a run of another machine is running if it wrote a file since then
 _LAST_BYTES = 1 << 16  # read from the end of a metrics file: usually more than its last line
