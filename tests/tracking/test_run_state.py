@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.data import StepRecord
 from covey.tracking import run_state as module
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_state import RunState, checkpoint_steps, find_runs, last_change, last_step, run_state
@@ -25,7 +26,7 @@ def make_run(folder: Path, steps: int = 3, *, checkpoints: tuple[int, ...] = (),
     with RunStore(folder) as store:
         (folder / "config.toml").write_text("steps = 5\n")
         for step in range(1, steps + 1):
-            store.record(step, {"reward/mean": 0.5}, [])
+            store.record(StepRecord(step, {"reward/mean": 0.5}, [], []))
     for step in checkpoints:
         (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         (folder / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("{}")
