@@ -36,6 +36,7 @@ from covey.config.llm import (
     IterationConfig,
     LossConfig,
     ProcessConfig,
+    RecordConfig,
     ReferenceConfig,
     RunConfig,
     SamplingConfig,
@@ -60,7 +61,7 @@ __all__ = [
     "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig", "ControlEvaluationConfig",
     "ControlLossConfig", "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "DatasetConfig", "EnvironmentConfig",
     "EvaluationConfig", "HumanEvalConfig", "IterationConfig", "LossBase", "LossConfig", "MachineError", "PolicyConfig",
-    "ProcessConfig", "ReasoningGymConfig", "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig",
-    "RunError", "RunningTotalConfig", "SamplerConfig", "SamplerLost", "SamplingConfig", "UpdateBase", "UpdateConfig",
-    "WordProblemsConfig", "config_field",
+    "ProcessConfig", "ReasoningGymConfig", "RecordConfig", "ReferenceConfig", "RewardConfig", "RolloutsConfig",
+    "RunBase", "RunConfig", "RunError", "RunningTotalConfig", "SamplerConfig", "SamplerLost", "SamplingConfig",
+    "UpdateBase", "UpdateConfig", "WordProblemsConfig", "config_field",
 ]  # fmt: skip

@@ -131,6 +131,12 @@ class UpdateBase:
 class CheckpointConfig:
     every: int = config_field(20, "steps between checkpoints", min=1)
     keep: int = config_field(2, "checkpoints kept, at least 2", min=2, advanced=True)
+    best: bool = config_field(
+        False, "also keep the checkpoint with the best held-out score, RUN@best; needs evaluation.every"
+    )
+    model_if_stopped: bool = config_field(
+        False, "write model/ also if the run is stopped before its end", advanced=True
+    )
 
 
 @dataclass(frozen=True)

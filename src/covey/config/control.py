@@ -100,6 +100,9 @@ class ControlUpdateConfig(UpdateBase):
 class ControlEvaluationConfig:
     episodes: int = config_field(100, "episodes played greedily before and after training", min=1, max=1_000_000)
     every: int = config_field(0, "steps between evaluations; 0: only before and after training", min=0)
+    patience: int = config_field(
+        0, "evaluations without a better mean return after which training ends; 0: it never ends early", min=0
+    )
     expected_return: float | None = config_field(None, "mean return that the recipe reaches")
 
 

@@ -124,8 +124,20 @@ class EvaluationConfig:
         max=1_000_000,
     )
     every: int = config_field(0, "steps between evaluations; 0: only before and after training", min=0)
+    patience: int = config_field(
+        0, "evaluations without a better score after which training ends; 0: it never ends early", min=0
+    )
     token_limits: tuple[int, ...] = config_field(
         (), "token limits of evaluations; empty: max_new_tokens", min=1, advanced=True
+    )
+
+
+@dataclass(frozen=True)
+class RecordConfig:
+    tokens: bool = config_field(
+        False,
+        "record every token of a rollout with its advantage and its log-probability under the policy that sampled, the "
+        "reference and the updated policy; takes a forward pass per step",
     )
 
 
@@ -279,6 +291,7 @@ class RunConfig(RunBase):
     sampler: SamplerConfig = config_field(SamplerConfig(), "[sampler] table")
     cluster: ClusterConfig = config_field(ClusterConfig(), "[cluster] table")
     checkpoint: CheckpointConfig = config_field(CheckpointConfig(), "[checkpoint] table")
+    record: RecordConfig = config_field(RecordConfig(), "[record] table")
 
     @property
     def max_resamples(self) -> int:

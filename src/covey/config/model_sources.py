@@ -4,6 +4,7 @@ name on the model hub. Every command and every trainer calls `locate_model`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -29,9 +30,10 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
 
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,12})")
+BEST_FILE = "best.json"  # among the checkpoints of a run that keeps its best one: {"step": 40}
 MANIFEST_FILE = "manifest.json"  # written last: a checkpoint without one is unfinished
 
-RUN_AT_STEP = re.compile(r"(.+)@([0-9]{1,12})")
+RUN_AT_STEP = re.compile(r"(.+)@([0-9]{1,12}|best)")
 
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))([A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 
@@ -134,8 +136,8 @@ def locate_model(model: str) -> ModelSource:
     """Resolve a model's name from names in the file system, without opening weights or asking a hub.
 
     Args:
-        model: an embedded model's name, a path (relative, absolute, with `~` or through links), `RUN@STEP` for a
-            checkpoint of a run, or a hub name.
+        model: an embedded model's name, a path (relative, absolute, with `~` or through links), `RUN@STEP` or
+            `RUN@best` for a checkpoint of a run, or a hub name.
 
     Raises:
         ConfigError: if there is no loadable model; one line that names the fix.
@@ -222,13 +224,38 @@ def _path_of(model: str) -> Path:
     """`model` as an absolute path without symbolic links, which need not exist; `RUN@STEP` is the path of a checkpoint.
 
     Raises:
-        ConfigError: if it is no valid path.
+        ConfigError: if it is no valid path, or `RUN@best` of a run that has no best checkpoint.
     """
     path = user_path(model, "model: ").resolve()
     match = RUN_AT_STEP.fullmatch(path.name)
     if match is None or os.path.lexists(path):
         return path
-    return path.parent / match[1] / CHECKPOINTS_FOLDER / f"step-{int(match[2]):08d}"
+    run_dir = path.parent / match[1]
+    if match[2] == "best" and not (run_dir / CONFIG_FILE).is_file():
+        return path
+    step = best_step(run_dir) if match[2] == "best" else int(match[2])
+    return run_dir / CHECKPOINTS_FOLDER / f"step-{step:08d}"
+
+
+def best_step(run_dir: Path) -> int:
+    """The step of the best checkpoint of a run.
+
+    Raises:
+        ConfigError: if the run does not keep it, or had no evaluation yet.
+    """
+    path = run_dir / CHECKPOINTS_FOLDER / BEST_FILE
+    try:
+        step = json.loads(path.read_bytes())["step"]
+        if type(step) is int and step > 0:
+            return step
+    except FileNotFoundError:
+        raise ConfigError(
+            f"model: the run in {_shown(run_dir)} has no best checkpoint: a run keeps it with checkpoint.best = true, "
+            "from its first evaluation on"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise path_error(error, f"model: {path} cannot be read", path) from error
+    raise ConfigError(f"model: {path} names no step: name the step as RUN@STEP")
 
 
 def _check_model_folder(path: Path, model: str) -> None:

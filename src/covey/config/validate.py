@@ -128,6 +128,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool, lab
     check_language_kl(config)
     _refuse_unused(config)
     _check_evaluation(config.evaluation)
+    _check_held_out(config)
     check_task(config.task)
     check_rewards(config)
     check_normalization(config.loss, config.algorithm)
@@ -155,6 +156,7 @@ def _validate_control(config: ControlConfig) -> None:
             f"update.minibatches ({parts}); set minibatches to {largest_divisor(count, parts)}"
         )
     _refuse_unused(config, rollouts.kind)
+    _check_held_out(config)
 
 
 def _refuse_unused(config: RunConfig | ControlConfig, kind: str = "") -> None:
@@ -231,6 +233,14 @@ def _check_evaluation(evaluation: EvaluationConfig) -> None:
     limits = evaluation.token_limits
     if len(set(limits)) != len(limits):
         raise ConfigError(f"evaluation.token_limits names a limit twice: {toml_repr(limits)}")
+
+
+def _check_held_out(config: RunConfig | ControlConfig) -> None:
+    """Refuse options that follow the held-out score if it is not measured during training."""
+    given = {"evaluation.patience": config.evaluation.patience, "checkpoint.best": config.checkpoint.best}
+    for name, value in given.items():
+        if value and not config.evaluation.every:
+            raise ConfigError(f"{name} follows the evaluations during training: set evaluation.every, such as 10")
 
 
 def check_task(task: Any) -> None:

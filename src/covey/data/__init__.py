@@ -14,6 +14,7 @@ from covey.data.protocols import (
     Task,
     Team,
 )
+from covey.data.records import RolloutCredit, StepRecord, TokenTable
 from covey.data.types import Batch, EndReason, Group, PolicyOutput, Rollout, Start
 from covey.data.wire import decode_groups, encode_groups
 
@@ -30,11 +31,14 @@ __all__ = [
     "ReferenceUpdater",
     "RewardModelUpdater",
     "Rollout",
+    "RolloutCredit",
     "Sampler",
     "SamplerWeights",
     "Start",
+    "StepRecord",
     "Task",
     "Team",
+    "TokenTable",
     "collate",
     "decode_groups",
     "encode_groups",

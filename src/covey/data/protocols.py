@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from covey.data.records import StepRecord
 from covey.data.types import Batch, Group, PolicyOutput, Start
 
 
@@ -155,15 +156,19 @@ class RewardModelUpdater(Protocol):
 class Observer(Protocol):
     """Records each step before the next one begins, such as the run store and the live display."""
 
-    def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Record a finished step; `step` counts from 1."""
+    def record(self, step: StepRecord) -> None:
+        """Record a finished step."""
 
 
 class Checkpoints(Protocol):
     """Stores the state from which a run resumes exactly."""
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint after `step` complete steps, atomically."""
+    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
+        """Write a checkpoint after `step` complete steps, atomically.
+
+        `best` is the step with the best held-out score so far, 0 without an evaluation. Its checkpoint is kept if the
+        run keeps the best one.
+        """
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint; None if there is none."""

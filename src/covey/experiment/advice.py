@@ -38,6 +38,7 @@ class Launch:
     name: str = PYTHON_NAME  # from Python: the run's name
     own_task: bool = False  # from Python: the task is an argument
     own_rewards: tuple[str, ...] = ()  # from Python: names of its reward functions, built-in ones quoted
+    own_observers: bool = False  # from Python: it has observers
 
     @classmethod
     def of_command(cls, recipe: str, fields: Sequence[str]) -> Launch:
@@ -46,10 +47,12 @@ class Launch:
         return cls(recipe, tuple(fields), steps if isinstance(steps, int) else 0)
 
     @classmethod
-    def from_python(cls, name: str, task: object, rewards: Sequence[object]) -> Launch:
+    def from_python(
+        cls, name: str, task: object, rewards: Sequence[object], observers: Sequence[object] = ()
+    ) -> Launch:
         """The launch of a call of `covey.run`."""
         names = tuple(repr(one) if isinstance(one, str) else str(getattr(one, "__name__", "")) for one in rewards)
-        return cls(name=name, own_task=task is not None, own_rewards=names)
+        return cls(name=name, own_task=task is not None, own_rewards=names, own_observers=bool(observers))
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Launch:
@@ -167,6 +170,8 @@ def _call(function: str, first: str, launch: Launch) -> str:
     if launch.own_rewards:
         named = all(name.isidentifier() or name[:1] in ("'", '"') for name in launch.own_rewards)
         arguments.append(f"rewards=[{', '.join(launch.own_rewards)}]" if named else "rewards=rewards")
+    if launch.own_observers:
+        arguments.append("observers=observers")
     if launch.name != PYTHON_NAME:
         arguments.append(f"recipe_name={launch.name!r}")
     return f"import covey; covey.{function}({', '.join(arguments)})"

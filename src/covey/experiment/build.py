@@ -21,9 +21,19 @@ from covey.algorithms import (
     KLPlacement,
     KLToBehavior,
 )
-from covey.config import ConfigError, ControlConfig, LossBase, LossConfig, RewardConfig, RunConfig, UpdateBase
+from covey.config import (
+    CheckpointConfig,
+    ConfigError,
+    ControlConfig,
+    LossBase,
+    LossConfig,
+    RewardConfig,
+    RunConfig,
+    UpdateBase,
+)
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
+from covey.runtime.best_checkpoint import BestPinned, NothingPinned
 from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
 from covey.runtime.distributed import ALONE, ShardedTeam
 from covey.runtime.optimizer import MasterAdamW
@@ -215,11 +225,15 @@ def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> Update
     )
 
 
-def build_checkpoints(store: RunStore, keep: int, team: Team = ALONE) -> CheckpointFolder:
+def build_checkpoints(store: RunStore, config: CheckpointConfig, team: Team = ALONE) -> CheckpointFolder:
     """The checkpoints of a run folder, which rank 0 writes, and ranks with sharded weights together. Records of earlier
     steps are flushed to the disk before.
     """
     path = store.shared_dir / CHECKPOINTS_FOLDER
+    pinned = BestPinned() if config.best else NothingPinned()
     if isinstance(team, ShardedTeam):
-        return (PartOfCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync, team=team)
-    return (ReadCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync)
+        kind: type[CheckpointFolder] = PartOfCheckpoints if team.rank else CheckpointFolder
+        return kind(path, config.keep, before_save=store.sync, team=team, pinned=pinned)
+    return (ReadCheckpoints if team.rank else CheckpointFolder)(
+        path, config.keep, before_save=store.sync, pinned=pinned
+    )

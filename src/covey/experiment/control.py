@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -148,7 +149,7 @@ class ControlBuilder:
             ),
             kl_coefficient=kl_coefficient,
             observers=(store, display),
-            checkpoints=build_checkpoints(store, config.checkpoint.keep),
+            checkpoints=build_checkpoints(store, config.checkpoint),
             evaluate=lambda step: sampler.metrics() | evaluation.due(step),
             critics=critics,
         )
@@ -158,6 +159,8 @@ class ControlBuilder:
             starts_per_step=self.rollouts.starts_per_step,
             group_size=FixedSize(self.rollouts.group_size),
             checkpoint_every=config.checkpoint.every,
+            patience=config.evaluation.patience or math.inf,
+            keep_best=config.checkpoint.best,
         )
         return Experiment(
             parts,

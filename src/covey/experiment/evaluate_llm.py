@@ -15,7 +15,8 @@ from covey.llm.sampler import LanguageSampler, greedy
 from covey.runtime.distributed import ALONE
 from covey.runtime.sharding import WHOLE
 from covey.tracking.console import Display
-from covey.tracking.run_store import RunStore, answer_record
+from covey.tracking.records import answer_record
+from covey.tracking.run_store import RunStore
 from covey.tracking.score_kinds import SCORE_KINDS
 from covey.train.gather import lost_together
 

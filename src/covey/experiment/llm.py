@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from covey.experiment.llm_components import (
     build_critic,
     build_group_size,
     build_llm_algorithm,
+    build_recorder,
     build_reference_updater,
     with_outputs,
 )
@@ -224,8 +226,9 @@ class LLMBuilder:
             kl_coefficient=kl_coefficient,
             reward_model=next(iter(iterated), FixedRewards()),
             collector=build_collector(config),
+            recorder=build_recorder(config, policy, loaded.chat, self.team),
             observers=() if self.team.rank else (store, display, *iterated),
-            checkpoints=build_checkpoints(store, config.checkpoint.keep, self.team),
+            checkpoints=build_checkpoints(store, config.checkpoint, self.team),
             evaluate=lambda step: held_out.due(step) | problem.metrics() | loaded.sampler.metrics(),
             critics=models.critics,
             team=self.team,
@@ -284,7 +287,9 @@ def _loop_config(config: RunConfig) -> LoopConfig:
         mask_truncated=config.loss.mask_truncated,
         checkpoint_every=config.checkpoint.every,
         iteration_steps=config.iteration.steps,
-        decision_budget=config.token_budget,
+        decision_budget=config.token_budget or math.inf,
+        patience=config.evaluation.patience or math.inf,
+        keep_best=config.checkpoint.best,
     )
 
 

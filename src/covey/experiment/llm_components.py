@@ -17,11 +17,13 @@ from covey.algorithms.advantages import (
 from covey.config import RunConfig
 from covey.config.model_sources import find_origin
 from covey.core import kl
-from covey.data import ReferenceUpdater
+from covey.data import ReferenceUpdater, Team
 from covey.experiment.build import build_algorithm
 from covey.experiment.divided_weights import Models
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
+from covey.llm.model.chat import Chat
 from covey.llm.model.loading import load_checkpoint_weights
+from covey.llm.model.token_texts import TokenTexts
 from covey.llm.policy import ExtraOutput, KLToReference, LanguagePolicy
 from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
@@ -36,6 +38,7 @@ from covey.train.collect import (
     LinearSize,
     LogGroupSizes,
 )
+from covey.train.record import Recorder, RolloutRecorder, TokenRecorder
 from covey.train.state import NeverUpdate
 
 CREDITS: dict[str, CreditAssignment] = {
@@ -114,6 +117,11 @@ def build_reference_updater(config: RunConfig, models: Models) -> ReferenceUpdat
 def build_group_size(config: RunConfig) -> GroupSize:
     first, last = config.sampling.group_size, config.sampling.final_group_size
     return FixedSize(first) if last is None else LinearSize(first, last, config.steps)
+
+
+def build_recorder(config: RunConfig, policy: LanguagePolicy, chat: Chat, team: Team) -> Recorder:
+    """Records the tokens of rollouts if the config says so."""
+    return TokenRecorder(policy, TokenTexts(chat.tokenizer), team) if config.record.tokens else RolloutRecorder()
 
 
 def build_collector(config: RunConfig) -> Collector:

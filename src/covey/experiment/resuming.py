@@ -181,7 +181,7 @@ def restore_checkpoint(parts: Components, store: RunStore, display: Display, che
     if latest is not None:
         progress = _loaded(parts, checkpoints, latest)
         exchange_json(parts.team, None)  # every rank has read it
-        checkpoints.tidy(latest)
+        checkpoints.tidy(latest, progress.best_step)
     elif checkpoints.steps() or store.last_recorded() > checkpoint_every:
         why = "no checkpoint is whole" if checkpoints.steps() else f"{CHECKPOINTS_FOLDER}/ was deleted"
         words = ["covey", "train", str(store.run_dir / CONFIG_FILE), "--run-dir", f"{store.run_dir}-again"]
@@ -194,6 +194,13 @@ def restore_checkpoint(parts: Components, store: RunStore, display: Display, che
     display.resume(progress.step, read_metrics(store.run_dir))
     display.note(f"resuming after step {progress.step}")
     return progress
+
+
+def keep_best(parts: Components, progress: Progress, score: float) -> None:
+    """Count the evaluation at the end of training, and name the best checkpoint if the run keeps it."""
+    progress.count_evaluation({"eval/score": score})
+    checkpoints: CheckpointFolder = parts.checkpoints  # type: ignore[assignment]
+    checkpoints.tidy(progress.step, progress.best_step)
 
 
 def _loaded(parts: Components, checkpoints: CheckpointFolder, step: int) -> Progress:

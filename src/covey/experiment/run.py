@@ -22,26 +22,32 @@ from covey.config.fields import command
 from covey.config.inputs import input_checksums
 from covey.config.recipe_writing import write_config
 from covey.config.validate import validate
-from covey.data import Task, Team
+from covey.data import Observer, Task, Team
 from covey.experiment import advice
 from covey.experiment.advice import Launch
-from covey.experiment.build import Evaluation, ExperimentBuilder, Reward
-from covey.experiment.resuming import Origin, new_origin, read_beginning, refuse_changed_inputs, restore_checkpoint
-from covey.runtime.device import differences, peak_memory_bytes
+from covey.experiment.build import ExperimentBuilder, Reward
+from covey.experiment.observers import Observers, OwnObservers, check_observers
+from covey.experiment.outcome import Summary, draw, leave_stopped, summarise
+from covey.experiment.resuming import (
+    Origin,
+    keep_best,
+    new_origin,
+    read_beginning,
+    refuse_changed_inputs,
+    restore_checkpoint,
+)
+from covey.runtime.device import differences
 from covey.runtime.distributed import ALONE, asked_any, exchange_json, joined_ranks, team_of
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.runtime.ranks import check_ranks, own_rank
 from covey.tracking.console import Display
-from covey.tracking.curve import draw_curve
-from covey.tracking.iterations import draw_iterations
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
-from covey.tracking.run_store import CONFIG_FILE, CURVE_FILE, RunStore, read_metrics
+from covey.tracking.run_store import CONFIG_FILE, RunStore
 from covey.train.iterate import iterate
 from covey.train.loop import train
 from covey.train.state import Progress
 
-Summary = dict[str, Any]
 TaskSource = Task | Sequence[Mapping[str, Any]] | str | Path  # see covey.llm.tasks.task_of
 
 
@@ -50,6 +56,7 @@ def run(
     *,
     task: TaskSource | None = None,
     rewards: Reward | Sequence[Reward] = (),
+    observers: Observers = (),
     recipe_name: str = advice.PYTHON_NAME,
     launch: Launch | None = None,
 ) -> Summary | None:
@@ -60,6 +67,8 @@ def run(
         task: for a language model, instead of the config's: prompts (dicts with a `prompt` and any other columns), the
             path of a data file, a task's config, or an object with the methods of `covey.data.Task`.
         rewards: for a language model, instead of the config's: functions, built-in rewards by name, file.py:function.
+        observers: objects with the method `record(step)`, called with the `covey.StepRecord` of every step after it is
+            recorded; of several ranks by rank 0 alone. If one raises an exception, the run ends after that step.
         recipe_name: first part of the run folder's name.
         launch: the command that starts the run, for the advice at its end; None advises calls of this function.
 
@@ -68,10 +77,10 @@ def run(
 
     Raises:
         ConfigError: for invalid arguments, before the model is loaded if possible.
-        RunError: if training cannot continue.
+        RunError: if training cannot continue, or an observer raised an exception.
         MachineError: for a fault of the machine, such as a full disk; the run can be resumed from its last checkpoint.
     """
-    rewards = _listed(rewards)
+    rewards, own = _listed(rewards), check_observers(observers)
     validate(config, own_task=task is not None, own_rewards=bool(rewards))
     check_ranks(config)
     inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
@@ -83,24 +92,30 @@ def run(
             with open_store(team, run_dir) as store, _faults_of_run(store):
                 with faults_of(store.run_dir / CONFIG_FILE):
                     write_config(replace(builder.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
-                return _execute(builder, store, launch or Launch.from_python(recipe_name, task, rewards), inputs)
+                launch = launch or Launch.from_python(recipe_name, task, rewards, own)
+                return _execute(builder, store, launch, inputs, own)
         finally:
             builder.close()
 
 
 def resume(
-    run_dir: str | Path, *, task: TaskSource | None = None, rewards: Reward | Sequence[Reward] = ()
+    run_dir: str | Path,
+    *,
+    task: TaskSource | None = None,
+    rewards: Reward | Sequence[Reward] = (),
+    observers: Observers = (),
 ) -> Summary | None:
     """Resume a run that was stopped or killed; its results are those of an uninterrupted run.
 
-    If the run was started with a task or rewards of its own in Python, pass them again.
+    If the run was started with a task, rewards or observers of its own in Python, pass them again.
 
     Raises:
+        RunError: as `run`.
         ConfigError: if the folder has no run that can be resumed, or its settings, its data or the files of its
             functions have changed since it began.
         MachineError: for a fault of the machine; the run keeps its progress.
     """
-    rewards = _listed(rewards)
+    rewards, own = _listed(rewards), check_observers(observers)
     with joined_ranks(), open_store(team_of(0), run_dir, resume=True) as store, _faults_of_run(store):
         origin, config, notes = read_beginning(store.shared_dir)
         validate(config, own_task=task is not None, own_rewards=bool(rewards))
@@ -111,7 +126,7 @@ def resume(
         builder = open_builder(config, task, rewards, team)
         try:
             launch = advice.read_launch(store.shared_dir) or Launch(str(store.shared_dir / CONFIG_FILE))
-            return _execute(builder, store, launch, inputs, origin, notes, resuming=True)
+            return _execute(builder, store, launch, inputs, own, origin, notes, resuming=True)
         finally:
             builder.close()
 
@@ -148,6 +163,7 @@ def _execute(
     store: RunStore,
     launch: Launch,
     inputs: dict[str, str],
+    observers: Sequence[Observer] = (),
     origin: Origin | None = None,
     notes: Sequence[str] = (),
     *,
@@ -168,7 +184,7 @@ def _execute(
     set_last_words(lambda: f"interrupted. {_how_to_continue(builder, store.run_dir, launch)}")
     try:
         with outlasting_output():
-            return _train(builder, store, launch, inputs, display, origin, resuming=resuming)
+            return _train(builder, store, launch, inputs, observers, display, origin, resuming=resuming)
     except SamplerLost as error:
         raise RunError(f"{error}. {_how_to_continue(builder, store.run_dir, launch)}") from error
     except KeyboardInterrupt:
@@ -181,13 +197,16 @@ def _train(
     store: RunStore,
     launch: Launch,
     inputs: dict[str, str],
+    observers: Sequence[Observer],
     display: Display,
     origin: Origin | None,
     *,
     resuming: bool,
 ) -> Summary | None:
     experiment = builder.build(store, display)
-    parts, settings = experiment.parts, experiment.settings
+    parts, settings, own = experiment.parts, experiment.settings, OwnObservers(observers)
+    if not parts.team.rank:
+        parts = replace(parts, observers=(*parts.observers, own))
     with display:
         progress, team = Progress(), parts.team
         parts.sampler.refresh(progress.version)
@@ -200,27 +219,38 @@ def _train(
             progress = restore_checkpoint(parts, store, display, settings.checkpoint_every)
         with stop_requests(display.note) as stopped:
             loop = iterate if settings.iteration_steps else train
-            should_stop = partial(asked_any, team, stopped)
+            should_stop = partial(asked_any, team, lambda: stopped() or own.failed)
             loop(parts, settings, progress, should_stop=should_stop)
-            ended_early = should_stop()
-        if ended_early or not settings.is_done(progress):
-            display.note(f"stopped after step {progress.step}. {_how_to_continue(builder, store.run_dir, launch)}")
-            return None
+            if should_stop() or not settings.is_done(progress):
+                if progress.step:
+                    leave_stopped(builder, experiment, store, progress, origin)
+                then = _how_to_continue(builder, store.run_dir, launch)
+                own.raise_fault(then)
+                display.note(f"stopped after step {progress.step}. {then}")
+                return None
+        if settings.ends_early(progress):
+            display.note(_early_end(progress, builder.score_kind))
         after = experiment.measure("after")
+        keep_best(parts, progress, after[0]["score"])
     save = experiment.collect()
     if team.rank:
         return dict(exchange_json(team, None)[0])
     write_folders(store.run_dir, save)
-    summary = _summarise(builder, store, progress, origin, after) | experiment.facts()
+    summary = summarise(builder, store, progress, origin, after) | experiment.facts()
     store.write_summary(summary)
     exchange_json(team, summary)
-    with faults_of(store.run_dir / CURVE_FILE):
-        draw_curve(store.run_dir)
-        if settings.iteration_steps:
-            draw_iterations(store.run_dir)
+    draw(store, iterative=bool(settings.iteration_steps))
     finished = advice.Finished(launch, builder.config, str(store.run_dir), builder.drawable())
     display.show_summary(summary, advice.after_training(finished, summary))
     return summary
+
+
+def _early_end(progress: Progress, score_kind: str) -> str:
+    return (
+        f"training ends early after step {progress.step}: the held-out {score_kind} was highest after step "
+        f"{progress.best_step} ({progress.best_score:g}), and not exceeded in {progress.evaluations_since_best} "
+        "evaluations since"
+    )
 
 
 def _how_to_continue(builder: ExperimentBuilder, run_dir: Path, launch: Launch) -> str:
@@ -280,34 +310,6 @@ def _faults_of_run(store: RunStore) -> Iterator[None]:
             if store.began or holds_run(store.run_dir):
                 then = f"go on with: {command('train', '--resume', store.run_dir)}"
         raise MachineError(f"{fault}; then {then}") from error
-
-
-def _summarise(
-    builder: ExperimentBuilder,
-    store: RunStore,
-    progress: Progress,
-    origin: Origin,
-    after: list[Evaluation],
-) -> Summary:
-    steps = read_metrics(store.run_dir)
-    measured = [*origin["before"], *after]
-    return {
-        "domain": builder.name,
-        "score_kind": builder.score_kind,
-        "run_dir": str(store.run_dir),
-        "recipe": origin["recipe"],
-        "algorithm": builder.config.algorithm,
-        "seed": builder.config.seed,
-        "steps": progress.step,
-        "seconds": sum(step.get("time/step", 0.0) for step in steps) + sum(result["seconds"] for result in measured),
-        "decisions_sampled": progress.decisions,
-        "peak_memory_bytes": max([peak_memory_bytes(), *(int(step.get("memory/peak_bytes", 0)) for step in steps)]),
-        "machine": origin["environment"],
-        "evaluations": [
-            {key: first[key] for key in ("max_new_tokens",) if key in first} | {"before": first, "after": second}
-            for first, second in zip(origin["before"], after, strict=True)
-        ],
-    }
 
 
 def check(config: RunConfig | ControlConfig) -> list[str]:

@@ -31,6 +31,7 @@ from covey.config.faults import faults_of, machine_error
 from covey.config.files import sync
 from covey.config.model_sources import CHECKPOINT_NAME, MANIFEST_FILE
 from covey.data import Team
+from covey.runtime.best_checkpoint import NothingPinned, Pinned
 from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.sharding import is_sharded
 from covey.runtime.tensor_files import (
@@ -49,6 +50,7 @@ _PART = re.compile(r"tensors-(\d{5})-of-(\d{5})\.safetensors")  # of a sharded s
 _FORMAT = 1  # version of the file format
 _UNFINISHED = ".unfinished-"  # prefix of folders that a crash may leave behind
 _MASTERS = "/masters/"  # in the names of an optimizer's master weights
+NOTHING_PINNED = NothingPinned()
 _SPARE_BYTES = 1 << 20  # for the manifest and the file system's metadata
 
 
@@ -68,7 +70,13 @@ class CheckpointFolder:
     """
 
     def __init__(
-        self, path: str | Path, keep: int = 2, *, before_save: Callable[[], None] = lambda: None, team: Team = ALONE
+        self,
+        path: str | Path,
+        keep: int = 2,
+        *,
+        before_save: Callable[[], None] = lambda: None,
+        team: Team = ALONE,
+        pinned: Pinned = NOTHING_PINNED,
     ) -> None:
         """
         Args:
@@ -76,6 +84,7 @@ class CheckpointFolder:
             keep: number of checkpoints that are kept.
             before_save: flushes the files that a checkpoint relies on, such as the records of its steps.
             team: ranks with sharded weights, which write a checkpoint together; otherwise one process writes.
+            pinned: chooses the checkpoint that is kept besides the newest ones.
         """
         if keep < 2:
             raise ConfigError(f"checkpoint.keep must be at least 2 (the newest may be damaged), got {keep}")
@@ -83,9 +92,12 @@ class CheckpointFolder:
         self.keep = keep
         self.before_save = before_save
         self.team = team
+        self.pinned = pinned
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`, then remove all except the newest `keep`.
+    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
+        """Write the checkpoint of `step`, then remove all except the newest `keep` and the pinned one.
+
+        `best` is the step with the best held-out score, 0 without an evaluation.
 
         A checkpoint of the same step is replaced. Those of later steps are removed, because the run was rewound.
 
@@ -96,9 +108,9 @@ class CheckpointFolder:
         """
         self.before_save()
         with faults_of(self.path):
-            self._save(step, state)
+            self._save(step, state, best)
 
-    def _save(self, step: int, state: dict[str, Any]) -> None:
+    def _save(self, step: int, state: dict[str, Any], best: int) -> None:
         tensors: dict[str, Tensor] = {}
         document = json.dumps(take_out_tensors(state, "", tensors)).encode()
         refuse_shared(tensors)
@@ -123,7 +135,7 @@ class CheckpointFolder:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-        self._remove_old(step)
+        self._remove_old(step, best)
 
     def latest(self) -> int | None:
         """The newest step whose checkpoint is complete and undamaged, or None; reads the whole checkpoint to check it.
@@ -198,14 +210,14 @@ class CheckpointFolder:
         steps = (int(match[1]) for match in map(CHECKPOINT_NAME.fullmatch, names) if match)
         return sorted(step for step in steps if self.folder(step).name in names)
 
-    def tidy(self, newest: int) -> None:
-        """Remove the folders that an interrupted save did not remove; `newest` is kept.
+    def tidy(self, newest: int, best: int = 0) -> None:
+        """Remove the folders that an interrupted save did not remove; `newest` is kept. `best` is as for `save`.
 
         Raises:
             MachineError: if they cannot be removed because of the disk.
         """
         with faults_of(self.path):
-            self._remove_old(newest)
+            self._remove_old(newest, best)
 
     def remove(self) -> None:
         """Remove all checkpoints, and the folder if nothing else is in it.
@@ -240,11 +252,12 @@ class CheckpointFolder:
         draft.rename(target)
         sync(self.path)
 
-    def _remove_old(self, newest: int) -> None:
+    def _remove_old(self, newest: int, best: int) -> None:
         self._remove_leftovers()
         own = [step for step in self.steps() if _is_own(self.folder(step))]
         intact = [step for step in own if step <= newest and _damage(self.folder(step), hashes=False) is None]
-        for step in set(own) - set(intact[-self.keep :]):
+        self.pinned.mark(self.path, best, exists=best in intact)
+        for step in set(own) - set(intact[-self.keep :]) - self.pinned.steps(best):
             # Renamed first, so that a crash in between leaves no damaged checkpoint.
             doomed = self.path / f"{_UNFINISHED}removed-{step:08d}"
             self.folder(step).rename(doomed)
@@ -261,7 +274,7 @@ class CheckpointFolder:
 class PartOfCheckpoints(CheckpointFolder):
     """Checkpoints of sharded weights on a rank other than 0, which writes its own file only."""
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
         """Write this rank's part of the checkpoint of `step`.
 
         Raises:
@@ -281,17 +294,17 @@ class PartOfCheckpoints(CheckpointFolder):
             written = write_file(draft / own, safetensors_pieces(parts))
         exchange_json(self.team, {own: written})
 
-    def tidy(self, newest: int) -> None:
+    def tidy(self, newest: int, best: int = 0) -> None:
         """Nothing to do: rank 0 removes folders."""
 
 
 class ReadCheckpoints(CheckpointFolder):
     """Checkpoints that another rank writes."""
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
         """Nothing to do."""
 
-    def tidy(self, newest: int) -> None:
+    def tidy(self, newest: int, best: int = 0) -> None:
         """Nothing to do."""
 
 

@@ -1,6 +1,7 @@
 """Output of a run: its folder, display, metrics and statistics.
 
 run_folder, run_store   the folder of a run, its lock, and the files in it
+run_state               the state of a run, and the runs below a folder
 metrics                 every number of a training step, defined once
 console, notebook       the live display of a run
 wording, score_kinds    the texts and number formats of the display

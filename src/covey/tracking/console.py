@@ -25,7 +25,7 @@ from covey.tracking.wording import Shown, Wording, find_wording
 
 if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
     from covey.data import Group as RolloutGroup
-    from covey.data import Rollout
+    from covey.data import Rollout, StepRecord
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 24
@@ -80,8 +80,9 @@ class Display:
         self._live.stop()  # no effect if it was not started
         self._draw()
 
-    def record(self, step: int, metrics: dict[str, float], groups: Sequence[RolloutGroup]) -> None:
+    def record(self, record: StepRecord) -> None:
         """Show a finished step, and every `show_rollouts_every` steps two of its rollouts."""
+        step, metrics = record.step, record.metrics
         now = time.monotonic()
         self._pace.append(now - self._last_record)
         self._last_record = now
@@ -91,7 +92,7 @@ class Display:
             self._last_line = now
             self._say(self.step_line(metrics))
         if self.show_rollouts_every and step % self.show_rollouts_every == 0:
-            shown = sample_rollouts(step, groups, self.wording.prompt)
+            shown = sample_rollouts(step, record.groups, self.wording.prompt)
             self._print(shown, soft_wrap=not self.console.is_terminal)
         self._draw(now=step == self.total_steps)
 

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure  # without pyplot, which would open windows and keep figures
 from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
-from covey.tracking.run_store import CURVE_FILE, SUMMARY_FILE, read_metrics
+from covey.tracking.run_store import CURVE_FILE, STOPPED_FILE, SUMMARY_FILE, read_metrics
 from covey.tracking.wording import CONTROL, Panel, Wording, find_wording
 
 if TYPE_CHECKING:
@@ -25,16 +25,16 @@ def draw_curve(run_dir: str | Path) -> Path:
     """Draw the score while training, the evaluations, and small panels below; returns the picture's path.
 
     The x axis is training steps for a language model, environment steps in control. Reads `metrics.jsonl`, and
-    `summary.json` if there is one: without it, a score is not shown as an accuracy. A run without a score shows
-    its reward instead.
+    `summary.json` or `stopped.json` if there is one: without them, a score is not shown as an accuracy. A run without
+    a score shows its reward instead.
 
     Raises:
         ConfigError: if there is no metrics file.
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir)
-    summary_path = run_dir / SUMMARY_FILE
-    summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {}
+    found = [path for path in (run_dir / SUMMARY_FILE, run_dir / STOPPED_FILE) if path.is_file()]
+    summary = json.loads(found[0].read_text(encoding="utf-8")) if found else {}
     in_control = any(CONTROL.x_metric in record for record in records)
     by_metrics = ("control", "return") if in_control else ("language", "score")
     wording = find_wording(summary or dict(zip(("domain", "score_kind"), by_metrics, strict=True)))
@@ -70,7 +70,7 @@ def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str,
     last = max((record[wording.x_metric] for record in records), default=1)
     checked = points_of(records, "eval/score", wording.x_metric)
     evaluations = summary.get("evaluations", [])
-    results = [evaluations[0]["before"], evaluations[0]["after"]] if evaluations else []
+    results = [evaluations[0][when] for when in ("before", "after") if when in evaluations[0]] if evaluations else []
     if checked[0]:
         axes.plot(*checked, "o-", color=EVALUATION, markersize=4, linewidth=0.9, zorder=4,
                   label=None if results else "evaluation")  # fmt: skip
@@ -92,16 +92,16 @@ def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str,
 
 
 def _draw_before_after(axes: Axes, results: Sequence[dict[str, Any]], last: float, wording: Wording) -> None:
-    """Draw the evaluations before and after training with their intervals and values."""
-    label = wording.evaluation.format(measured=wording.count_measured(results[1]["count"]))
-    label += " (95 % interval)" if results[1]["low"] is not None else ""
-    for x, result, side in zip((0, last), results, (-1, 1), strict=True):
+    """Draw the evaluations before and after training (of a stopped run before) with their intervals and values."""
+    label = wording.evaluation.format(measured=wording.count_measured(results[-1]["count"]))
+    label += " (95 % interval)" if results[-1]["low"] is not None else ""
+    for x, result, side in zip((0, last), results, (-1, 1), strict=False):
         score = result["score"]
         if result["low"] is not None:
             axes.plot([x, x], [result["low"], result["high"]], color=EVALUATION, linewidth=2, zorder=5)
             axes.plot([x] * 2, [result["low"], result["high"]], "_", color=EVALUATION, markersize=9, zorder=5)
         axes.plot(x, score, "o", color=EVALUATION, markersize=9, markeredgecolor="white", zorder=6,
-                  label=label if side > 0 else None)  # fmt: skip
+                  label=label if result is results[-1] else None)  # fmt: skip
         axes.annotate(wording.kind.write_label(score), (x, score), xytext=(9 * side, 0), textcoords="offset points",
                       va="center", ha="left" if side > 0 else "right", fontsize=12, fontweight="bold",
                       color=EVALUATION)  # fmt: skip

@@ -338,6 +338,13 @@ METRICS: dict[str, Metric] = _glossary(
     Metric("time/critic", "s", "of time/update: a critic's forward and backward", "steady", reproducible=False),
     Metric("time/optimizer", "s", "of time/update: clipping and AdamW", "small", reproducible=False),
     Metric("time/refresh", "s", "passing the new weights to the sampler", "small", reproducible=False),
+    Metric(
+        "time/record",
+        "s",
+        "advantages and baselines for the rollouts file; with record.tokens a forward pass of the updated policy",
+        "near 0, with record.tokens a fraction of time/update",
+        reproducible=False,
+    ),
     Metric("time/step", "s", "the whole step, without evaluation and checkpoints", "steady", reproducible=False),
     Metric(
         "memory/peak_bytes",

@@ -3,11 +3,12 @@
 runs/arithmetic_grpo-001/
   config.toml                   the resolved config; reads back equal
   metrics.jsonl                 one line per step
-  rollouts/step_000012.jsonl    one line per rollout: prompt, data columns, completion, rewards (`rollout_record`)
+  rollouts/step_000012.jsonl    one line per rollout: prompt, completion, rewards, advantage (`rollout_record`)
   held_out/step_000000.jsonl    one line per held-out answer (`answer_record`); language models only
   checkpoints/                  for `covey train --resume`
   model/                        the trained model in Hugging Face's layout; in control the policy
   summary.json, curve.png       the result
+  stopped.json                  instead of summary.json, the result so far of a run that was stopped (`write_stopped`)
   covey.lock                    locked by the process that writes here; holds its process id
 
 A killed run loses no finished step, because the operating system keeps the written data. A power cut may lose the
@@ -18,13 +19,11 @@ fsync at every step would take longer than a step of control.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
-from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,7 @@ from covey.config.model_sources import (  # noqa: F401 -- see above
     MODEL_FOLDER,
     REWARD_MODEL_FOLDER,
 )
+from covey.tracking.records import encode, rollout_record
 from covey.tracking.run_folder import (
     HELD_OUT_FOLDER,
     METRICS_FILE,
@@ -48,9 +48,10 @@ from covey.tracking.run_folder import (
 )
 
 if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
-    from covey.data import Group, Rollout, Start
+    from covey.data import StepRecord
 
 SUMMARY_FILE = "summary.json"
+STOPPED_FILE = "stopped.json"  # like the summary, of a run that was stopped before its end
 CURVE_FILE = "curve.png"
 ITERATIONS_FILE = "iterations.jsonl"  # of an iterative run: its trainings of the reward model
 _LAST_BYTES = 1 << 16  # read from the end of a file of rollouts: usually more than its last line
@@ -103,20 +104,16 @@ class RunStore:
         """
         self._lock.check()
 
-    def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+    def record(self, record: StepRecord) -> None:
         """Append a finished step. Its rollouts are written before its metrics, so a line implies its rollouts."""
-        lines = [
-            encode(rollout_record(step, group.start, rollout, dropped=group.dropped)) + b"\n"
-            for group in groups
-            for rollout in group.rollouts
-        ]
         self.check()
-        path = self.rollouts_path(step)
-        with faults_of(path):
-            path.write_bytes(b"".join(lines))
+        path = self.rollouts_path(record.step)
+        with faults_of(path), open(path, "wb") as file:
+            for group, rollout, credit in record.rollouts():
+                file.write(encode(rollout_record(record.step, group, rollout, credit)) + b"\n")
         self._unsynced.append(path)
         with faults_of(self.run_dir / METRICS_FILE), open(self.run_dir / METRICS_FILE, "ab") as file:
-            file.write(encode({"step": step, **metrics}) + b"\n")
+            file.write(encode({"step": record.step, **record.metrics}) + b"\n")
         self.began = True
 
     def record_evaluation(self, step: int, answers: Sequence[dict[str, Any]]) -> None:
@@ -140,7 +137,7 @@ class RunStore:
         self._unsynced.clear()
 
     def rewind(self, step: int) -> list[str]:
-        """Remove the records of every step after `step`, which a resumed run writes again.
+        """Remove the records of every step after `step`, which a resumed run writes again, and what was left by a stop.
 
         Training does not read these records, so a lost or damaged one is no error. A metrics file with a damaged line
         is kept beside the new one.
@@ -151,6 +148,7 @@ class RunStore:
         Raises:
             MachineError: if the files cannot be read or written.
         """
+        self._forget_stop()
         path = self.run_dir / METRICS_FILE
         with faults_of(path):
             lines = path.read_bytes().splitlines()
@@ -210,6 +208,28 @@ class RunStore:
         "expected_return" is null if the recipe has none.
         """
         write_atomically(self.run_dir / SUMMARY_FILE, encode(summary, indent=2) + b"\n")
+
+    def write_stopped(self, summary: dict[str, Any]) -> None:
+        """Write `stopped.json` atomically: {"state": "stopped", "step": 31} and the keys of the summary that are known.
+
+        Its evaluations have no "after". `rewind` removes it.
+        """
+        write_atomically(self.run_dir / STOPPED_FILE, encode(summary, indent=2) + b"\n")
+
+    def finished(self) -> bool:
+        """True if the run has a summary."""
+        return (self.run_dir / SUMMARY_FILE).is_file()
+
+    def _forget_stop(self) -> None:
+        """Remove what a stopped run has left: stopped.json, and the weights unless they are those of a finished run."""
+        path = self.run_dir / STOPPED_FILE
+        with faults_of(path):
+            if not path.is_file():
+                return
+            for name in () if self.finished() else (MODEL_FOLDER, CRITIC_FOLDER, REWARD_MODEL_FOLDER):
+                if (self.run_dir / name).is_dir():
+                    shutil.rmtree(self.run_dir / name)
+            path.unlink()
 
     def rollouts_path(self, step: int) -> Path:
         """The file of one step's rollouts."""
@@ -282,102 +302,3 @@ def _steps_in_words(steps: Sequence[int]) -> str:
     shown = ranges if len(ranges) <= 5 else [*ranges[:4], f"{len(ranges) - 4} other ranges"]
     words = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
     return f"step{'s' if len(steps) > 1 else ''} {words}"
-
-
-def rollout_record(step: int, start: Start, rollout: Rollout, *, dropped: bool = False) -> dict[str, Any]:
-    """One rollout as a line of the rollouts file, without observations; `group` is the start's index within the step.
-
-    "decisions" counts the actions that the policy decided. "undecided" is only in the lines of rollouts with other
-    actions, such as the tokens of a tool's output: their positions after the prompt as [first, after the last] pairs.
-
-    >>> {"step": 3, "group": 0, ..., "decisions": 12, "undecided": [[5, 9], [14, 20]], "version": 2}
-
-    "dropped" is only in the lines of groups that were not trained on because others were sampled to replace them.
-    """
-    record = {
-        "step": step,
-        "group": start.index,
-        **_attempt(start, rollout),
-        "end": str(rollout.end),
-        "decisions": rollout.decisions,
-        **_undecided(rollout),
-        "version": rollout.version,
-    }
-    record |= {"dropped": True} if dropped else {}
-    return record | _steps(rollout)
-
-
-def answer_record(step: int, max_new_tokens: int, start: Start, rollout: Rollout) -> dict[str, Any]:
-    """A held-out answer as a line of its file; `problem` is the start's index among the held-out problems.
-
-    >>> {"step": 20, "max_new_tokens": 64, "problem": 0, "prompt": "2+2=", "columns": {"answer": "4"}, "text": "5",
-    ...  "reward": 0.0, "reward_parts": {"numeric": 0.0}, "score": 0.0, "tokens": 2, "truncated": False}
-
-    "score" is the value that the evaluation averages, "reward" the weighted sum of "reward_parts"; null: not graded.
-    "truncated" is true if the token limit ended the answer. "tokens" counts those that the model sampled; "undecided"
-    is as in `rollout_record`.
-    """
-    return {
-        "step": step,
-        "max_new_tokens": max_new_tokens,
-        "problem": start.index,
-        **_attempt(start, rollout),
-        "tokens": rollout.decisions,
-        **_undecided(rollout),
-        "truncated": rollout.end.is_limit,
-    } | _steps(rollout)
-
-
-def _attempt(start: Start, rollout: Rollout) -> dict[str, Any]:
-    """The common fields of rollouts and held-out answers: the prompt with its columns, the completion, the rewards."""
-    return {
-        "prompt": start.prompt,
-        "columns": dict(start.columns),
-        "text": rollout.text,
-        "reward": rollout.reward,
-        "reward_parts": rollout.reward_parts,
-        "score": rollout.score,
-        **({"extra": rollout.extras} if rollout.extras else {}),
-    }
-
-
-def _undecided(rollout: Rollout) -> dict[str, Any]:
-    """Stretches of actions that the policy did not decide, as [first, after the last]; nothing if it decided all."""
-    if rollout.decided is None:
-        return {}
-    known = [True, *map(bool, rollout.decided), True]
-    edges = [place for place, (before, now) in enumerate(pairwise(known)) if before != now]
-    spans = [list(span) for span in zip(edges[::2], edges[1::2], strict=True)]
-    return {"undecided": spans} if spans else {}
-
-
-def _steps(rollout: Rollout) -> dict[str, Any]:
-    """The reasoning steps of a completion with their rewards; empty if it has none."""
-    if rollout.step_texts is None or rollout.step_ends is None or rollout.step_rewards is None:
-        return {}
-    earned = [rollout.step_rewards[end] for end in rollout.step_ends]
-    return {"steps": [list(step) for step in zip(rollout.step_texts, earned, strict=True)]}
-
-
-def encode(value: Any, indent: int | None = None) -> bytes:
-    """Standard JSON in UTF-8; NaN and infinity become null, a lone surrogate stays an escape."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
-    except (TypeError, ValueError):  # rare, and checking every value first takes twice as long
-        text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    return text.encode("utf-8", "backslashreplace")
-
-
-def _plain(value: Any) -> Any:
-    """Nested values in JSON's types; a value of any other type becomes its text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, Integral):  # NumPy's numbers too
-        return int(value)
-    if isinstance(value, Real):
-        return float(value) if math.isfinite(value) else None
-    return str(value)

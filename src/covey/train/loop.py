@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from covey.config import RunError
-from covey.data import Group, collate
-from covey.runtime.device import peak_memory_bytes
+from covey.data import StepRecord, collate
 from covey.runtime.timer import Clock
 from covey.train.collect import GroupSource, StepGroups
 from covey.train.gather import check_agreement
-from covey.train.metrics import describe, describe_rewards
-from covey.train.prepare import prepare_batch
+from covey.train.prepare import prepare_rows
+from covey.train.record import step_metrics
 from covey.train.state import Components, LoopConfig, Progress, optimizers_of, save_checkpoint, saved_if_lost
 from covey.train.update import update
 
@@ -29,45 +28,49 @@ def train(run: Components, config: LoopConfig, progress: Progress, *, should_sto
     saved = progress.step
     while not config.is_done(progress) and not should_stop():
         with saved_if_lost(run, progress):
-            metrics, groups = train_step(run, config, progress)
-        metrics |= run.evaluate(progress.step)
+            record = train_step(run, config, progress)
+        record.metrics.update(run.evaluate(progress.step))
+        progress.count_evaluation(record.metrics)
         for observer in run.observers:
-            observer.record(progress.step, metrics, groups)
+            observer.record(record)
         if progress.skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
             save_checkpoint(run, progress)
             raise RunError(
                 f"{SKIPPED_STEPS_LIMIT} updates in a row had a gradient that is not finite: lower learning_rate; the "
                 "rollouts that led there are in the run folder, the weights before them in its last checkpoint"
             )
-        if progress.step % config.checkpoint_every == 0:
+        if config.saves_checkpoint(progress):
             save_checkpoint(run, progress)
             saved = progress.step
     if saved != progress.step:
         save_checkpoint(run, progress)
 
 
-def train_step(run: Components, config: LoopConfig, progress: Progress) -> tuple[dict[str, float], list[Group]]:
-    """One step: draw, sample, grade, prepare, update, refresh. Advances `progress`; returns metrics and groups."""
+def train_step(run: Components, config: LoopConfig, progress: Progress) -> StepRecord:
+    """One step: draw, sample, grade, prepare, update, refresh. Advances `progress`; returns the record of the step."""
     step, clock = progress.step + 1, Clock()
     collected = collect(run, config, progress, clock)
     with clock.measure("time/prepare"):
-        batch, prepared = prepare_batch(
+        prepared = prepare_rows(
             collate(collected.groups), run.policy, run.algorithm,
             reference=run.reference, critics=run.critics, kl_coefficient=run.kl_coefficient.at(step),
             optimizer_steps=run.learners[0].plan.optimizer_steps(step), mask_truncated=config.mask_truncated,
             team=run.team,
         )  # fmt: skip
     with clock.measure("time/update"):
+        batch = prepared.batch()
         updated = update(run.learners, batch, seed=config.seed, step=step, measure=clock.measure, team=run.team)
     with clock.measure("time/refresh"):
         run.sampler.refresh(progress.version + 1)
         run.reference_updater.after(step)
-    metrics = step_metrics(collected, prepared, updated, clock)
+    with clock.measure("time/record"):
+        credits = run.recorder.credits(collected, prepared)
+    metrics = step_metrics(collected, prepared.metrics, updated, clock)
     weights = {f"weights of the {name}": item.checksum() for name, item in optimizers_of(run).items()}
     check_agreement(collected.all_groups, updated | weights, run.team, f"step {step}")
     progress.advance(collected.all_groups, metrics)
     run.kl_coefficient.after(step, metrics, sum(len(group.rollouts) for group in collected.all_groups))
-    return metrics, collected.all_groups
+    return StepRecord(step, metrics, collected.all_groups, credits)
 
 
 def collect(run: Components, config: LoopConfig, progress: Progress, clock: Clock) -> StepGroups:
@@ -78,23 +81,3 @@ def collect(run: Components, config: LoopConfig, progress: Progress, clock: Cloc
         run.weights,
     )  # fmt: skip
     return run.collector.collect(source, config.starts_per_step, config.group_size.at(step))
-
-
-def step_metrics(
-    collected: StepGroups, prepared: dict[str, float], updated: dict[str, float], clock: Clock
-) -> dict[str, float]:
-    """The metrics of a step: rollouts, batch, update, times and memory."""
-    described = describe(collected.all_groups)
-    return (
-        described
-        | describe_rewards(collected.unselected)
-        | collected.metrics
-        | collected.fractions_of_all(prepared)
-        | updated
-        | clock.seconds
-        | {
-            "time/step": clock.total(),
-            "decisions_per_second": described["decisions/sampled"] / clock.total(),
-            "memory/peak_bytes": float(peak_memory_bytes()),
-        }
-    )

@@ -26,7 +26,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics of graded rollouts: rewards, lengths, end reasons."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.decisions for rollout in rollouts]
-    steps = [len(ends) for ends in _present(rollout.step_ends for rollout in rollouts)]
+    steps = [len(ends) for ends in present(rollout.step_ends for rollout in rollouts)]
     logged: dict[str, list[float]] = {}
     for group in groups:
         for name, values in group.logged.items():
@@ -34,7 +34,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     return describe_rewards(groups) | {
         **{name: fmean(values) for name, values in logged.items()},
         **({"length/steps": fmean(steps)} if steps else {}),
-        "groups/failed_rollouts": float(len(rollouts) - len(_present(rollout.reward for rollout in rollouts))),
+        "groups/failed_rollouts": float(len(rollouts) - len(present(rollout.reward for rollout in rollouts))),
         "length/mean": fmean(lengths),
         "length/max": float(max(lengths)),
         "length/truncated_fraction": fmean(rollout.end.is_limit for rollout in rollouts),
@@ -45,19 +45,19 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
 def describe_rewards(groups: Sequence[Group]) -> dict[str, float]:
     """Means of rewards and scores, without the rollouts whose grading failed."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = _present(rollout.reward for rollout in rollouts)
-    scores = _present(rollout.score for rollout in rollouts)
+    rewards = present(rollout.reward for rollout in rollouts)
+    scores = present(rollout.score for rollout in rollouts)
     metrics = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}
     if scores:
         metrics["score/mean"] = fmean(scores)
     parts: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.reward_parts.items():
-            parts.setdefault(f"reward/{name}", []).extend(_present([value]))
+            parts.setdefault(f"reward/{name}", []).extend(present([value]))
     return metrics | {name: fmean(values) for name, values in parts.items() if values}
 
 
-def _present(values: Iterable[T | None]) -> list[T]:
+def present(values: Iterable[T | None]) -> list[T]:
     """The values that are not None; a reward is None if its grading failed."""
     return [value for value in values if value is not None]
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,28 @@ class NoReference:
 NO_REFERENCE = NoReference()
 
 
-def prepare_batch(
+@dataclass(frozen=True)
+class Prepared:
+    """All rows of a step with the inputs of the update."""
+
+    rows: Batch  # its mask is True at the decisions that count in the loss
+    kept_B: Tensor  # bool, True at the rows that have a gradient
+    decided_BT: Tensor  # bool, True at all decisions
+    advantages_BT: Tensor  # of all decisions, also of those that do not count in the loss
+    metrics: dict[str, float]  # of the whole step
+
+    def batch(self) -> Batch:
+        """The rows that have a gradient."""
+        return self.rows if self.kept_B.all() else self.rows.select(self.kept_B.nonzero()[:, 0])
+
+
+def prepare_batch(batch: Batch, policy: Policy, algorithm: Algorithm, **options: Any) -> tuple[Batch, dict[str, float]]:
+    """The rows of `prepare_rows` that have a gradient, and its metrics."""
+    prepared = prepare_rows(batch, policy, algorithm, **options)
+    return prepared.batch(), prepared.metrics
+
+
+def prepare_rows(
     batch: Batch,
     policy: Policy,
     algorithm: Algorithm,
@@ -48,7 +70,7 @@ def prepare_batch(
     optimizer_steps: int = 1,
     mask_truncated: bool = False,
     team: Team = ALONE,
-) -> tuple[Batch, dict[str, float]]:
+) -> Prepared:
     """Compute the inputs of the update, once per step: values, advantages, loss weights, old and reference
     log-probabilities.
 
@@ -64,9 +86,8 @@ def prepare_batch(
         team: its ranks evaluate the rows together; everything else is computed on every rank from the same numbers.
 
     Returns:
-        The rows that have a gradient, and metrics of the whole step. A row is kept if a decision of it has a non-zero
-        advantage; or if the loss has a KL or entropy term and some rollout of its group has a non-zero advantage; or if
-        there is a critic.
+        The rows and metrics of the step. A row has a gradient if a decision of it has a non-zero advantage; or if the
+        loss has a KL or entropy term and some rollout of its group has a non-zero advantage; or if there is a critic.
 
     Raises:
         ConfigError: if the algorithm needs a reference policy or a critic that is missing, or if a critic is given to
@@ -101,7 +122,7 @@ def prepare_batch(
     if critics:
         metrics |= value_metrics(batch, returns_BT, counted_BT)
     old_scores = score_rows(policy, batch, kept_B, team) if optimizer_steps > 1 else {}
-    batch = replace(
+    rows = replace(
         batch,
         mask_BT=counted_BT,
         advantages_BT=torch.where(counted_BT, advantages_BT, 0.0),
@@ -112,7 +133,7 @@ def prepare_batch(
         proximal_logprobs_BT=old_scores.get("logprobs_BT"),
         proximal_all_logprobs_BTV=old_scores.get("all_logprobs_BTV"),
     )
-    return batch if kept_B.all() else batch.select(kept_B.nonzero()[:, 0]), metrics
+    return Prepared(rows, kept_B, batch.mask_BT, advantages_BT, metrics)
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from covey.train.collect import Collector, FixedGroups, GroupSize
 from covey.train.kl_coefficient import KLCoefficient
 from covey.train.learners import Learner
 from covey.train.prepare import NO_REFERENCE
+from covey.train.record import Recorder, RolloutRecorder
 
 
 class NeverUpdate:
@@ -64,7 +66,7 @@ class FixedRewards:
 class NoCheckpoints:
     """Null object that saves nothing; implements `covey.data.Checkpoints`."""
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
         """Nothing to do."""
 
     def latest(self) -> int | None:
@@ -93,6 +95,7 @@ class Components:
     reward_model: RewardModelUpdater = field(default_factory=FixedRewards)
     collector: Collector = field(default_factory=FixedGroups)
     evaluate: Callable[[int], dict[str, float]] = lambda step: {}  # held-out metrics after a step, if they are due
+    recorder: Recorder = field(default_factory=RolloutRecorder)
     observers: Sequence[Observer] = ()
     checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
     team: Team = ALONE
@@ -110,12 +113,22 @@ class LoopConfig:
     mask_truncated: bool = False
     checkpoint_every: int = 20
     iteration_steps: int = 0  # steps between two trainings of the reward model; 0: it is not trained
-    decision_budget: int = 0  # training also ends when this number of decisions was sampled; 0: no limit
+    decision_budget: float = math.inf  # training also ends when this number of decisions was sampled
+    patience: float = math.inf  # training also ends after this number of evaluations without a better score
+    keep_best: bool = False  # a checkpoint of the step with the best score is kept
 
     def is_done(self, progress: Progress) -> bool:
         """Whether training has ended."""
-        spent = bool(self.decision_budget) and progress.decisions >= self.decision_budget
-        return spent or progress.step >= self.steps
+        return self.ends_early(progress) or progress.decisions >= self.decision_budget or progress.step >= self.steps
+
+    def ends_early(self, progress: Progress) -> bool:
+        """Whether the held-out score has not become better for `patience` evaluations."""
+        return progress.evaluations_since_best >= self.patience
+
+    def saves_checkpoint(self, progress: Progress) -> bool:
+        """Whether a checkpoint follows the last step."""
+        is_best = self.keep_best and progress.best_step == progress.step
+        return is_best or progress.step % self.checkpoint_every == 0
 
 
 @dataclass
@@ -127,6 +140,18 @@ class Progress:
     decisions: int = 0  # sampled so far
     starts: int = 0  # drawn so far
     skipped_in_a_row: int = 0
+    best_step: int = 0  # that with the highest held-out score, the first of several; 0: no evaluation yet
+    best_score: float = 0.0
+    evaluations_since_best: int = 0
+
+    def count_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Count the evaluation after a step, if its metrics have the score of one."""
+        score = metrics.get("eval/score", math.nan)
+        if math.isnan(score):
+            return
+        self.evaluations_since_best += 1
+        if score > self.best_score or not self.best_step:
+            self.best_step, self.best_score, self.evaluations_since_best = self.step, score, 0
 
     def advance(self, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         """Count a finished step."""
@@ -156,7 +181,7 @@ def _stateful(run: Components) -> dict[str, Any]:
 def save_checkpoint(run: Components, progress: Progress) -> None:
     """Save everything that the run needs to continue from here, bit for bit."""
     state = {name: component.state_dict() for name, component in _stateful(run).items()}
-    run.checkpoints.save(progress.step, {"progress": vars(progress)} | state)
+    run.checkpoints.save(progress.step, {"progress": vars(progress)} | state, progress.best_step)
 
 
 @contextmanager

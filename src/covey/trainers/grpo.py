@@ -133,8 +133,7 @@ class GRPOTrainer(LanguageTrainer):
             starts_per_step=len(answers.starts),
             group_size=FixedSize(self.group_size),
         )
-        metrics, _ = train_step(run, config, self.progress)
-        return metrics
+        return train_step(run, config, self.progress).metrics
 
     def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
         """Train for `steps` steps on the trainer's prompts; returns the metrics of each step.

@@ -18,7 +18,7 @@ import torch
 from covey.config import ConfigError, IterationConfig
 from covey.config.reward_data import Example
 from covey.config.reward_models import RewardModelConfig, RewardModelKind
-from covey.data import Group
+from covey.data import Group, StepRecord
 from covey.llm.reward_models.evaluation import evaluate, rank_agreement
 from covey.llm.reward_models.examples import EncodedExample, encode_example
 from covey.llm.reward_models.graded_groups import ExampleSource, decode_state, encode_state, graded_completions
@@ -99,11 +99,11 @@ class IteratedRewardModel:
         self._history: list[Example] = []  # of earlier ones
         self._training: Training | None = None  # None: not begun
 
-    def record(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+    def record(self, step: StepRecord) -> None:
         """Collect the examples of a step."""
-        self._step = step
+        self._step = step.step
         if self.settings.reward_model_epochs:
-            self._new += self._source.examples(groups, step)
+            self._new += self._source.examples(step.groups, step.step)
 
     def update(self, should_stop: Callable[[], bool]) -> None:
         """Train the reward model on the new examples and some of the history."""

@@ -1,0 +1,6 @@
+"""Diagnosis of a run: named checks over its metrics, each with evidence, an explanation and a remedy."""
+
+from covey.tracking.diagnosis.diagnosis import CHECKS, Diagnosis, diagnose
+from covey.tracking.diagnosis.finding import Finding
+
+__all__ = ["CHECKS", "Diagnosis", "Finding", "diagnose"]
