@@ -16,6 +16,7 @@ export function number(value, digits = 3) {
   if (!known(value)) return NONE;
   const size = Math.abs(value);
   if (size < 1e-12) return "0"; // what rounding leaves of 0
+  if (Number.isInteger(value) && size < 1e6) return whole(value);
   if (size >= 1e9 || size < 1e-4) return minus(value.toExponential(Math.max(0, digits - 2)));
   if (size >= 1000) return minus(Math.round(value).toLocaleString("en-US"));
   const decimals = Math.max(0, digits - 1 - Math.floor(Math.log10(size)));

@@ -9,7 +9,7 @@ const ENDS = {
   stop: "ended by itself", terminated: "episode ended", length: "cut at the token limit", truncated: "stopped by the time limit", cut: "cut by the sampler",
 };
 
-// `scale`: {low, high} of the rewards in the group; `words`: the vocabulary of the run.
+// `scale`: {low, high} of the rewards in the step; `words`: the vocabulary of the run.
 export class RolloutCard {
   constructor(rollout, { scale, words, find, onFocus }) {
     this.rollout = rollout;

@@ -3,7 +3,7 @@
 import { api, latest } from "./api.js";
 import { h, keyed, put, say, segmented, select } from "./dom.js";
 import { count, number, percent, vocabulary, whole } from "./format.js";
-import { block, line, promptBlock } from "./plain_text.js";
+import { block, line, promptBlock, promptText } from "./plain_text.js";
 import { RolloutCard } from "./rollout_card.js";
 import { router } from "./router.js";
 import { StepPicker } from "./step_picker.js";
@@ -83,14 +83,13 @@ export class Rollouts {
   drawGroup() {
     const { prompt, columns, baseline, rollouts, dropped, signal } = this.group;
     const rewards = rollouts.map((r) => r.reward).filter((v) => v !== null);
-    const scale = { low: Math.min(...rewards), high: Math.max(...rewards) };
     const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
-    this.cards = rollouts.map((rollout) => new RolloutCard(rollout, { scale, words: this.words, find: this.params.find ?? "" }));
+    this.cards = rollouts.map((rollout) => new RolloutCard(rollout, { scale: this.scale, words: this.words, find: this.params.find ?? "" }));
     this.siblings = h("div", { class: "sibling-grid" }, this.cards.map((card) => card.el));
     const facts = [`mean reward ${number(mean)}`, baseline !== null && baseline !== undefined ? `baseline ${number(baseline)}` : null, `truncated ${percent(rollouts.filter((r) => r.truncated).length / rollouts.length, 0)}`,
       signal ? null : "no signal: every reward is the same, so this group has no gradient", dropped ? "dropped: other groups were sampled in its place" : null];
     put(this.body,
-      h("div", { class: "prompt" }, h("h2", {}, this.words.language ? "Prompt" : "Start"), prompt === null ? h("p", { class: "hint" }, "The episodes of a group begin in the same state.") : promptBlock(prompt), columnsTable(columns)),
+      h("div", { class: "prompt" }, h("h2", {}, this.words.language ? "Prompt" : "Start"), prompt === null ? h("p", { class: "hint" }, "The episodes of a group begin in the same state.") : this.words.language ? promptBlock(prompt) : block(`seed ${promptText(prompt)}`), columnsTable(columns)),
       h("p", { class: "group-facts" }, facts.filter(Boolean).join(" \u00b7 ")), this.siblings);
     const tints = available(rollouts);
     this.tints.hidden = !tints.length;
