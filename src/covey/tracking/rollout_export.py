@@ -108,7 +108,7 @@ def export_records(run_dir: Path, file: Path, *, held_out: bool = False) -> Expo
     columns = _Columns()
     for step in steps:
         for row in read(reader, step, result):
-            columns.add(_flat(row, frozenset()))
+            columns.add(_flat(row, columns.whole))
             result.rows += 1
         columns.undivide()
     if not result.rows:
@@ -142,13 +142,13 @@ def _answers(reader: RunReader, step: int, result: Exported) -> Iterator[Row]:
         yield from records.lines
 
 
-def _flat(row: Row, whole: frozenset[str] | set[str]) -> Row:
+def _flat(row: Row, whole: set[str]) -> Row:
     """A record with a key for each entry of its tables."""
     flat = {key: value for key, value in row.items() if key not in DIVIDED or key in whole}
     for prefix in DIVIDED:
         if prefix in row and prefix not in whole:
             flat |= {f"{prefix}.{key}": value for key, value in table(row[prefix]).items()}
-    return flat
+    return {_readable(name): value for name, value in flat.items()}
 
 
 def _kind(value: Any) -> str:
@@ -187,7 +187,7 @@ def _fitted(row: Row, types: dict[str, str]) -> Row:
         else:
             raise ConfigError(f"{name} of step {row.get('step')} changed while it was exported: start again")
         if isinstance(fitted[name], str):
-            fitted[name] = fitted[name].encode("utf-8", "backslashreplace").decode()
+            fitted[name] = _readable(fitted[name])
     return fitted
 
 
@@ -211,7 +211,7 @@ def _parquet(file: Path, types: dict[str, str]) -> Iterator[Write]:
     from pyarrow import parquet
 
     arrow = {"bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64()}
-    schema = pyarrow.schema([(_readable(name), arrow.get(kind, pyarrow.string())) for name, kind in types.items()])
+    schema = pyarrow.schema([(name, arrow.get(kind, pyarrow.string())) for name, kind in types.items()])
     waiting: list[Row] = []
     with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
 
@@ -249,8 +249,9 @@ def _csv(file: Path, types: dict[str, str]) -> Iterator[Write]:
         yield lambda rows: writer.writerows([row[name] for name in types] for row in rows)
 
 
-def _readable(name: str) -> str:
-    return name.encode("utf-8", "backslashreplace").decode()
+def _readable(words: str) -> str:
+    """The text with lone surrogates as their escapes, because UTF-8 has none."""
+    return words.encode("utf-8", "backslashreplace").decode()
 
 
 _WRITERS = {".parquet": _parquet, ".jsonl": _jsonl, ".csv": _csv}
