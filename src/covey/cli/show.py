@@ -89,8 +89,9 @@ def _show_found(reader: RunReader, arguments: argparse.Namespace) -> None:
     conditions += [choice.is_truncated] if arguments.truncated else []
     conditions += [choice.has_no_signal] if arguments.no_signal else []
     conditions += [lambda found: found.contains(arguments.text)] if arguments.text else []
-    if arguments.no_signal and len(conditions) == 1 and not (arguments.best or arguments.worst):
-        conditions.append(lambda found: found.index == 0)  # the group is shown as a whole
+    others = ("best", "worst", "failed", "truncated", "text")
+    whole_groups = arguments.no_signal and not any(getattr(arguments, name) for name in others)
+    conditions += [lambda found: found.index == 0] if whole_groups else []
     if arguments.step is not None:
         choice.read_groups(reader, arguments.step)  # its message names the steps that there are
     choice.last_recorded(reader)
@@ -100,7 +101,6 @@ def _show_found(reader: RunReader, arguments: argparse.Namespace) -> None:
         found = choice.extremes(reader, steps, keep, arguments.limit, best=arguments.best)
     else:
         found = choice.search(reader, steps, keep, arguments.limit)
-    whole_groups = arguments.no_signal and len(conditions) == 2 and not arguments.text
     if arguments.json:
         _print_json([_record(each, whole_groups) for each in found])
         return
@@ -155,8 +155,8 @@ def _show_held_out(reader: RunReader, arguments: argparse.Namespace) -> None:
         return
     counts = result["changes"]
     say(
-        f"held-out problems at most {limit} tokens: {counts['better']} better, {counts['worse']} worse, "
-        f"{counts['same']} the same between step {steps[0]} and step {last}\n"
+        f"held-out problems, at most {limit} tokens: {counts['better']} better, {counts['worse']} worse, "
+        f"{counts['same']} the same from step {steps[0]} to step {last}\n"
     )
     printer = _printer(reader, arguments)
     labels = ("before training" if steps[0] == 0 else f"after step {steps[0]}", f"after step {last}")
