@@ -105,6 +105,7 @@ def test_describe_by_hand():
         "length/mean": 2.0,  # (3 + 1 + 2 + 2) / 4
         "length/max": 3.0,
         "length/truncated_fraction": 0.25,
+        "length/truncated_reward": 0.0,
         "decisions/sampled": 8.0,
         "reward/mean": 0.5,  # of 1, 0 and 0.5
         "reward/std": pytest.approx(math.sqrt(0.5 / 3)),  # deviations 0.5, -0.5, 0

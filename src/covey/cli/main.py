@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.cli.diagnose import diagnose_command
 from covey.cli.export import export_command
 from covey.cli.logs import set_up_output
 from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
@@ -370,6 +371,7 @@ COMMANDS = {
     "plan": plan_command,
     "eval": eval_command,
     "compare": compare_command,
+    "diagnose": diagnose_command,
     "sample": sample_command,
     "export": export_command,
     "watch": watch_command,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from covey.cli.diagnose import add_diagnose_options
 from covey.cli.export import add_export_options
 from covey.cli.numbers import number
 from covey.cli.report import add_report_options
@@ -187,6 +188,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("plan", _plan_options, "predict memory, and the throughput of a cluster, without loading the model"),
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
         ("compare", _compare_options, "train several recipes over several seeds and report the differences"),
+        ("diagnose", add_diagnose_options, "find faults in runs, with evidence and remedies"),
         ("sample", _sample_options, "let a language model answer one prompt"),
         ("export", add_export_options, "write a trained model as a transformers folder"),
         ("watch", add_watch_options, "show runs on a page in the browser, while they train and after"),
