@@ -64,6 +64,11 @@ train on prompts and rewards of your own:
   covey eval runs/my-001                      score on held-out problems
   covey sample runs/my-001 "What is 3 + 4?"   answers to one prompt
 
+look at runs:
+  covey runs                     state, result and size of each
+  covey show runs/my-001         rollouts with their rewards
+  covey report runs/my-001       one HTML file with everything
+
 covey --help lists the commands, covey train --help the fields of a recipe."""
 
 EPILOG = """\

@@ -190,7 +190,7 @@ def _finding(finding: Finding) -> Html:
         ),
         element("p", _sentence(finding.evidence)),
         element("p", _sentence(finding.explanation), class_="muted"),
-        element("p", element("b", "To try: "), _sentence(finding.remedy)),
+        element("p", element("b", _sentence(finding.remedy))),
         class_=f"finding {'problem' if finding.severity == 'problem' else 'warning'}",
     )
 
