@@ -126,6 +126,10 @@ class Running:
         atexit.unregister(self._process.kill)
         return self._process.exitcode
 
+    def output(self) -> str:
+        """What it has written so far."""
+        return self._output.read_text()
+
     def ended(self) -> tuple[int, str]:
         """Exit code and output, once it has ended."""
         code = self.wait()

@@ -96,8 +96,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: if it cannot be read or is not valid TOML, for values nested too deeply and integers over 64 bits.
     """
+    return parse_toml(read_file(path, LARGEST_RECIPE), path)
+
+
+def parse_toml(content: bytes, path: Path | str) -> dict[str, Any]:
+    """The tables in the content of the TOML file at `path`, which error messages name.
+
+    Raises:
+        ConfigError: as `read_toml`.
+    """
     try:
-        text = read_file(path, LARGEST_RECIPE).decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
         for number, line in enumerate(text.splitlines(), start=1):
             if line.partition("=")[0].count(".") > MOST_DOTS:
                 raise ValueError(f"nested too deeply (at line {number})")

@@ -2,6 +2,7 @@
 
 run_folder, run_store   the folder of a run, its lock, and the files in it
 records                 the lines of rollouts and held-out answers
+run_state               the state of a run, and the runs below a folder
 metrics                 every number of a training step, defined once
 console, notebook       the live display of a run
 wording, score_kinds    the texts and number formats of the display

@@ -1,4 +1,4 @@
-"""`covey serve`: covey's own decoder behind the routes of `wire.py`. The only file that imports Starlette and uvicorn.
+"""`covey serve`: covey's own decoder behind the routes of `wire.py`.
 
 Every route but `/health` needs the access token, those that do not exist too.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -29,12 +27,12 @@ from covey.llm.model.architecture import vocabulary_of
 from covey.llm.remote import wire
 from covey.llm.remote.group_transport import Gloo, connect_to_sender, read_announced, read_sender, receive
 from covey.llm.remote.staging import BadWeights, check_weights, read_weights
+from covey.runtime.web_server import failure, json_response, one_line, web_server
 
 T = TypeVar("T")
 
 MOST_BODY_BYTES = 64 << 20
 FIRST_VERSION = ""  # of the weights that the model was loaded with; no run requests it
-GRACE_SECONDS = 1  # that open requests have when the server ends
 
 
 class Conflict(Exception):
@@ -64,7 +62,7 @@ class Server:
         return Response()
 
     async def weight_info(self, request: Request) -> Response:
-        return _json({"weight_version": self.version})
+        return json_response({"weight_version": self.version})
 
     async def generate(self, request: Request) -> Response:
         vocabulary = vocabulary_of(self.engine.policy.module)
@@ -72,7 +70,7 @@ class Server:
         asked = wire.read_request(body, vocabulary, (version, self.engine.version))
         result = await _unless_disconnected(request, self.engine.generate(asked))
         if isinstance(result, GenerationFailure):
-            return _failure(409 if result.reason is FailureReason.OTHER_WEIGHTS else 422, result.reason, result.message)
+            return failure(409 if result.reason is FailureReason.OTHER_WEIGHTS else 422, result.reason, result.message)
         return Response(wire.answer_body(result, version), media_type="application/json")
 
     async def init(self, request: Request) -> Response:
@@ -83,7 +81,7 @@ class Server:
             self._refuse_if_busy()
             async with self.busy:
                 self.group = await asyncio.to_thread(connect_to_sender, sender)
-            return _json({})
+            return json_response({})
         folder = info.get("folder") if isinstance(info, dict) else None
         if not isinstance(folder, str):
             raise wire.BadBody("init_info.folder must be the folder of the files with weights")
@@ -91,7 +89,7 @@ class Server:
         if not any(own.resolve() in (real, *real.parents) for own in self.folders):
             places = " or ".join(map(str, self.folders))
             raise Conflict(f"weights are read from files below {places} alone: start the server with --folder")
-        return _json({})
+        return json_response({})
 
     async def start_update(self, request: Request) -> Response:
         """Begin an update. A second one at the same time ends both, so that never parts of two are mixed."""
@@ -101,7 +99,7 @@ class Server:
             self.update = None
             raise Conflict("another update of the weights had begun, and both have ended: begin again")
         self.update = _Update(version)
-        return _json({})
+        return json_response({})
 
     async def receive(self, request: Request) -> Response:
         """Read the weights and check them; the model keeps its own."""
@@ -117,7 +115,7 @@ class Server:
                 self.update = None
                 raise
         update.staged = staged
-        return _json({})
+        return json_response({})
 
     def _staged(self, info: dict[str, Any]) -> dict[str, Tensor]:
         """The tensors of an update, from a file or over the process group."""
@@ -144,13 +142,13 @@ class Server:
             self.update = None
             await asyncio.wrap_future(self.engine.change_weights(update.staged, self.engine.version + 1))
             self.version = version
-        return _json({})
+        return json_response({})
 
     async def nothing(self, request: Request) -> Response:
         """Routes of vLLM that covey's server does not need: it keeps no prefixes from one batch to the next, and puts
         weights in place between two batches.
         """
-        return _json({"success": True})
+        return json_response({"success": True})
 
     def _refuse_if_busy(self) -> None:
         if self.busy.locked():
@@ -206,7 +204,7 @@ class Guard:
         if scope["type"] == "http" and (scope["path"] == wire.HEALTH or hmac.compare_digest(given, self.expected)):
             await self.app(scope, receive, send)
             return
-        await _failure(401, "token", "the access token is missing or wrong")(scope, receive, send)
+        await failure(401, "token", "the access token is missing or wrong")(scope, receive, send)
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -245,45 +243,19 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(json.dumps(content), status, media_type="application/json")
-
-
 def _answer_to(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
     """The handler of an exception: its message in one line."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return _failure(status, type(error).__name__, " ".join(str(error).split())[:500])
+        return failure(status, type(error).__name__, one_line(error))
 
     return answer
-
-
-def _failure(status: int, reason: str, message: str) -> Response:
-    return _json({"error": {"reason": reason, "message": message}}, status)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections at this address; port 0 is a free one.
-
-    Raises:
-        OSError: if the address cannot be used.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((host, port))
-    listening.listen(2048)
-    return listening
 
 
 def serve(server: Server, token: str, listening: socket.socket) -> None:
     """Answer requests until the process gets SIGINT or SIGTERM."""
     server.engine.start()
-    config = uvicorn.Config(
-        server.app(token), log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
-        timeout_graceful_shutdown=GRACE_SECONDS,
-    )  # fmt: skip
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        web_server(server.app(token)).run(sockets=[listening])
     finally:
         server.engine.stop()

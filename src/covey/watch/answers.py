@@ -1,0 +1,229 @@
+"""The answers of the API, as values for JSON; the docstring of `server` describes them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, is_dataclass
+from importlib.metadata import version
+from typing import Any
+
+from covey.tracking.evaluations import compare_answers, read_answers, token_limits
+from covey.tracking.metric_table import MetricTable
+from covey.tracking.metrics import METRICS, find
+from covey.tracking.plain_files import open_below, status_below
+from covey.tracking.run_reader import ranges, rollouts_file
+from covey.tracking.wording import WORDINGS
+from covey.watch.curves import curves
+from covey.watch.files import recordings
+from covey.watch.index import index_path, progress
+from covey.watch.indexer import Indexer
+from covey.watch.library import Library, Run
+from covey.watch.rollouts import group_page, group_row
+from covey.watch.search import Query, select
+
+MOST_CACHED = 64  # answers that are kept
+_ORDER = {name: place for place, name in enumerate(METRICS)}
+
+
+class NotFound(Exception):
+    """There is no such run, step or group; the message is one line."""
+
+
+class Answers:
+    """The answers about the runs of a library. Its methods may be called from several threads."""
+
+    def __init__(self, library: Library, indexer: Indexer) -> None:
+        self.library, self.indexer = library, indexer
+        self._kept: OrderedDict[Any, Any] = OrderedDict()
+
+    def find(self, id: str) -> Run:
+        """The run with this id.
+
+        Raises:
+            NotFound: if there is none.
+        """
+        run = self.library.find(id)
+        if run is None:
+            raise NotFound("there is no such run")
+        return run
+
+    def runs(self) -> dict[str, Any]:
+        described = sorted((run.describe() for run in self.library.runs()), key=lambda run: -(run["updated"] or 0))
+        roots = self.library.roots
+        return {
+            "runs": described,
+            "root": str(roots[0]) if len(roots) == 1 else None,
+            "version": version("covey"),
+        }
+
+    def run(self, id: str) -> dict[str, Any]:
+        run = self.find(id)
+        self.indexer.ask(run.folder)
+        described = run.describe()
+        names = self._metrics(run, lambda table: list(table.columns))
+        held_out = run.reader.held_out_steps()
+        return described | {
+            "config": run.config,
+            "summary": run.summary,
+            "evaluations": run.evaluations,
+            "metrics": sorted(map(_definition, names), key=lambda metric: (_place(metric["name"]), metric["name"])),
+            "wording": _wording(described["domain"], described["score_kind"]),
+            "steps_with_rollouts": ranges(steps := run.reader.rollout_steps()),
+            "held_out_steps": held_out,
+            "token_limits": self._token_limits(run, held_out),
+            "records_tokens": bool(steps) and self._records_tokens(run, steps[-1]),
+            "iterations": run.reader.iterations(),
+            "files": recordings(run.folder),
+            "index": progress(run.folder, index_path(run.folder)),
+        }
+
+    def metrics(
+        self, id: str, names: Sequence[str] | None, points: int, after: int, last: int | None
+    ) -> dict[str, Any]:
+        run = self.find(id)
+        found = self._metrics(run, lambda table: curves(table, names, points, after, last))
+        return found | {"generation": run.generation}
+
+    def groups(self, id: str, step: int) -> dict[str, Any]:
+        run = self.find(id)
+
+        def read() -> dict[str, Any]:
+            groups, damaged = run.reader.groups(step)
+            return {"step": step, "groups": [group_row(group) for group in groups], "damaged": damaged}
+
+        return self._keep(("groups", id, step, self._signature(run, step)), read)
+
+    def group(self, id: str, step: int, group: int) -> dict[str, Any]:
+        run = self.find(id)
+        self._signature(run, step)
+        groups, _ = run.reader.groups(step, group)
+        if not groups:
+            raise NotFound(f"step {step} has no group {group}")
+        return group_page(step, groups[0])
+
+    def rollouts(self, id: str, query: Query) -> dict[str, Any]:
+        run = self.find(id)
+        self.indexer.ask(run.folder)
+        path = index_path(run.folder)
+        try:
+            found = select(run.folder, path, query)
+        except sqlite3.Error:  # it is not there yet, or of another version, which the indexer replaces
+            found = {"total": None, "offset": query.offset, "next_offset": None, "rollouts": []}
+        return found | {"index": progress(run.folder, path)}
+
+    def held_out(
+        self, id: str, first: int | None, last: int | None, max_new_tokens: int | None, **choice: Any
+    ) -> dict[str, Any]:
+        run = self.find(id)
+        steps = run.reader.held_out_steps()
+        if not steps:
+            raise NotFound("the run has no held-out answers")
+        first, last = steps[0] if first is None else first, steps[-1] if last is None else last
+        for step in (first, last):
+            if step not in steps:
+                raise NotFound(f"the run has no held-out answers of step {step}")
+        before, after = read_answers(run.reader, first), read_answers(run.reader, last)
+        limits = token_limits([before, after])
+        limit = max_new_tokens if max_new_tokens is not None else next(iter(limits), None)
+        if limit is not None and limit not in limits:
+            raise NotFound(f"these evaluations have no answers of at most {limit} tokens")
+        answers = [found.get(limit, {}) if limit is not None else {} for found in (before, after)]
+        compared = compare_answers(*answers, **choice)
+        return {"first": first, "last": last, "max_new_tokens": limit, **compared}
+
+    def diagnosis(self, id: str) -> dict[str, Any]:
+        run = self.find(id)
+        run.look()
+        key = ("diagnosis", id, run.generation, run.progress()["last_step"])
+        return self._keep(key, lambda: self._diagnose(run))
+
+    def _diagnose(self, run: Run) -> dict[str, Any]:
+        from covey.tracking.diagnosis import diagnose
+
+        config = run.config
+        last = self._metrics(run, lambda table: table.last_step)
+        if config is None or not last:
+            return {"step": last, "findings": [], "available": False}
+        findings = self._metrics(run, lambda table: diagnose(table.rows(), config, run.evaluations))
+        listed = [asdict(one) if is_dataclass(one) and not isinstance(one, type) else one for one in findings]
+        return {"step": last, "findings": listed, "available": True}
+
+    def _metrics(self, run: Run, read: Callable[[MetricTable], Any]) -> Any:
+        """What `read` returns for the metrics of a run."""
+        with run.lock:
+            found = read(run.table())
+        self.library.make_room(run)
+        return found
+
+    def _keep(self, key: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `read` returns, kept for the next time."""
+        kept: dict[str, Any] | None = self._kept.get(key)
+        if kept is None:
+            kept = self._kept[key] = read()
+            while len(self._kept) > MOST_CACHED:
+                self._kept.popitem(last=False)
+        return kept
+
+    def _signature(self, run: Run, step: int) -> tuple[int, int, int]:
+        """What changes when the file of a step's rollouts does.
+
+        Raises:
+            NotFound: if there is no such file.
+        """
+        status = status_below(run.folder, *rollouts_file(step))
+        if status is None:
+            with open_below(run.folder, *rollouts_file(step)):  # says why
+                pass
+            raise NotFound(f"the run has no rollouts of step {step}")
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _token_limits(self, run: Run, steps: Sequence[int]) -> list[int]:
+        if not steps:
+            return []
+        key = ("limits", run.id, run.generation, steps[0], steps[-1], run.progress()["updated"])
+        kept = self._keep(key, lambda: {"limits": token_limits(read_answers(run.reader, step) for step in
+                                                               dict.fromkeys((steps[0], steps[-1])))})  # fmt: skip
+        return list(kept["limits"])
+
+    def _records_tokens(self, run: Run, step: int) -> bool:
+        try:
+            key = ("tokens", run.id, step, self._signature(run, step))
+        except NotFound:
+            return False
+        return bool(self._keep(key, lambda: {"tokens": run.reader.has_tokens(step)})["tokens"])
+
+
+def _definition(name: str) -> dict[str, Any]:
+    """A metric with its entry in the glossary; empty texts if it has none."""
+    try:
+        metric = find(name)
+    except KeyError:
+        return {"name": name, "unit": "", "meaning": "", "healthy": ""}
+    return {"name": name, "unit": metric.unit, "meaning": metric.meaning, "healthy": metric.healthy}
+
+
+def _place(name: str) -> int:
+    try:
+        return _ORDER[find(name).name]
+    except KeyError:
+        return len(_ORDER)
+
+
+def _wording(domain: str | None, kind: str | None) -> dict[str, Any] | None:
+    """The texts of a run; None if its domain is unknown."""
+    if domain is None:
+        return None
+    wording = WORDINGS.get((domain, kind or "score"))
+    if wording is None:
+        return None
+    return {
+        "measured": wording.measured,
+        "evaluation": wording.evaluation.partition(", {")[0],
+        "x_metric": wording.x_metric,
+        "x_label": wording.x_label,
+        "prompt": wording.prompt,
+        "score_name": wording.kind.name,
+        "counted": wording.counted,
+    }

@@ -1,0 +1,115 @@
+"""`covey watch`: finds the runs, starts the server, and ends it at Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from covey.config import ConfigError
+from covey.config.fields import did_you_mean_file
+from covey.config.files import unusual_kind, user_path
+from covey.config.terminal import say
+from covey.runtime.web_server import listen, web_server
+from covey.tracking.run_state import find_runs, is_run
+from covey.watch.answers import Answers
+from covey.watch.guard import LARGEST_HEAD, MOST_CONNECTIONS
+from covey.watch.indexer import Indexer
+from covey.watch.library import Library
+from covey.watch.server import Server
+
+HOST = "127.0.0.1"  # and no other, because everybody who reaches the server can read the runs
+PORT = 8808
+PORTS = 20  # that are tried if the first is taken
+ROOT = Path("runs")
+
+
+def watch(runs: Sequence[str], *, port: int | None = None, open_page: bool = False) -> None:
+    """Show runs on a page until Ctrl-C.
+
+    Args:
+        runs: run folders, folders with runs below them, or names below runs/; none for all runs below runs/.
+        port: the port; 0 is any free one, None is `PORT` or the next free one.
+        open_page: open the page in the browser.
+
+    Raises:
+        ConfigError: if a folder or the port cannot be used.
+        KeyboardInterrupt: at Ctrl-C.
+    """
+    library = find_library(runs)
+    with bind(port) as listening, Indexer() as indexer:
+        address = f"http://{HOST}:{listening.getsockname()[1]}/"
+        count = len(library.runs())
+        places = ", ".join(map(str, runs)) or f"{ROOT}/"
+        say(f"showing {count or 'no'} run{'' if count == 1 else 's'} of {places}; new ones appear on the page")
+        say("Ctrl-C ends it. Only this machine can open the page:")
+        print(address, flush=True)
+        if open_page:
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        serve(library, indexer, listening)
+
+
+def serve(library: Library, indexer: Indexer, listening: socket.socket) -> None:
+    """Answer requests about the runs of a library until SIGINT or SIGTERM."""
+
+    def is_ending() -> bool:
+        return running.should_exit
+
+    app = Server(Answers(library, indexer), is_ending).app()
+    limits = {"h11_max_incomplete_event_size": LARGEST_HEAD, "limit_concurrency": MOST_CONNECTIONS}
+    running = web_server(app, http="h11", proxy_headers=False, date_header=False, **limits)
+    running.run(sockets=[listening])
+
+
+def bind(port: int | None) -> socket.socket:
+    """A socket that listens on the loopback interface.
+
+    Raises:
+        ConfigError: if the port is taken.
+    """
+    tried = range(PORT, PORT + PORTS) if port is None else (port,)
+    for each in tried:
+        try:
+            return listen(HOST, each)
+        except OSError as error:
+            if error.errno == errno.EACCES:
+                raise ConfigError(f"port {each} is for the system alone: name one above 1023, or 0") from None
+            if error.errno != errno.EADDRINUSE:
+                raise
+    taken = f"port {port} is" if port is not None else f"the ports {PORT} to {PORT + PORTS - 1} are"
+    raise ConfigError(f"{taken} taken by other programs: name another one by --port, or --port 0 for any free one")
+
+
+def find_library(runs: Sequence[str]) -> Library:
+    """The library of the runs that the command names.
+
+    Raises:
+        ConfigError: for a folder that does not exist or has no runs.
+    """
+    if not runs:
+        return Library([ROOT])
+    roots, named = [], []
+    for word in runs:
+        folder = _folder_of(word)
+        if is_run(folder):
+            named.append(folder)
+        elif find_runs(folder):
+            roots.append(folder)
+        else:
+            raise ConfigError(f"{word} is neither a run folder nor a folder with runs below it")
+    return Library(roots, named)
+
+
+def _folder_of(word: str) -> Path:
+    path = user_path(word)
+    for folder in (path, ROOT / path):
+        if folder.is_dir():
+            return folder
+    kind = "a file" if path.is_file() else unusual_kind(path)
+    if kind:
+        raise ConfigError(f"{word} is {kind}; name the folder of a run")
+    near = did_you_mean_file(path) or did_you_mean_file(ROOT / path)
+    raise ConfigError(f"there is no run {word}{near}; without a name, all runs below {ROOT}/ are shown")

@@ -1,0 +1,318 @@
+"""The routes of `covey watch`. All are GET (or HEAD), all but the page itself and recordings answer JSON.
+
+Conventions: keys are snake_case. A key with null has no known value: the run is older than that record, or has not
+got so far. NaN and infinities are null. A page must ignore keys that it does not know. `{id}` is a run's "id": opaque,
+URL-safe, and the same after a restart of the server. Errors have a status of 400 (a parameter is wrong), 403 (refused:
+another site, a link that leads out of the run folder), 404 (no such run, step, group or file), 405, 413 (the file is
+too large to show), 414, 431 or 500, and the body
+
+    {"error": {"reason": "not_found", "message": "one line"}}
+
+GET /                      the page: static/index.html
+GET /static/{path}         its modules, styles and pictures (html, js, css, svg, png, woff2, txt, json, map)
+
+GET /api/runs              all watched runs, those that changed last first
+    {"runs": [RUN, ...],
+     "root": "/home/me/runs" | null,                 the folder whose runs are shown, null if runs were named
+     "version": "0.1.0"}                             covey's
+
+  RUN = {"id": "arithmetic_grpo-001.3f9ac1",
+         "name": "arithmetic_grpo-001",              unique among the runs, as short as possible
+         "path": "/home/me/runs/arithmetic_grpo-001",
+         "state": "running" | "finished" | "stopped" | "crashed",
+         "domain": "language" | "control" | null,    null: config.toml is missing or damaged
+         "score_kind": "accuracy" | "score" | "return" | null,
+         "recipe": "arithmetic_grpo" | null,
+         "seed": 0 | null,
+         "last_step": 31,                            0 before the first step
+         "steps": 60 | null,                         planned
+         "updated": 1764036125.2 | null,             Unix seconds of the last change
+         "generation": 0,                            grows when recorded steps were taken back (a resume) or the folder
+                                                     was made anew: forget what was fetched of this run
+         "result": {"before": ESTIMATE | null, "after": ESTIMATE | null} | null,   at the training's token limit;
+                                                     "after" is the last evaluation so far
+         "score": 0.62 | null}                       score/mean of the last step
+  ESTIMATE = {"score": 0.62, "low": 0.56 | null, "high": 0.68 | null, "count": 256 | null}
+
+GET /api/runs/{id}         one run: RUN and
+    {"config": {...} | null,                         config.toml as tables
+     "summary": {...} | null,                        summary.json, else stopped.json
+     "evaluations": [{"max_new_tokens": 14 | null, "before": ESTIMATE | null, "after": ESTIMATE | null}, ...],
+     "metrics": [{"name": "reward/mean", "unit": "reward", "meaning": "...", "healthy": "..."}, ...],
+                                                     those that the run has, in the order of the glossary
+     "wording": {"measured": "problem", "evaluation": "held-out accuracy, greedy", "x_metric": "step",
+                 "x_label": "training step", "prompt": "prompt", "score_name": "accuracy", "counted": "tokens"} | null,
+     "steps_with_rollouts": [[1, 31], [35, 40]],     ranges, both ends included
+     "held_out_steps": [0, 20, 40],
+     "token_limits": [14, 96],                       of the held-out answers; the first is the training's
+     "records_tokens": false,                        the last step's rollouts have "tokens"
+     "iterations": [{...}, ...],                     lines of iterations.jsonl; [] if the run is not iterative
+     "files": [{"name": "curve.png", "bytes": 52113, "kind": "image", "type": "image/png"}, ...],
+     "index": INDEX}
+  INDEX = {"state": "absent" | "building" | "ready", "files": 120, "indexed": 84}  files of rollouts. Until it is ready,
+                                                     /rollouts sees the indexed ones (and the newest) alone
+
+GET /api/runs/{id}/metrics?names=reward/mean,entropy&points=600&after=0&last=84
+    Steps after `after` up to `last`, in at most `points` (2 to 5000, default 600) buckets of about equal numbers of
+    steps. Without `names` all metrics of the run.
+    {"last_step": 84, "generation": 0, "downsampled": false,
+     "steps": [1, 2, ...],                           last step of each bucket
+     "first_steps": [1, 2, ...],                     its first step
+     "series": {"reward/mean": {"mean": [0.1, null, ...], "low": [...], "high": [...]}, ...}}
+    "low" and "high" are the least and the largest value in the bucket, and absent unless downsampled. A bucket without
+    a value of the metric has null. A name that the run does not have is left out. For another x axis ask for its metric
+    (environment/steps): the "mean" of each bucket belongs to the "mean" of the others.
+
+GET /api/runs/{id}/steps/{step}/groups
+    {"step": 12, "groups": [{"group": 0, "size": 8, "reward_mean": 0.5 | null, "reward_low": 0.0 | null,
+      "reward_high": 1.0 | null, "reward_std": 0.5 | null, "score_mean": 0.5 | null, "baseline": 0.5 | null,
+      "signal": true, "truncated": 1, "failed": 0, "dropped": false, "decisions_mean": 10.5 | null,
+      "prompt": "the first 200 characters"}, ...],
+     "damaged": 0}                                   lines that could not be read
+    "signal": the rewards differ, so that the group has a gradient. Numbers are over graded rollouts.
+
+GET /api/runs/{id}/steps/{step}/groups/{group}
+    {"step": 12, "group": 0, "prompt": "..." | [{"role": "user", "content": "..."}, ...] | null, "columns": {...},
+     "baseline": 0.5 | null, "signal": true, "dropped": false, "rollouts": [ROLLOUT, ...]}
+  ROLLOUT = {"index": 0,                             within the group
+      "text": "...", "reward": 1.0 | null, "reward_parts": {"numeric": 1.0}, "score": 1.0 | null,
+      "advantage": 0.9 | null, "baseline": 0.5 | null,
+      "end": "stop" | "terminated" | "length" | "truncated" | "cut", "truncated": false, "failed": false,
+      "decisions": 12, "version": 11 | null, "extra": {...} | null, "undecided": [[5, 9]] | null,
+      "steps": [["text of a step", 0.5], ...] | null,
+      "tokens": {"ids": [...], "texts": [...], "logprobs": [...], "reference_logprobs": [...] | null,
+                 "advantages": [...], "updated_logprobs": [...] | null} | null}
+
+GET /api/runs/{id}/rollouts?filter=best&text=apple&first=1&last=84&offset=0&limit=50
+    filter: best (reward, highest first), worst, truncated, failed, no_signal; without it the newest first.
+    text: a part of the completion or of the prompt; case is ignored. limit: 1 to 200.
+    {"total": 8123 | null,                           null: not counted, because too many must be read
+     "offset": 0, "next_offset": 50 | null,          null: no more
+     "rollouts": [{"step": 12, "group": 0, "index": 3, "reward": 1.0 | null, "score": ..., "advantage": ...,
+       "end": "stop", "truncated": false, "failed": false, "signal": true, "decisions": 12,
+       "reward_parts": {...}, "prompt": "200 characters", "text": "400 characters around the match",
+       "text_from": 0,                               position of that excerpt in the completion
+       "match": [3, 8] | null}, ...],                positions in "text"; null if the match is in the prompt
+     "index": INDEX}
+
+GET /api/runs/{id}/held_out?first=0&last=40&max_new_tokens=14&offset=0&limit=200&order=worse&kind=worse&text=
+    Held-out answers of two evaluations beside each other. first, last: steps of "held_out_steps" (default: the first
+    and the last). order: better (largest gain first), worse, problem (default). kind: better, worse, same, truncated.
+    {"first": 0, "last": 40, "max_new_tokens": 14, "count": 256, "total": 12,      total: after `kind` and `text`
+     "offset": 0, "next_offset": null, "changes": {"better": 120, "worse": 9, "same": 127, "unknown": 0},
+     "answers": [{"problem": 0, "prompt": "..." | [...], "columns": {...}, "first": ANSWER | null,
+                  "last": ANSWER | null, "change": 1.0 | null}, ...]}
+  ANSWER = {"text": "...", "reward": 1.0 | null, "score": 1.0 | null, "reward_parts": {...}, "tokens": 9,
+            "truncated": false, "extra": {...} | null}
+
+GET /api/runs/{id}/diagnosis
+    {"step": 84, "findings": [{"check": "entropy_collapse", "severity": "warning" | "problem", "first_step": 40,
+      "last_step": 84, "evidence": "...", "explanation": "...", "remedy": "...", "metrics": ["entropy"]}, ...],
+     "available": true}                              false: nothing can be said yet
+
+GET /api/runs/{id}/files/{name}   a file of "files": a picture or recording of the run (png, gif, jpg, webp, mp4, webm).
+
+GET /api/events            server-sent events, at once and then whenever something changes:
+    event: run       data: {"id", "state", "last_step", "generation", "updated"}       it appeared, grew, or ended
+    event: gone      data: {"id"}                                                      its folder was deleted
+    event: index     data: {"id", "index": INDEX}
+    A comment line every 15 seconds keeps the connection. It ends when the server ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from covey.runtime.web_server import failure, one_line
+from covey.tracking.evaluations import KINDS, ORDERS
+from covey.tracking.plain_files import Refused, TooLarge
+from covey.tracking.run_store import encode
+from covey.watch.answers import Answers, NotFound
+from covey.watch.curves import FEWEST_POINTS, MOST_POINTS, POINTS
+from covey.watch.events import MOST_STREAMS, Events
+from covey.watch.files import OpenFile, open_recording, open_static
+from covey.watch.guard import Guard
+from covey.watch.index import FILTERS
+from covey.watch.search import LONGEST_TEXT, Query
+
+LARGEST_STEP = 1 << 53
+MOST_ROWS, ROWS, MOST_OFFSET = 200, 50, 1 << 31
+MOST_NAMES = 200  # metrics in one request
+AT_ONCE = 4  # answers that are computed side by side
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Server:
+    """The routes of the watched runs."""
+
+    def __init__(self, answers: Answers, is_ending: Callable[[], bool]) -> None:
+        self.answers = answers
+        self.events = Events(answers.library, answers.indexer, is_ending)
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    def app(self) -> ASGIApp:
+        """The routes behind their guard."""
+        routes: dict[str, Handler] = {
+            "/": self.page,
+            "/static/{path:path}": self.static,
+            "/api/events": self.stream,
+            "/api/runs": self._json(lambda request: self.answers.runs()),
+            "/api/runs/{id}": self._json(lambda request: self.answers.run(_id(request))),
+            "/api/runs/{id}/metrics": self._json(self.metrics),
+            "/api/runs/{id}/steps/{step}/groups": self._json(
+                lambda request: self.answers.groups(_id(request), _in_path(request, "step"))
+            ),
+            "/api/runs/{id}/steps/{step}/groups/{group}": self._json(
+                lambda request: self.answers.group(_id(request), _in_path(request, "step"), _in_path(request, "group"))
+            ),
+            "/api/runs/{id}/rollouts": self._json(self.rollouts),
+            "/api/runs/{id}/held_out": self._json(self.held_out),
+            "/api/runs/{id}/diagnosis": self._json(lambda request: self.answers.diagnosis(_id(request))),
+            "/api/runs/{id}/files/{name}": self.file,
+        }
+        handlers: Any = {
+            BadParameter: _answer_to(400, "parameter"),
+            NotFound: _answer_to(404, "not_found"),
+            FileNotFoundError: _answer_to(404, "not_found", "there is no such file"),
+            NotADirectoryError: _answer_to(404, "not_found", "there is no such file"),
+            HTTPException: _answer_to(404, "not_found", "there is no such page"),
+            Refused: _answer_to(403, "refused"),
+            TooLarge: _answer_to(413, "too_large"),
+            PermissionError: _answer_to(403, "refused", "this file may not be read"),
+            OSError: _answer_to(500, "file", "this file cannot be read"),
+            sqlite3.Error: _answer_to(500, "index", "the index of this run cannot be read"),
+            ClientDisconnect: _answer_to(499, "gone"),
+            Exception: _answer_to(500, "internal", "an error within covey watch"),
+        }
+        listed = [Route(path, handler) for path, handler in routes.items()]
+        return Guard(Starlette(routes=listed, exception_handlers=handlers))  # type: ignore[arg-type, return-value]
+
+    async def page(self, request: Request) -> Response:
+        return _file_response(request, await asyncio.to_thread(open_static, "index.html"))
+
+    async def static(self, request: Request) -> Response:
+        return _file_response(request, await asyncio.to_thread(open_static, request.path_params["path"]))
+
+    async def file(self, request: Request) -> Response:
+        run = self.answers.find(_id(request))
+        return _file_response(request, await asyncio.to_thread(open_recording, run.folder, request.path_params["name"]))
+
+    async def stream(self, request: Request) -> Response:
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        if self.events.streams >= MOST_STREAMS:
+            return failure(503, "too_many", "too many pages are open")
+        return StreamingResponse(self.events.stream(), media_type="text/event-stream")
+
+    def metrics(self, request: Request) -> dict[str, Any]:
+        names = request.query_params.get("names")
+        listed = None if names is None else [name for name in names.split(",") if name]
+        if listed is not None and len(listed) > MOST_NAMES:
+            raise BadParameter(f"names has more than {MOST_NAMES} metrics")
+        return self.answers.metrics(
+            _id(request),
+            listed,
+            _integer(request, "points", POINTS, FEWEST_POINTS, MOST_POINTS),
+            _integer(request, "after", 0),
+            _integer(request, "last", None),
+        )
+
+    def rollouts(self, request: Request) -> dict[str, Any]:
+        text = _text(request)
+        query = Query(
+            _choice(request, "filter", "", tuple(FILTERS)),
+            text,
+            _integer(request, "first", 0),
+            _integer(request, "last", LARGEST_STEP),
+            _integer(request, "offset", 0, 0, MOST_OFFSET),
+            _integer(request, "limit", ROWS, 1, MOST_ROWS),
+        )
+        return self.answers.rollouts(_id(request), query)
+
+    def held_out(self, request: Request) -> dict[str, Any]:
+        return self.answers.held_out(
+            _id(request),
+            _integer(request, "first", None),
+            _integer(request, "last", None),
+            _integer(request, "max_new_tokens", None),
+            order=_choice(request, "order", "problem", ORDERS),
+            kind=_choice(request, "kind", "", ("", *KINDS)),
+            wanted=_text(request),
+            offset=_integer(request, "offset", 0, 0, MOST_OFFSET),
+            limit=_integer(request, "limit", MOST_ROWS, 1, MOST_ROWS),
+        )
+
+    def _json(self, answer: Callable[[Request], Mapping[str, Any]]) -> Handler:
+        """The handler that computes an answer in another thread."""
+
+        async def handler(request: Request) -> Response:
+            async with self._turns:
+                body = await asyncio.to_thread(lambda: encode(answer(request)))
+            return Response(body, media_type="application/json")
+
+        return handler
+
+
+class BadParameter(Exception):
+    """A parameter of a request is wrong; the message is one line."""
+
+
+def _id(request: Request) -> str:
+    return str(request.path_params["id"])
+
+
+def _in_path(request: Request, name: str) -> int:
+    return _number(name, request.path_params[name], 0, LARGEST_STEP)
+
+
+def _integer(request: Request, name: str, default: Any, least: int = 0, most: int = LARGEST_STEP) -> Any:
+    given = request.query_params.get(name, "")
+    return _number(name, given, least, most) if given else default
+
+
+def _number(name: str, given: str, least: int, most: int) -> int:
+    if not (given.isascii() and given.isdecimal() and len(given) <= 16 and least <= int(given) <= most):
+        raise BadParameter(f"{name} must be an integer of {least} to {most}")
+    return int(given)
+
+
+def _choice(request: Request, name: str, default: str, choices: tuple[str, ...]) -> str:
+    given = request.query_params.get(name, default)
+    if given not in choices:
+        raise BadParameter(f"{name} must be one of {', '.join(filter(None, choices))}")
+    return given
+
+
+def _text(request: Request) -> str:
+    given = request.query_params.get("text", "")
+    if len(given) > LONGEST_TEXT or "\0" in given:
+        raise BadParameter(f"text must have at most {LONGEST_TEXT} characters, and no NUL")
+    return given
+
+
+def _answer_to(status: int, reason: str, message: str = "") -> Callable[[Request, Exception], Awaitable[Response]]:
+    """The handler of an exception, with a message of its own or that of the exception."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return failure(status, reason, message or one_line(error))
+
+    return answer
+
+
+def _file_response(request: Request, file: OpenFile) -> Response:
+    """A file, which is sent in parts and then closed."""
+    headers = {"content-length": str(file.size), "content-type": file.type, "content-disposition": "inline"}
+    if request.method == "HEAD":
+        file.opened.close()
+        return Response(headers=headers)
+    return StreamingResponse(file.parts(), headers=headers)
