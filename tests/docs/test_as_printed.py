@@ -67,6 +67,9 @@ NOT_RUN = {
     ".venv/bin/python benchmarks/reward_hacking.py --frozen 'runs/frozen-*' --retrained 'runs/retrained-*'": "belongs "
     "to the repository, not to what is installed",
     "pip install 'covey[math]'": "downloads math-verify",
+    "covey watch": "runs until Ctrl-C",
+    "covey watch runs/my-001 runs/my-002": "runs until Ctrl-C",
+    "covey watch runs/compare --port 9000": "runs until Ctrl-C",
 } | dict.fromkeys(
     (
         "covey train outcome_grpo --seed 1 --token-budget 40000 --run-dir runs/policy",
