@@ -155,7 +155,8 @@ def test_rollouts_of_the_run_are_filtered_and_searched(page: Page, folder: Path)
     assert set(page.texts(".hits mark")) == {"7"}
     page.press("Escape")
     page.click(".hits a")
-    page.wait("location.hash.startsWith('#/rollouts/') && document.querySelector('.rollout.chosen mark')")
+    page.wait("location.hash.startsWith('#/rollouts/') && document.querySelector('.rollout.chosen')")
+    assert "7" in page.texts(".group mark")
     page.evaluate("history.back()")
     page.wait(f"{FOUND}.includes('of {len(found)}')")
 
