@@ -71,6 +71,9 @@ NOT_RUN = {
     "covey export runs/arithmetic_grpo-001 my_model --gguf q8_0": "the tiny model has other tokens",
     ".venv/bin/python benchmarks/recording.py": "takes minutes, in the repository",
     "pip install 'covey[math]'": "downloads math-verify",
+    "covey watch": "runs until Ctrl-C",
+    "covey watch runs/my-001 runs/my-002": "runs until Ctrl-C",
+    "covey watch runs/compare --port 9000": "runs until Ctrl-C",
 } | dict.fromkeys(
     (
         "covey train outcome_grpo --seed 1 --token-budget 40000 --run-dir runs/policy",

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+WebServer = uvicorn.Server
 GRACE_SECONDS = 1  # that open requests have when the server ends
 
 
@@ -49,7 +50,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def web_server(app: ASGIApp, **options: Any) -> uvicorn.Server:
+def web_server(app: ASGIApp, **options: Any) -> WebServer:
     """A server that answers requests by `app`; `run(sockets=[...])` ends at SIGINT or SIGTERM.
 
     Args:
@@ -59,4 +60,4 @@ def web_server(app: ASGIApp, **options: Any) -> uvicorn.Server:
         app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
         timeout_graceful_shutdown=GRACE_SECONDS, **options,
     )  # fmt: skip
-    return uvicorn.Server(config)
+    return WebServer(config)

@@ -21,9 +21,8 @@ from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict
 from covey.tracking.plain_files import Refused, TooLarge, files_below, open_below, read_below
 from covey.tracking.run_folder import HELD_OUT_FOLDER, ORIGIN_FILE, ROLLOUTS_FOLDER
-from covey.tracking.run_store import ITERATIONS_FILE, SUMMARY_FILE
+from covey.tracking.run_store import ITERATIONS_FILE, STOPPED_FILE, SUMMARY_FILE
 
-STOPPED_FILE = "stopped.json"
 LONGEST_LINE = 64 << 20  # bytes; a longer one counts as damaged
 LARGEST_DOCUMENT = 16 << 20  # bytes of a JSON or TOML file
 STEP_FILE = re.compile(r"step_([0-9]{6,15})\.jsonl", re.ASCII)

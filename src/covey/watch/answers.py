@@ -105,7 +105,7 @@ class Answers:
 
     def rollouts(self, id: str, query: Query) -> dict[str, Any]:
         run = self.find(id)
-        self.indexer.ask(run.folder)
+        self.indexer.ask(run.folder, texts=bool(query.text))
         path = index_path(run.folder)
         try:
             found = select(run.folder, path, query)

@@ -13,7 +13,7 @@ from covey.config import ConfigError
 from covey.config.fields import did_you_mean_file
 from covey.config.files import unusual_kind, user_path
 from covey.config.terminal import say
-from covey.runtime.web_server import listen, web_server
+from covey.runtime.web_server import WebServer, listen, web_server
 from covey.tracking.run_state import find_runs, is_run
 from covey.watch.answers import Answers
 from covey.watch.guard import LARGEST_HEAD, MOST_CONNECTIONS
@@ -49,11 +49,11 @@ def watch(runs: Sequence[str], *, port: int | None = None, open_page: bool = Fal
         print(address, flush=True)
         if open_page:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-        serve(library, indexer, listening)
+        page_server(library, indexer).run(sockets=[listening])
 
 
-def serve(library: Library, indexer: Indexer, listening: socket.socket) -> None:
-    """Answer requests about the runs of a library until SIGINT or SIGTERM."""
+def page_server(library: Library, indexer: Indexer) -> WebServer:
+    """The server of the page; `run(sockets=[...])` ends at SIGINT or SIGTERM, with every stream of events."""
 
     def is_ending() -> bool:
         return running.should_exit
@@ -61,7 +61,7 @@ def serve(library: Library, indexer: Indexer, listening: socket.socket) -> None:
     app = Server(Answers(library, indexer), is_ending).app()
     limits = {"h11_max_incomplete_event_size": LARGEST_HEAD, "limit_concurrency": MOST_CONNECTIONS}
     running = web_server(app, http="h11", proxy_headers=False, date_header=False, **limits)
-    running.run(sockets=[listening])
+    return running
 
 
 def bind(port: int | None) -> socket.socket:

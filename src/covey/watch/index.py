@@ -1,9 +1,12 @@
 """An SQLite index of the rollouts of a run: filters and a text search that stay quick in a large run.
 
 The index is derived from the run's files and may be deleted at any time. It is a file in covey's cache folder. It holds
-numbers, and for each rollout the place of its line; the texts stay in the run's files. If SQLite has FTS5 with its
-trigram tokenizer, a table of trigrams finds candidates for a text, and each candidate is compared with its line;
-without it, every line is. One process at a time writes an index (`update`), and any number may read it (`select`).
+numbers, and for each rollout the place of its line; the texts stay in the run's files. One process at a time writes an
+index (`update`), and any number may read it (`search.select`).
+
+Once a text is searched for, the trigrams of the texts are indexed too, if SQLite has FTS5 with its trigram tokenizer.
+They find candidates, each of which is compared with its line. That takes several times as long as the numbers, so it is
+not done before; rollouts without trigrams are candidates for every text.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import hashlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +25,17 @@ from typing import Any
 from covey.runtime.cache import cache_folder, make_folder
 from covey.tracking.plain_files import Refused, TooLarge, files_below
 from covey.tracking.run_folder import ROLLOUTS_FOLDER
-from covey.tracking.run_reader import STEP_FILE, RunReader, number, prompt_text, text
+from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, prompt_text, text
 from covey.watch.rollouts import is_failed, is_truncated
 
-SCHEMA_VERSION = 1
-BATCH_SECONDS = 0.3  # of one transaction
+SCHEMA_VERSION = 2
+BATCH_SECONDS = 0.5  # of the processor's time, of one transaction
 BUSY_SECONDS = 5.0  # that a reader waits for a writer
 LONGEST_TEXT = 1 << 20  # characters of a rollout that are searched
 UNUSED_DAYS = 30  # after which an index is deleted
 
 SCHEMA = """
-CREATE TABLE files (step INTEGER PRIMARY KEY, inode INTEGER, size INTEGER, mtime_ns INTEGER);
+CREATE TABLE files (step INTEGER PRIMARY KEY, inode INTEGER, size INTEGER, mtime_ns INTEGER, texts INTEGER);
 CREATE TABLE rollouts (
     id INTEGER PRIMARY KEY AUTOINCREMENT, leader INTEGER, step INTEGER, grp INTEGER, place INTEGER, reward REAL,
     truncated INTEGER, failed INTEGER, signal INTEGER, offset INTEGER, length INTEGER
@@ -92,10 +95,13 @@ def connection(path: Path, *, write: bool = False) -> Iterator[sqlite3.Connectio
         opened.close()
 
 
-def update(run_dir: Path, path: Path) -> Iterator[None]:
+def update(run_dir: Path, path: Path, *, texts: bool = False) -> Iterator[None]:
     """Bring an index up to date with the files of its run, the newest steps first; yields after each transaction.
 
     Nothing happens if another process does it now. A damaged index is made anew.
+
+    Args:
+        texts: also index the trigrams of the texts, after the numbers of all steps.
 
     Raises:
         OSError, sqlite3.Error: if the index cannot be written.
@@ -107,12 +113,12 @@ def update(run_dir: Path, path: Path) -> Iterator[None]:
         except OSError:
             return
         try:
-            yield from _update(run_dir, path)
+            yield from _update(run_dir, path, texts)
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):  # the disk is full, or the file cannot be written
                 raise
             _delete(path)
-            yield from _update(run_dir, path)
+            yield from _update(run_dir, path, texts)
 
 
 def _delete(path: Path) -> None:
@@ -120,7 +126,8 @@ def _delete(path: Path) -> None:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
-def _update(run_dir: Path, path: Path) -> Iterator[None]:
+def _update(run_dir: Path, path: Path, texts: bool) -> Iterator[None]:
+    reader = RunReader(run_dir)
     with connection(path, write=True) as database:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
@@ -132,29 +139,35 @@ def _update(run_dir: Path, path: Path) -> Iterator[None]:
         if 2 * len(gone) > len(known):  # the trigrams of removed rollouts stay, so begin anew
             _create(database)
             known, gone = {}, []
-        new = sorted((step for step in disk if step not in known or known[step] != disk[step]), reverse=True)
-        reader = RunReader(run_dir)
-        for batch in _batches([*gone, *new]):
+        new = sorted(disk.keys() - (known.keys() - set(gone)), reverse=True)
+
+        def renew(step: int) -> None:
+            database.execute("DELETE FROM rollouts WHERE step = ?", (step,))
+            database.execute("DELETE FROM files WHERE step = ?", (step,))
+            if step in disk:
+                _add_numbers(database, reader, step, disk[step])
+
+        yield from _in_batches(database, dict.fromkeys([*gone, *new]), renew)
+        if texts and _has_trigrams(database):
+            missing = [row[0] for row in database.execute("SELECT step FROM files WHERE NOT texts ORDER BY step DESC")]
+            yield from _in_batches(database, missing, lambda step: _add_texts(database, reader, step))
+
+
+def _in_batches(database: sqlite3.Connection, steps: Iterable[int], change: Callable[[int], None]) -> Iterator[None]:
+    """Call `change` for each step, in transactions of a bounded time."""
+    began = None
+    for step in steps:
+        if began is None:
             database.execute("BEGIN IMMEDIATE")
-            began = time.monotonic()
-            for step in batch:
-                database.execute("DELETE FROM rollouts WHERE step = ?", (step,))
-                database.execute("DELETE FROM files WHERE step = ?", (step,))
-                if step in disk:
-                    _add(database, reader, step, disk[step])
-                if time.monotonic() - began > BATCH_SECONDS:
-                    database.execute("COMMIT")
-                    yield
-                    database.execute("BEGIN IMMEDIATE")
-                    began = time.monotonic()
+            began = time.process_time()
+        change(step)
+        if time.process_time() - began > BATCH_SECONDS:
             database.execute("COMMIT")
+            began = None
             yield
-
-
-def _batches(steps: list[int]) -> Iterator[list[int]]:
-    steps = list(dict.fromkeys(steps))
-    for begin in range(0, len(steps), 1000):
-        yield steps[begin : begin + 1000]
+    if began is not None:
+        database.execute("COMMIT")
+        yield
 
 
 def _create(database: sqlite3.Connection) -> None:
@@ -170,39 +183,51 @@ def _create(database: sqlite3.Connection) -> None:
     database.execute("COMMIT")
 
 
-def _add(database: sqlite3.Connection, reader: RunReader, step: int, signature: Signature) -> None:
-    """Add the rollouts of a step."""
-    has_texts = has_trigrams(database)
-    try:
-        groups, _ = reader.groups(step)
-    except (OSError, Refused, TooLarge):
-        groups = []
+def _add_numbers(database: sqlite3.Connection, reader: RunReader, step: int, signature: Signature) -> None:
+    """Add the rollouts of a step, without their texts. A file that cannot be read has none."""
+    groups: list[Group] = []
+    with suppress(OSError, Refused, TooLarge):
+        groups = reader.groups(step)[0]
     last = database.execute("SELECT seq FROM sqlite_sequence WHERE name = 'rollouts'").fetchone()
     id = last[0] if last else 0
     rows: list[tuple[Any, ...]] = []
-    texts: list[tuple[int, str]] = []
     for group in groups:
         leader, signal = id + 1, group.has_signal
-        texts.append((2 * leader + 1, _searchable(prompt_text(group.rollouts[0].get("prompt")))))
-        for place, (line, (offset, length)) in enumerate(zip(group.rollouts, group.places, strict=True)):
+        for place, (line, span) in enumerate(zip(group.rollouts, group.places, strict=True)):
             id += 1
             reward = number(line.get("reward"))
-            rows.append((id, leader, step, group.number, place, reward, is_truncated(line), is_failed(line), signal,
-                         offset, length))  # fmt: skip
-            texts.append((2 * id, _searchable(text(line.get("text")))))
+            flags = is_truncated(line), is_failed(line), signal
+            rows.append((id, leader, step, group.number, place, reward, *flags, *span))
     database.executemany(f"INSERT INTO rollouts VALUES ({', '.join('?' * 11)})", rows)
-    if has_texts:
-        database.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
-    database.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (step, *signature))
+    database.execute("INSERT INTO files VALUES (?, ?, ?, ?, 0)", (step, *signature))
 
 
-def has_trigrams(database: sqlite3.Connection) -> bool:
-    """True if the index has a table of trigrams."""
+def _add_texts(database: sqlite3.Connection, reader: RunReader, step: int) -> None:
+    """Add the trigrams of a step's texts: those of completion `id` as row 2 id, of a group's prompt as 2 leader + 1."""
+    groups: list[Group] = []
+    with suppress(OSError, Refused, TooLarge):
+        groups = reader.groups(step)[0]
+    found = {group.number: group for group in groups}
+    rows = []
+    for id, leader, group, place in database.execute(
+        "SELECT id, leader, grp, place FROM rollouts WHERE step = ?", (step,)
+    ):
+        lines = found[group].rollouts if group in found else []
+        if place < len(lines):  # else the file has changed, and the step will be renewed
+            rows.append((2 * id, _searchable(text(lines[place].get("text")))))
+            if id == leader:
+                rows.append((2 * id + 1, _searchable(prompt_text(lines[place].get("prompt")))))
+    database.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", rows)
+    database.execute("UPDATE files SET texts = 1 WHERE step = ?", (step,))
+
+
+def _has_trigrams(database: sqlite3.Connection) -> bool:
     return bool(database.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone())
 
 
 def _searchable(content: str) -> str:
-    return content[:LONGEST_TEXT].encode("utf-8", "replace").decode()
+    """The text as SQLite takes it: valid, and without NUL, which would end it."""
+    return content[:LONGEST_TEXT].encode("utf-8", "replace").decode().replace("\0", " ")
 
 
 def rollout_files(run_dir: Path) -> dict[int, Signature]:
@@ -223,10 +248,11 @@ def progress(run_dir: Path, path: Path) -> dict[str, Any]:
     files = len(RunReader(run_dir).rollout_steps())
     try:
         with connection(path) as database:
-            indexed = database.execute("SELECT count(*) FROM files").fetchone()[0]
+            indexed, texts = database.execute("SELECT count(*), coalesce(sum(texts), 0) FROM files").fetchone()
     except sqlite3.Error:
-        return {"state": "absent" if files else "ready", "files": files, "indexed": 0}
-    return {"state": "ready" if indexed >= files else "building", "files": files, "indexed": min(indexed, files)}
+        return {"state": "absent" if files else "ready", "files": files, "indexed": 0, "texts": 0}
+    state = "ready" if indexed >= files else "building"
+    return {"state": state, "files": files, "indexed": min(indexed, files), "texts": min(texts, files)}
 
 
 def delete_unused(folder: Path) -> None:

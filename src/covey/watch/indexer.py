@@ -1,7 +1,7 @@
 """The process that writes the indexes, beside the server: `python -m covey.watch.indexer`.
 
 A process of its own, because Python would otherwise share its time with the server's answers. It reads run folders from
-its standard input, one path in JSON a line, brings the index of each up to date, and ends when the input ends.
+its standard input, one in JSON a line, brings the index of each up to date, and ends when the input ends.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from covey.watch.index import delete_unused, index_folder, index_path, update
 
 NICENESS = 10
+Task = tuple[Path, bool]  # a run folder, and True if its texts are indexed too
 AGAIN_SECONDS = 1.0  # least time between two requests for the same run
 
 
@@ -29,7 +30,8 @@ class Indexer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked: dict[Path, float] = {}
+        self._asked: dict[Path, float] = {}  # run folder -> when it was asked for
+        self._searched: set[Path] = set()  # those whose texts were asked for
         self._lock = threading.Lock()
 
     def __enter__(self) -> Indexer:
@@ -50,9 +52,16 @@ class Indexer:
         """The run folders that were asked for."""
         return set(self._asked)
 
-    def ask(self, run_dir: Path) -> None:
-        """Have the index of a run brought up to date. A process that has died is started again."""
+    def ask(self, run_dir: Path, *, texts: bool = False) -> None:
+        """Have the index of a run brought up to date. A process that has died is started again.
+
+        Args:
+            texts: index the texts too, from now on.
+        """
         with self._lock:
+            if texts and run_dir not in self._searched:
+                self._searched.add(run_dir)
+                self._asked.pop(run_dir, None)
             if time.monotonic() - self._asked.get(run_dir, float("-inf")) < AGAIN_SECONDS:
                 return
             self._asked[run_dir] = time.monotonic()
@@ -63,7 +72,8 @@ class Indexer:
                 )  # fmt: skip
             assert self._process.stdin is not None
             with suppress(OSError):
-                self._process.stdin.write(json.dumps(os.fsdecode(run_dir)).encode() + b"\n")
+                line = json.dumps([os.fsdecode(run_dir), run_dir in self._searched])
+                self._process.stdin.write(line.encode() + b"\n")
                 self._process.stdin.flush()
 
 
@@ -72,32 +82,30 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which closes the input
     with suppress(OSError):
         os.nice(NICENESS)
-    asked: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    asked: queue.SimpleQueue[Task] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(asked,), daemon=True).start()
     delete_unused(index_folder())
-    waiting: list[Path] = []
+    waiting: list[Task] = []
     while True:
-        if not waiting:
-            waiting.append(asked.get())
-        run_dir = waiting.pop()
+        waiting = list(dict.fromkeys([*waiting, *_drain(asked)])) or [asked.get()]
+        task = run_dir, texts = waiting.pop()  # what was asked for last comes first
         with suppress(OSError, sqlite3.Error):
-            for _ in update(run_dir, index_path(run_dir)):
-                newer = _drain(asked)
-                if any(path != run_dir for path in newer):  # what was asked for last comes first
-                    waiting = [run_dir, *waiting, *newer]
+            for _ in update(run_dir, index_path(run_dir), texts=texts):
+                newer = [other for other in _drain(asked) if other != task]
+                if newer:
+                    waiting += [task, *newer]
                     break
-                waiting += newer
-        waiting = list(dict.fromkeys([*waiting, *_drain(asked)]))
 
 
-def _read(asked: queue.SimpleQueue[Path]) -> None:
+def _read(asked: queue.SimpleQueue[Task]) -> None:
     for line in sys.stdin.buffer:
-        with suppress(ValueError):
-            asked.put(Path(json.loads(line)))
+        with suppress(ValueError, TypeError):
+            name, texts = json.loads(line)
+            asked.put((Path(name), bool(texts)))
     os._exit(0)  # an index survives that, as its transactions do
 
 
-def _drain(asked: queue.SimpleQueue[Path]) -> list[Path]:
+def _drain(asked: queue.SimpleQueue[Task]) -> list[Task]:
     found = []
     with suppress(queue.Empty):
         while True:

@@ -18,9 +18,9 @@ from covey.tracking.evaluations import evaluations_of
 from covey.tracking.metric_table import MetricTable, parse_metrics
 from covey.tracking.plain_files import Refused, open_below, status_below
 from covey.tracking.run_folder import METRICS_FILE
-from covey.tracking.run_reader import STOPPED_FILE, RunReader, kind_of_run, number, table, text
+from covey.tracking.run_reader import RunReader, kind_of_run, number, table, text
 from covey.tracking.run_state import find_runs, last_change, run_state
-from covey.tracking.run_store import SUMMARY_FILE
+from covey.tracking.run_store import STOPPED_FILE, SUMMARY_FILE
 
 SEARCH_SECONDS = 2.0  # least time between two searches for runs
 LOOK_SECONDS = 0.5  # least time between two looks at a run's files

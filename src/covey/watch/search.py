@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 
 from covey.tracking.plain_files import Refused, open_below
 from covey.tracking.run_reader import parse_line, rollouts_file
-from covey.watch.index import FILTERS, Signature, connection, has_trigrams
+from covey.watch.index import FILTERS, Signature, connection
 from covey.watch.rollouts import list_row
 
-SECONDS = 1.0  # for comparing lines with the text
+SECONDS = 1.5  # for comparing lines with the text
 MOST_TRIGRAMS = 40  # of a text that the index is asked for
 LONGEST_TEXT = 200  # characters
 
@@ -36,13 +36,14 @@ class Query:
 def select(run_dir: Path, path: Path, query: Query) -> dict[str, Any]:
     """The rollouts that a query selects, without the key "index" of the API.
 
-    It ends after a second even if there may be more, so that "rollouts" may have fewer than the limit although
+    It ends after that time even if there may be more, so that "rollouts" may have fewer than the limit although
     "next_offset" says where to go on.
 
     Raises:
         sqlite3.Error: if there is no index.
     """
     found: list[dict[str, Any]] = []
+    needle = _in_json(query.text)
     seen, deadline, is_complete = 0, time.monotonic() + SECONDS, True
     with connection(path) as database, _Lines(run_dir, database) as lines:
         condition, values = _condition(database, query)
@@ -51,11 +52,11 @@ def select(run_dir: Path, path: Path, query: Query) -> dict[str, Any]:
         ordered = f"{chosen} ORDER BY {FILTERS[query.filter].order} LIMIT -1 OFFSET ?"
         rows = database.execute(ordered, (*values, query.offset))
         for *place, signal, offset, length in rows:
-            if len(found) == query.limit or time.monotonic() > deadline:
+            if len(found) == query.limit or (seen and time.monotonic() > deadline):
                 is_complete = False
                 break
             seen += 1
-            line = lines.read(place[0], offset, length)
+            line = lines.read(place[0], offset, length, needle)
             row = line and list_row((place[0], place[1], place[2]), line, bool(signal), query.text)
             if row:
                 found.append(row)
@@ -68,11 +69,12 @@ def select(run_dir: Path, path: Path, query: Query) -> dict[str, Any]:
 def _condition(database: sqlite3.Connection, query: Query) -> tuple[str, tuple[Any, ...]]:
     """The SQL condition of the candidates, and its values."""
     condition, values = f"step BETWEEN ? AND ? AND {FILTERS[query.filter].condition}", (query.first, query.last)
-    if len(query.text) < 3 or not has_trigrams(database):
+    if len(query.text) < 3 or not database.execute("SELECT 1 FROM files WHERE texts LIMIT 1").fetchone():
         return condition, values
     hits = "(SELECT rowid FROM texts WHERE texts MATCH ?)"  # of completions at 2 id, of prompts at 2 leader + 1
     match = " AND ".join(_trigrams(query.text))
-    return f"{condition} AND (2 * id IN {hits} OR 2 * leader + 1 IN {hits})", (*values, match, match)
+    unknown = "step IN (SELECT step FROM files WHERE NOT texts)"
+    return f"{condition} AND (2 * id IN {hits} OR 2 * leader + 1 IN {hits} OR {unknown})", (*values, match, match)
 
 
 def _trigrams(text: str) -> Iterator[str]:
@@ -80,6 +82,12 @@ def _trigrams(text: str) -> Iterator[str]:
     found = list(dict.fromkeys(text[at : at + 3] for at in range(len(text) - 2)))
     for trigram in found[:: -(-len(found) // MOST_TRIGRAMS)]:
         yield '"' + trigram.replace('"', '""') + '"'
+
+
+def _in_json(text: str) -> bytes:
+    """A part of every JSON that contains the text, in lower case; empty if its characters may be escaped there."""
+    is_plain = text.isascii() and text.isprintable() and not set(text) & set('"\\/')
+    return text.lower().encode() if is_plain else b""
 
 
 class _Lines:
@@ -98,14 +106,15 @@ class _Lines:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def read(self, step: int, offset: int, length: int) -> dict[str, Any] | None:
-        """A line; None if the file has changed."""
+    def read(self, step: int, offset: int, length: int, needle: bytes = b"") -> dict[str, Any] | None:
+        """A line; None if the file has changed, or if the line does not contain the needle, in any case."""
         if step != self._step:
             self._open(step)
         if self._file is None:
             return None
         with suppress(OSError):
-            return parse_line(os.pread(self._file.fileno(), length, offset))
+            content = os.pread(self._file.fileno(), length, offset)
+            return parse_line(content) if needle in content.lower() else None
         return None
 
     def _open(self, step: int) -> None:

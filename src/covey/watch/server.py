@@ -49,8 +49,9 @@ GET /api/runs/{id}         one run: RUN and
      "iterations": [{...}, ...],                     lines of iterations.jsonl; [] if the run is not iterative
      "files": [{"name": "curve.png", "bytes": 52113, "kind": "image", "type": "image/png"}, ...],
      "index": INDEX}
-  INDEX = {"state": "absent" | "building" | "ready", "files": 120, "indexed": 84}  files of rollouts. Until it is ready,
-                                                     /rollouts sees the indexed ones (and the newest) alone
+  INDEX = {"state": "absent" | "building" | "ready", "files": 120, "indexed": 84, "texts": 20}
+    Counts of files of rollouts. Until the index is ready, /rollouts sees the indexed ones alone, the newest first.
+    "texts": how many have a text index, which is made once a text is searched for; a search is slower without it.
 
 GET /api/runs/{id}/metrics?names=reward/mean,entropy&points=600&after=0&last=84
     Steps after `after` up to `last`, in at most `points` (2 to 5000, default 600) buckets of about equal numbers of
@@ -85,7 +86,8 @@ GET /api/runs/{id}/steps/{step}/groups/{group}
 
 GET /api/runs/{id}/rollouts?filter=best&text=apple&first=1&last=84&offset=0&limit=50
     filter: best (reward, highest first), worst, truncated, failed, no_signal; without it the newest first.
-    text: a part of the completion or of the prompt; case is ignored. limit: 1 to 200.
+    text: a part of the completion or of the prompt; case is ignored. limit: 1 to 200. An answer takes two seconds at
+    most, so it may have fewer rollouts than `limit`, even none, with a "next_offset" at which to go on.
     {"total": 8123 | null,                           null: not counted, because too many must be read
      "offset": 0, "next_offset": 50 | null,          null: no more
      "rollouts": [{"step": 12, "group": 0, "index": 3, "reward": 1.0 | null, "score": ..., "advantage": ...,
@@ -136,7 +138,7 @@ from starlette.types import ASGIApp
 from covey.runtime.web_server import failure, one_line
 from covey.tracking.evaluations import KINDS, ORDERS
 from covey.tracking.plain_files import Refused, TooLarge
-from covey.tracking.run_store import encode
+from covey.tracking.records import encode
 from covey.watch.answers import Answers, NotFound
 from covey.watch.curves import FEWEST_POINTS, MOST_POINTS, POINTS
 from covey.watch.events import MOST_STREAMS, Events

@@ -68,7 +68,7 @@ export class HeldOut {
   row({ problem, prompt, columns, first, last, change }, answer, text) {
     const kind = change > 0 ? "better" : change < 0 ? "worse" : "same";
     return h("li", { class: kind },
-      h("div", { class: "answer-head" }, h("h2", {}, `Problem ${problem}`), h("span", { class: `change ${kind}` }, change === null ? "not graded" : change === 0 ? "same score" : this.words.change(change)), promptBlock(prompt), columnsTable(columns)),
+      h("div", { class: "answer-head" }, h("h2", {}, `Problem ${problem}`), h("span", { class: `change ${kind}` }, change === null ? "not graded" : change === 0 ? "same score" : this.words.change(change)), promptBlock(prompt, text), columnsTable(columns)),
       h("div", { class: "pair" }, this.side(first, answer.first, text), this.side(last, answer.last, text)));
   }
 

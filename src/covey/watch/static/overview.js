@@ -18,7 +18,8 @@ export class Overview {
     this.findings = new Findings((metric) => this.curves?.reveal(metric));
     this.differences = h("section", { class: "panel differences", hidden: true, "aria-labelledby": "differences" }, h("h2", { id: "differences" }, "What differs"), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Table of the settings that differ" }));
     this.place = h("section", { "aria-label": "Curves" });
-    this.el = h("div", { class: "overview" }, h("div", { class: "top" }, this.result, this.findings.el, this.differences), this.place);
+    this.top = h("div", { class: "top" }, this.result, this.findings.el, this.differences);
+    this.el = h("div", { class: "overview" }, this.top, this.place);
     this.only = latest();
     this.diagnose = throttle(2500, () => this.loadFindings());
   }
@@ -42,6 +43,7 @@ export class Overview {
   }
 
   drawTop() {
+    this.top.classList.toggle("several", this.details.length > 1);
     put(this.result.querySelector(".scroll"), results(this.details));
     put(this.facts, facts(this.detail).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     this.differences.hidden = this.details.length < 2;

@@ -78,8 +78,8 @@ export function promptText(prompt) {
 
 const contentText = (content) => (typeof content === "string" ? content : JSON.stringify(content ?? ""));
 
-export function promptBlock(prompt) {
-  if (!Array.isArray(prompt)) return block(promptText(prompt), { label: "prompt" });
+export function promptBlock(prompt, find = "") {
+  if (!Array.isArray(prompt)) return block(promptText(prompt), { find, label: "prompt" });
   return h("ol", { class: "messages" }, prompt.map((message) =>
-    h("li", {}, h("span", { class: "role" }, String(message?.role ?? "message")), block(contentText(message?.content), { label: "message" }))));
+    h("li", {}, h("span", { class: "role" }, String(message?.role ?? "message")), block(contentText(message?.content), { find, label: "message" }))));
 }

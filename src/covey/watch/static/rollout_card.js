@@ -9,19 +9,19 @@ const ENDS = {
   stop: "ended by itself", terminated: "episode ended", length: "cut at the token limit", truncated: "stopped by the time limit", cut: "cut by the sampler",
 };
 
-// `scale`: {low, high} of the rewards in the step; `words`: the vocabulary of the run.
+// `scale`: {low, high} of the rewards in the step; `words`: the vocabulary of the run; `baseline`: that of the group.
 export class RolloutCard {
-  constructor(rollout, { scale, words, find, onFocus }) {
+  constructor(rollout, { scale, words, find, baseline }) {
     this.rollout = rollout;
     const { index, reward, advantage, failed, tokens } = rollout;
     const name = `rollout ${index + 1}`;
     this.tokenText = tokens ? new TokenText(tokens, name) : null;
-    this.el = h("article", { class: "rollout", id: `rollout-${index}`, tabIndex: -1, "aria-label": name, data: { index, failed: failed ? "yes" : "no" }, on: { focusin: () => onFocus?.(index) } },
+    this.el = h("article", { class: "rollout", id: `rollout-${index}`, tabIndex: -1, "aria-label": name, data: { index, failed: failed ? "yes" : "no" } },
       h("header", {}, h("h3", {}, h("span", { class: "ordinal" }, `${index + 1}`)),
         h("span", { class: "reward" }, failed || reward === null ? "not graded" : number(reward)),
         h("span", { class: "advantage", data: { sign: advantage > 0 ? "plus" : advantage < 0 ? "minus" : "none" } }, advantage === null || advantage === undefined ? "" : ["advantage ", signed(advantage)]),
         h("span", { class: "meter", "aria-hidden": "true", vars: { "--at": `${share(reward, scale)}%`, "--base": `${share(rollout.baseline, scale)}%` }, data: { base: rollout.baseline === null || rollout.baseline === undefined ? "no" : "yes" } }, h("i", {}), h("b", {}))),
-      parts(rollout), facts(rollout, words), this.tokenText?.el ?? body(rollout, find), extra(rollout.extra));
+      parts(rollout), facts(rollout, words, baseline), this.tokenText?.el ?? body(rollout, find), extra(rollout.extra));
   }
 
   tint(key, most) {
@@ -40,9 +40,9 @@ function parts({ reward_parts: table }) {
   return h("dl", { class: "parts" }, entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "number" ? number(value) : "failed"))));
 }
 
-function facts({ end, decisions, version, truncated, baseline }, words) {
+function facts({ end, decisions, version, truncated, baseline }, words, shared) {
   return h("p", { class: "rollout-facts" }, h("span", { class: truncated ? "chip warn" : "chip" }, ENDS[end] ?? String(end ?? "")), count(decisions ?? 0, words.decision),
-    baseline === null || baseline === undefined ? null : ` \u00b7 baseline ${number(baseline)}`, version === null || version === undefined ? null : ` \u00b7 weights ${version}`);
+    baseline === null || baseline === undefined || baseline === shared ? null : ` \u00b7 baseline ${number(baseline)}`, version === null || version === undefined ? null : ` \u00b7 weights ${version}`);
 }
 
 function body(rollout, find) {

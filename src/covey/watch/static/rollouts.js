@@ -59,6 +59,16 @@ export class Rollouts {
       if (g === chosen) link.setAttribute("aria-current", "true");
       else link.removeAttribute("aria-current");
     });
+    this.showChosen();
+  }
+
+  // Scrolls the list of groups, but not the page, to the chosen group.
+  showChosen() {
+    const box = this.groupList.parentElement;
+    const row = this.groupList.querySelector("[aria-current]");
+    if (!row) return;
+    const above = row.getBoundingClientRect().top - box.getBoundingClientRect().top;
+    if (above < 0 || above + row.offsetHeight > box.clientHeight) box.scrollTop += above - box.clientHeight / 3;
   }
 
   groupRow(g) {
@@ -84,12 +94,12 @@ export class Rollouts {
     const { prompt, columns, baseline, rollouts, dropped, signal } = this.group;
     const rewards = rollouts.map((r) => r.reward).filter((v) => v !== null);
     const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
-    this.cards = rollouts.map((rollout) => new RolloutCard(rollout, { scale: this.scale, words: this.words, find: this.params.find ?? "" }));
+    this.cards = rollouts.map((rollout) => new RolloutCard(rollout, { scale: this.scale, words: this.words, baseline, find: this.params.find ?? "" }));
     this.siblings = h("div", { class: "sibling-grid" }, this.cards.map((card) => card.el));
     const facts = [`mean reward ${number(mean)}`, baseline !== null && baseline !== undefined ? `baseline ${number(baseline)}` : null, `truncated ${percent(rollouts.filter((r) => r.truncated).length / rollouts.length, 0)}`,
       signal ? null : "no signal: every reward is the same, so this group has no gradient", dropped ? "dropped: other groups were sampled in its place" : null];
     put(this.body,
-      h("div", { class: "prompt" }, h("h2", {}, this.words.language ? "Prompt" : "Start"), prompt === null ? h("p", { class: "hint" }, "The episodes of a group begin in the same state.") : this.words.language ? promptBlock(prompt) : block(`seed ${promptText(prompt)}`), columnsTable(columns)),
+      h("div", { class: "prompt" }, h("h2", {}, this.words.language ? "Prompt" : "Start"), prompt === null ? h("p", { class: "hint" }, "The episodes of a group begin in the same state.") : this.words.language ? promptBlock(prompt, this.params.find) : block(`seed ${promptText(prompt)}`), columnsTable(columns)),
       h("p", { class: "group-facts" }, facts.filter(Boolean).join(" \u00b7 ")), this.siblings);
     const tints = available(rollouts);
     this.tints.hidden = !tints.length;
@@ -149,7 +159,6 @@ export class Rollouts {
     const next = this.groups?.[at + by];
     if (!next) return;
     router.go({ params: { step: this.step, group: next.group, i: null } }, { replace: true });
-    this.groupList.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
   }
 
   nextTint() {

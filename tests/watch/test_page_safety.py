@@ -1,0 +1,212 @@
+"""Model output is text on the page and nothing else. The page can be used by keyboard, on a phone, with a reader."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.browser import Browser, Page
+from helpers.watched import serving, tampered
+
+pytestmark = [pytest.mark.slow, pytest.mark.ci_sample]
+
+IDS = "fetch('/api/runs').then((r) => r.json()).then(({runs}) => Object.fromEntries(runs.map((r) => [r.name, r.id])))"
+HOSTILE_NAME = "<img src=x onerror=alert(8)>"
+HOSTILE = [
+    "<script>window.hacked = 1; alert(1)</script>",
+    "<img src=x onerror='window.hacked = 1; alert(2)'>",
+    "</div></article><svg onload=alert(3)><style>*{display:none}</style>",
+    "<a href='javascript:alert(4)'>click</a><iframe srcdoc='<script>parent.hacked = 1</script>'></iframe>",
+    "{{constructor.constructor('alert(5)')()}} ${alert(6)} `${alert(7)}`",
+    "right to left: \u202egnp.exe\u202c, isolates \u2067x\u2069, marks \u200f\u200e\ufeff\u200b",
+    "nulls \x00 and \x1b[31mescapes\x07 \x7f",
+    "long " + "y" * 100_000,
+    "<link rel=stylesheet href=https://example.com/x.css><img src=https://example.com/x.png>",
+]
+VIEWS = ["overview", "rollouts", "search", "held-out", "files", "config"]
+
+
+def make_hostile(record: dict[str, Any], index: int) -> None:
+    """Every text of a record becomes a hostile one."""
+    text = HOSTILE[index % len(HOSTILE)]
+    record |= {"text": text, "prompt": [{"role": text[:80], "content": text}], "columns": {text[:60]: text}}
+    record |= {"reward_parts": {text[:60]: 1.0}, "extra": {text[:60]: text}, "advantage": 0.5, "baseline": 0.25}
+    if index % 2:
+        record["steps"] = [[text, 0.5], [text, -0.5]]
+
+
+def add_tokens(record: dict[str, Any], index: int) -> None:
+    """The table of tokens of a run with `record.tokens`, with numbers that are easy to recognise."""
+    texts = [*record["text"], "<end>"]
+    count = range(len(texts))
+    record["advantage"] = 0.5 - index % 2
+    record["tokens"] = {
+        "ids": list(count),
+        "texts": texts,
+        "logprobs": [-0.5 for _ in count],
+        "reference_logprobs": [-0.25 for _ in count],
+        "advantages": [(-1.0) ** i * (i + 1) for i in count],
+        "updated_logprobs": [-0.375 for _ in count],
+    }
+
+
+@pytest.fixture(scope="module")
+def address(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    runs = shutil.copytree(trained / "runs", tmp_path_factory.mktemp("watch") / "runs")
+    tampered(runs / "language-a", runs / "tokens", add_tokens)
+    metrics = tampered(runs / "language-a", runs / HOSTILE_NAME, make_hostile) / "metrics.jsonl"
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [step | {"reward/<b onclick=alert(9)>": 1.0 * index} for index, step in enumerate(steps)]
+    metrics.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    with serving(runs.parent) as url:
+        yield url
+
+
+def visit(page: Page, view: str, run: str, query: str = "") -> None:
+    page.evaluate(f"location.hash = '#/{view}/{page.evaluate(IDS)[run]}?{query}'")
+    page.wait(f"document.querySelector('h1').textContent === {json.dumps(run)}")
+    page.wait(f"document.querySelector('.tabs [aria-current]')?.dataset.view === '{view}'")
+    page.wait("document.querySelector('.view').textContent.length > 60 && !document.querySelector('[aria-busy]')")
+
+
+def open_view(chromium: Browser, address: str, view: str, run: str, query: str = "", **options: Any) -> Page:
+    page = chromium.open(address, **options)
+    page.wait("document.querySelector('.run-head h1')")
+    visit(page, view, run, query)
+    return page
+
+
+def assert_only_text(page: Page, address: str) -> None:
+    """Nothing of the hostile run has become an element, a script or a request."""
+    assert page.evaluate("window.hacked") is None
+    assert page.dialogs == []
+    assert page.problems == []
+    assert [request for request in page.requests if not request.startswith((address, "data:"))] == []
+    active = "main :is(script, iframe, style, link, object, embed, base, form, [onerror], [onload], [onclick])"
+    assert page.texts(active) == []
+    assert page.evaluate("[...document.querySelectorAll('a')].every((a) => a.protocol === 'http:')")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.close()
+
+
+def test_hostile_completions_are_shown_as_text(chromium: Browser, address: str) -> None:
+    page = open_view(chromium, address, "rollouts", HOSTILE_NAME, "step=2&group=0")
+    shown = []
+    for group in range(4):
+        visit(page, "rollouts", HOSTILE_NAME, f"step=2&group={group}")
+        page.wait(f"document.querySelector('.group-list [aria-current] .group-number')?.textContent === '{group}'")
+        page.wait("document.querySelectorAll('.rollout').length === 4 && !document.querySelector('[aria-busy]')")
+        shown += page.texts(".rollout .output")
+        shown += page.texts(".more")
+    text = "\n".join(shown)
+    for hostile in (*HOSTILE[:5], HOSTILE[8]):
+        assert hostile in text
+    for character, name in {"\u202e": "RLO", "\x00": "NUL", "\x1b": "ESC", "\ufeff": "BOM"}.items():
+        assert name in text
+        assert character not in text
+    assert "Show all 100,005 characters" in text
+    assert_only_text(page, address)
+
+
+@pytest.mark.parametrize(
+    ("view", "selector"),
+    [("overview", ".chart"), ("search", ".hits li"), ("held-out", ".side .output"), ("config", "tbody tr")],
+)
+def test_other_views_of_a_hostile_run_show_text(chromium: Browser, address: str, view: str, selector: str) -> None:
+    page = open_view(chromium, address, view, HOSTILE_NAME)
+    page.wait(f"document.querySelectorAll('{selector}').length > 9")
+    if view in ("search", "held-out"):
+        assert HOSTILE[0] in page.texts("main")[0]
+    assert_only_text(page, address)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (360, "light"), (360, "dark")])
+def test_no_view_has_a_barrier(chromium: Browser, address: str, width: int, scheme: str) -> None:
+    page = open_view(chromium, address, "overview", "language-a", width=width, scheme=scheme)
+    found = {}
+    other = page.evaluate(IDS)["language-b"]
+    for view in VIEWS:
+        visit(page, view, "tokens", f"vs={other}" if view == "overview" else "")
+        found[view] = page.barriers()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, view
+    visit(page, "rollouts", "cartpole")
+    found["episodes"] = page.barriers()
+    page.press("?", 8)
+    page.wait("document.querySelector('dialog').open")
+    found["keys"] = page.barriers()
+    assert found == {view: [] for view in found}
+    assert page.problems == []
+    page.close()
+
+
+def test_tokens_are_tinted_and_tell_their_numbers(chromium: Browser, address: str) -> None:
+    page = open_view(chromium, address, "rollouts", "tokens", "step=2&group=1&tint=advantage")
+    page.wait("document.querySelector('.token[data-sign=plus]') && document.querySelector('.token[data-sign=minus]')")
+    page.evaluate("document.querySelector('.tokens').focus()")
+    for _ in range(3):
+        page.press("ArrowRight")
+    assert page.texts(".token-numbers p")[0].startswith("token 3:")
+    told = dict(zip(page.texts(".token-numbers dt"), page.texts(".token-numbers dd"), strict=True))
+    assert told == {
+        "log-probability": "\u22120.500",
+        "of the reference": "\u22120.250",
+        "KL": "0.0340",  # exp(0.25) - 0.25 - 1
+        "after the update": "\u22120.375",
+        "change": "+0.125",
+        "advantage": "+3",
+    }
+    page.press("c")
+    page.wait("location.hash.includes('tint=kl')")
+    page.wait("document.querySelector('.legend').textContent.startsWith('KL to the reference, nats')")
+    assert page.texts(".token[data-sign=minus]") == []
+    assert page.problems == []
+    page.close()
+
+
+def test_everything_is_reachable_by_keyboard(chromium: Browser, address: str) -> None:
+    page = open_view(chromium, address, "overview", "language-a")
+    page.evaluate("document.activeElement.blur()")
+    reached = []
+    for _ in range(40):
+        page.press("Tab")
+        reached.append(
+            page.evaluate(
+                "((e) => [e.id || e.className || e.tagName, e.matches(':focus-visible')"
+                " && (getComputedStyle(e).outlineStyle !== 'none' || e.tagName === 'INPUT')])(document.activeElement)"
+            )
+        )
+    names = {name for name, _ in reached}
+    assert {"skip", "theme", "help", "plot"} <= names
+    assert [name for name, visible in reached if not visible] == []
+    for key, view in [("2", "rollouts"), ("3", "search"), ("4", "held-out"), ("1", "overview"), ("3", "search")]:
+        page.press(key)
+        page.wait(f"document.querySelector('.tabs [aria-current]').dataset.view === '{view}'")
+        page.wait("document.activeElement.tagName === 'H1'")
+    page.press("/")
+    page.wait("document.activeElement.type === 'search'")
+    page.press("Escape")
+    page.press("r")
+    page.wait("document.activeElement.closest('.run-list')")
+    page.press("?", 8)
+    page.wait("document.querySelector('dialog').open")
+    page.press("Escape")
+    page.wait("!document.querySelector('dialog').open")
+    for theme in ("light", "dark"):
+        page.press("t")
+        page.wait(f"document.documentElement.dataset.theme === '{theme}'")
+    assert page.problems == []
+    page.close()
+
+
+def test_nothing_moves_if_less_motion_is_wanted(chromium: Browser, address: str) -> None:
+    page = open_view(chromium, address, "overview", "language-a")
+    page.evaluate("document.querySelector('.run-head .state').dataset.state = 'running'")
+    assert page.evaluate("document.getAnimations().length") > 0
+    page.emulate("light", motion="reduce")
+    page.wait("document.getAnimations().length === 0")
+    page.close()
