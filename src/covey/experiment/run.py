@@ -37,6 +37,7 @@ from covey.tracking.iterations import draw_iterations
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
 from covey.tracking.run_store import CONFIG_FILE, CURVE_FILE, RunStore, read_metrics
+from covey.tracking.trackers import Trackers, open_trackers
 from covey.train.iterate import iterate
 from covey.train.loop import train
 from covey.train.state import Progress
@@ -167,13 +168,18 @@ def _execute(
         display.note(line)
     set_last_words(lambda: f"interrupted. {_how_to_continue(builder, store.run_dir, launch)}")
     try:
-        with outlasting_output():
-            return _train(builder, store, launch, inputs, display, origin, resuming=resuming)
+        with outlasting_output(), _trackers(config, store, launch, display) as trackers:
+            return _train(builder, store, launch, inputs, display, trackers, origin, resuming=resuming)
     except SamplerLost as error:
         raise RunError(f"{error}. {_how_to_continue(builder, store.run_dir, launch)}") from error
     except KeyboardInterrupt:
         say_last_words()
         raise
+
+
+def _trackers(config: RunConfig | ControlConfig, store: RunStore, launch: Launch, display: Display) -> Trackers:
+    """The trackers of a run, all on rank 0."""
+    return open_trackers(replace(config, trackers=()) if own_rank() else config, store, launch.title, display.note)
 
 
 def _train(
@@ -182,12 +188,14 @@ def _train(
     launch: Launch,
     inputs: dict[str, str],
     display: Display,
+    trackers: Trackers,
     origin: Origin | None,
     *,
     resuming: bool,
 ) -> Summary | None:
     experiment = builder.build(store, display)
     parts, settings = experiment.parts, experiment.settings
+    parts = replace(parts, observers=(*parts.observers, trackers))
     with display:
         progress, team = Progress(), parts.team
         parts.sampler.refresh(progress.version)
@@ -198,6 +206,7 @@ def _train(
             for line in differences(origin["environment"], experiment.machine):
                 display.note(f"resuming on another footing, so the last bits may differ: {line}")
             progress = restore_checkpoint(parts, store, display, settings.checkpoint_every)
+        trackers.begin(origin["before"], progress.step)
         with stop_requests(display.note) as stopped:
             loop = iterate if settings.iteration_steps else train
             should_stop = partial(asked_any, team, stopped)
@@ -214,6 +223,7 @@ def _train(
     summary = _summarise(builder, store, progress, origin, after) | experiment.facts()
     store.write_summary(summary)
     exchange_json(team, summary)
+    trackers.finish(summary)
     with faults_of(store.run_dir / CURVE_FILE):
         draw_curve(store.run_dir)
         if settings.iteration_steps:

@@ -6,6 +6,7 @@ runs/arithmetic_grpo-001/
   rollouts/step_000012.jsonl    one line per rollout: prompt, data columns, completion, rewards (`rollout_record`)
   held_out/step_000000.jsonl    one line per held-out answer (`answer_record`); language models only
   checkpoints/                  for `covey train --resume`
+  trackers/                     records of experiment trackers: their runs' ids, and files of theirs
   model/                        the trained model in Hugging Face's layout; in control the policy
   summary.json, curve.png       the result
   covey.lock                    locked by the process that writes here; holds its process id
