@@ -286,7 +286,7 @@ def test_tests_that_cannot_run_are_a_failed_grading(source: str) -> None:
 
 @pytest.mark.parametrize("name", ["none", *BACKENDS])
 def test_a_program_has_the_memory_of_its_limit(name: str) -> None:
-    """"none" as well: the harness sets the limit for it and for bubblewrap, which is not on every machine."""
+    """ "none" as well: the harness sets the limit for it and for bubblewrap, which is not on every machine."""
     sandbox = LocalProcess() if name == "none" else backend(name)
     program = "try:\n    x = bytearray(400 << 20)\n    print('had it')\nexcept MemoryError:\n    print('had not')"
     tests = StdinTests([StdinCase("", "had it")])
