@@ -36,13 +36,14 @@ from covey.tracking.curve import draw_curve
 from covey.tracking.iterations import draw_iterations
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
+from covey.tracking.run_result import RunResult
 from covey.tracking.run_store import CONFIG_FILE, CURVE_FILE, RunStore, read_metrics
 from covey.tracking.trackers import Trackers, open_trackers
 from covey.train.iterate import iterate
 from covey.train.loop import train
 from covey.train.state import Progress
 
-Summary = dict[str, Any]
+Summary = RunResult
 TaskSource = Task | Sequence[Mapping[str, Any]] | str | Path  # see covey.llm.tasks.task_of
 
 
@@ -65,7 +66,8 @@ def run(
         launch: the command that starts the run, for the advice at its end; None advises calls of this function.
 
     Returns:
-        The content of `summary.json`, or None if Ctrl-C stopped the run between two steps.
+        The content of `summary.json`, which a notebook displays as a table and which draws the run with `figure()`;
+        None if Ctrl-C stopped the run between two steps.
 
     Raises:
         ConfigError: for invalid arguments, before the model is loaded if possible.
@@ -218,9 +220,9 @@ def _train(
         after = experiment.measure("after")
     save = experiment.collect()
     if team.rank:
-        return dict(exchange_json(team, None)[0])
+        return RunResult(exchange_json(team, None)[0])
     write_folders(store.run_dir, save)
-    summary = _summarise(builder, store, progress, origin, after) | experiment.facts()
+    summary = RunResult(_summarise(builder, store, progress, origin, after) | experiment.facts())
     store.write_summary(summary)
     exchange_json(team, summary)
     trackers.finish(summary)
@@ -298,7 +300,7 @@ def _summarise(
     progress: Progress,
     origin: Origin,
     after: list[Evaluation],
-) -> Summary:
+) -> dict[str, Any]:
     steps = read_metrics(store.run_dir)
     measured = [*origin["before"], *after]
     return {

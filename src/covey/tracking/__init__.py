@@ -3,6 +3,8 @@
 run_folder, run_store   the folder of a run, its lock, and the files in it
 metrics                 every number of a training step, defined once
 console, notebook       the live display of a run
+run_result              the result of a run in Python
+trackers                TensorBoard, Weights & Biases, trackio, MLflow
 wording, score_kinds    the texts and number formats of the display
 statistics, curve       confidence intervals; the picture of a run
 reports                 the output of `covey eval`
