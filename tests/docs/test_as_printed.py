@@ -67,6 +67,8 @@ NOT_RUN = {
     ".venv/bin/python benchmarks/reward_hacking.py --frozen 'runs/frozen-*' --retrained 'runs/retrained-*'": "belongs "
     "to the repository, not to what is installed",
     "pip install 'covey[math]'": "downloads math-verify",
+    "pip install 'covey[tensorboard]'": "downloads TensorBoard",
+    "tensorboard --logdir runs": "serves a page until Ctrl-C",
 } | dict.fromkeys(
     (
         "covey train outcome_grpo --seed 1 --token-budget 40000 --run-dir runs/policy",

@@ -132,7 +132,7 @@ def read_wandb(folder: Path, run_dir: Path) -> Found:
                 item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
             }
             for name, value in values.items():
-                if isinstance(value, int | float) and not name.startswith("_"):
+                if isinstance(value, int | float) and not name.startswith(("_", "rollouts/")):
                     found.curves[name].append((values["_step"], value))
             if "rollouts" in values:
                 table = json.loads((files[-1].parent / "files" / values["rollouts"]["path"]).read_text())

@@ -14,7 +14,7 @@ from rich.console import Console
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.tracking.console import Display, clock, last_turn, printable, readable, sparkline, verdict
-from covey.tracking.curve import draw_curve, smooth
+from covey.tracking.curve import draw_curve, smooth, thinned
 from covey.tracking.run_store import RunStore
 from covey.tracking.score_kinds import number
 
@@ -325,6 +325,16 @@ def test_smoothing_is_a_mean_that_shrinks_at_the_ends() -> None:
     assert smooth([5.0]) == [5.0]
     values = [float(step % 7) for step in range(50)]
     assert smooth(values)[20] == pytest.approx(sum(values[17:24]) / 7)
+
+
+def test_a_long_line_keeps_its_peaks() -> None:
+    values = [0.0] * 10_000
+    values[4321], values[8765] = 5.0, -3.0
+    x, kept = thinned(range(10_000), values)
+    assert len(x) <= 2000
+    assert list(x) == sorted(x)
+    assert {(at, value) for at, value in zip(x, kept, strict=True) if value} == {(4321, 5.0), (8765, -3.0)}
+    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
 
 
 def test_the_curve_is_drawn_with_and_without_a_summary(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from covey.tracking.run_store import RunStore
 from covey.tracking.trackers import observer, thread
 from covey.tracking.trackers.observer import Trackers
 from covey.tracking.trackers.rows import CHARACTERS, COLUMNS, Row, has_table, rows_of
-from covey.tracking.trackers.tensorboard import as_markdown
+from covey.tracking.trackers.tensorboard import TensorBoardTracker, as_markdown
 from covey.tracking.trackers.tracker import NEW, Position, TrackedRun, flat
 from helpers.graded import group, start
 
@@ -101,6 +101,21 @@ def test_tensorboard_shows_a_completion_as_it_is(text: str) -> None:
     assert set(re.findall(r"<\s*/?\s*([a-z0-9]+)", shown)) == {"table", "thead", "tbody", "tr", "th", "td"}
     cells = [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", shown, re.DOTALL)]
     assert cells == ["1", text.replace("\n", " ⏎ ")]
+
+
+def test_tensorboard_reads_a_step_once_if_the_position_is_a_step_old(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = TrackedRun(tmp_path, "run", "recipe", {"seed": 1})
+    for position, steps in ((None, (0, 1, 2, 3)), (Position("tensorboard", 2), (3, 4))):
+        writer = TensorBoardTracker()
+        writer.start(run, position)
+        for step in steps:
+            writer.log(step, {"a/b": step / 4}, [])
+        writer.finish(None)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("a/b")] == [(step, step / 4) for step in range(5)]
 
 
 def test_nested_tables_become_one() -> None:
