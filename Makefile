@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ORACLE := .oracle-venv
 SCALE := .scale-venv
+TRACKERS := .trackers-venv
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 # allowed to keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow mutants lint bench oracle scale clean
+.PHONY: help train test test-slow mutants lint bench oracle scale trackers clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -26,7 +27,8 @@ help:
 	@echo "make bench      time covey beside its peers; one part: $(BIN)/python benchmarks/bench.py control"
 	@echo "make oracle     compare losses, advantages and gradients with TRL and stable-baselines3, in $(ORACLE)"
 	@echo "make scale      compare covey with a real vLLM as the sampler, in $(SCALE) (3.1 GB, Linux on x86-64)"
-	@echo "make clean      remove .venv and caches; runs/, $(ORACLE) and $(SCALE) stay"
+	@echo "make trackers   track runs with Weights & Biases, trackio and MLflow, offline, in $(TRACKERS) (0.6 GB)"
+	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE) and $(TRACKERS) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
 	@echo "make train TORCH=cpu            on Linux: the CPU build of torch (190 MB) instead of the one with CUDA (3 GB)"
 
@@ -51,7 +53,7 @@ train: $(STAMP)
 
 test: $(STAMP)
 	@echo "The tests without the slow ones: about 8 minutes on two cores"
-	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale" -n $(WORKERS) --dist loadscope
+	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale and not trackers" -n $(WORKERS) --dist loadscope
 
 mutants: $(STAMP)
 	@echo "The mutants: about 20 minutes on two cores"
@@ -59,7 +61,7 @@ mutants: $(STAMP)
 
 test-slow: $(STAMP)
 	@echo "All tests and mutants: some hours on two cores"
-	@$(BIN)/python -m pytest -m "not scale"
+	@$(BIN)/python -m pytest -m "not scale and not trackers"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
@@ -90,6 +92,20 @@ $(SCALE)/scale-installed: extras/covey_vllm/scale.lock $(wildcard extras/covey_v
 scale: $(STAMP) $(SCALE)/scale-installed
 	@echo "vLLM as the sampler: about half an hour on two cores"
 	@$(BIN)/python -m pytest -m scale tests/scale
+
+# The packages of $(VENV), and before them those that the trackers add or need in another version.
+$(TRACKERS)/trackers-installed: $(STAMP) tests/tracking/trackers/trackers.lock
+	@rm -rf $(TRACKERS)
+	@echo "Creating $(TRACKERS)"; $(BIN)/python -m venv --without-pip $(TRACKERS)
+	@echo "Installing Weights & Biases, trackio and MLflow (half a minute, once)"
+	@$(BIN)/python -m pip --python $(TRACKERS)/bin/python -qq --disable-pip-version-check install \
+		--no-compile --no-deps -r tests/tracking/trackers/trackers.lock
+	@folder() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+		echo "import site; site.addsitedir('$$(folder $(VENV))')" > "$$(folder $(TRACKERS))/zz_packages_of_venv.pth"
+	@touch $@
+
+trackers: $(TRACKERS)/trackers-installed
+	@$(TRACKERS)/bin/python -m pytest -m trackers tests/tracking/trackers
 
 clean:
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

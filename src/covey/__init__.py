@@ -11,7 +11,8 @@ An agent in a Gymnasium environment, which pays its own rewards:
 >>> from covey import ControlConfig, EnvironmentConfig, RolloutsConfig
 >>> run(ControlConfig(environment=EnvironmentConfig("CartPole-v1"), loss=ControlLossConfig(credit="reward_to_go")))
 
-Either returns what the run's summary.json holds, or None where Ctrl-C stopped it; `covey.resume` then goes on with it.
+Either returns the content of summary.json, a table in a notebook, with the curves in `figure()`. It is None if
+Ctrl-C stopped the run; `covey.resume` then continues it.
 
 The classes of articles on GRPO and PPO, over the same parts (docs/articles.md):
 

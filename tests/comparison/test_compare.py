@@ -150,7 +150,7 @@ def test_a_comparison_writes_its_report_and_goes_on_where_it_was(
     assert "no difference will be claimed" in text
     assert "is better" not in (folder / "report.md").read_text().replace("called better", "")
     written = {path.name for path in folder.iterdir()}
-    pictures = {"learning_curves.png", "final_scores.png"}
+    pictures = {"learning_curves.png", "metrics.png", "final_scores.png"}
     assert written == {"settings.json", "report.md", "report.json", "good", "bad", "covey.lock"} | pictures
 
     finished = (folder / "good" / "seed_000" / "summary.json").stat().st_mtime_ns

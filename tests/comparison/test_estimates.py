@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from covey.comparison.estimates import (
     SeedRun,
@@ -27,12 +28,13 @@ from covey.comparison.estimates import (
     interquartile_mean,
     interquartile_mean_estimate,
     learning_curve,
+    metric_curve,
     probability_of_improvement,
     read_seed_run,
     smoothed,
     trailing_mean,
 )
-from covey.comparison.figure import draw_final_scores, draw_learning_curves
+from covey.comparison.figure import draw_final_scores, draw_learning_curves, draw_metrics
 from covey.comparison.report import Comparison, markdown_report, summarise
 from covey.config import ConfigError
 from covey.tracking.score_kinds import ACCURACY
@@ -153,10 +155,12 @@ def test_threshold_without_evaluations_goes_by_training_and_by_the_end() -> None
 
 
 def test_smoothing_keeps_the_level_and_skips_steps_without_episodes() -> None:
-    spent, scores = smoothed(make_run([3.0, math.nan, 3.0, 3.0]), "episodes")
+    run = make_run([3.0, math.nan, 3.0, 3.0])
+    spent, scores = smoothed(run.spent["episodes"], run.returns_S)
     assert spent.tolist() == [10, 30, 40]
     assert scores == pytest.approx([3, 3, 3])
-    _, scores = smoothed(make_run([0.0, 9.0, 0.0, 0.0, 0.0]), "episodes")
+    run = make_run([0.0, 9.0, 0.0, 0.0, 0.0])
+    _, scores = smoothed(run.spent["episodes"], run.returns_S)
     assert scores == pytest.approx([0.0, 3.0, 3.0, 0.0, 0.0])
 
 
@@ -286,7 +290,7 @@ def test_pictures_are_drawn_for_anything_that_may_happen(tmp_path: Path, thresho
         "slow": [make_run(list(np.linspace(0, 500, 400)), slow=9.0)],
     }
     comparison = Comparison("CartPole-v1", runs, threshold=threshold)
-    for draw in (draw_learning_curves, draw_final_scores):
+    for draw in (draw_learning_curves, draw_metrics, draw_final_scores):
         path = draw(comparison, tmp_path / f"{draw.__name__}.png")
         assert path.read_bytes().startswith(b"\x89PNG")
     assert "NaN" not in json.dumps(summarise(comparison)).replace("Infinity", "")
@@ -306,3 +310,33 @@ def test_language_models_are_told_in_their_own_words(tmp_path: Path) -> None:
     assert "the mean of 100 problems" in text
     assert draw_learning_curves(comparison, tmp_path / "curves.png").is_file()
     assert draw_final_scores(comparison, tmp_path / "final.png").is_file()
+
+
+def test_the_picture_of_metrics_has_the_mean_and_the_interval_over_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def records(seed: int) -> list[dict[str, float]]:
+        common = {"decisions/sampled": 5000, "time/step": 2.0, "score/mean": 0.5, "grad_norm": 1.0}
+        return [{"step": step, "entropy": step + 10.0 * seed, **common} for step in range(1, 6)]
+
+    runs = {
+        name: [read_seed_run(write_run(tmp_path / name / str(s), records(s), 0.5, "accuracy"), s) for s in range(3)]
+        for name in ("one", "two")
+    }
+    band = metric_curve(runs["one"], "entropy", "training steps")
+    assert band is not None
+    assert (band.spent_P[0], band.spent_P[-1]) == (1.0, 5.0)
+    assert (band.middle_P[0], band.middle_P[-1]) == (11.0, 15.0)  # of the seeds 1, 11, 21 and 5, 15, 25
+    assert (band.low_P[0], band.high_P[0]) == (1.0, 21.0)
+    assert metric_curve(runs["one"], "kl", "training steps") is None
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    draw_metrics(Comparison("arithmetic", runs), tmp_path / "metrics.png")
+    panels = {panel.get_title(loc="left"): panel for panel in figures[0].axes}
+    assert list(panels) == [
+        "KL to the reference", "Entropy", "Completion length", "Gradient norm", "Groups with equal rewards",
+        "Time of a step",
+    ]  # fmt: skip
+    assert len(panels["Entropy"].lines) == 2 * (3 + 1)
+    assert len(panels["Entropy"].collections) == 2, "a band for each recipe"
+    assert [text.get_text() for text in panels["KL to the reference"].texts] == ["not measured"]

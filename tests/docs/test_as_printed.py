@@ -74,6 +74,8 @@ NOT_RUN = {
     "covey watch": "runs until Ctrl-C",
     "covey watch runs/my-001 runs/my-002": "runs until Ctrl-C",
     "covey watch runs/compare --port 9000": "runs until Ctrl-C",
+    "pip install 'covey[tensorboard]'": "downloads TensorBoard",
+    "tensorboard --logdir runs": "serves a page until Ctrl-C",
 } | dict.fromkeys(
     (
         "covey train outcome_grpo --seed 1 --token-budget 40000 --run-dir runs/policy",

@@ -14,7 +14,7 @@ from rich.console import Console
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.tracking.console import Display, clock, last_turn, printable, readable, sparkline, verdict
-from covey.tracking.curve import draw_curve, smooth
+from covey.tracking.curve import draw_curve, smooth, thinned
 from covey.tracking.run_store import RunStore
 from covey.tracking.score_kinds import number
 from helpers.step_records import step_record
@@ -324,6 +324,18 @@ def test_one_problem_decides_nothing_about_a_score() -> None:
 def test_smoothing_is_a_mean_that_shrinks_at_the_ends() -> None:
     assert smooth([0.0, 3.0, 6.0, 9.0]) == [1.5, 3.0, 6.0, 7.5]
     assert smooth([5.0]) == [5.0]
+    values = [float(step % 7) for step in range(50)]
+    assert smooth(values)[20] == pytest.approx(sum(values[17:24]) / 7)
+
+
+def test_a_long_line_keeps_its_peaks() -> None:
+    values = [0.0] * 10_000
+    values[4321], values[8765] = 5.0, -3.0
+    x, kept = thinned(range(10_000), values)
+    assert len(x) <= 2000
+    assert list(x) == sorted(x)
+    assert {(at, value) for at, value in zip(x, kept, strict=True) if value} == {(4321, 5.0), (8765, -3.0)}
+    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
 
 
 def test_the_curve_is_drawn_with_and_without_a_summary(tmp_path: Path) -> None:
@@ -359,22 +371,30 @@ def test_the_curve_of_control_goes_by_environment_steps(tmp_path: Path, monkeypa
             step_record(step, {"environment/steps": 512.0 * step, "entropy": 0.5, "kl/behavior": 0.01, **later})
         )
     text, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
-    for part in ("environment steps", "training return", "Entropy", "KL of an update", "Groups with equal rewards"):
+    for part in (
+        "environment steps",
+        "training return",
+        "Entropy",
+        "KL of an update",
+        "Groups with equal rewards",
+        "Time of a step",
+        "Gradient norm",
+    ):
         assert part in text
     assert "accuracy" not in text
     raw = figure.axes[0].lines[0]
     assert list(raw.get_xdata()) == [1024.0, 2048.0, 3072.0, 4096.0]  # where a return was measured
     store.write_summary(control_summary((20.0, 15.0, 25.0), (490.0, 480.0, 499.0)) | {"expected_return": 475.0})
-    store.record(step_record(9, {"environment/steps": 4608.0, "loss/value": 3.0, "value/explained_variance": -5.0}))
+    store.record(step_record(9, {"environment/steps": 4608.0, "value/explained_variance": -5.0}))
     text, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
     for part in (
         "expected return, 475",
         "best actions, 100 evaluation episodes",
         "490",
         "20.0",
-        "Value loss",
+        "Length of a rollout",
         "Explained variance",
     ):
         assert part in text
-    assert figure.axes[3].get_ylim() == (-1.0, 1.0)
+    assert figure.axes[5].get_ylim() == (-1.0, 1.0)
     assert figure.axes[0].get_ylim()[1] > 490

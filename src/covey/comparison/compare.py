@@ -4,7 +4,7 @@ runs/compare-cartpole_grpo-cartpole_ppo/
   settings.json                        the resolved recipes; a folder belongs to one comparison
   cartpole_grpo/seed_003/              a run folder like any other, and output.log
   report.md, report.json               the results as text and as numbers
-  learning_curves.png, final_scores.png
+  learning_curves.png, metrics.png, final_scores.png
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from covey.comparison.report import (
     CURVES_PICTURE,
     FINAL_PICTURE,
     LEAST_SEEDS,
+    METRICS_PICTURE,
     Comparison,
     findings,
     markdown_report,
@@ -291,12 +292,14 @@ def write_report(comparison: Comparison, folder: Path, console: Console) -> str:
     from covey.comparison.figure import (  # slow to import, and not needed to report a mistake
         draw_final_scores,
         draw_learning_curves,
+        draw_metrics,
     )
 
     numbers = summarise(comparison)
     write_atomically(folder / NUMBERS_FILE, encode(numbers, indent=2) + b"\n")
     write_atomically(folder / REPORT_FILE, markdown_report(comparison, numbers).encode())
     draw_learning_curves(comparison, folder / CURVES_PICTURE)
+    draw_metrics(comparison, folder / METRICS_PICTURE)
     draw_final_scores(comparison, folder / FINAL_PICTURE)
     console.print(terminal_table(numbers))
     for line in findings(numbers):

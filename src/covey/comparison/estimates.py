@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,7 @@ class SeedRun:
     final_count: int  # episodes or problems in its mean
     peak_bytes: int
     ending: dict[str, float]  # metric -> its mean over the last `LAST_STEPS` steps; without metrics that the run lacks
+    drawn: dict[str, Floats] = field(default_factory=dict)  # metric of a small panel -> [S]; NaN where it is missing
 
     @property
     def seconds_per_thousand(self) -> float:
@@ -176,6 +177,7 @@ def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
         final_count=count,
         peak_bytes=peak,
         ending=_ending(records, wording),
+        drawn={one.metric: _column(records, one.metric) for candidates in wording.panels for one in candidates},
     )
 
 
@@ -258,7 +260,16 @@ def learning_curve(runs: Sequence[SeedRun], axis: str, seed: int = 0) -> Band | 
     better policies have longer episodes. A seed that has ended keeps its last value, so that the end of the curve is
     not an average of slow seeds alone. The curve stops at the cost at which half of the seeds have ended.
     """
-    curves = [smoothed(run, axis) for run in runs]
+    return _band([smoothed(run.spent[axis], run.returns_S) for run in runs], seed)
+
+
+def metric_curve(runs: Sequence[SeedRun], name: str, axis: str, seed: int = 0) -> Band | None:
+    """`learning_curve` of the metric of a small panel."""
+    return _band([smoothed(run.spent[axis], run.drawn[name]) for run in runs if name in run.drawn], seed)
+
+
+def _band(curves: Sequence[tuple[Floats, Floats]], seed: int) -> Band | None:
+    """The band of smoothed curves, one of each seed; None if all are empty."""
     curves = [(x, y) for x, y in curves if len(x)]
     if not curves:
         return None
@@ -273,10 +284,10 @@ def learning_curve(runs: Sequence[SeedRun], axis: str, seed: int = 0) -> Band | 
     return Band(points_P, _middle_mean(values_PN), low_P, high_P)
 
 
-def smoothed(run: SeedRun, axis: str) -> tuple[Floats, Floats]:
-    """Cost and running mean of the training score, at the steps that have one."""
-    known = ~np.isnan(run.returns_S)
-    spent, scores = run.spent[axis][known], run.returns_S[known]
+def smoothed(spent_S: Floats, values_S: Floats) -> tuple[Floats, Floats]:
+    """Cost and running mean of the training score or another metric, at the steps that have one."""
+    known = ~np.isnan(values_S)
+    spent, scores = spent_S[known], values_S[known]
     reach = max(1, round(SMOOTHING * len(scores)))
     sums = np.concatenate(([0.0], np.cumsum(scores)))
     at = np.arange(len(scores))

@@ -1,7 +1,8 @@
-"""Pictures of a comparison: learning curves by cost, and every seed's final score."""
+"""Pictures of a comparison: learning curves by cost, other metrics, and every seed's final score."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,11 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
 
-from covey.comparison.estimates import interquartile_mean_estimate, learning_curve
+from covey.comparison.estimates import SeedRun, interquartile_mean_estimate, learning_curve, metric_curve
 from covey.comparison.report import Comparison, find_thresholds
 from covey.config.fields import plural
 from covey.tracking.wording import SECONDS
+from covey.tracking.wording import Panel as MetricPanel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +27,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 STYLES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "D", "s", "^", "v", "P")
 LEGEND_CHARACTERS = 150  # characters in a row of the legend
+METRIC_COLUMNS = 3  # panels in a row of the picture of metrics
 LOGARITHMIC = 20  # an axis is logarithmic if it is this many times longer than the cost of the quickest recipe
 
 
@@ -54,7 +57,8 @@ def draw_learning_curves(comparison: Comparison, path: Path) -> Path:
         goal = -np.inf if comparison.threshold is None else comparison.threshold
         low, high = np.quantile(seen, 0.01), max(seen.max(), goal)
         panels[0].set_ylim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
-    _head(figure, comparison, columns)
+    what = f"{comparison.wording.kind.name} by cost"
+    _head(figure, comparison, columns, what, threshold=comparison.threshold is not None)
     figure.savefig(path)
     return path
 
@@ -65,8 +69,7 @@ def _draw_panel(panel: Axes, comparison: Comparison, axis: str) -> None:
     ends = []
     for number, runs in enumerate(comparison.runs.values()):
         color, style = _look(number)
-        # Fainter with many seeds and steps, which overlap, so that the means remain visible.
-        faint = max(0.025, 0.5 / np.sqrt(len(runs)) * min(1.0, 100 / len(runs[0].returns_S)))
+        faint = _faintness(runs)
         for run in runs:
             known = ~np.isnan(run.returns_S)
             panel.plot(run.spent[axis][known], run.returns_S[known], color=color, alpha=faint, linewidth=0.7, zorder=2)
@@ -87,6 +90,74 @@ def _draw_panel(panel: Axes, comparison: Comparison, axis: str) -> None:
         panel.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
     panel.xaxis.set_minor_formatter(NullFormatter())
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}") if axis == SECONDS else EngFormatter(sep=""))
+
+
+def draw_metrics(comparison: Comparison, path: Path) -> Path:
+    """Draw the metrics of the small panels of a run's picture, over seeds; returns the picture's path.
+
+    Thin: each seed. Thick: the smoothed interquartile mean over seeds with its 95 % band.
+    """
+    columns = max(1, min(len(comparison.runs), LEGEND_CHARACTERS // (8 + max(map(len, comparison.runs)))))
+    rows = -(-len(comparison.wording.panels) // METRIC_COLUMNS)
+    legend_rows = -(-len(comparison.runs) // columns)
+    height = 3.1 * rows + 0.95 + 0.25 * legend_rows
+    figure = Figure(figsize=(14, height), dpi=150, facecolor="white")
+    head = 0.72 + 0.27 * legend_rows  # inches for title, note and legend
+    rect = (0.008, 0.01, 0.984, 0.99 - head / height)
+    figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, wspace=0.04, hspace=0.06))
+    places = list(figure.subplots(rows, METRIC_COLUMNS, squeeze=False).flat)
+    for panel, candidates in zip(places, comparison.wording.panels, strict=False):
+        _draw_metric(panel, comparison, _measured(comparison, candidates))
+    for panel in places[len(comparison.wording.panels) :]:
+        panel.set_visible(False)
+    _head(figure, comparison, columns, "metrics of training", threshold=False)
+    figure.savefig(path)
+    return path
+
+
+def _measured(comparison: Comparison, candidates: Sequence[MetricPanel]) -> MetricPanel:
+    """The first candidate that every recipe measured, or that any did, or the last."""
+
+    def seeds(panel: MetricPanel, runs: Sequence[SeedRun]) -> bool:
+        return any(panel.metric in run.drawn and not np.isnan(run.drawn[panel.metric]).all() for run in runs)
+
+    groups = comparison.runs.values()
+    by_all = [panel for panel in candidates if all(seeds(panel, runs) for runs in groups)]
+    by_any = [panel for panel in candidates if any(seeds(panel, runs) for runs in groups)]
+    return (by_all or by_any or list(candidates)[-1:])[0]
+
+
+def _draw_metric(panel: Axes, comparison: Comparison, shown: MetricPanel) -> None:
+    """Draw one metric by training steps, in control by environment steps."""
+    axis = comparison.wording.axes[0 if comparison.wording.x_metric == "step" else 1]
+    _decorate(panel)
+    panel.set_title(shown.title, loc="left", fontsize=11, color=INK)
+    panel.set_ylabel(shown.unit, color=MUTED, fontsize=9)
+    panel.set_xlabel(axis, color=MUTED, fontsize=9)
+    known = False
+    for number, runs in enumerate(comparison.runs.values()):
+        color, style = _look(number)
+        for run in runs:
+            if shown.metric in run.drawn:
+                panel.plot(run.spent[axis], run.drawn[shown.metric], color=color, alpha=_faintness(runs),
+                           linewidth=0.7, zorder=2)  # fmt: skip
+        band = metric_curve(runs, shown.metric, axis)
+        if band is None:
+            continue
+        known = True
+        panel.fill_between(band.spent_P, band.low_P, band.high_P, color=color, alpha=0.2, linewidth=0, zorder=3)
+        panel.plot(band.spent_P, band.middle_P, color=color, linestyle=style, linewidth=2.2, zorder=5)
+    if not known:
+        panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", color=MUTED, fontsize=9)
+    panel.set_ylim(shown.low, shown.high)
+    panel.set_xlim(left=0)
+    panel.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+    panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _faintness(runs: Sequence[SeedRun]) -> float:
+    """Opacity of a seed's line: fainter with many seeds and steps, which overlap, so that the means remain visible."""
+    return max(0.025, 0.5 / len(runs) ** 0.5 * min(1.0, 100 / len(runs[0].returns_S)))
 
 
 def _draw_threshold(panel: Axes, comparison: Comparison, axis: str) -> list[float]:
@@ -147,23 +218,24 @@ def _score_ticks(comparison: Comparison) -> FuncFormatter:
     return FuncFormatter(lambda value, _: comparison.wording.kind.write_tick(value))
 
 
-def _head(figure: Figure, comparison: Comparison, columns: int) -> None:
+def _head(figure: Figure, comparison: Comparison, columns: int, what: str, *, threshold: bool) -> None:
     """Draw title, note and legend above the panels."""
     counts = sorted({len(runs) for runs in comparison.runs.values()})
     note = (
         f"{' or '.join([*map(str, counts[:-1]), plural(counts[-1], 'seed')])} each. Thin: every seed, unsmoothed. "
         "Thick: smoothed interquartile mean; band: its 95 % bootstrap interval over seeds."
     )
-    if comparison.threshold is not None:
+    if threshold:
         note += f" Marker: median seed reaches {comparison.threshold:g}."
     inch = 1 / figure.get_figheight()
-    title = f"{comparison.subject}: {comparison.wording.kind.name} by cost"
-    figure.text(0.012, 1 - 0.14 * inch, title, fontsize=15, fontweight="bold", color=INK, va="top")
+    figure.text(
+        0.012, 1 - 0.14 * inch, f"{comparison.subject}: {what}", fontsize=15, fontweight="bold", color=INK, va="top"
+    )
     figure.text(0.012, 1 - 0.46 * inch, note, fontsize=10, color=MUTED, va="top")
     handles = []
     for number, label in enumerate(comparison.runs):
         color, style = _look(number)
-        marker = MARKERS[number % len(MARKERS)] if comparison.threshold is not None else ""
+        marker = MARKERS[number % len(MARKERS)] if threshold else ""
         handles.append(Line2D([], [], color=color, linestyle=style, linewidth=2.4, marker=marker, markersize=7,
                               markeredgecolor="white", label=label))  # fmt: skip
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.008, 1 - 0.66 * inch), ncols=columns,

@@ -25,7 +25,7 @@ from covey.config.fields import plural
 from covey.tracking.score_kinds import SCORE_KINDS, number
 from covey.tracking.wording import SECONDS, Wording
 
-CURVES_PICTURE, FINAL_PICTURE = "learning_curves.png", "final_scores.png"
+CURVES_PICTURE, METRICS_PICTURE, FINAL_PICTURE = "learning_curves.png", "metrics.png", "final_scores.png"
 LEAST_SEEDS = 3  # with fewer no difference is claimed
 MANY_SEEDS = 10  # with fewer, bootstrap intervals are too narrow
 
@@ -162,6 +162,8 @@ def markdown_report(comparison: Comparison, summary: dict[str, Any]) -> str:
         *[f"- {line}" for line in findings(summary)],
         "",
         f"![learning curves]({CURVES_PICTURE})",
+        "",
+        f"![other metrics]({METRICS_PICTURE})",
         "",
         f"![final {summary['score']} of each seed]({FINAL_PICTURE})",
     ]

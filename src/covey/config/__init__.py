@@ -9,6 +9,7 @@ field's `--help`.
 from covey.config.common import (
     ALGORITHM_NAMES,
     CRITIC_FREE,
+    TRACKERS,
     CheckpointConfig,
     ConfigError,
     LossBase,
@@ -57,11 +58,12 @@ from covey.config.tasks import (
 )
 
 __all__ = [
-    "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "ArithmeticConfig", "CheckpointConfig",
-    "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig", "ControlEvaluationConfig",
-    "ControlLossConfig", "ControlUpdateConfig", "CountdownConfig", "CriticConfig", "DatasetConfig", "EnvironmentConfig",
-    "EvaluationConfig", "HumanEvalConfig", "IterationConfig", "LossBase", "LossConfig", "MachineError", "PolicyConfig",
-    "ProcessConfig", "ReasoningGymConfig", "RecordConfig", "ReferenceConfig", "RewardConfig", "RolloutsConfig",
-    "RunBase", "RunConfig", "RunError", "RunningTotalConfig", "SamplerConfig", "SamplerLost", "SamplingConfig",
-    "UpdateBase", "UpdateConfig", "WordProblemsConfig", "config_field",
+    "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "TRACKERS", "ArithmeticConfig",
+    "CheckpointConfig", "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig",
+    "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "CountdownConfig", "CriticConfig",
+    "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "HumanEvalConfig", "IterationConfig", "LossBase",
+    "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig",
+    "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig",
+    "SamplerConfig", "SamplerLost", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig",
+    "config_field",
 ]  # fmt: skip

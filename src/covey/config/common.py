@@ -7,6 +7,7 @@ from typing import Any
 
 CRITIC_FREE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp")
 ALGORITHM_NAMES = (*CRITIC_FREE, "ppo")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")  # each is also the name of its package and of the extra
 
 
 class ConfigError(ValueError):
@@ -149,3 +150,6 @@ class RunBase:
     run_dir: str = config_field("", "folder of the run; empty: runs/<recipe>-<number>")
     threads: int = config_field(0, "CPU threads; 0: one per core", min=0)
     show_rollouts_every: int = config_field(10, "steps between printed rollouts; 0: never", min=0)
+    trackers: tuple[str, ...] = config_field(
+        (), "experiment trackers that receive metrics and rollouts as well; each needs its extra", choices=TRACKERS
+    )

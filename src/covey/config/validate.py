@@ -41,6 +41,7 @@ from covey.config.validate_rewards import check_normalization, check_rewards
 from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_sampler import check_sampler
 from covey.config.validate_size import check_control_size, check_size
+from covey.config.validate_trackers import check_trackers
 
 WITHOUT_RATIO = ("rloo", "reinforce")  # algorithms whose surrogate has no ratio to clip, so they are on-policy only
 # Fields that only some algorithms or one kind of rollouts use; any other is refused if they are set.
@@ -85,6 +86,7 @@ def validate(
         _validate_control(config)
     else:
         _validate_language(config, own_task, own_rewards, labels)
+    check_trackers(config.trackers)
 
 
 def _check_tables(config: Any) -> None:

@@ -17,8 +17,6 @@ from covey.tracking.run_folder import write_folders
 from covey.tracking.run_store import CURVE_FILE, RunStore, read_metrics
 from covey.train.state import Progress
 
-Summary = dict[str, Any]
-
 
 def summarise(
     builder: ExperimentBuilder,
@@ -26,7 +24,7 @@ def summarise(
     progress: Progress,
     origin: Origin,
     after: Sequence[Evaluation] = (),
-) -> Summary:
+) -> dict[str, Any]:
     """The summary of a run; without `after`, that of a run so far, whose evaluations have no "after"."""
     steps = read_metrics(store.run_dir)
     before: list[Evaluation] = origin["before"]

@@ -113,6 +113,7 @@ def _refuse_changed(config: RunConfig | ControlConfig, origin: Origin, run_dir: 
     began, now = origin["config"] | {"run_dir": ""}, _plain(config)
     if isinstance(config, RunConfig):  # the division of the weights changes no bit
         began["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
+    began["trackers"] = now["trackers"]  # a resumed run may change them
     name = first_difference(began, now)
     if not name:
         return

@@ -27,7 +27,7 @@ from covey.experiment import advice
 from covey.experiment.advice import Launch
 from covey.experiment.build import ExperimentBuilder, Reward
 from covey.experiment.observers import Observers, OwnObservers, check_observers
-from covey.experiment.outcome import Summary, draw, leave_stopped, summarise
+from covey.experiment.outcome import draw, leave_stopped, summarise
 from covey.experiment.resuming import (
     Origin,
     keep_best,
@@ -44,11 +44,14 @@ from covey.tracking.console import Display
 from covey.tracking.diagnosis import Diagnosis
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
+from covey.tracking.run_result import RunResult
 from covey.tracking.run_store import CONFIG_FILE, RunStore
+from covey.tracking.trackers import Trackers, open_trackers
 from covey.train.iterate import iterate
 from covey.train.loop import train
 from covey.train.state import Progress
 
+Summary = RunResult
 TaskSource = Task | Sequence[Mapping[str, Any]] | str | Path  # see covey.llm.tasks.task_of
 
 
@@ -74,7 +77,8 @@ def run(
         launch: the command that starts the run, for the advice at its end; None advises calls of this function.
 
     Returns:
-        The content of `summary.json`, or None if Ctrl-C stopped the run between two steps.
+        The content of `summary.json`, which a notebook displays as a table and which draws the run with `figure()`;
+        None if Ctrl-C stopped the run between two steps.
 
     Raises:
         ConfigError: for invalid arguments, before the model is loaded if possible.
@@ -185,13 +189,18 @@ def _execute(
         display.note(line)
     set_last_words(lambda: f"interrupted. {_how_to_continue(builder, store.run_dir, launch)}")
     try:
-        with outlasting_output():
-            return _train(builder, store, launch, inputs, observers, display, origin, resuming=resuming)
+        with outlasting_output(), _trackers(config, store, launch, display) as trackers:
+            return _train(builder, store, launch, inputs, observers, display, trackers, origin, resuming=resuming)
     except SamplerLost as error:
         raise RunError(f"{error}. {_how_to_continue(builder, store.run_dir, launch)}") from error
     except KeyboardInterrupt:
         say_last_words()
         raise
+
+
+def _trackers(config: RunConfig | ControlConfig, store: RunStore, launch: Launch, display: Display) -> Trackers:
+    """The trackers of a run, all on rank 0."""
+    return open_trackers(replace(config, trackers=()) if own_rank() else config, store, launch.title, display.note)
 
 
 def _train(
@@ -201,12 +210,14 @@ def _train(
     inputs: dict[str, str],
     observers: Sequence[Observer],
     display: Display,
+    trackers: Trackers,
     origin: Origin | None,
     *,
     resuming: bool,
 ) -> Summary | None:
     experiment = builder.build(store, display)
     parts, settings, own = experiment.parts, experiment.settings, OwnObservers(observers)
+    parts = replace(parts, observers=(*parts.observers, trackers))
     if not parts.team.rank:
         parts = replace(parts, observers=(*parts.observers, own))
     with display:
@@ -219,6 +230,7 @@ def _train(
             for line in differences(origin["environment"], experiment.machine):
                 display.note(f"resuming on another footing, so the last bits may differ: {line}")
             progress = restore_checkpoint(parts, store, display, settings.checkpoint_every)
+        trackers.begin(origin["before"], progress.step)
         with stop_requests(display.note) as stopped:
             loop = iterate if settings.iteration_steps else train
             should_stop = partial(asked_any, team, lambda: stopped() or own.failed)
@@ -236,11 +248,12 @@ def _train(
         keep_best(parts, progress, after[0]["score"])
     save = experiment.collect()
     if team.rank:
-        return dict(exchange_json(team, None)[0])
+        return RunResult(exchange_json(team, None)[0])
     write_folders(store.run_dir, save)
-    summary = summarise(builder, store, progress, origin, after) | experiment.facts()
+    summary = RunResult(summarise(builder, store, progress, origin, after) | experiment.facts())
     store.write_summary(summary)
     exchange_json(team, summary)
+    trackers.finish(summary)
     draw(store, iterative=bool(settings.iteration_steps))
     finished = advice.Finished(launch, builder.config, str(store.run_dir), builder.drawable())
     display.show_summary(summary, advice.after_training(finished, summary))

@@ -5,6 +5,8 @@ records                 the lines of rollouts and held-out answers
 run_state               the state of a run, and the runs below a folder
 metrics                 every number of a training step, defined once
 console, notebook       the live display of a run
+run_result              the result of a run in Python
+trackers                TensorBoard, Weights & Biases, trackio, MLflow
 wording, score_kinds    the texts and number formats of the display
 statistics, curve       confidence intervals; the picture of a run
 reports                 the output of `covey eval`

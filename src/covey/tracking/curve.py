@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +21,32 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 TRAINING, EVALUATION, SMALL = "#2563eb", "#c2410c", "#0f766e"
+COLUMNS = 3  # small panels in a row
+DRAWN_POINTS = 2_000  # of a longer series, the lowest and the highest of each stretch are drawn
+
+
+class RunFigure(Figure):
+    """The picture of a run. A notebook displays it, also without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
 
 
 def draw_curve(run_dir: str | Path) -> Path:
-    """Draw the score while training, the evaluations, and small panels below; returns the picture's path.
+    """Write the picture of a run, `curve.png`; returns its path.
+
+    Raises:
+        ConfigError: if there is no metrics file.
+    """
+    path = Path(run_dir) / CURVE_FILE
+    run_figure(run_dir).savefig(path)
+    return path
+
+
+def run_figure(run_dir: str | Path) -> RunFigure:
+    """The picture of a run: the score while training, the evaluations, and small panels of other metrics below.
 
     The x axis is training steps for a language model, environment steps in control. Reads `metrics.jsonl`, and
     `summary.json` or `stopped.json` if there is one: without them, a score is not shown as an accuracy. A run without
@@ -39,14 +63,14 @@ def draw_curve(run_dir: str | Path) -> Path:
     by_metrics = ("control", "return") if in_control else ("language", "score")
     wording = find_wording(summary or dict(zip(("domain", "score_kind"), by_metrics, strict=True)))
 
-    figure = Figure(figsize=(9, 6.4), dpi=160, facecolor="white", layout="constrained")
-    grid = figure.add_gridspec(2, len(wording.panels), height_ratios=(2.6, 1))
+    rows = -(-len(wording.panels) // COLUMNS)
+    figure = RunFigure(figsize=(9, 4.4 + 1.7 * rows), dpi=160, facecolor="white", layout="constrained")
+    grid = figure.add_gridspec(1 + rows, COLUMNS, height_ratios=(2.6, *[1] * rows))
     _draw_main(figure.add_subplot(grid[0, :]), records, summary, wording)
-    for column, candidates in enumerate(wording.panels):
-        _draw_panel(figure.add_subplot(grid[1, column]), records, candidates, wording)
-    path = run_dir / CURVE_FILE
-    figure.savefig(path)
-    return path
+    for place, candidates in enumerate(wording.panels):
+        row, column = divmod(place, COLUMNS)
+        _draw_panel(figure.add_subplot(grid[1 + row, column]), records, candidates, wording)
+    return figure
 
 
 def points_of(records: Sequence[dict[str, Any]], name: str, x_metric: str) -> tuple[list[float], list[float]]:
@@ -122,15 +146,32 @@ def draw_series(axes: Axes, x: Sequence[float], values: Sequence[float], color: 
     if not x:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=MUTED, fontsize=9)
         return
-    axes.plot(x, values, color=color, linewidth=0.9, alpha=0.35, zorder=2)
-    axes.plot(x, smooth(values), color=color, linewidth=2.2, solid_capstyle="round", zorder=3, label=label or None)
+    axes.plot(*thinned(x, values), color=color, linewidth=0.9, alpha=0.35, zorder=2)
+    every = -(-len(x) // DRAWN_POINTS)
+    middle = smooth(values)[::every]
+    axes.plot(x[::every], middle, color=color, linewidth=2.2, solid_capstyle="round", zorder=3, label=label or None)
+
+
+def thinned(x: Sequence[float], values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """The points of a thin line: all, or of many the lowest and the highest of equal stretches, in their order."""
+    if len(x) <= DRAWN_POINTS:
+        return x, values
+    data = np.asarray(values, dtype=np.float64)
+    edges = np.linspace(0, len(data), DRAWN_POINTS // 2 + 1).astype(int)
+    pairs = pairwise(edges)
+    kept = sorted({a + at for a, b in pairs for at in (int(data[a:b].argmin()), int(data[a:b].argmax()))})
+    return [x[at] for at in kept], [values[at] for at in kept]
 
 
 def smooth(values: Sequence[float], fraction: float = 0.06) -> list[float]:
     """A centred running mean over `fraction` of the values to each side, and over fewer at the ends."""
     data = np.asarray(values, dtype=np.float64)
     reach = max(1, round(fraction * len(data)))
-    return [float(data[max(0, i - reach) : i + reach + 1].mean()) for i in range(len(data))]
+    at = np.arange(len(data))
+    first, last = np.maximum(0, at - reach), np.minimum(len(data), at + reach + 1)
+    sums = np.concatenate(([0.0], np.cumsum(data)))
+    means: list[float] = ((sums[last] - sums[first]) / (last - first)).tolist()
+    return means
 
 
 def decorate(axes: Axes, unit: str, ticks: int = 8) -> None:

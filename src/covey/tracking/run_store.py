@@ -6,6 +6,7 @@ runs/arithmetic_grpo-001/
   rollouts/step_000012.jsonl    one line per rollout: prompt, completion, rewards, advantage (`rollout_record`)
   held_out/step_000000.jsonl    one line per held-out answer (`answer_record`); language models only
   checkpoints/                  for `covey train --resume`
+  trackers/                     records of experiment trackers: their runs' ids, and files of theirs
   model/                        the trained model in Hugging Face's layout; in control the policy
   summary.json, curve.png       the result
   stopped.json                  instead of summary.json, the result so far of a run that was stopped (`write_stopped`)

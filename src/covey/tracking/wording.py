@@ -6,7 +6,7 @@ They hold every text of the display, the curve and the comparison that differs b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from covey.config.fields import plural
@@ -75,6 +75,8 @@ def _reward(value: float) -> str:
 
 
 ENTROPY = Panel("entropy", "Entropy", "nats per decision", low=None)
+GRADIENT = Panel("grad_norm", "Gradient norm", "before clipping")
+STEP_TIME = Panel("time/step", "Time of a step", "seconds")
 DEAD_GROUPS = Panel("groups/zero_advantage_fraction", "Groups with equal rewards", "fraction", high=1.0)
 
 
@@ -106,8 +108,11 @@ def _language(kind: ScoreKind) -> Wording:
         legend="upper left" if kind.limits else "best",
         panels=(
             (Panel("kl", "KL to the reference", "nats per token"),),
+            (replace(ENTROPY, unit="nats per token"),),
             (Panel("length/mean", "Completion length", "tokens"),),
+            (GRADIENT,),
             (DEAD_GROUPS,),
+            (STEP_TIME,),
         ),
         axes=("training steps", "tokens", SECONDS),
         training_score="the mean score of a training step, with sampled answers",
@@ -143,13 +148,15 @@ CONTROL = Wording(
     x_label="environment steps",
     legend="lower right",
     panels=(
-        (ENTROPY,),
         (
-            Panel("loss/value", "Value loss", "squared return"),
             Panel("kl", "KL to the reference", "nats per decision"),
             Panel("kl/behavior", "KL of an update", "nats per decision"),
         ),
+        (ENTROPY,),
+        (Panel("length/mean", "Length of a rollout", "decisions"),),
+        (GRADIENT,),
         (Panel("value/explained_variance", "Explained variance of the critic", "fraction", -1.0, 1.0), DEAD_GROUPS),
+        (STEP_TIME,),
     ),
     axes=("episodes", "environment steps", SECONDS),
     training_score="the mean return of the last 100 training episodes, with sampled actions",

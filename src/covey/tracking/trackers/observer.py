@@ -1,0 +1,155 @@
+"""The observer of the loop that hands a run's steps to its trackers, and the table of trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.config import ControlConfig, RunConfig
+from covey.config.faults import faults_of
+from covey.config.recipe_writing import config_to_dict
+from covey.tracking.run_folder import TRACKERS_FOLDER
+from covey.tracking.run_store import RunStore, read_metrics
+from covey.tracking.trackers.rows import Row, has_table, rows_of, select_rows
+from covey.tracking.trackers.thread import Ending, Step, TrackerThread
+from covey.tracking.trackers.tracker import TrackedRun, Tracker
+
+if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
+    from covey.data import StepRecord
+
+CLOSING_SECONDS = 60.0  # wait for the trackers at the end of a run
+ADAPTERS = {
+    "tensorboard": "TensorBoardTracker",
+    "wandb": "WandbTracker",
+    "trackio": "TrackioTracker",
+    "mlflow": "MLflowTracker",
+}
+HELD_OUT = "eval/score"
+
+
+class Trackers:
+    """An `Observer` of the loop and a context manager. Without trackers it does nothing.
+
+    A tracker that fails is reported once and left out for the rest of the process; the run goes on.
+    """
+
+    def __init__(
+        self,
+        adapters: Mapping[str, Tracker],
+        run: TrackedRun,
+        store: RunStore,
+        config: RunConfig | ControlConfig,
+        note: Callable[[str], None],
+    ) -> None:
+        self._adapters, self._run, self._store, self._note = adapters, run, store, note
+        self._threads: list[TrackerThread] = []
+        self._steps, self._evaluated_every = config.steps, config.evaluation.every
+        self._reported: set[str] = set()
+        self._ended = False
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end(Ending(None))
+
+    def begin(self, before: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Start the trackers: log the evaluation before training and, in a resumed run, missing steps up to `step`.
+
+        Raises:
+            MachineError: if the folder for them cannot be created.
+        """
+        if self._adapters:
+            with faults_of(self._run.folder):
+                self._run.folder.mkdir(exist_ok=True)
+        self._threads = [TrackerThread(name, adapter, self._run) for name, adapter in self._adapters.items()]
+        first = Step(0, _finite({HELD_OUT: before[0]["score"]}))
+        for thread in self._threads:
+            thread.log(_from_folder(first, self._store, step, self._steps))
+
+    def record(self, record: StepRecord) -> None:
+        """Hand a finished step to the trackers, without waiting for them."""
+        if not self._threads:
+            return
+        rows = rows_of(record) if has_table(record.step, self._steps) else []
+        for thread in self._threads:
+            thread.log([Step(record.step, _finite(record.metrics), lambda: rows)])
+        self._report()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Log the evaluation after training and the summary, and wait for the trackers."""
+        step, after = summary["steps"], summary["evaluations"][0]["after"]["score"]
+        measured = self._evaluated_every and step % self._evaluated_every == 0  # then it is among the step's metrics
+        self._end(Ending(summary, None if measured else Step(step, _finite({HELD_OUT: after}))))
+
+    def _end(self, ending: Ending) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        deadline = time.monotonic() + CLOSING_SECONDS
+        for thread in self._threads:
+            thread.end(ending)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._report()
+
+    def _report(self) -> None:
+        for thread in self._threads:
+            if thread.fault and thread.name not in self._reported:
+                self._reported.add(thread.name)
+                self._note(
+                    f"warning: the tracker {thread.name} failed and is left out; the run goes on, and its folder has "
+                    f"everything ({thread.fault})"
+                )
+
+
+def open_trackers(
+    config: RunConfig | ControlConfig, store: RunStore, recipe: str, note: Callable[[str], None]
+) -> Trackers:
+    """The trackers of a run, which begin with it.
+
+    Raises:
+        ConfigError: if one cannot be used on this machine.
+    """
+    run = TrackedRun(store.run_dir / TRACKERS_FOLDER, store.run_dir.absolute().name, recipe, config_to_dict(config))
+    return Trackers({name: find_adapter(name)() for name in config.trackers}, run, store, config, note)
+
+
+def find_adapter(name: str) -> Callable[[], Tracker]:
+    """The class of a tracker's adapter."""
+    adapter: Callable[[], Tracker] = getattr(import_module(f"covey.tracking.trackers.{name}"), ADAPTERS[name])
+    return adapter
+
+
+def _from_folder(first: Step, store: RunStore, last: int, steps: int) -> Iterator[Step]:
+    """The steps of a run folder up to `last`, after `first`; read in the tracker's thread."""
+    yield first
+    if not last:
+        return
+    for record in read_metrics(store.run_dir):
+        step = record["step"]
+        if step > last:
+            return
+        metrics = {name: value for name, value in record.items() if name != "step"}
+        path = store.rollouts_path(step) if has_table(step, steps) else None
+        yield Step(step, _finite(metrics), partial(_rows_of_file, path))
+
+
+def _rows_of_file(path: Path | None) -> list[Row]:
+    """The table of a file of rollouts; empty if it cannot be read."""
+    if path is None:
+        return []
+    try:
+        return select_rows(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}

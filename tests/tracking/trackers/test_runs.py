@@ -1,0 +1,189 @@
+"""Runs with the real package of each tracker, which writes locally, read back with the package's own reader."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.config.recipe_writing import write_config
+from covey.tracking.run_store import read_metrics
+from covey.tracking.trackers.rows import CHARACTERS, COLUMNS
+from helpers import toy_envs
+from helpers.run_helpers import covey, write_recipe
+from helpers.tiny_models import tiny_folder
+from helpers.tracked_runs import HOSTILE, LOCAL, READERS, HostileCompletions, WhenTracked, break_mlflow, end_wandb
+
+STEPS = 12
+AGENT = {
+    "steps": STEPS,
+    "seed": 3,
+    "environment": {"id": "CartPole-v1", "max_episode_steps": 60},
+    "rollouts": {"starts_per_step": 3, "group_size": 3},
+    "evaluation": {"episodes": 3, "every": 5},
+    "checkpoint": {"every": 4},
+}
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # MLflow's client
+TRACKERS = [name if name == "tensorboard" else pytest.param(name, marks=pytest.mark.trackers) for name in READERS]
+
+
+@pytest.fixture
+def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    own = LOCAL | {"HOME": str(tmp_path / "home"), "TRACKIO_DIR": str(tmp_path / "trackio")}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    return own
+
+
+def agent(folder: Path, name: str) -> str:
+    write_config(toy_envs.read(AGENT, trackers=[name]), folder / "agent.toml")
+    return "agent.toml"
+
+
+def check_complete(name: str, folder: Path, run_dir: Path) -> Any:
+    """The tracker has every step once, with the numbers of the run folder; returns what it has."""
+    found = READERS[name](folder, run_dir)
+    assert found.runs == 1
+    summary = json.loads((run_dir / "summary.json").read_text())
+    expected: dict[str, list[tuple[int, float]]] = {"eval/score": [(0, summary["evaluations"][0]["before"]["score"])]}
+    for record in read_metrics(run_dir):
+        for metric, value in record.items():
+            if metric != "step" and value is not None:
+                expected.setdefault(metric, []).append((record["step"], value))
+    if expected["eval/score"][-1][0] != summary["steps"]:
+        expected["eval/score"].append((summary["steps"], summary["evaluations"][0]["after"]["score"]))
+    assert found.curves.keys() == expected.keys()
+    for metric, points in expected.items():
+        assert [step for step, _ in found.curves[metric]] == [step for step, _ in points], metric
+        measured_anew = metric.startswith(("time/", "memory/")) or "per_second" in metric  # steps that were repeated
+        if not measured_anew:
+            for (_, value), (_, known) in zip(found.curves[metric], points, strict=True):
+                assert math.isclose(value, known, rel_tol=1e-6, abs_tol=1e-30), metric
+    assert str(summary["decisions_sampled"]) in found.summary
+    return found
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_run_that_was_killed_is_in_its_tracker_once_and_whole(
+    name: str, tmp_path: Path, variables: dict[str, str]
+) -> None:
+    recipe = agent(tmp_path, name)
+    run_dir = tmp_path / "run"
+    killed, output = covey(
+        "train", recipe, "--run-dir", "run", cwd=tmp_path, moment=WhenTracked(name=name, step=10, has=6), **variables
+    )
+    assert killed == -9, output
+    before = json.loads((run_dir / f"trackers/{name}.json").read_text())
+    assert before["step"] >= 6
+    code, output = covey("train", "--resume", "run", cwd=tmp_path, **variables)
+    assert code == 0, output
+    assert "warning" not in output
+    assert json.loads((run_dir / f"trackers/{name}.json").read_text())["id"] == before["id"]
+    found = check_complete(name, tmp_path, run_dir)
+    assert sorted(found.tables) == list(range(1, STEPS + 1))
+    assert tuple(found.tables[1][0]) == COLUMNS
+    assert all(0 < len(rows) <= 6 for rows in found.tables.values())
+    config = found.config.get("environment.id") or found.config["environment"]["id"]
+    assert config == "CartPole-v1"
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_completions_are_in_the_table_as_text(name: str, tmp_path: Path, variables: dict[str, str]) -> None:
+    write_recipe(tmp_path, tiny_folder(tmp_path / "model"), steps=2)
+    words = ("train", "tiny.toml", "--trackers", name, "--run-dir", "run")
+    code, output = covey(*words, cwd=tmp_path, moment=HostileCompletions("", ""), **variables)
+    assert code == 0, output
+    assert "warning" not in output
+    found = check_complete(name, tmp_path, tmp_path / "run")
+    clean = HOSTILE.replace("\x1b", "�").replace("\u202e", "�")
+    for row in found.tables[2]:
+        assert row["completion"].startswith(clean)
+        assert len(row["completion"]) == CHARACTERS
+        assert float(row["reward"]) >= 0
+
+
+SABOTAGE = {"wandb": end_wandb, "mlflow": break_mlflow}
+
+
+@pytest.mark.trackers
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_a_tracker_that_fails_in_the_middle_is_reported_once_and_the_run_ends_whole(
+    name: str, tmp_path: Path, variables: dict[str, str]
+) -> None:
+    moment = WhenTracked(name=name, step=6, has=3, then=SABOTAGE[name])
+    recipe = agent(tmp_path, name)
+    code, output = covey("train", recipe, "--run-dir", "run", cwd=tmp_path, moment=moment, **variables)
+    assert code == 0, output
+    assert output.count("warning: the tracker") == 1, output
+    assert "Traceback" not in output
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+    assert (tmp_path / "run/summary.json").is_file()
+
+
+@pytest.mark.trackers
+def test_without_a_server_mlflow_is_reported_once(tmp_path: Path, variables: dict[str, str]) -> None:
+    gone = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    code, output = covey("train", agent(tmp_path, "mlflow"), "--run-dir", "run", cwd=tmp_path, **variables | gone)
+    assert code == 0, output
+    assert output.count("warning: the tracker mlflow failed") == 1, output
+
+
+def test_a_tensorboard_that_cannot_write_is_reported_once(tmp_path: Path, variables: dict[str, str]) -> None:
+    recipe = agent(tmp_path, "tensorboard")
+
+    (tmp_path / "run/trackers").mkdir(parents=True)
+    (tmp_path / "run/trackers/tensorboard").write_text("")
+    (tmp_path / "run/covey.lock").write_text("")
+    code, output = covey("train", recipe, "--run-dir", "run", cwd=tmp_path, **variables)
+    assert code == 0, output
+    assert output.count("warning: the tracker tensorboard failed") == 1, output
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.trackers
+def test_without_a_key_wandb_is_refused_before_the_run(tmp_path: Path, variables: dict[str, str]) -> None:
+    online = variables | {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    code, output = covey("train", agent(tmp_path, "wandb"), "--run-dir", "run", cwd=tmp_path, **online)
+    assert code == 2, output
+    assert "Traceback" not in output
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("error: trackers: wandb has no API key")
+    assert "WANDB_MODE=offline" in last
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.trackers
+@pytest.mark.parametrize("name", list(READERS))
+def test_nothing_is_sent(name: str, tmp_path: Path, variables: dict[str, str]) -> None:
+    """All clients honour these proxies, wandb's Go process too; the listener counts connections."""
+    seen: list[Any] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.5)
+        done = threading.Event()
+
+        def listen() -> None:
+            while not done.is_set():
+                try:
+                    connection, peer = listener.accept()
+                except TimeoutError:
+                    continue
+                seen.append((peer, connection.recv(200)))
+                connection.close()
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        proxies = {
+            key: address for word in ("http", "https", "all") for key in (f"{word}_proxy", f"{word.upper()}_PROXY")
+        }
+        telemetry = {key: value for key, value in variables.items() if key not in ("MLFLOW_DISABLE_TELEMETRY",)}
+        code, output = covey("train", agent(tmp_path, name), "--run-dir", "run", cwd=tmp_path, **telemetry, **proxies)
+        done.set()
+        thread.join()
+    assert code == 0, output
+    assert not seen
