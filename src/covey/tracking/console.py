@@ -40,8 +40,8 @@ class Display:
     """Shows a run. An `Observer` of the loop and a context manager.
 
     `domain` and `score_kind` select the texts (`covey.tracking.wording.find_wording`). `diagnosis` gets the metrics of
-    every step, and what it finds is said once. With `total_steps` 0 there is no panel, only notes and progress bars, for
-    commands that do not train.
+    every step, and what it finds is said once. With `total_steps` 0 there is no panel, only notes and progress bars,
+    for commands that do not train.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Display:
         return self.diagnosis.add(step, metrics)
 
     def note(self, text: str) -> None:
-        """Print a permanent line, such as a warning, wrapped to the terminal between words without breaking commands."""
+        """Print a permanent line, such as a warning, wrapped between words without breaking commands."""
         self._print(Text(fitted(text, self.console.width if self.console.is_terminal else None)), soft_wrap=True)
 
     @contextmanager
