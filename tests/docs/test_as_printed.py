@@ -66,6 +66,10 @@ NOT_RUN = {
     ".venv/bin/python benchmarks/grading.py": "takes a minute, in the repository",
     ".venv/bin/python benchmarks/reward_hacking.py --frozen 'runs/frozen-*' --retrained 'runs/retrained-*'": "belongs "
     "to the repository, not to what is installed",
+    "covey export runs/arithmetic_grpo-001@60 my_model_60": "the run of this test has two steps",
+    "covey export runs/arithmetic_grpo-001@best my_best_model": "the run of this test has no evaluation in between",
+    "covey export runs/arithmetic_grpo-001 my_model --gguf q8_0": "the tiny model has other tokens",
+    ".venv/bin/python benchmarks/recording.py": "takes minutes, in the repository",
     "pip install 'covey[math]'": "downloads math-verify",
 } | dict.fromkeys(
     (

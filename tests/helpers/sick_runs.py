@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from covey.train.state import Components
@@ -61,14 +62,16 @@ def outliers(completions: Sequence[Any], **_: Any) -> list[float]:
     return [1000.0 if chance(text) < 1 / 200 else share for text, share in with_digits(completions)]
 
 
-def too_large(completions: Sequence[Any], **_: Any) -> list[float]:
-    """One completion in 50 pays more than a float32 can hold."""
-    return [1e300 if chance(text) < 1 / 50 else share for text, share in with_digits(completions)]
-
-
 def fails_sometimes(completions: Sequence[Any], **_: Any) -> list[float | None]:
     """Has no grade for one completion in ten."""
     return [None if chance(text) < 0.1 else share for text, share in with_digits(completions)]
+
+
+def overflowing(parts: Components) -> None:
+    """Every tenth gradient of the first layer is infinite."""
+    calls = count(1)
+    first = next(parts.policy.module.parameters())  # type: ignore[attr-defined]
+    first.register_hook(lambda gradient: gradient * (float("inf") if next(calls) % 10 == 0 else 1.0))
 
 
 def hotter(parts: Components) -> None:
@@ -94,8 +97,8 @@ SICK: dict[str, Sick] = {
         (begins_with_a_digit,),
     ),
     "falling score": Sick(
-        "the learning rate rises to 1, without clipping",
-        merged(CARTPOLE_PPO, {"loss": UNCLIPPED, "update": {"learning_rate": 1.0, "warmup_steps": 60, "epochs": 10}}),
+        "the learning rate rises to 0.1, without clipping",
+        merged(CARTPOLE_PPO, {"loss": UNCLIPPED, "update": {"learning_rate": 0.1, "warmup_steps": 60}}),
     ),
     "reward hacking": Sick(
         "short completions pay five times as much as the digit that counts",
@@ -136,14 +139,20 @@ SICK: dict[str, Sick] = {
         merged(CARTPOLE, {"loss": UNCLIPPED, "update": {"epochs": 20, "learning_rate": 0.02}}),
     ),
     "clip fraction": Sick(
-        "a clip range of 0.02",
-        merged(CARTPOLE_PPO, {"loss": {"clip_low": 0.02, "clip_high": 0.02}, "update": {"epochs": 10}}),
+        "a clip range of 0.005 for 40 optimizer steps",
+        merged(
+            CARTPOLE_PPO,
+            {
+                "loss": {"clip_low": 0.005, "clip_high": 0.005},
+                "update": {"epochs": 10, "minibatches": 4, "learning_rate": 0.02},
+            },
+        ),
     ),
     "sampler mismatch": Sick("the sampler has another temperature", TINY, (digits,), hotter),
     "gradient spikes": Sick(
         "one completion in 200 pays 1,000", merged(TINY, {"steps": 60, "algorithm": "rloo"}), (outliers,)
     ),
-    "skipped updates": Sick("some rewards overflow", merged(TINY, {"algorithm": "rloo"}), (too_large,)),
+    "skipped updates": Sick("every tenth gradient overflows", CARTPOLE, change=overflowing),
     "learning rate without effect": Sick(
         "a learning rate of 1e-9", merged(TINY, {"update": {"learning_rate": 1e-9}}), (digits,)
     ),

@@ -58,7 +58,7 @@ class Origin:
 
     @property
     def has_model(self) -> bool:
-        """True if the run is finished and saved its model."""
+        """True if the run saved its model: it is finished, or was stopped with checkpoint.model_if_stopped."""
         return (self.run_dir / MODEL_FOLDER / MODEL_CONFIG_FILE).is_file()
 
     @property

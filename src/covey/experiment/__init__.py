@@ -9,5 +9,7 @@ plan                 `covey plan`
 reward_models        `covey reward-model train` and `eval`; reward_model_folder is the run folder of a training
 reward_data          `covey reward-model label`
 iteration            the training of the reward model in an iterative run
+observers, outcome   observers of the user's own; what a run leaves at its end or where it was stopped
+export, model_card   `covey export`
 resuming, advice     resuming a run; the next command for the user
 """

@@ -2,6 +2,11 @@
 
 run_folder, run_store   the folder of a run, its lock, and the files in it
 run_state               the state of a run, and the runs below a folder
+records                 the lines of rollouts and held-out answers
+run_overview            the list of runs
+rollout_choice, rollout_text, rollout_export   rollouts in a terminal and as a table
+pruning                 removal of old checkpoints
+report                  the HTML report of runs
 metrics                 every number of a training step, defined once
 console, notebook       the live display of a run
 wording, score_kinds    the texts and number formats of the display

@@ -18,6 +18,8 @@ The most frequent question: **is a loss of 0 a bug?** No. With one optimizer ste
 (`epochs = 1`, `minibatches = 1`) the ratio is exactly 1, nothing is clipped, and the advantages of a group sum to 0, so
 the loss is near 0 while its gradient is not. Read `reward/mean`, `score/mean` and `grad_norm` instead.
 
+`covey diagnose RUN` checks these metrics for known faults; [healthy.md](healthy.md) has its thresholds.
+
 """
 
 
@@ -114,7 +116,8 @@ METRICS: dict[str, Metric] = _glossary(
         "fraction",
         "fraction of the returns' variance that the critic predicted, before the update: 1 - var(return - value) / "
         "var(return)",
-        "begins near 0 and rises above about 0.5; below 0 the critic does worse than a constant",
+        "begins near 0 and rises above about 0.5; below 0 the critic does worse than a constant, which is no fault "
+        "if all returns are equal, as in a solved task",
     ),
     Metric(
         "value/mean",
@@ -197,7 +200,8 @@ METRICS: dict[str, Metric] = _glossary(
         "fraction",
         "fraction of the sampled groups whose rewards are all the same; they have no gradient and are left out of the "
         "update",
-        "below about 0.7; near 1 the starts are too hard or too easy, or group_size is too small",
+        "below 0.75, where the gradient has twice the noise; near 1 the starts are too hard or too easy, or "
+        "group_size is too small",
     ),
     Metric(
         "groups/drawn",
@@ -237,38 +241,6 @@ METRICS: dict[str, Metric] = _glossary(
         "absent: prompts and max_new_tokens fit the model's positions",
     ),
     Metric("groups/failed_rollouts", "count", "rollouts whose grading failed; they leave their group", "0"),
-    Metric(
-        "mismatch/mean",
-        "nats",
-        "mean |log-probability by the sampler - the same by the trainer| of a decision, before the first "
-        "optimizer step",
-        "below 1e-4 in fp32, below about 0.02 in bf16; above that they are not the same policy",
-    ),
-    Metric(
-        "mismatch/kl",
-        "nats per decision",
-        "KL of the sampler to the trainer, before the first optimizer step: mean k3 estimate",
-        "below 1e-6 in fp32, below about 1e-3 in bf16; if it is larger, set an importance_cap or an importance_mask",
-    ),
-    Metric(
-        "mismatch/effective_sample_fraction",
-        "fraction",
-        "effective sample size of the tokens' importance weights (trainer's over sampler's probability), divided by "
-        "the number of trained decisions, before the first optimizer step",
-        "above 0.99; lower if the sampler's weights are old: the gradient is then as noisy as one of so few decisions",
-    ),
-    Metric(
-        "mismatch/capped_fraction",
-        "fraction",
-        "fraction of trained decisions whose importance weight (trainer's over sampler's probability) was capped",
-        "0 or nearly; otherwise the sampler's weights are old",
-    ),
-    Metric(
-        "mismatch/masked_fraction",
-        "fraction",
-        "fraction of trained decisions that importance_mask left out of the surrogate loss",
-        "0 or nearly; otherwise the sampler's weights are old",
-    ),
     *SAMPLER_METRICS,
     Metric(
         "update/optimizer_steps",

@@ -11,5 +11,5 @@ shards            the division of a step's rows among ranks; gather: the groups 
 learners          the models that an update trains: the policy; with a value loss also the critic
 kl_coefficient    a schedule, or a controller that keeps the KL near a target
 state             components, settings and progress of a run; checkpoints
-metrics           the metrics of a step
+metrics, record   the metrics of a step; the advantages and tokens that are recorded of its rollouts
 """

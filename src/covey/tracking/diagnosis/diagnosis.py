@@ -13,6 +13,9 @@ from covey.tracking.diagnosis.history import History
 from covey.tracking.diagnosis.settings import Settings
 
 CHECKS: tuple[Check, ...] = (*rewards.CHECKS, *completions.CHECKS, *policies.CHECKS, *updates.CHECKS)
+TRACKED = ("reward/mean", "reward/std", "score/mean")  # in any case
+SKIPPED = "update/skipped_steps"
+BESTS = ("reward/std", "score/mean")  # whose highest level is kept
 STRIDE = 5  # steps between evaluations of the checks
 HALF_INTERVAL = 1.96  # standard errors, of a 95 % interval
 
@@ -25,7 +28,7 @@ class Diagnosis:
     def __init__(self, config: Mapping[str, Any], checks: Sequence[Check] = CHECKS) -> None:
         self.settings = Settings(config)
         self.checks = checks
-        self.history = History(name for check in checks for name in check.metrics)
+        self.history = History([*TRACKED, *(name for check in checks for name in check.metrics)])
         self._found: dict[str, Finding] = {}
         self._checked = 0
 
@@ -35,7 +38,8 @@ class Diagnosis:
         score = metrics.get("eval/score")
         if score is not None and math.isfinite(score):
             self.history.add_held_out(step, score, self._held_out_error(score))
-        return self._check() if self.history.steps % STRIDE == 0 else []
+        skipped = metrics.get(SKIPPED)  # at once, because a run ends after five in a row
+        return self._check() if skipped or self.history.steps % STRIDE == 0 else []
 
     def finish(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Add the held-out scores before and after training, as `summary.json` has them."""
@@ -65,7 +69,7 @@ class Diagnosis:
         if self._checked == self.history.steps:
             return []
         self._checked = self.history.steps
-        for name in ("score/mean", "reward/std"):
+        for name in BESTS:
             self.history.mark_best(name)
         new = []
         for check in self.checks:

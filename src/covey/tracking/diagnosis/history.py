@@ -84,8 +84,8 @@ class History:
                 series.add(value)
 
     def of(self, name: str) -> Series:
-        """The values of a metric; an empty series if it was never recorded."""
-        return self.series.get(name) or Series()
+        """The values of a metric, none if it was never recorded. The history must have been told its name."""
+        return self.series[name]
 
     def recent(self, name: str, size: int = RECENT, *, skip: int = 0) -> Sequence[float]:
         """The last `size` values of a metric before the last `skip`."""

@@ -10,6 +10,7 @@ NO_SIGNAL = 0.75  # fraction of groups without signal at which the standard erro
 NEXT_TO_NO_SIGNAL = 0.95
 SMALL_GROUP = 3  # in groups of 2 at least half, of 3 a quarter have equal rewards, if rewards are 0 or 1
 SMALL_GROUP_NO_SIGNAL = 0.5
+FEW_GROUPS = 8  # with a signal, in a step
 EQUAL = 1e-6  # standard deviation of rewards, relative to their size, that is rounding
 SATURATED = 0.02  # standard deviation of rewards, relative to its highest level
 NARROWED = 0.25  # the same, if the reward has risen meanwhile: the policy is on its way there
@@ -59,17 +60,20 @@ def reward_saturation(history: History, settings: Settings) -> Seen | None:
 
 
 def group_too_small(history: History, settings: Settings) -> Seen | None:
-    size = int(settings.number("sampling.group_size", 0))
+    size, starts = int(settings.number("sampling.group_size", 0)), int(settings.number("sampling.prompts_per_step", 16))
     without, spread = history.level("groups/zero_advantage_fraction"), history.level("reward/std")
     if settings.has_critic or not 2 <= size <= SMALL_GROUP or without is None or spread is None:
         return None
     if without < SMALL_GROUP_NO_SIGNAL or spread <= EQUAL or _narrowed(history, SATURATED):
         return None
-    starts = max(int(settings.number("sampling.prompts_per_step", 16)) * size // 8, 1)
+    left = starts * (1 - without)
+    if left >= FEW_GROUPS:
+        return None
     return Seen(
-        f"{without:.0%} of the groups of {size} had equal rewards in the last {RECENT} steps, although the rewards "
-        f"of a step vary (standard deviation {spread:.2g})",
-        f"Try {settings.change('sampling.group_size', 8)} with {settings.change('sampling.prompts_per_step', starts)}",
+        f"{without:.0%} of the groups of {size} had equal rewards in the last {RECENT} steps, which leaves "
+        f"{left:.1f} groups for a gradient, although the rewards of a step vary (standard deviation {spread:.2g})",
+        f"Try {settings.change('sampling.group_size', 8)}, or "
+        f"{settings.change('sampling.prompts_per_step', 4 * starts)}",
     )
 
 
@@ -84,6 +88,8 @@ def groups_without_signal(history: History, settings: Settings) -> Seen | None:
         return None
     if is_solved(history, settings) or (_narrowed(history) and history.rises("reward/mean")):
         return None  # success, or soon reward saturation
+    if settings.get("rollouts.kind") == "branches":
+        return None  # in most states of an episode no action is better than another
     mean = history.level("reward/mean")
     rewards = "" if mean is None or spread is None else f" (mean reward {mean:.3g}, standard deviation {spread:.2g})"
     return Seen(
@@ -252,12 +258,14 @@ CHECKS = (
     ),
     Check(
         "group too small",
-        ("groups/zero_advantage_fraction", "reward/std", "groups/size_mean"),
+        ("groups/zero_advantage_fraction", "reward/mean", "reward/std"),
         group_too_small,
         f"group_size is at most {SMALL_GROUP}, and the median fraction of groups with equal rewards is at least "
-        f"{SMALL_GROUP_NO_SIGNAL:.0%} although the rewards of a step vary",
+        f"{SMALL_GROUP_NO_SIGNAL:.0%}, which leaves fewer than {FEW_GROUPS} groups in a step, although the rewards "
+        "of a step vary",
         "Rollouts are compared within their group. In a small one they are often all right or all wrong: a reward "
-        "of 0 or 1 is equal in at least half of the groups of 2, in a hundredth of the groups of 8.",
+        "of 0 or 1 is equal in at least half of the groups of 2, in a hundredth of the groups of 8. Many small "
+        "groups are as good as few large ones (docs/questions.md); few small ones leave next to nothing.",
         "p^G + (1 - p)^G for groups of G rollouts that are right with probability p; its minimum is at p = 0.5",
     ),
     Check(

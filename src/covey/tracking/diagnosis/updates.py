@@ -125,8 +125,8 @@ def updates_cut_short(history: History, settings: Settings) -> Seen | None:
     if ended < CUT_SHORT:
         return None
     return Seen(
-        f"the target_kl of {target:g} ended {ended:.0%} of the last {RECENT} updates after {median(recent):g} of "
-        f"{epochs:g} epochs or earlier",
+        f"the target_kl of {target:g} ended {ended:.0%} of the last {RECENT} updates early, after {median(recent):g} of "
+        f"{epochs:g} epochs (median)",
         f"Try {settings.scaled('update.learning_rate', 1 / 3, 1e-5)}",
     )
 
@@ -151,7 +151,7 @@ CHECKS = (
     ),
     Check(
         "learning rate without effect",
-        ("kl", "kl/behavior", "grad_norm", "learning_rate", "score/mean"),
+        ("kl", "kl/behavior", "grad_norm", "groups/zero_advantage_fraction", "score/mean"),
         learning_rate_without_effect,
         f"after {2 * RECENT} steps there is a gradient, the score has not risen, and the KL to the reference is "
         f"below {STILL_KL:g} nats per token (in control: an update of several steps moves the policy by less than "

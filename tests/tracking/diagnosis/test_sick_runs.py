@@ -1,0 +1,39 @@
+"""Every check finds a run that was made sick on purpose. `helpers/sick_runs.py` has the recipes."""
+
+from __future__ import annotations
+
+import pytest
+
+from covey.tracking.diagnosis import CHECKS
+from helpers.diagnosed_runs import train_tables
+from helpers.diagnosis_records import SICK_FILE, read_recorded
+from helpers.sick_runs import SICK
+
+QUICK = ("updates cut short", "sampler mismatch")  # trained by `make test`; CI trains some more
+SAMPLE = ("reward hacking", "entropy collapse", "gradient spikes", "skipped updates", "falling score")
+
+
+def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    if name in QUICK:
+        return ()
+    return (pytest.mark.slow, pytest.mark.ci_sample) if name in SAMPLE else (pytest.mark.slow,)
+
+
+def test_every_check_has_a_sick_run():
+    assert sorted(SICK) == sorted(check.name for check in CHECKS)
+
+
+def test_every_check_finds_the_record_of_its_sick_run():
+    recorded = {run.name: run for run in read_recorded(SICK_FILE)}
+    assert recorded.keys() == SICK.keys()
+    assert [name for name, run in recorded.items() if name not in run.found()] == []
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in SICK])
+def test_a_check_finds_its_sick_run(name, tmp_path):
+    sick = SICK[name]
+    metrics, shown, found = train_tables(tmp_path, sick.tables, sick.rewards, sick.change)
+    assert len(metrics) == sick.tables["steps"]
+    assert name in [finding.check for finding in found]
+    assert name in [finding.check for finding in shown], "during training"
+    assert len({finding.check for finding in shown}) == len(shown), "each is shown once"
