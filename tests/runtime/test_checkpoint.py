@@ -310,8 +310,9 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(pinning):
     assert pinning.load(6)["step"] == 6
 
 
-def test_the_name_of_the_best_checkpoint_follows_a_rewind(pinning):
+def test_the_name_of_the_best_checkpoint_follows_a_rewind(tmp_path):
     """A run that is resumed from an earlier checkpoint, because the newest is damaged, has an earlier best step."""
+    pinning = CheckpointFolder(tmp_path / "checkpoints", keep=3, pinned=BestPinned())
     for step, best in [(2, 2), (3, 2), (4, 4)]:
         pinning.save(step, small_state(step), best)
     assert named_best(pinning) == 4
