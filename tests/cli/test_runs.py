@@ -113,7 +113,9 @@ def test_pruning_lists_first_and_removes_on_request(runs: Path, capsys: pytest.C
 
 
 def test_exporting_rollouts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "t.jsonl has 48 rollouts of 4 steps, in 15 columns" in output_of(capsys, "runs", "export", "runs/a", "t.jsonl")
+    assert "t.jsonl has 48 rollouts of 4 steps, in 15 columns" in output_of(
+        capsys, "runs", "export", "runs/a", "t.jsonl"
+    )
     shown = output_of(capsys, "runs", "export", "runs/a", "h.csv", "--held-out")
     assert "h.csv has 18 answers of 3 steps" in shown
     assert "is there already, and is not replaced" in output_of(capsys, "runs", "export", "runs/a", "h.csv", code=2)
@@ -178,8 +180,12 @@ def test_searches_in_the_terminal(runs: Path, capsys: pytest.CaptureFixture[str]
 
 def test_held_out_answers_before_and_after(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = output_of(capsys, "show", "runs/a", "--held-out", "--limit", "2")
-    assert shown.startswith("held-out problems, at most 8 tokens: 1 better, 1 worse, 4 the same from step 0 to step 4\n")
-    assert "problem 0, -1\n  prompt     Problem 0?\n  before training: score 1.00  3 tokens\n      answer 0 at 0" in shown
+    assert shown.startswith(
+        "held-out problems, at most 8 tokens: 1 better, 1 worse, 4 the same from step 0 to step 4\n"
+    )
+    assert (
+        "problem 0, -1\n  prompt     Problem 0?\n  before training: score 1.00  3 tokens\n      answer 0 at 0" in shown
+    )
     assert "problem 4, +1\n" in shown
     best = json.loads(output_of(capsys, "show", "runs/a", "--held-out", "--best", "--json", "--limit", "1"))
     assert (best[0]["problem"], best[0]["change"], best[0]["last"]["text"]) == (4, 1.0, "answer 4 at 4")
@@ -234,7 +240,9 @@ def test_the_report_of_one_run_and_of_several(runs: Path, capsys: pytest.Capture
     assert "a.html has the report" in output_of(capsys, "report", "runs/a")
     page = (runs / "a.html").read_text()
     assert "covey train my.toml --steps 4" in page  # the command to repeat it
-    assert "report.html has the report" in output_of(capsys, "report", "runs/a", "runs/c", "runs/d", "--title", "All <3>")
+    assert "report.html has the report" in output_of(
+        capsys, "report", "runs/a", "runs/c", "runs/d", "--title", "All <3>"
+    )
     assert "<title>All &lt;3&gt;</title>" in (runs / "report.html").read_text()
     os.utime(runs / "a.html", (1, 1))
     output_of(capsys, "report", "runs/a", "runs/a")  # named twice is once; an older report is replaced

@@ -22,7 +22,14 @@ def rollout(step: int, group: int, reward: float | None, **others: Any) -> dict[
     advantage = None if reward is None else reward - 0.5
     line = {"step": step, "group": group, "prompt": f"What is {group} + {step}?", "columns": {"answer": group + step}}
     line |= {"text": f"It is {reward}.", "reward": reward, "reward_parts": {"numeric": reward, "format": 0.0}}
-    line |= {"score": reward, "end": "stop", "decisions": 5, "version": step - 1, "advantage": advantage, "baseline": 0.5}
+    line |= {
+        "score": reward,
+        "end": "stop",
+        "decisions": 5,
+        "version": step - 1,
+        "advantage": advantage,
+        "baseline": 0.5,
+    }
     return line | others
 
 
@@ -36,7 +43,9 @@ def answer(step: int, problem: int, score: float, **others: Any) -> dict[str, An
 def usual_rollouts(steps: int) -> list[dict[str, Any]]:
     """Of each step three groups of four; the second group has the largest spread, the third none."""
     rewards = {0: (0.0, 0.0, 0.0, 1.0), 1: (0.0, 0.0, 1.0, 1.0), 2: (1.0, 1.0, 1.0, 1.0)}
-    return [rollout(step, group, value) for step in range(1, steps + 1) for group, row in rewards.items() for value in row]
+    return [
+        rollout(step, group, value) for step in range(1, steps + 1) for group, row in rewards.items() for value in row
+    ]
 
 
 def language_run(
@@ -76,7 +85,8 @@ def control_run(folder: Path, *, steps: int = 4, state: str = "finished") -> Pat
         for step in range(1, steps + 1)
     ]  # fmt: skip
     rollouts = [
-        rollout(step, 0, 10.0 * place, prompt=12345, columns={}, text=f"{10 * place} steps, terminated", reward_parts={})
+        rollout(step, 0, 10.0 * place, prompt=12345, columns={}, reward_parts={},
+                text=f"{10 * place} steps, terminated")
         for step in range(1, steps + 1) for place in range(1, 5)
     ]  # fmt: skip
     summary = {"domain": "control", "score_kind": "return", "environment": "CartPole-v1", "expected_return": 475.0}

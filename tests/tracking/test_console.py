@@ -140,6 +140,7 @@ def summary(before: tuple[float, float, float], after: tuple[float, float, float
         "decisions_sampled": 184320,
         "peak_memory_bytes": 3 * 2**30,
         "evaluations": [{"max_new_tokens": 12, "before": first, "after": second}],
+        "findings": [],
     }
 
 
@@ -148,7 +149,7 @@ def test_the_end_shows_before_and_after_and_what_to_try() -> None:
     display.show_summary(summary((0.09, 0.06, 0.13), (0.62, 0.56, 0.68)), "Next: covey eval runs/demo-001")
     text = written(display)
     for part in ("256 problems", "9.0% (6.0 to 13.0)", "62.0% (56.0 to 68.0)", "+53.0 points", "60 steps in 21:50",
-                 "184,320 tokens", "3.0 GiB", "runs/demo-001"):  # fmt: skip
+                 "184,320 tokens", "3.0 GiB", "runs/demo-001", "checks found a fault in 60 steps"):  # fmt: skip
         assert part in text
     assert "covey eval runs/demo-001" in text.splitlines()[-1]
 
@@ -182,6 +183,7 @@ def control_summary(before: tuple[float, float, float], after: tuple[float, floa
         "episodes": 1210,
         "expected_return": None,
         "evaluations": [{"before": first, "after": second}],
+        "findings": [],
     }
 
 

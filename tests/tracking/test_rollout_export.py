@@ -50,9 +50,15 @@ def test_a_row_is_a_rollout_in_every_format(suffix: str, tmp_path: Path) -> None
 
 def test_types_of_the_columns(tmp_path: Path) -> None:
     lines = [
-        rollout(1, 0, 1.0, columns={"int": 1, "mixed": 1, "half": 1, "flag": True, "gap": None, "big": 2**70, "nan": 1.0}),
-        rollout(1, 0, None, columns={"int": 2, "mixed": "1", "half": 0.5, "flag": False, "big": 3, "nan": float("nan")}),
-        rollout(1, 0, 0.0, columns={"nested": {"a": [1, None]}, "mixed": None}, prompt=[{"role": "user", "content": "x"}]),
+        rollout(
+            1, 0, 1.0, columns={"int": 1, "mixed": 1, "half": 1, "flag": True, "gap": None, "big": 2**70, "nan": 1.0}
+        ),
+        rollout(
+            1, 0, None, columns={"int": 2, "mixed": "1", "half": 0.5, "flag": False, "big": 3, "nan": float("nan")}
+        ),
+        rollout(
+            1, 0, 0.0, columns={"nested": {"a": [1, None]}, "mixed": None}, prompt=[{"role": "user", "content": "x"}]
+        ),
     ]
     run = language_run(tmp_path / "run", steps=1, rollouts=lines)
     for suffix in (".parquet", ".jsonl"):

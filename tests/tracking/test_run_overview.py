@@ -67,7 +67,12 @@ def test_damaged_files_leave_gaps_and_raise_nothing(tmp_path: Path) -> None:
 
 def test_wrong_types_in_a_summary_are_no_result(tmp_path: Path) -> None:
     folder = language_run(tmp_path / "run")
-    for evaluations in ([{"before": {"score": "0.5", "count": 3}}], [[]], "x", [{"before": {"score": 1e999, "count": 1}}]):
+    for evaluations in (
+        [{"before": {"score": "0.5", "count": 3}}],
+        [[]],
+        "x",
+        [{"before": {"score": 1e999, "count": 1}}],
+    ):
         (folder / "summary.json").write_text(json.dumps({"evaluations": evaluations, "seed": [], "recipe": 3}))
         (folder / "origin.json").write_text("{}")
         assert overview(folder).before is None

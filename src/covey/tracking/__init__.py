@@ -1,8 +1,12 @@
 """Output of a run: its folder, display, metrics and statistics.
 
 run_folder, run_store   the folder of a run, its lock, and the files in it
-records                 the lines of rollouts and held-out answers
 run_state               the state of a run, and the runs below a folder
+records                 the lines of rollouts and held-out answers
+run_overview            the list of runs
+rollout_choice, rollout_text, rollout_export   rollouts in a terminal and as a table
+pruning                 removal of old checkpoints
+report                  the HTML report of runs
 metrics                 every number of a training step, defined once
 console, notebook       the live display of a run
 run_result              the result of a run in Python

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from covey.config.fields import plural, printable
 from covey.config.terminal import fitted
-from covey.tracking.diagnosis import Diagnosis, conclusion
+from covey.tracking.diagnosis import Diagnosis, Finding, conclusion
 from covey.tracking.notebook import NotebookOutput, in_notebook
 from covey.tracking.score_kinds import is_above
 from covey.tracking.wording import Shown, Wording, find_wording
@@ -40,8 +40,8 @@ class Display:
     """Shows a run. An `Observer` of the loop and a context manager.
 
     `domain` and `score_kind` select the texts (`covey.tracking.wording.find_wording`). `diagnosis` gets the metrics of
-    every step, and what it finds is said once. With `total_steps` 0 there is no
-    panel, only notes and progress bars, for commands that do not train.
+    every step, and what it finds is said once. With `total_steps` 0 there is no panel, only notes and progress bars,
+    for commands that do not train.
     """
 
     def __init__(
@@ -55,8 +55,7 @@ class Display:
         console: Console | None = None,
         diagnosis: Diagnosis | None = None,
     ) -> None:
-        self.total_steps = total_steps
-        self.show_rollouts_every = show_rollouts_every
+        self.total_steps, self.show_rollouts_every = total_steps, show_rollouts_every
         self.wording: Wording = find_wording({"domain": domain, "score_kind": score_kind})
         self.title = title
         self.diagnosis = diagnosis or Diagnosis({}, checks=())
@@ -90,15 +89,15 @@ class Display:
         now = time.monotonic()
         self._pace.append(now - self._last_record)
         self._last_record = now
-        self._take_in(step, metrics)
+        found = self._take_in(step, metrics)
         due = not self.wording.quick or now - self._last_line >= QUIET_SECONDS or step == self.total_steps
         if not self.is_live and (due or "eval/score" in metrics):
             self._last_line = now
-            self._say(self.step_line(metrics))
+            self.note(self.step_line(metrics))
         if self.show_rollouts_every and step % self.show_rollouts_every == 0:
             shown = sample_rollouts(step, record.groups, self.wording.prompt)
             self._print(shown, soft_wrap=not self.console.is_terminal)
-        for finding in self.diagnosis.add(step, metrics):
+        for finding in found:
             self.note(finding.line)
         self._draw(now=step == self.total_steps)
 
@@ -106,19 +105,19 @@ class Display:
         """Continue after `step`, from the earlier steps' records of `covey.tracking.run_store.read_metrics`."""
         for record in records:
             self._take_in(record["step"], record)
-            self.diagnosis.add(record["step"], record)
         self.step = step
 
-    def _take_in(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _take_in(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
         measured = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
         self.step, self.metrics = step, self.metrics | measured
         for name, values in self.history.items():
             if name in measured:
                 values.append(measured[name])
+        return self.diagnosis.add(step, metrics)
 
     def note(self, text: str) -> None:
-        """Print a permanent line, such as a warning."""
-        self._say(text)
+        """Print a permanent line, such as a warning, wrapped between words without breaking commands."""
+        self._print(Text(fitted(text, self.console.width if self.console.is_terminal else None)), soft_wrap=True)
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -126,22 +125,21 @@ class Display:
         bar = _Bar(label, total, lambda: self._draw(now=False))
         self._bars.append(bar)
         if not self.is_live and not self.wording.quick:
-            self._say(f"{label} ...")
+            self.note(f"{label} ...")
         try:
             yield bar.advance
         finally:
             self._bars.remove(bar)
         seconds = time.monotonic() - bar.began
         if not self.is_live and (not self.wording.quick or seconds >= QUIET_SECONDS):
-            self._say(f"{label}: done in {seconds:.1f} s")
+            self.note(f"{label}: done in {seconds:.1f} s")
         self._last_record += seconds  # an evaluation does not count as time of a step
 
     def show_summary(self, summary: dict[str, Any], advice: str) -> None:
         """Show the end of a run: evaluations before and after, cost, diagnosis, and advice."""
         self._print(before_after_table(summary))
-        self._say(cost_line(summary))
-        self._say(conclusion(summary))
-        self._say(advice)
+        for line in (cost_line(summary), conclusion(summary), advice):
+            self.note(line)
 
     def seconds_left(self) -> float | None:
         """Remaining time, estimated from the last steps; None before the first."""
@@ -156,10 +154,6 @@ class Display:
         parts += [f"{shown.label} {text}" for shown in self.wording.shown if (text := written(shown, metrics))]
         left = self.seconds_left()
         return "  ".join(parts + ([f"left {clock(left)}"] if left is not None else []))
-
-    def _say(self, text: str) -> None:
-        """Print text, wrapped to the terminal between words, without breaking commands."""
-        self._print(Text(fitted(text, self.console.width if self.console.is_terminal else None)), soft_wrap=True)
 
     def _print(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
         if self._notebook is not None:

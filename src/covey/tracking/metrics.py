@@ -241,38 +241,6 @@ METRICS: dict[str, Metric] = _glossary(
         "absent: prompts and max_new_tokens fit the model's positions",
     ),
     Metric("groups/failed_rollouts", "count", "rollouts whose grading failed; they leave their group", "0"),
-    Metric(
-        "mismatch/mean",
-        "nats",
-        "mean |log-probability by the sampler - the same by the trainer| of a decision, before the first "
-        "optimizer step",
-        "below 1e-4 in fp32, below about 0.02 in bf16; above that they are not the same policy",
-    ),
-    Metric(
-        "mismatch/kl",
-        "nats per decision",
-        "KL of the sampler to the trainer, before the first optimizer step: mean k3 estimate",
-        "below 1e-6 in fp32, below about 1e-3 in bf16; if it is larger, set an importance_cap or an importance_mask",
-    ),
-    Metric(
-        "mismatch/effective_sample_fraction",
-        "fraction",
-        "effective sample size of the tokens' importance weights (trainer's over sampler's probability), divided by "
-        "the number of trained decisions, before the first optimizer step",
-        "above 0.99; lower if the sampler's weights are old: the gradient is then as noisy as one of so few decisions",
-    ),
-    Metric(
-        "mismatch/capped_fraction",
-        "fraction",
-        "fraction of trained decisions whose importance weight (trainer's over sampler's probability) was capped",
-        "0 or nearly; otherwise the sampler's weights are old",
-    ),
-    Metric(
-        "mismatch/masked_fraction",
-        "fraction",
-        "fraction of trained decisions that importance_mask left out of the surrogate loss",
-        "0 or nearly; otherwise the sampler's weights are old",
-    ),
     *SAMPLER_METRICS,
     Metric(
         "update/optimizer_steps",

@@ -275,8 +275,8 @@ CASES: dict[str, Case] = {
             {"grad_norm": [10.0 if step in (6, 14, 22) else 1.0 for step in range(STEPS)]},
             {"grad_norm": [10.1 if step in (6, 14) else 1.0 for step in range(STEPS)]},
             {"grad_norm": [10.1 if step in (6, 14, 26) else 1.0 for step in range(STEPS)]},  # too near to the end
-            {"grad_norm": [1.5**step for step in range(STEPS)]},
-            {"grad_norm": [1.5**-step for step in range(STEPS)]},
+            {"grad_norm": [3.0**step for step in range(STEPS)]},
+            {"grad_norm": [3.0**-step for step in range(STEPS)]},
         ],
     ),
     "skipped updates": Case(
@@ -369,7 +369,7 @@ def test_each_condition_silences_a_check(name):
         ),
         (
             "skipped updates",
-            {"update/skipped_steps": [1.0] * 3 + [0.0] * 27},
+            {"update/skipped_steps": ([1.0] + [0.0] * 9) * 3},
             {"update/skipped_steps": [2.0] + [0.0] * 29},
         ),
         ("critic that explains nothing", {"value/explained_variance": -0.5}, {"value/explained_variance": -0.49}),

@@ -16,6 +16,7 @@ from covey.config.tasks import ArithmeticConfig
 from covey.tracking.report import charts, write_report
 from covey.tracking.report.charts import MOST_POINTS, Axes, Interval, Line, chart, thinned
 from covey.tracking.report.html import Html, element, pre, text_of
+from covey.tracking.report.result import verdict_text
 from covey.tracking.report.run_data import RunData, flat, unique_names
 from covey.tracking.run_folder import FolderLock
 from helpers.run_folders import answer, control_run, language_run, rollout
@@ -25,7 +26,8 @@ HOSTILE = (
     "&lt;b&amp;<!-- --><![CDATA[ ]]> {{7*7}} ${x} javascript:alert(4) \x1b[2J\u202e\x00\ud800 $\\frac{a}{b}$ #010101"
 )
 ELEMENTS = {
-    "html", "head", "meta", "title", "style", "body", "header", "main", "section", "footer", "h1", "h2", "h3", "h4", "p",
+    "html", "head", "meta", "title", "style", "body", "header", "main", "section", "footer", "h1", "h2", "h3", "h4",
+    "p",
     "span", "b", "i", "ul", "li", "a", "div", "table", "thead", "tbody", "tr", "th", "td", "pre", "code", "details",
     "summary", "figure", "figcaption", "svg", "g", "defs", "path", "use", "text", "clippath", "rect",
 }  # fmt: skip
@@ -124,6 +126,23 @@ def test_a_finished_run_of_a_language_model(tmp_path: Path) -> None:
     assert "@media print" in page
 
 
+def test_the_outcome_follows_the_intervals(tmp_path: Path) -> None:
+    run = language_run(tmp_path / "run")
+    summary = json.loads((run / "summary.json").read_text())
+    before = {"score": 0.5, "low": 0.4, "high": 0.6, "count": 40}
+    for score, low, high, sentence in (
+        (0.3, 0.2, 0.39, "Worse: from 50.0% to 30.0%."),
+        (0.7, 0.59, 0.8, "No certain change: from 50.0% to 70.0%; the intervals overlap."),
+        (0.3, 0.2, 0.41, "No certain change: from 50.0% to 30.0%; the intervals overlap."),
+        (0.7, 0.61, 0.8, "Better: from 50.0% to 70.0%."),
+    ):
+        after = {"score": score, "low": low, "high": high, "count": 40}
+        summary["evaluations"] = [{"max_new_tokens": 8, "before": before, "after": after}]
+        (run / "summary.json").write_text(json.dumps(summary))
+        made = verdict_text(RunData(run, "run", "", 0))
+        assert re.sub("<[^>]*>", "", made) == sentence
+
+
 def test_a_run_of_an_agent(tmp_path: Path) -> None:
     page, reader = report(tmp_path, control_run(tmp_path / "run"))
     shown = words(reader)
@@ -171,9 +190,12 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     page, reader = report(tmp_path, *runs)
     shown = words(reader)
     assert shown.count(str(runs[2])) > 1  # two runs have the same name, so their paths are shown
-    assert "second finished grpo 7 9 25.0% (10.0 to 40.0) 75.0% (60.0 to 90.0) +50.0 points 0:01:05".replace(
-        "0:01:05", "1:05"
-    ) in shown
+    assert (
+        "second finished grpo 7 9 25.0% (10.0 to 40.0) 75.0% (60.0 to 90.0) +50.0 points 0:01:05".replace(
+            "0:01:05", "1:05"
+        )
+        in shown
+    )
     differing = shown[shown.index("Settings that differ") :]
     assert "steps 4 9 4" in differing[:300]
     assert {f"run-{place}" for place in (1, 2, 3)} <= set(reader.ids)
@@ -182,7 +204,10 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
 
 def test_the_trainings_of_a_reward_model(tmp_path: Path) -> None:
     run = language_run(tmp_path / "run")
-    lines = [{"step": 2, "before": {"rank_agreement": 0.5}, "after": {"rank_agreement": 0.75}}, {"step": "x", "after": 3}]
+    lines = [
+        {"step": 2, "before": {"rank_agreement": 0.5}, "after": {"rank_agreement": 0.75}},
+        {"step": "x", "after": 3},
+    ]
     (run / "iterations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "1 2 0.500 0.750 2 x - -" in words(report(tmp_path, run)[1])
 
@@ -266,7 +291,9 @@ def test_a_chart_is_text_in_colours_of_the_style_sheet() -> None:
     assert root.get("aria-label") == "a <chart>"
     assert "steps" in ["".join(node.itertext()).strip() for node in root.iter("text")]
     assert not re.search(r"#01[0-9a-f]{4}", drawn)  # placeholders
-    assert {"var(--s1)", "var(--s3)", "var(--s2)", "var(--grid)", "var(--muted)"} <= set(re.findall(r"var\(--\w+\)", drawn))
+    assert {"var(--s1)", "var(--s3)", "var(--s2)", "var(--grid)", "var(--muted)"} <= set(
+        re.findall(r"var\(--\w+\)", drawn)
+    )
     assert "<style" not in drawn
     other = chart([Line([1, 2], [1.0, 2.0])], Axes(), (300, 200), "another")
     ids = [re.findall(r' id="([^"]*)"', one) for one in (drawn, other)]
