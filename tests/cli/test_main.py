@@ -28,6 +28,7 @@ from covey.tracking.reports import score_report
 from covey.tracking.run_store import RunStore
 from covey.tracking.score_kinds import ACCURACY, SCORE
 from covey.tracking.statistics import mean_score, wilson_interval
+from helpers.step_records import step_record
 
 RECIPE = '[task]\nname = "arithmetic"\n[sampling]\nmax_new_tokens = 12\n'
 
@@ -86,7 +87,7 @@ def test_resume_takes_the_folder_and_nothing_else(
 ) -> None:
     with RunStore(tmp_path / "run") as store:
         (tmp_path / "run" / "config.toml").write_text(RECIPE)
-        store.record(1, {}, [])
+        store.record(step_record(1))
     assert main(["train", "--resume", "run"]) == 0
     assert build.calls == [("resume", (Path("run"),), {})]
     assert main(["train", "--resume", "run", "--steps", "5"]) == 2

@@ -77,8 +77,8 @@ def test_a_printed_recipe_is_a_recipe(capsys: pytest.CaptureFixture[str], tmp_pa
         ("evaluate runs/x", "there is no command 'evaluate'"),
         (
             "frobnicate",
-            "commands: train, iterate, check, plan, eval, compare, sample, export, serve, reward-model, recipes, "
-            "completion",
+            "commands: train, iterate, check, plan, eval, compare, diagnose, sample, export, watch, serve, "
+            "reward-model, runs, show, report, recipes, completion",
         ),
         ("cartpole_grpo", "cartpole_grpo is a recipe, not a command: write covey train cartpole_grpo"),
         ("my.toml", "my.toml is a recipe, not a command: write covey train my.toml"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from covey import ArithmeticConfig, EvaluationConfig, RunConfig, SamplingConfig, run
+from covey import ArithmeticConfig, EvaluationConfig, RewardConfig, RunConfig, SamplingConfig, UpdateConfig, run
 from covey.cli.main import main
 from covey.config import CheckpointConfig
 from covey.runtime.checkpoint import CheckpointFolder
-from helpers.tiny_models import tiny_folder
+from covey.tracking.score_kinds import ACCURACY
+from helpers.tiny_models import tiny_folder, tiny_gguf
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,7 @@ def test_a_finished_run_becomes_its_model(trained: Path, tmp_path: Path, capsys:
     os.umask(umask)
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
     assert modes == {0o666 & ~umask}
+    assert "README.md" in {path.name for path in (tmp_path / "out").iterdir()}
     assert main(["sample", str(tmp_path / "out"), "1+2", "--n", "1", "--max-new-tokens", "2"]) == 0
 
 
@@ -95,6 +98,78 @@ def test_what_cannot_be_exported_is_refused_in_one_line(
     assert len(error.splitlines()) == 1
     assert message in error
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_model_card_of_a_run(trained: Path, tmp_path: Path) -> None:
+    (trained.parent / "model" / "README.md").write_text("---\nlanguage: en\nlicense: mit\n---\nA model. license: none")
+    assert main(["export", f"{trained}@2", str(tmp_path / "mine")]) == 0
+    card = (tmp_path / "mine" / "README.md").read_text()
+    front, _, text = card.removeprefix("---\n").partition("\n---\n")
+    assert front.splitlines() == [
+        "license: mit",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [covey, grpo, reinforcement-learning]",
+    ]
+    for part in (
+        "# mine\n",
+        "| base model | model (licence: mit) |",
+        "| algorithm | grpo |",
+        "| recipe | run |",
+        "| step | 2 of 3 |",
+        "Held-out accuracy of greedy answers to 2 problems, with the 95 % interval.",
+        "| most tokens | before training | after step 2 |",
+        "import covey; covey.run(covey.RunConfig(steps=3, threads=1",
+        'algorithm = "grpo"',
+    ):
+        assert part in text, part
+    (row,) = [line for line in text.splitlines() if line.startswith("| 6 |")]
+    assert row == "| 6 | 0.0% (0.0 to 65.8) | not measured |"  # there was no evaluation after step 2
+    assert 'run_dir = ""' in text
+    assert str(trained) not in text
+
+
+def test_the_model_card_names_a_licence_only_if_it_is_known(trained: Path, tmp_path: Path) -> None:
+    (trained.parent / "model" / "README.md").write_text("The license: is written elsewhere.\n")
+    assert main(["export", str(trained), str(tmp_path / "mine")]) == 0
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert "licen" not in card
+    assert "| step | 3 of 3 |" in card
+    (row,) = [line for line in card.splitlines() if line.startswith("| 6 |")]
+    summary = json.loads((trained / "summary.json").read_text())["evaluations"][0]
+    assert row == f"| 6 | {' | '.join(ACCURACY.write_interval(summary[when]) for when in ('before', 'after'))} |"
+
+
+def test_the_model_of_a_run_becomes_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run on a GGUF file: what is exported is read by transformers and by covey, and is the trained model."""
+    settings = RunConfig(
+        model=str(tiny_gguf(tmp_path / "base.gguf")),
+        steps=2,
+        threads=1,
+        precision="bf16",
+        task=ArithmeticConfig(digits=(1,)),
+        rewards=(RewardConfig(name="digits"),),
+        update=UpdateConfig(learning_rate=1e-2),
+        sampling=SamplingConfig(prompts_per_step=2, group_size=4, max_new_tokens=6),
+        evaluation=EvaluationConfig(problems=2),
+        run_dir=str(tmp_path / "run"),
+    )
+    run(settings)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--gguf", "bf16"]) == 0
+    assert "out/out-BF16.gguf has the same model as GGUF" in capsys.readouterr().out
+    trained, base = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32, **options)
+        for folder, options in (("out", {}), (".", {"gguf_file": "base.gguf"}))
+    )
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="out-BF16.gguf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("What is 12 + 3?", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected, again, before = (model(ids).logits.log_softmax(-1) for model in (trained, found, base))
+    assert torch.equal(again, expected)
+    assert not torch.allclose(before, expected, atol=1e-3)
+    assert main(["sample", str(tmp_path / "out" / "out-BF16.gguf"), "1+2", "--n", "1", "--max-new-tokens", "2"]) == 0
+    assert "base model | base.gguf |" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_file_whose_name_has_an_at_sign_is_no_step(trained: Path, tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def trained(model: Path, folder: Path, ranks: int, names: Sequence[str], weights
     words = [rank_cases.__file__, str(folder), str(model), json.dumps(list(names)), weights]
     said = finish(start_ranks(words, ranks, folder))
     assert not any(said[1:]), "only rank 0 prints"
+    for name in names:
+        seen = sorted(path.name for path in folder.glob(f"{name}.seen-by-*"))
+        assert seen == [f"{name}.seen-by-0"], "only rank 0 calls observers"
     return folder
 
 
@@ -223,6 +226,34 @@ def test_ranks_with_other_prompts_are_found_in_the_first_step(model: Path, tmp_p
         _, err = rank.communicate(timeout=LIMIT)
         assert rank.returncode
         assert "rank 1 has drawn other prompts than rank 0 in step 1" in err
+
+
+BREAKING = """
+import sys
+from dataclasses import replace
+from covey import run
+from covey.config import ClusterConfig
+from helpers.rank_cases import BASE
+
+class Breaks:
+    def record(self, step):
+        if step.step == 2:
+            raise ValueError("mine")
+
+run(replace(BASE, model=sys.argv[1], run_dir="run", cluster=ClusterConfig(2, "fsdp")), observers=[Breaks()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_an_observer_that_fails_stops_all_ranks_with_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "breaking.py").write_text(BREAKING)
+    ranks = start_ranks(["breaking.py", str(model)], 2, tmp_path, PYTHONPATH=os.pathsep.join(sys.path))
+    errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
+    assert "the observer Breaks raised ValueError (mine) in step 2, which is recorded and saved" in errors[0]
+    assert [rank.returncode for rank in ranks] == [1, 0], errors
+    assert CheckpointFolder(tmp_path / "run/checkpoints").latest() == 2
+    assert json.loads((tmp_path / "run/stopped.json").read_text())["step"] == 2
 
 
 FAULTY = """

@@ -40,9 +40,15 @@ minibatches = 2
 
 [evaluation]
 problems = 4
+every = 1
+patience = 20
 
 [checkpoint]
 every = 2
+best = true
+
+[record]
+tokens = true
 """
 
 # Right or wrong, so that some groups are all alike.

@@ -34,7 +34,7 @@ MOMENTS = {
     "the first evaluation": Interrupt("covey.experiment.evaluate_llm", "HeldOut._measure"),
     "the first step": Interrupt("covey.train.loop", "collect", times=2),  # there the first only asks
     "saving the model": Interrupt("covey.experiment.run", "write_folders"),
-    "the curve": Interrupt("covey.experiment.run", "draw_curve"),
+    "the curve": Interrupt("covey.experiment.run", "draw"),
 }
 BEGUN = ("saving the model", "the curve")
 

@@ -20,10 +20,11 @@ from covey.llm.rewards.reward_process import LOAD_LEAST_SECONDS, RewardProcess
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.rewards.worker import load_function
 from covey.tracking.metrics import find
-from covey.tracking.run_store import rollout_record
+from covey.tracking.records import rollout_record
 from covey.train.collect import _joined
 from covey.train.metrics import describe
 from helpers.run_helpers import is_running
+from helpers.step_records import UNKNOWN
 
 HEAD = """
     import itertools, os, resource, sys, time
@@ -329,7 +330,7 @@ def test_logged_numbers_are_means_over_calls_and_columns_stand_beside_the_rollou
     metrics = describe(groups)
     assert metrics["reward/reward/length"] == 2.0
     assert find("reward/reward/length").name == "reward/<reward>/<name>"
-    records = [rollout_record(1, each.start, rollout) for each in groups for rollout in each.rollouts]
+    records = [rollout_record(1, each, rollout, UNKNOWN) for each in groups for rollout in each.rollouts]
     assert [record["extra"] for record in records] == [{"reward": {"upper": t}} for t in ("A", "BCD", "EF", "GH")]
 
 

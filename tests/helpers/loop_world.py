@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.core import schedules
-from covey.data import Group, Start
+from covey.data import Group, Start, StepRecord
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import FixedSize
 from covey.train.kl_coefficient import ScheduledCoefficient
@@ -22,7 +22,9 @@ class World:
 
     rewards: list[float] = field(default_factory=lambda: [0.0, 1.0, 2.0, 3.0])
     recorded: list[tuple[int, dict[str, float], list[Group]]] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
     saved: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    bests: list[int] = field(default_factory=list)  # the best step with each checkpoint
     refreshed: list[int] = field(default_factory=list)
     version: int = 0
 
@@ -56,11 +58,13 @@ class World:
                 item.reward = reward
         return groups
 
-    def record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        self.recorded.append((step, metrics, groups))
+    def record(self, record: StepRecord) -> None:
+        self.recorded.append((record.step, record.metrics, list(record.groups)))
+        self.records.append(record)
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        self.saved.append((step, state))
+    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
+        self.saved.append((step, state | {"progress": dict(state["progress"])}))
+        self.bests.append(best)
 
 
 def build(world: World, steps: int, **changes: Any) -> tuple[Components, LoopConfig]:

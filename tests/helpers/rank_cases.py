@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from covey import ArithmeticConfig, EvaluationConfig, RunConfig, SamplingConfig, UpdateConfig
+from covey import ArithmeticConfig, EvaluationConfig, RecordConfig, RunConfig, SamplingConfig, UpdateConfig
 from covey.config import (
     CheckpointConfig,
     ClusterConfig,
@@ -27,6 +27,7 @@ from covey.config import (
     RewardConfig,
     RunningTotalConfig,
 )
+from covey.data import StepRecord
 
 BASE = RunConfig(
     steps=3,
@@ -37,9 +38,10 @@ BASE = RunConfig(
     rewards=(RewardConfig(name="digits"), RewardConfig(name="length", length_limit=8, weight=0.5)),
     sampling=SamplingConfig(prompts_per_step=6, group_size=4, max_new_tokens=6),
     update=UpdateConfig(learning_rate=1e-3, epochs=2, minibatches=2, max_grad_norm=0.1, microbatch_tokens=200),
-    evaluation=EvaluationConfig(problems=300, every=2),
+    evaluation=EvaluationConfig(problems=300, every=1),
+    record=RecordConfig(tokens=True),
     cluster=ClusterConfig(shards=4),
-    checkpoint=CheckpointConfig(every=2),
+    checkpoint=CheckpointConfig(every=2, best=True),
     show_rollouts_every=0,
 )
 STEPS = {
@@ -144,6 +146,17 @@ def kill_at(moment: str) -> None:
     os.fsync = counted(os.fsync)
 
 
+class Witness:
+    """An observer that leaves a file."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / f"{name}.seen-by-{os.environ['RANK']}"
+
+    def record(self, step: StepRecord) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{step.step}\n")
+
+
 def main(folder: Path, model: str, names: Sequence[str], weights: str) -> None:
     from covey import run
     from covey.runtime.distributed import joined_ranks
@@ -154,7 +167,8 @@ def main(folder: Path, model: str, names: Sequence[str], weights: str) -> None:
         for name in names:
             config = CASES[name]
             cluster = replace(config.cluster, weights=weights)
-            run(replace(config, model=model, cluster=cluster, run_dir=str(folder / name)))
+            settings = replace(config, model=model, cluster=cluster, run_dir=str(folder / name))
+            run(settings, observers=Witness(folder, name))
 
 
 if __name__ == "__main__":

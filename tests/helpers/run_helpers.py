@@ -214,14 +214,15 @@ def _command(
 
 
 def _stop_at(moment: Moment) -> None:
+    from covey.data import StepRecord
     from covey.experiment.reward_model_folder import RewardModelFolder
     from covey.tracking.run_store import RunStore
 
     record, record_of_reward_model = RunStore.record, RewardModelFolder.record
 
-    def recorded(store: RunStore, step: int, *more: Any) -> None:
-        record(store, step, *more)
-        if step == moment.step:
+    def recorded(store: RunStore, step: StepRecord) -> None:
+        record(store, step)
+        if step.step == moment.step:
             signal_after(moment.calls, moment.signal)
 
     def recorded_of_reward_model(folder: RewardModelFolder, metrics: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from covey.config import ConfigError, MachineError
 from covey.runtime import checkpoint
+from covey.runtime.best_checkpoint import BestPinned
 from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 
 
@@ -285,3 +286,45 @@ def test_the_manifest_names_sizes_and_hashes(folder):
     manifest = json.loads((folder.folder(1) / "manifest.json").read_text())
     assert manifest["step"] == 1
     assert set(manifest["files"]) == {"tensors.safetensors", "state.json"}
+
+
+@pytest.fixture
+def pinning(tmp_path):
+    return CheckpointFolder(tmp_path / "checkpoints", keep=2, pinned=BestPinned())
+
+
+def named_best(folder):
+    path = folder.path / "best.json"
+    return json.loads(path.read_text())["step"] if path.exists() else None
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(pinning):
+    kept = []
+    for step, best in [(1, 0), (2, 2), (3, 2), (4, 2), (5, 2), (6, 6), (7, 6), (8, 6), (9, 6)]:
+        pinning.save(step, small_state(step), best)
+        kept.append((pinning.steps(), named_best(pinning)))
+    assert kept == [
+        ([1], None), ([1, 2], 2), ([2, 3], 2), ([2, 3, 4], 2), ([2, 4, 5], 2), ([5, 6], 6), ([6, 7], 6), ([6, 7, 8], 6),
+        ([6, 8, 9], 6),
+    ]  # fmt: skip
+    assert pinning.load(6)["step"] == 6
+
+
+def test_the_name_of_the_best_checkpoint_follows_a_rewind(pinning):
+    """A run that is resumed from an earlier checkpoint, because the newest is damaged, has an earlier best step."""
+    for step, best in [(2, 2), (3, 2), (4, 4)]:
+        pinning.save(step, small_state(step), best)
+    assert named_best(pinning) == 4
+    pinning.tidy(3, 2)
+    assert (pinning.steps(), named_best(pinning)) == ([2, 3], 2)
+    pinning.tidy(3, 1)  # its checkpoint is gone
+    assert (pinning.steps(), named_best(pinning)) == ([2, 3], None)
+    (pinning.path / "best.json").write_text("{")  # a damaged one is written again
+    pinning.tidy(3, 2)
+    assert named_best(pinning) == 2
+
+
+def test_without_pinning_nothing_is_named(folder):
+    for step in (1, 2, 3):
+        folder.save(step, small_state(step), 1)
+    assert checkpoint_names(folder) == ["step-00000002", "step-00000003"]

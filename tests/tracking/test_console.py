@@ -17,6 +17,7 @@ from covey.tracking.console import Display, clock, last_turn, printable, readabl
 from covey.tracking.curve import draw_curve, smooth
 from covey.tracking.run_store import RunStore
 from covey.tracking.score_kinds import number
+from helpers.step_records import step_record
 
 METRICS = {
     "reward/mean": 0.4375,
@@ -53,8 +54,8 @@ def groups() -> list[Group]:
 def test_a_log_gets_one_line_a_step() -> None:
     display = Display(20, console=console())
     with display:
-        display.record(3, METRICS, groups())
-        display.record(4, {"reward/mean": 0.5}, groups())
+        display.record(step_record(3, METRICS, groups()))
+        display.record(step_record(4, {"reward/mean": 0.5}, groups()))
     lines = written(display).splitlines()
     assert len(lines) == 2
     assert lines[0].startswith(
@@ -68,9 +69,9 @@ def test_a_log_gets_one_line_a_step() -> None:
 def test_rollouts_are_shown_every_so_many_steps_and_cannot_command_the_terminal() -> None:
     display = Display(20, 2, console=console())
     with display:
-        display.record(1, METRICS, groups())
+        display.record(step_record(1, METRICS, groups()))
         assert "best" not in written(display)
-        display.record(2, METRICS, groups())
+        display.record(step_record(2, METRICS, groups()))
     text = written(display)
     assert "What is [bold]2 + 2[/bold]?" in text  # not taken for markup, and the last turn only
     assert "first" not in text
@@ -84,15 +85,15 @@ def test_rollouts_without_any_grade_are_no_error() -> None:
     display = Display(2, 1, console=console())
     failed = [Group(Start(0, "x"), [Rollout((1,), [1], [-1.0], EndReason.STOP)])]
     with display:
-        display.record(1, {}, failed)
+        display.record(step_record(1, {}, failed))
     assert "no rollout was graded" in written(display)
 
 
 def test_a_terminal_gets_a_panel_with_the_numbers() -> None:
     display = Display(20, console=console(terminal=True), title="covey · demo")
     with display:
-        display.record(1, {**METRICS, "score/mean": 0.1}, groups())
-        display.record(2, {**METRICS, "eval/score": 0.61}, groups())
+        display.record(step_record(1, {**METRICS, "score/mean": 0.1}, groups()))
+        display.record(step_record(2, {**METRICS, "eval/score": 0.61}, groups()))
         display.note("a note that stays")
     text = written(display)
     for part in ("covey · demo", "step 2/20", "time left", "37.5%", "0.0123", "61.0%", "a note that stays", "▁█"):
@@ -187,10 +188,10 @@ def control_summary(before: tuple[float, float, float], after: tuple[float, floa
 def test_control_is_told_in_its_own_words() -> None:
     display = Display(300, domain="control", score_kind="return", console=console())
     with display:
-        display.record(1, CONTROL_METRICS, groups())
-        display.record(2, CONTROL_METRICS, groups())  # within the same second
-        display.record(3, {"eval/score": 498.2, "entropy": 0.6}, groups())
-        display.record(300, {"entropy": 0.5}, groups())
+        display.record(step_record(1, CONTROL_METRICS, groups()))
+        display.record(step_record(2, CONTROL_METRICS, groups()))  # within the same second
+        display.record(step_record(3, {"eval/score": 498.2, "entropy": 0.6}, groups()))
+        display.record(step_record(300, {"entropy": 0.5}, groups()))
         with display.progress("evaluation after step 300", 8):
             pass
     lines = [line.partition("  left")[0] for line in written(display).splitlines()]
@@ -205,9 +206,9 @@ def test_control_is_told_in_its_own_words() -> None:
 def test_the_panel_of_control_keeps_the_last_value_of_what_is_not_measured_at_every_step() -> None:
     display = Display(300, domain="control", score_kind="return", console=console(terminal=True))
     with display:
-        display.record(1, CONTROL_METRICS, groups())
-        display.record(2, {**CONTROL_METRICS, "score/mean": 300.0, "eval/score": 401.5}, groups())
-        display.record(3, {"entropy": 0.5}, groups())
+        display.record(step_record(1, CONTROL_METRICS, groups()))
+        display.record(step_record(2, {**CONTROL_METRICS, "score/mean": 300.0, "eval/score": 401.5}, groups()))
+        display.record(step_record(3, {"entropy": 0.5}, groups()))
         display._live.refresh()
     last = written(display).rpartition("step 3/300")[2]
     for part in ("300.0", "401.5", "0.500", "from 213.4 to 300.0", "▁█"):
@@ -221,7 +222,7 @@ def test_samples_of_control_name_the_seed_and_the_return() -> None:
         return Rollout(None, [0] * steps, [0.0] * steps, EndReason.TERMINATED, text, reward=float(steps))
 
     display = Display(2, 1, domain="control", score_kind="return", console=console())
-    display.record(1, {}, [Group(Start(0, 4711), [episode(9), episode(53)])])
+    display.record(step_record(1, {}, [Group(Start(0, 4711), [episode(9), episode(53)])]))
     assert written(display).splitlines()[1:] == [
         "  seed      4711",
         "  best      53 steps, terminated  reward 53",
@@ -244,7 +245,7 @@ def test_a_resumed_run_shows_its_whole_course() -> None:
     display = Display(20, console=console(terminal=True))
     display.resume(3, [{"step": step, "score/mean": step / 10, "kl": None} for step in range(1, 4)])
     with display:
-        display.record(4, {"score/mean": 0.7}, groups())
+        display.record(step_record(4, {"score/mean": 0.7}, groups()))
         display._live.refresh()
     assert display.history["score/mean"] == [0.1, 0.2, 0.3, 0.7]
     assert "from 10.0% to 70.0%" in written(display)
@@ -292,11 +293,11 @@ def test_a_score_is_told_as_a_score_at_any_magnitude(
     told = scored(before, after, spread)
     display = Display(20, score_kind="score", console=console())
     with display:
-        display.record(1, {"reward/mean": before, "score/mean": before, "eval/score": after}, groups())
+        display.record(step_record(1, {"reward/mean": before, "score/mean": before, "eval/score": after}, groups()))
     display.show_summary(told, "")
     store = RunStore(tmp_path)
     for step in range(1, 5):
-        store.record(step, {"score/mean": before * step, "kl": 0.1}, [])
+        store.record(step_record(step, {"score/mean": before * step, "kl": 0.1}))
     store.write_summary(told)
     curve, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
     text = written(display) + curve
@@ -330,11 +331,11 @@ def test_the_curve_is_drawn_with_and_without_a_summary(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         draw_curve(tmp_path / "nowhere")
     for step in range(1, 4):
-        store.record(step, {"reward/mean": 0.1 * step, "kl": float("nan")}, [])
+        store.record(step_record(step, {"reward/mean": 0.1 * step, "kl": float("nan")}))
     unscored = draw_curve(tmp_path).read_bytes()
     assert unscored[:8] == b"\x89PNG\r\n\x1a\n"
     for step in range(4, 9):
-        store.record(step, {**METRICS, "score/mean": 0.1 * step, "eval/score": 0.5}, [])
+        store.record(step_record(step, {**METRICS, "score/mean": 0.1 * step, "eval/score": 0.5}))
     scored = draw_curve(tmp_path).read_bytes()
     store.write_summary(json.loads(json.dumps(summary((0.09, 0.06, 0.13), (0.62, 0.56, 0.68)))))
     finished = draw_curve(tmp_path).read_bytes()
@@ -354,7 +355,9 @@ def test_the_curve_of_control_goes_by_environment_steps(tmp_path: Path, monkeypa
     store = RunStore(tmp_path)
     for step in range(1, 9):
         later = {} if step % 2 else {"score/mean": 50.0 * step, "eval/score": 60.0 * step}
-        store.record(step, {"environment/steps": 512.0 * step, "entropy": 0.5, "kl/behavior": 0.01, **later}, [])
+        store.record(
+            step_record(step, {"environment/steps": 512.0 * step, "entropy": 0.5, "kl/behavior": 0.01, **later})
+        )
     text, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
     for part in ("environment steps", "training return", "Entropy", "KL of an update", "Groups with equal rewards"):
         assert part in text
@@ -362,7 +365,7 @@ def test_the_curve_of_control_goes_by_environment_steps(tmp_path: Path, monkeypa
     raw = figure.axes[0].lines[0]
     assert list(raw.get_xdata()) == [1024.0, 2048.0, 3072.0, 4096.0]  # where a return was measured
     store.write_summary(control_summary((20.0, 15.0, 25.0), (490.0, 480.0, 499.0)) | {"expected_return": 475.0})
-    store.record(9, {"environment/steps": 4608.0, "loss/value": 3.0, "value/explained_variance": -5.0}, [])
+    store.record(step_record(9, {"environment/steps": 4608.0, "loss/value": 3.0, "value/explained_variance": -5.0}))
     text, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
     for part in (
         "expected return, 475",

@@ -17,13 +17,14 @@ from covey.config import ConfigError, MachineError
 from covey.tracking.run_folder import FolderLock, check_run_dir, claim_run_dir, holds_run, next_run_dir, write_folders
 from covey.tracking.run_store import RunStore, read_metrics
 from helpers.run_helpers import files
+from helpers.step_records import step_record
 
 
 def begin(run_dir: Path) -> None:
     """A run that has made a step."""
     with RunStore(run_dir) as store:
         (run_dir / "config.toml").write_text("steps = 3\n")
-        store.record(1, {}, [])
+        store.record(step_record(1))
 
 
 def in_fork(work: Callable[[], None], wait: bool = True) -> int:
@@ -133,7 +134,7 @@ def test_a_folder_that_is_deleted_moved_or_replaced_is_found_before_the_next_wri
             if change == "replaced":
                 begin(run_dir)
             before = files(run_dir)
-            for write in (lambda: store.record(2, {}, []), store.sync):
+            for write in (lambda: store.record(step_record(2)), store.sync):
                 with pytest.raises(MachineError, match=re.escape(f"{run_dir} was deleted or moved")):
                     write()
             assert files(run_dir) == before

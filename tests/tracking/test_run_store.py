@@ -11,7 +11,9 @@ import pytest
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.tracking import run_store
+from covey.tracking.records import answer_record
 from covey.tracking.run_store import RunStore, read_metrics
+from helpers.step_records import step_record
 
 HIDDEN = object()
 
@@ -29,7 +31,7 @@ def group(index: int = 0) -> Group:
 
 def test_a_step_is_written_and_read_back(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "run")
-    store.record(12, {"reward/mean": 0.5, "kl": math.nan, "loss": math.inf}, [group(0), group(4)])
+    store.record(step_record(12, {"reward/mean": 0.5, "kl": math.nan, "loss": math.inf}, [group(0), group(4)]))
     assert read_metrics(store.run_dir) == [{"step": 12, "reward/mean": 0.5, "kl": None, "loss": None}]
     path = store.run_dir / "rollouts" / "step_000012.jsonl"
     lines = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
@@ -45,6 +47,8 @@ def test_a_step_is_written_and_read_back(tmp_path: Path) -> None:
         "end": "stop",
         "decisions": 3,
         "version": 3,
+        "advantage": None,
+        "baseline": None,
     }
     assert [line["group"] for line in lines] == [0, 0, 4, 4]
     assert lines[1]["reward"] is None
@@ -55,7 +59,7 @@ def test_a_step_is_written_and_read_back(tmp_path: Path) -> None:
 
 def fill(store: RunStore, steps: range) -> None:
     for step in steps:
-        store.record(step, {"reward/mean": float(step)}, [group()])
+        store.record(step_record(step, {"reward/mean": float(step)}, [group()]))
 
 
 def cut_run(folder: Path, metrics: bytes) -> Path:
@@ -120,9 +124,8 @@ def test_syncing_waits_for_every_file_since_the_last_time(tmp_path: Path, monkey
 
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
-    store.record(
-        1, {"a": np.float32(0.5), "b": np.int64(3), "c": np.float64("nan")}, [Group(Start(0, np.int64(9)), [])]
-    )
+    metrics = {"a": np.float32(0.5), "b": np.int64(3), "c": np.float64("nan")}
+    store.record(step_record(1, metrics, [Group(Start(0, np.int64(9)), [])]))
     assert read_metrics(tmp_path) == [{"step": 1, "a": 0.5, "b": 3, "c": None}]
 
 
@@ -207,8 +210,8 @@ def test_undecided_tokens_are_recorded_as_stretches(marks: str, undecided: list[
     masked = Rollout((1,), [5] * 5, [-0.1] * 5, EndReason.STOP, text="4", reward=1.0, decided=decided)
     start = Start(0, "2+2=")
     store = RunStore(tmp_path / "run")
-    store.record(1, {"loss": 0.5}, [Group(start, [plain, masked])])
-    store.record_evaluation(1, [run_store.answer_record(1, 8, start, rollout) for rollout in (plain, masked)])
+    store.record(step_record(1, {"loss": 0.5}, [Group(start, [plain, masked])]))
+    store.record_evaluation(1, [answer_record(1, 8, start, rollout) for rollout in (plain, masked)])
     store.close()
     for path, count in ((store.rollouts_path(1), "decisions"), (store.held_out_path(1), "tokens")):
         without, with_mask = map(json.loads, path.read_text().splitlines())

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.core import schedules
-from covey.data import Group, Start
+from covey.data import Group, Start, StepRecord
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.rng import uniforms
 from covey.runtime.timer import Clock
@@ -84,10 +84,10 @@ class World:
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        self.recorded.append((metrics, groups))
+    def record(self, record: StepRecord) -> None:
+        self.recorded.append((record.metrics, list(record.groups)))
 
-    def save(self, step: int, state: dict[str, Any]) -> None: ...
+    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None: ...
 
 
 def build(
@@ -232,7 +232,8 @@ def test_means_are_those_of_the_first_round():
     """Further rollouts go where rewards vary, so a mean over all would be drawn toward one half."""
     world = World([0.95, 0.9])
     parts, settings = build(world, adaptive(4), starts=8, size=16)
-    metrics, groups = train_step(parts, settings, Progress())
+    record = train_step(parts, settings, Progress())
+    metrics, groups = record.metrics, record.groups
     first = [item.reward for group in groups for item in group.rollouts[:4]]
     everything = [item.reward for group in groups for item in group.rollouts]
     assert metrics["reward/mean"] == metrics["score/mean"] == pytest.approx(sum(first) / 32)
@@ -347,7 +348,7 @@ def test_dropped_groups_change_no_gradient():
     """The update sees the kept groups as if no other had been drawn."""
     chances = [0.0, 0.5, 1.0, 0.5]
     parts, settings = build(World(chances), DynamicSampling(1))
-    _, groups = train_step(parts, settings, Progress())
+    groups = train_step(parts, settings, Progress()).groups
     kept = [replace(group, rollouts=list(group.rollouts)) for group in groups if not group.dropped]
 
     class Only(World):

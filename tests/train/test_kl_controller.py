@@ -20,7 +20,7 @@ from covey.algorithms import Algorithm, KLInLoss, KLPenalty, cispo, grpo, reinfo
 from covey.config import LossBase
 from covey.core import kl, schedules
 from covey.core.ratios import ImportanceWeights
-from covey.data import Batch, EndReason, Group, Rollout, Start, collate
+from covey.data import Batch, EndReason, Group, Rollout, Start, StepRecord, collate
 from covey.experiment.build import build_algorithm, build_kl_coefficient
 from covey.runtime.ema import EMAWeights
 from covey.runtime.optimizer import MasterAdamW
@@ -72,10 +72,10 @@ class World:
                 item.reward = float(item.actions[0])
         return groups
 
-    def record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        self.recorded.append(metrics)
+    def record(self, record: StepRecord) -> None:
+        self.recorded.append(record.metrics)
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
         self.saved.append(copy.deepcopy(state))
 
     def series(self, name: str) -> list[float]:

@@ -105,6 +105,7 @@ def test_describe_by_hand():
         "length/mean": 2.0,  # (3 + 1 + 2 + 2) / 4
         "length/max": 3.0,
         "length/truncated_fraction": 0.25,
+        "length/truncated_reward": 0.0,
         "decisions/sampled": 8.0,
         "reward/mean": 0.5,  # of 1, 0 and 0.5
         "reward/std": pytest.approx(math.sqrt(0.5 / 3)),  # deviations 0.5, -0.5, 0
@@ -118,3 +119,56 @@ def test_describe_where_every_grade_failed():
     metrics = describe([Group(Start(0, "a"), only)])
     assert "reward/mean" not in metrics
     assert metrics["groups/failed_rollouts"] == 1.0
+
+
+SCORES = [-5.0, -7.0, math.nan, -4.0, -4.0, -4.5, -3.0, -3.5, -9.0]  # NaN: no evaluation after that step
+
+
+def held_out(step: int) -> dict[str, float]:
+    score = SCORES[step - 1]
+    return {} if math.isnan(score) else {"eval/score": score}
+
+
+def test_training_ends_after_evaluations_without_a_better_score():
+    """-4 after step 4 is not exceeded after steps 5 and 6: neither an equal score nor a lower one is better."""
+    world, progress = World(), Progress()
+    train(*build(world, 9, evaluate=held_out, patience=2), progress, should_stop=never)
+    assert progress.step == 6
+    assert (progress.best_step, progress.best_score, progress.evaluations_since_best) == (4, -4.0, 2)
+    assert [step for step, _ in world.saved] == [6]
+    assert world.bests == [4]
+
+
+def test_a_step_without_an_evaluation_does_not_count():
+    progress = Progress()
+    train(*build(World(), 9, evaluate=held_out, patience=3), progress, should_stop=never)
+    assert progress.step == 9
+    assert (progress.best_step, progress.evaluations_since_best) == (7, 2)
+
+
+def test_every_best_step_is_saved_and_named():
+    world = World()
+    train(*build(world, 9, evaluate=held_out, keep_best=True, checkpoint_every=6), Progress(), should_stop=never)
+    assert [step for step, _ in world.saved] == [1, 4, 6, 7, 9]
+    assert world.bests == [1, 4, 4, 7, 7]
+
+
+@pytest.mark.parametrize("stop", range(1, 6))
+def test_a_resumed_run_counts_the_evaluations_before(stop: int):
+    world, progress = World(), Progress()
+    parts, settings = build(world, 9, evaluate=held_out, patience=2, keep_best=True)
+    train(parts, settings, progress, should_stop=lambda: progress.step == stop)
+    state = world.saved[-1][1]
+    again = load_checkpoint(parts, state | {"progress": dict(state["progress"])})
+    train(parts, settings, again, should_stop=never)
+    assert (again.step, again.best_step, again.evaluations_since_best) == (6, 4, 2)
+
+
+def test_a_run_that_ended_early_is_done_after_it_is_resumed():
+    world, progress = World(), Progress()
+    parts, settings = build(world, 9, evaluate=held_out, patience=2)
+    train(parts, settings, progress, should_stop=never)
+    assert settings.is_done(progress)
+    assert settings.ends_early(progress)
+    train(parts, settings, progress, should_stop=never)
+    assert len(world.recorded) == 6

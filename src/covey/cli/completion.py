@@ -13,7 +13,7 @@ from covey.config import TASK_CONFIGS, ControlConfig, RunConfig
 from covey.config.model_sources import EMBEDDED_MODELS
 from covey.config.recipe_files import packaged_recipes
 
-FILES = ("path", "held_out_path", "run_dir", "output", "resume", "model", "recipe", "recipes")  # may name a file
+FILES = ("path", "held_out_path", "run_dir", "output", "resume", "model", "recipe", "recipes", "run", "runs", "folder", "file")  # may name a file
 
 
 def answer() -> None:

@@ -7,23 +7,35 @@ from pathlib import Path
 
 from covey.config import ConfigError
 from covey.config.faults import faults_of
-from covey.config.fields import command
+from covey.config.fields import command, or_list
 from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.terminal import say
 
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
     """The arguments of `covey export`."""
-    parser.usage = "covey export MODEL FOLDER"
+    parser.usage = "covey export MODEL FOLDER [--gguf TYPE]"
     parser.epilog = (
         "The folder has the weights (safetensors), the config, the tokenizer and the chat template. It is loaded by\n"
-        "transformers' from_pretrained, by covey and by other programs."
+        "transformers' from_pretrained, by covey and by other programs. The model of a run also gets a model card,\n"
+        "README.md: base model, recipe, evaluations before and after, and the command that trains it again."
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a run folder, RUN@STEP for one of its checkpoints, or another model's name"
+        "model",
+        metavar="MODEL",
+        help="a run folder, RUN@STEP or RUN@best for one of its checkpoints, or another model's name",
     )
     parser.add_argument("folder", metavar="FOLDER", help="a new folder")
+    parser.add_argument(
+        "--gguf",
+        metavar="TYPE",
+        choices=GGUF_TYPES,
+        default="",
+        help=f"also write a GGUF file for llama.cpp, with matrices in {or_list(GGUF_TYPES)}; for Llama-like models",
+    )
 
 
 def export_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
@@ -33,9 +45,11 @@ def export_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     check_new_folder(folder)
     from covey.experiment.export import export_model
 
-    exported = export_model(arguments.model, folder)
+    exported = export_model(arguments.model, folder, arguments.gguf)
     precision = str(exported.dtype).removeprefix("torch.")
     say(f"{exported.folder} has a model of {exported.parameters / 1e6:,.1f} million weights in {precision}")
+    if exported.gguf is not None:
+        say(f"{exported.gguf} has the same model as GGUF")
     say(f"Next: {command('sample', exported.folder, 'What is 3 + 4?')}")
 
 

@@ -14,12 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.cli.diagnose import diagnose_command
 from covey.cli.export import export_command
 from covey.cli.logs import set_up_output
 from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
 from covey.cli.plan import plan_command
+from covey.cli.report import report_command
 from covey.cli.reward_model import reward_model_command
+from covey.cli.runs import runs_command
 from covey.cli.serve import serve_command
+from covey.cli.show import show_command
 from covey.cli.watch import watch_command
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, RunError
 from covey.config.faults import machine_error, path_error
@@ -367,11 +371,15 @@ COMMANDS = {
     "plan": plan_command,
     "eval": eval_command,
     "compare": compare_command,
+    "diagnose": diagnose_command,
     "sample": sample_command,
     "export": export_command,
     "watch": watch_command,
     "serve": serve_command,
     "reward-model": reward_model_command,
+    "runs": runs_command,
+    "show": show_command,
+    "report": report_command,
     "recipes": recipes_command,
     "completion": completion_command,
 }

@@ -8,10 +8,14 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from covey.cli.diagnose import add_diagnose_options
 from covey.cli.export import add_export_options
 from covey.cli.numbers import number
+from covey.cli.report import add_report_options
 from covey.cli.reward_model_options import add_actions
+from covey.cli.runs import DEFAULT_ACTION, add_runs_options
 from covey.cli.serve import add_serve_options
+from covey.cli.show import add_show_options
 from covey.cli.watch import add_watch_options
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.fields import command, did_you_mean
@@ -60,6 +64,11 @@ train on prompts and rewards of your own:
   covey eval runs/my-001                      score on held-out problems
   covey sample runs/my-001 "What is 3 + 4?"   answers to one prompt
 
+look at runs:
+  covey runs                     state, result and size of each
+  covey show runs/my-001         rollouts with their rewards
+  covey report runs/my-001       one HTML file with everything
+
 covey --help lists the commands, covey train --help the fields of a recipe."""
 
 EPILOG = """\
@@ -106,7 +115,10 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if words[0] not in commands:
         parser.error(_no_command(words[0], [name for name in commands if " " not in name], parser))
     leaf = " ".join(words[:2]) if " ".join(words[:2]) in commands else words[0]
-    own, fields = _split(words[len(leaf.split()) :], commands[leaf])
+    rest = words[len(leaf.split()) :]
+    if leaf in DEFAULT_ACTION:
+        leaf = f"{leaf} {DEFAULT_ACTION[leaf]}"
+    own, fields = _split(rest, commands[leaf])
     arguments = parser.parse_args([*leaf.split(), *own])
     _check_fields(fields, commands[leaf], arguments.takes_fields)
     return arguments, fields
@@ -181,11 +193,15 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("plan", _plan_options, "predict memory, and the throughput of a cluster, without loading the model"),
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
         ("compare", _compare_options, "train several recipes over several seeds and report the differences"),
+        ("diagnose", add_diagnose_options, "find faults in runs, with evidence and remedies"),
         ("sample", _sample_options, "let a language model answer one prompt"),
         ("export", add_export_options, "write a trained model as a transformers folder"),
         ("watch", add_watch_options, "show runs on a page in the browser, while they train and after"),
         ("serve", add_serve_options, "generate completions for runs in other processes"),
         ("reward-model", add_actions, "train, evaluate and use models that score completions"),
+        ("runs", add_runs_options, "list runs, remove old checkpoints, export rollouts"),
+        ("show", add_show_options, "show rollouts of a run: siblings with their rewards, or a search"),
+        ("report", add_report_options, "write a report of runs: one HTML file"),
         ("recipes", _recipes_options, "list the packaged recipes, or print one"),
         ("completion", _completion_options, "print a shell's code for completion with Tab"),
     )

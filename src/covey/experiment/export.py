@@ -1,4 +1,4 @@
-"""Writes a trained policy as an ordinary transformers folder: `covey export`."""
+"""Writes a trained policy as an ordinary transformers folder, and as a GGUF file: `covey export`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from pathlib import Path
 import torch
 
 from covey.config.faults import faults_of
+from covey.config.model_sources import find_origin
 from covey.experiment.inference import precision_of
-from covey.llm.model.loading import load_model
+from covey.experiment.model_card import base_of, licence_of, model_card
+from covey.llm.model.gguf_export import plan_gguf, write_gguf
+from covey.llm.model.loading import load_model, resolve_checkpoint
 from covey.runtime.device import choose_precision
 from covey.tracking.run_folder import write_folders
+
+CARD = "README.md"
 
 
 @dataclass(frozen=True)
@@ -21,29 +26,43 @@ class Exported:
     folder: Path
     parameters: int
     dtype: torch.dtype
+    gguf: Path | None = None
 
 
-def export_model(name: str, folder: Path) -> Exported:
+def export_model(name: str, folder: Path, gguf: str = "") -> Exported:
     """Write weights, config, tokenizer and chat template of a model into a folder that transformers loads.
+
+    The model of a run also gets a model card, README.md.
 
     Args:
         name: a model's name as in a recipe, such as a run folder.
         folder: a new or empty folder.
+        gguf: type of the matrices in an additional GGUF file, a key of `GGUF_TYPES`; empty: there is none.
 
     Raises:
-        ConfigError: if there is no such model.
+        ConfigError: if there is no such model, or GGUF does not support it. Nothing is written then.
         MachineError: if the folder cannot be written.
     """
     cpu = torch.device("cpu")
+    name = resolve_checkpoint(name)
     dtype = choose_precision(precision_of(name), cpu)
     loaded = load_model(name, dtype=dtype, device=cpu)
+    tokenizer, licence = loaded.chat.tokenizer, licence_of(base_of(name))
+    plans = [plan_gguf(loaded.module, tokenizer, gguf)] if gguf else []
+    files = [Path(f"{folder.absolute().name}-{plan.kind.upper()}.gguf") for plan in plans]
+    origin = find_origin(name)
+    card = "" if origin is None else model_card(folder.absolute().name, origin, licence)
 
     def save(draft: Path) -> None:
         loaded.module.save_pretrained(draft)
-        loaded.chat.tokenizer.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        if card:
+            (draft / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
+        for plan, file in zip(plans, files, strict=True):
+            write_gguf(plan, loaded.module, tokenizer, draft / file, folder.absolute().name, licence)
 
     with faults_of(folder):
         folder.mkdir(exist_ok=True)
     write_folders(folder, save)
     parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
-    return Exported(folder, parameters, dtype)
+    return Exported(folder, parameters, dtype, folder / files[0] if files else None)

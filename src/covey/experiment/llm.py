@@ -182,7 +182,6 @@ class LLMBuilder:
         """Load the model, copy it as the reference, and build the components."""
         config = self.config
         loaded = self._load(store, display)
-        update = config.update
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
@@ -192,7 +191,7 @@ class LLMBuilder:
         reference = LanguagePolicy(
             copy.deepcopy(loaded.policy.module).requires_grad_(False),
             temperature=config.sampling.temperature,
-            microbatch_tokens=update.microbatch_tokens,
+            microbatch_tokens=config.update.microbatch_tokens,
             backend=loaded.policy.backend,
         )
         models = divide(loaded.policy, reference, critics, config, self.team)

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from covey.config.faults import faults_of
+from covey.config.recipe_writing import config_to_dict
 from covey.experiment.build import Evaluation, Experiment, ExperimentBuilder
 from covey.experiment.resuming import Origin
 from covey.runtime.device import peak_memory_bytes
 from covey.tracking.curve import draw_curve
+from covey.tracking.diagnosis import brief, diagnose
 from covey.tracking.iterations import draw_iterations
 from covey.tracking.run_folder import write_folders
 from covey.tracking.run_store import CURVE_FILE, RunStore, read_metrics
@@ -46,6 +48,7 @@ def summarise(
         "peak_memory_bytes": max([peak_memory_bytes(), *(int(step.get("memory/peak_bytes", 0)) for step in steps)]),
         "machine": origin["environment"],
         "evaluations": evaluations,
+        "findings": brief(diagnose(steps, config_to_dict(builder.config), evaluations)),
         **best,
     }
 

@@ -20,7 +20,7 @@ from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, Ru
 from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
 from covey.config.inputs import input_checksums
-from covey.config.recipe_writing import write_config
+from covey.config.recipe_writing import config_to_dict, write_config
 from covey.config.validate import validate
 from covey.data import Observer, Task, Team
 from covey.experiment import advice
@@ -41,6 +41,7 @@ from covey.runtime.distributed import ALONE, asked_any, exchange_json, joined_ra
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.runtime.ranks import check_ranks, own_rank
 from covey.tracking.console import Display
+from covey.tracking.diagnosis import Diagnosis
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
 from covey.tracking.run_store import CONFIG_FILE, RunStore
@@ -177,6 +178,7 @@ def _execute(
         domain=builder.name,
         score_kind=builder.score_kind,
         console=Console(quiet=True) if own_rank() else None,
+        diagnosis=Diagnosis(config_to_dict(config)),
     )
     display.note(f"{builder.describe()}; everything goes to {store.run_dir}")
     for line in (*builder.notes, *notes):

@@ -116,7 +116,7 @@ class CheckpointFolder:
         refuse_shared(tensors)
         self.path.mkdir(exist_ok=True)  # without parents, so that a deleted run folder is not created again
         self._remove_leftovers()
-        self._check_free_space(sum(t.nbytes for t in tensors.values()) + len(document) + _SPARE_BYTES)
+        _check_free_space(self.path, sum(t.nbytes for t in tensors.values()) + len(document) + _SPARE_BYTES)
         draft = self._draft(step)
         try:
             draft.mkdir()
@@ -235,14 +235,6 @@ class CheckpointFolder:
 
     def _draft(self, step: int) -> Path:
         return self.path / f"{_UNFINISHED}{step:08d}"
-
-    def _check_free_space(self, needed: int) -> None:
-        free = shutil.disk_usage(self.path).free
-        if free < needed:
-            raise MachineError(
-                f"a checkpoint needs {_megabytes(needed)} but the disk of {self.path} has {_megabytes(free)} free: "
-                "free some space on that disk"
-            )
 
     def _publish(self, draft: Path, target: Path) -> None:
         if os.path.lexists(target):  # a rewound run repeats a step, and a rename cannot replace a folder
@@ -388,6 +380,15 @@ def _is_own(folder: Path) -> bool:
     except OtherVersion:
         return False
     return True
+
+
+def _check_free_space(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise MachineError(
+            f"a checkpoint needs {_megabytes(needed)} but the disk of {path} has {_megabytes(free)} free: "
+            "free some space on that disk"
+        )
 
 
 def _megabytes(count: int) -> str:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from covey.config.fields import plural, printable
 from covey.config.terminal import fitted
+from covey.tracking.diagnosis import Diagnosis, conclusion
 from covey.tracking.notebook import NotebookOutput, in_notebook
 from covey.tracking.score_kinds import is_above
 from covey.tracking.wording import Shown, Wording, find_wording
@@ -38,7 +39,8 @@ QUIET_SECONDS = 1.0  # minimum interval between lines of a log, for quick steps
 class Display:
     """Shows a run. An `Observer` of the loop and a context manager.
 
-    `domain` and `score_kind` select the texts (`covey.tracking.wording.find_wording`). With `total_steps` 0 there is no
+    `domain` and `score_kind` select the texts (`covey.tracking.wording.find_wording`). `diagnosis` gets the metrics of
+    every step, and what it finds is said once. With `total_steps` 0 there is no
     panel, only notes and progress bars, for commands that do not train.
     """
 
@@ -51,11 +53,13 @@ class Display:
         score_kind: str = "accuracy",
         title: str = "covey",
         console: Console | None = None,
+        diagnosis: Diagnosis | None = None,
     ) -> None:
         self.total_steps = total_steps
         self.show_rollouts_every = show_rollouts_every
         self.wording: Wording = find_wording({"domain": domain, "score_kind": score_kind})
         self.title = title
+        self.diagnosis = diagnosis or Diagnosis({}, checks=())
         self.step = 0
         self.console = console or Console()
         self._notebook = NotebookOutput() if console is None and in_notebook() else None
@@ -94,12 +98,15 @@ class Display:
         if self.show_rollouts_every and step % self.show_rollouts_every == 0:
             shown = sample_rollouts(step, record.groups, self.wording.prompt)
             self._print(shown, soft_wrap=not self.console.is_terminal)
+        for finding in self.diagnosis.add(step, metrics):
+            self.note(finding.line)
         self._draw(now=step == self.total_steps)
 
     def resume(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Continue after `step`, from the earlier steps' records of `covey.tracking.run_store.read_metrics`."""
         for record in records:
             self._take_in(record["step"], record)
+            self.diagnosis.add(record["step"], record)
         self.step = step
 
     def _take_in(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -130,9 +137,10 @@ class Display:
         self._last_record += seconds  # an evaluation does not count as time of a step
 
     def show_summary(self, summary: dict[str, Any], advice: str) -> None:
-        """Show the end of a run: evaluations before and after, cost, and advice."""
+        """Show the end of a run: evaluations before and after, cost, diagnosis, and advice."""
         self._print(before_after_table(summary))
         self._say(cost_line(summary))
+        self._say(conclusion(summary))
         self._say(advice)
 
     def seconds_left(self) -> float | None:

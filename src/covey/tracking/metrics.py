@@ -187,6 +187,12 @@ METRICS: dict[str, Metric] = _glossary(
         "task: near 1 in a solved CartPole",
     ),
     Metric(
+        "length/truncated_reward",
+        "reward",
+        "mean reward of the rollouts that a limit stopped; only on steps that have some",
+        "for a language model not far below reward/mean; else the limit costs right answers: raise max_new_tokens",
+    ),
+    Metric(
         "groups/zero_advantage_fraction",
         "fraction",
         "fraction of the sampled groups whose rewards are all the same; they have no gradient and are left out of the "

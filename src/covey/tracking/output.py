@@ -61,3 +61,9 @@ def outlasting_output() -> Iterator[None]:
                 stream.ending = True
             stream.flush()
         sys.stdout, sys.stderr = before
+
+
+def expect_early_end() -> None:
+    """Print no warning if the reader of standard output ends first, such as head, or a pager that is closed."""
+    if isinstance(sys.stdout, _Outlasting):
+        sys.stdout.ending = True

@@ -53,9 +53,10 @@ def read_below(folder: Path, *parts: str, most: int = LARGEST_FILE) -> bytes:
         TooLarge: if it has more than `most` bytes.
     """
     with open_below(folder, *parts) as file:
-        if os.fstat(file.fileno()).st_size > most:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
             raise TooLarge(f"{'/'.join(parts)} has more than {most >> 20} MiB, so it is not shown")
-        content = file.read(most + 1)  # it may have grown
+        content = file.read(size + 1)  # it may have grown
     return content[:most]
 
 

@@ -27,6 +27,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.decisions for rollout in rollouts]
     steps = [len(ends) for ends in present(rollout.step_ends for rollout in rollouts)]
+    of_truncated = present(rollout.reward for rollout in rollouts if rollout.end.is_limit)
     logged: dict[str, list[float]] = {}
     for group in groups:
         for name, values in group.logged.items():
@@ -38,6 +39,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "length/mean": fmean(lengths),
         "length/max": float(max(lengths)),
         "length/truncated_fraction": fmean(rollout.end.is_limit for rollout in rollouts),
+        **({"length/truncated_reward": fmean(of_truncated)} if of_truncated else {}),
         "decisions/sampled": float(sum(lengths)),
     }
 

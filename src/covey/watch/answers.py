@@ -9,13 +9,13 @@ from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
 from typing import Any
 
+from covey.tracking.evaluations import compare_answers, read_answers, token_limits
 from covey.tracking.metric_table import MetricTable
 from covey.tracking.metrics import METRICS, find
 from covey.tracking.plain_files import open_below, status_below
 from covey.tracking.run_reader import ranges, rollouts_file
 from covey.tracking.wording import WORDINGS
 from covey.watch.curves import curves
-from covey.watch.evaluations import compare_answers, read_answers, token_limits
 from covey.watch.files import recordings
 from covey.watch.index import index_path, progress
 from covey.watch.indexer import Indexer

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.model_sources import CONFIG_FILE
+from covey.tracking.evaluations import evaluations_of
 from covey.tracking.metric_table import MetricTable, parse_metrics
 from covey.tracking.plain_files import Refused, open_below, status_below
 from covey.tracking.run_folder import METRICS_FILE
 from covey.tracking.run_reader import RunReader, kind_of_run, number, table, text
 from covey.tracking.run_state import find_runs, last_change, run_state
 from covey.tracking.run_store import STOPPED_FILE, SUMMARY_FILE
-from covey.watch.evaluations import evaluations_of
 
 SEARCH_SECONDS = 2.0  # least time between two searches for runs
 LOOK_SECONDS = 0.5  # least time between two looks at a run's files

@@ -136,11 +136,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from covey.runtime.web_server import failure, one_line
+from covey.tracking.evaluations import KINDS, ORDERS
 from covey.tracking.plain_files import Refused, TooLarge
 from covey.tracking.records import encode
 from covey.watch.answers import Answers, NotFound
 from covey.watch.curves import FEWEST_POINTS, MOST_POINTS, POINTS
-from covey.watch.evaluations import KINDS, ORDERS
 from covey.watch.events import MOST_STREAMS, Events
 from covey.watch.files import OpenFile, open_recording, open_static
 from covey.watch.guard import Guard

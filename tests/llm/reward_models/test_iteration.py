@@ -23,6 +23,7 @@ from covey.llm.reward_models.reward import ModelReward
 from covey.llm.rewards.weighted_reward import WeightedReward
 from helpers.graded import group, start
 from helpers.reward_models import tiny_reward_model
+from helpers.step_records import step_record
 
 GROUP = 4  # completions of a step
 
@@ -65,7 +66,7 @@ class Model:
     def iterate(self, iterations: int, *, first: int = 1, should_stop: Callable[[], bool] = lambda: False) -> None:
         for number in range(first, first + iterations):
             for step in (2 * number - 1, 2 * number):
-                self.trained.record(step, {}, step_of(step))
+                self.trained.record(step_record(step, {}, step_of(step)))
             self.trained.update(should_stop)
 
     def weights(self) -> Tensor:
@@ -170,7 +171,7 @@ def test_a_stopped_training_continues_to_the_same_bits(stop_after: int) -> None:
 def test_an_iteration_without_examples_trains_nothing() -> None:
     model = Model()
     begun = model.weights()
-    model.trained.record(1, {}, [group(start(0, "2+3="), "5")])  # not graded
+    model.trained.record(step_record(1, {}, [group(start(0, "2+3="), "5")]))  # not graded
     model.trained.update(lambda: False)
     assert torch.equal(model.weights(), begun)
     assert model.trained.iterations == 1

@@ -70,6 +70,13 @@ class Dimensions:
         return self.kv_heads * self.head_dim
 
 
+def read_gguf_license(file: Path) -> str:
+    """The licence that a GGUF file declares; empty if it declares none."""
+    with reading(f"model {file}: the GGUF file cannot be read"):
+        field = GGUFReader(file).get_field("general.license")
+        return "" if field is None else str(field.contents())
+
+
 def read_dimensions(model_config: dict[str, Any], model: str = "of this config.json") -> Dimensions:
     """The dimensions of the model with this `config.json`; `model` is its name in messages.
 

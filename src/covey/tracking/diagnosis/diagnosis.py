@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from covey.tracking.diagnosis import optimization, signal
+from covey.tracking.diagnosis import completions, policies, rewards, updates
 from covey.tracking.diagnosis.finding import Check, Finding, Seen
 from covey.tracking.diagnosis.history import History
 from covey.tracking.diagnosis.settings import Settings
 
-CHECKS: tuple[Check, ...] = (*signal.CHECKS, *optimization.CHECKS)
+CHECKS: tuple[Check, ...] = (*rewards.CHECKS, *completions.CHECKS, *policies.CHECKS, *updates.CHECKS)
 STRIDE = 5  # steps between evaluations of the checks
+HALF_INTERVAL = 1.96  # standard errors, of a 95 % interval
 
 Metrics = Mapping[str, float | None]
 
@@ -29,17 +32,41 @@ class Diagnosis:
     def add(self, step: int, metrics: Metrics) -> list[Finding]:
         """Add a finished step; returns the findings of checks that had none before."""
         self.history.add(step, metrics)
+        score = metrics.get("eval/score")
+        if score is not None and math.isfinite(score):
+            self.history.add_held_out(step, score, self._held_out_error(score))
         return self._check() if self.history.steps % STRIDE == 0 else []
+
+    def finish(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
+        """Add the held-out scores before and after training, as `summary.json` has them."""
+        if not evaluations:
+            return
+        for step, when in ((0, "before"), (self.history.step, "after")):
+            found = evaluations[0].get(when) or {}
+            if found.get("score") is not None:
+                low, high = found.get("low"), found.get("high")
+                error = math.inf if low is None or high is None else (high - low) / 2 / HALF_INTERVAL
+                self.history.add_held_out(step, found["score"], error)
+        self._checked = 0
 
     def findings(self) -> list[Finding]:
         """All findings so far, problems first, then in the order of their first step."""
         self._check()
         return sorted(self._found.values(), key=lambda finding: (finding.severity != "problem", finding.first_step))
 
+    def _held_out_error(self, score: float) -> float:
+        """Standard error of a live evaluation, if it is an accuracy; else infinite, because its variance is unknown."""
+        problems = self.settings.number("evaluation.problems", 0)
+        if self.settings.is_control or not 0 <= score <= 1 or problems < 1:
+            return math.inf
+        return math.sqrt(max(score * (1 - score), 1 / problems) / problems)
+
     def _check(self) -> list[Finding]:
         if self._checked == self.history.steps:
             return []
         self._checked = self.history.steps
+        for name in ("score/mean", "reward/std"):
+            self.history.mark_best(name)
         new = []
         for check in self.checks:
             seen = check.find(self.history, self.settings)
@@ -51,15 +78,17 @@ class Diagnosis:
 
     def _finding(self, check: Check, seen: Seen) -> Finding:
         earlier = self._found.get(check.name)
+        if earlier and check.keeps_first:
+            return replace(earlier, last_step=self.history.step)
         return Finding(
-            check.name,
-            seen.severity,
-            earlier.first_step if earlier else self.history.step,
-            self.history.step,
-            seen.evidence,
-            check.explanation,
-            seen.remedy,
-            check.metrics,
+            check=check.name,
+            severity=seen.severity,
+            first_step=earlier.first_step if earlier else self.history.step,
+            last_step=self.history.step,
+            evidence=seen.evidence,
+            explanation=check.explanation,
+            remedy=seen.remedy,
+            metrics=check.metrics,
         )
 
 
@@ -79,4 +108,5 @@ def diagnose(
     diagnosis = Diagnosis(config)
     for record in metrics:
         diagnosis.add(int(record["step"] or 0), record)
+    diagnosis.finish(evaluations)
     return diagnosis.findings()

@@ -21,9 +21,9 @@ class Finding:
 
     check: str  # name of the check
     severity: Severity  # "problem": training has next to no effect, or its results are not valid
-    first_step: int
-    last_step: int  # below the run's last step: the condition is over
-    evidence: str  # one sentence with numbers
+    first_step: int  # at which the check found it
+    last_step: int  # at which it was found last; below the run's last step, it is over
+    evidence: str  # one sentence with numbers, without a full stop
     explanation: str
     remedy: str  # fields of the recipe with values to try
     metrics: tuple[str, ...]  # to look at
@@ -31,7 +31,7 @@ class Finding:
     @property
     def line(self) -> str:
         """The finding in one line, for a display."""
-        return f"{self.severity}: {self.check}: {self.evidence}. {self.remedy}"
+        return f"{self.severity} at step {self.first_step}: {self.check}: {self.evidence}. {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Check:
     name: str
     metrics: tuple[str, ...]  # that it reads; those of the finding
     find: Callable[[History, Settings], Seen | None]
-    holds_when: str  # for docs/healthy.md: the condition with its threshold
+    condition: str  # with its thresholds, for docs/healthy.md
     explanation: str
-    source: str = ""  # of the threshold
+    source: str = ""  # of the thresholds, for docs/healthy.md
+    keeps_first: bool = False  # evidence and remedy are those of the first observation, not of the last

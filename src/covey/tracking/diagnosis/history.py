@@ -1,47 +1,78 @@
-"""The metrics of a run in bounded windows: the first values of each metric and the last ones."""
+"""The metrics of a run in bounded windows: the first values of each metric and the last ones.
+
+A *level* is the median of the last `RECENT` values, the *start* that of the first `START` values. Medians and the
+median absolute deviation (MAD) are used, because single steps are noisy and their outliers are large.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from dataclasses import dataclass
+from statistics import fmean, median
 
 START = 5  # values of a metric that its start is estimated from
-RECENT = 10  # last values that its present level is estimated from
+RECENT = 10  # last values that its level is estimated from
+SETTLED = 20  # values before which no level is compared with the start
 KEPT = 60  # last values that are kept
-SETTLED = START + 2 * RECENT  # values before which no level is compared with the start
 
-MAD_TO_STD = 1.4826  # of a normal distribution
-MEDIAN_TO_MEAN = 1.2533  # standard error of a median, relative to that of a mean
+MAD_TO_STD = 1.4826  # standard deviation of a normal distribution, divided by its MAD
+MEAN_DEVIATION_TO_STD = 1.2533  # the same for the mean absolute deviation
+MEDIAN_TO_MEAN = 1.2533  # standard error of a median, divided by that of the mean
+CERTAIN = 3.0  # standard errors of a difference beyond which it is more than noise
+
+
+@dataclass(frozen=True)
+class Best:
+    """The highest level of a metric so far, and the level of the reward at that step, with their standard errors."""
+
+    step: int
+    value: float
+    error: float
+    reward: float
+    reward_error: float
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A score on held-out problems, and the level of the reward at that step, with their standard errors."""
+
+    step: int
+    score: float
+    error: float
+    reward: float
+    reward_error: float
 
 
 class Series:
-    """One metric: its first values, its last values with their steps, its sum and its number of values."""
+    """One metric: its first values, its last values, their sum, number and maximum."""
 
     def __init__(self) -> None:
         self.first: list[float] = []
-        self.steps: deque[int] = deque(maxlen=KEPT)
         self.last: deque[float] = deque(maxlen=KEPT)
         self.count = 0
         self.total = 0.0
+        self.highest = -math.inf
+        self.best: Best | None = None
 
-    def add(self, step: int, value: float) -> None:
+    def add(self, value: float) -> None:
         if len(self.first) < START:
             self.first.append(value)
-        self.steps.append(step)
         self.last.append(value)
         self.count += 1
         self.total += value
+        self.highest = max(self.highest, value)
 
 
 class History:
     """The metrics of the steps so far. Memory and the time of `add` do not grow with the number of steps."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.series = {name: Series() for name in names}
+        self.series = {name: Series() for name in dict.fromkeys(names)}
         self.step = 0
         self.steps = 0  # number of recorded steps
+        self.held_out: deque[HeldOut] = deque(maxlen=KEPT)
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Add a step; a value that is None or not finite is left out."""
@@ -50,30 +81,81 @@ class History:
         for name, series in self.series.items():
             value = metrics.get(name)
             if value is not None and math.isfinite(value):
-                series.add(step, value)
+                series.add(value)
 
-    def count(self, name: str) -> int:
-        """Number of values of a metric."""
-        return self.series[name].count if name in self.series else 0
+    def of(self, name: str) -> Series:
+        """The values of a metric; an empty series if it was never recorded."""
+        return self.series.get(name) or Series()
 
-    def total(self, name: str) -> float:
-        """Sum of all values of a metric."""
-        return self.series[name].total if name in self.series else 0.0
+    def recent(self, name: str, size: int = RECENT, *, skip: int = 0) -> Sequence[float]:
+        """The last `size` values of a metric before the last `skip`."""
+        values = list(self.of(name).last)
+        return values[max(len(values) - skip - size, 0) : len(values) - skip]
 
-    def recent(self, name: str, size: int = RECENT) -> Sequence[float]:
-        """The last `size` values of a metric."""
-        values = self.series[name].last if name in self.series else ()
-        return list(values)[-size:]
-
-    def since(self, name: str, size: int = RECENT) -> int:
-        """The step of the first of the last `size` values."""
-        return list(self.series[name].steps)[-size:][0]
-
-    def level(self, name: str) -> float | None:
-        """Median of the last values; None before there are enough."""
-        values = self.recent(name)
+    def level(self, name: str, *, skip: int = 0) -> float | None:
+        """Median of the last `RECENT` values; None before there are as many."""
+        values = self.recent(name, skip=skip)
         return median(values) if len(values) == RECENT else None
 
     def start(self, name: str) -> float | None:
-        """Median of the first values; None until the last values are apart from them."""
-        return median(self.series[name].first) if self.count(name) >= SETTLED else None
+        """Median of the first `START` values; None before the metric has `SETTLED` values."""
+        return median(self.of(name).first) if self.of(name).count >= SETTLED else None
+
+    def rise(self, name: str) -> float | None:
+        """Level minus start in standard errors; None before the metric has settled."""
+        start, level = self.start(name), self.level(name)
+        if start is None or level is None:
+            return None
+        return in_errors(level - start, error_of(self.of(name).first), error_of(self.recent(name)))
+
+    def rises(self, name: str) -> bool:
+        """True if the level of a metric is above its start by more than noise."""
+        return (self.rise(name) or 0.0) > CERTAIN
+
+    def falls(self, name: str) -> bool:
+        """True if the level of a metric is below its start by more than noise."""
+        return (self.rise(name) or 0.0) < -CERTAIN
+
+    def stalls(self, name: str) -> bool:
+        """True if the level of a metric is not above the one `RECENT` steps ago by more than noise."""
+        before, now = self.level(name, skip=RECENT), self.level(name)
+        if before is None or now is None:
+            return False
+        return in_errors(now - before, error_of(self.recent(name, skip=RECENT)), error_of(self.recent(name))) <= CERTAIN
+
+    def mark_best(self, name: str) -> None:
+        """Note the level of a metric if it is the highest so far."""
+        level, reward, series = self.level(name), self.level("reward/mean"), self.of(name)
+        if level is None or reward is None or (series.best is not None and level <= series.best.value):
+            return
+        errors = error_of(self.recent(name)), error_of(self.recent("reward/mean"))
+        series.best = Best(self.step, level, errors[0], reward, errors[1])
+
+    def loss_of_best(self, name: str) -> float:
+        """How far the level of a metric is below its best, in standard errors; 0 if unknown."""
+        best, level = self.of(name).best, self.level(name)
+        if best is None or level is None:
+            return 0.0
+        return in_errors(best.value - level, best.error, error_of(self.recent(name)))
+
+    def add_held_out(self, step: int, score: float, error: float) -> None:
+        """Add a score on held-out problems; `step` 0 is before training."""
+        rewards = self.recent("reward/mean") if step else self.of("reward/mean").first
+        if rewards:
+            self.held_out.append(HeldOut(step, score, error, median(rewards), error_of(rewards)))
+
+
+def error_of(values: Sequence[float]) -> float:
+    """Standard error of the median of the values, by their MAD; if that is 0, by their mean absolute deviation."""
+    middle = median(values)
+    deviations = [abs(value - middle) for value in values]
+    std = MAD_TO_STD * median(deviations) or MEAN_DEVIATION_TO_STD * fmean(deviations)
+    return MEDIAN_TO_MEAN * std / math.sqrt(len(values))
+
+
+def in_errors(difference: float, *errors: float) -> float:
+    """A difference in standard errors; that of exact numbers is infinite unless it is 0."""
+    error = math.hypot(*errors)
+    if error == 0.0:
+        return math.copysign(math.inf, difference) if difference else 0.0
+    return difference / error

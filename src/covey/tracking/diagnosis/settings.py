@@ -19,15 +19,12 @@ class Settings:
         self.config = config
         self.is_control = "environment" in config
         self.algorithm = str(config.get("algorithm", "grpo"))
-
-    def name(self, field: str) -> str:
-        """The name of a language model's field in this kind of run."""
-        return IN_CONTROL.get(field, field) if self.is_control else field
+        self.has_critic = self.algorithm == "ppo"
 
     def get(self, field: str, default: Any = None) -> Any:
-        """The value of a field; `default` if it is unset."""
+        """The value of a field, by the name that it has for language models; `default` if it is unset."""
         table: Any = self.config
-        for key in self.name(field).split("."):
+        for key in self._name(field).split("."):
             if not isinstance(table, Mapping) or key not in table:
                 return default
             table = table[key]
@@ -38,12 +35,44 @@ class Settings:
         value = self.get(field)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
 
-    def change(self, field: str, value: float | str) -> str:
+    def change(self, field: str, value: float | str | bool) -> str:
         """A field with a value to try, and its present value: "update.learning_rate = 1e-05 (now 3e-05)"."""
         now = self.get(field)
-        text = f'"{value}"' if isinstance(value, str) else f"{value:g}"
-        return f"{self.name(field)} = {text} ({'unset now' if now is None else f'now {_text(now)}'})"
+        return f"{self._name(field)} = {_text(value)} ({'unset now' if now is None else f'now {_text(now)}'})"
+
+    def scaled(self, field: str, factor: float, default: float) -> str:
+        """`change` of a number by a factor."""
+        value = self.number(field, default) * factor
+        return self.change(field, round(value) if isinstance(self.get(field), int) and value >= 1 else value)
+
+    def _name(self, field: str) -> str:
+        return IN_CONTROL.get(field, field) if self.is_control else field
+
+    @property
+    def steps(self) -> int:
+        """Training steps of the recipe; 0 if unknown."""
+        return int(self.number("steps", 0))
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Most optimizer steps of the policy for one batch of rollouts."""
+        return int(self.number("update.epochs", 1) * self.number("update.minibatches", 1))
+
+    @property
+    def max_resamples(self) -> int:
+        """Rounds in which a step may replace groups without signal."""
+        return int(self.number("sampling.max_resamples", 3 if self.algorithm == "dapo" else 0))
+
+    @property
+    def goal(self) -> float | None:
+        """The return that the recipe expects; None if it names none."""
+        value = self.number("evaluation.expected_return", float("nan"))
+        return None if value != value else value
 
 
 def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

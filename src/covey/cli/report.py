@@ -1,0 +1,65 @@
+"""The command `covey report`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from covey.cli.runs import named_run
+from covey.config import ConfigError
+from covey.config.faults import path_error
+from covey.config.fields import command
+from covey.config.files import user_path
+from covey.config.recipe import config_from_dict, read_tables
+from covey.config.terminal import say
+from covey.tracking.run_store import CONFIG_FILE
+
+SEVERAL = "report"  # name of the report of several runs, without its suffix
+EPILOG = """\
+The file has the result with 95 % intervals, the diagnosis, curves, the held-out answers that changed most, groups of
+rollouts with rewards and advantages, settings, versions, and the command to repeat the run. Several runs are compared
+first. The file has no script and loads nothing, so it can be sent to others. A run may still be running."""
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `covey report`."""
+    parser.usage = "covey report RUN [RUN ...] [-o FILE.html] [--title TEXT]"
+    parser.epilog = EPILOG
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    name = f"the HTML file; a report that is there is replaced (RUN.html; of several runs {SEVERAL}.html)"
+    parser.add_argument("-o", "--output", metavar="FILE", help=name)
+    parser.add_argument("--title", default="", metavar="TEXT", help="title of the page (the names of the runs)")
+
+
+def report_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
+    """`covey report`."""
+    folders = list(dict.fromkeys(named_run(name) for name in arguments.runs))
+    from covey.tracking.report.page import MOST_RUNS, is_report, write_report
+
+    if len(folders) > MOST_RUNS:
+        raise ConfigError(f"a report compares at most {MOST_RUNS} runs (are {len(folders)}): name fewer")
+    name = folders[0].resolve().name if len(folders) == 1 else SEVERAL
+    file = user_path(arguments.output, "--output: ") if arguments.output else Path(f"{name}.html")
+    try:
+        if file.is_dir() or (file.exists() and not is_report(file)):
+            raise ConfigError(f"--output {file}: it is there already and no report of covey, so it is not replaced")
+        if not file.absolute().parent.is_dir():
+            raise ConfigError(f"--output {file}: there is no folder {file.parent}, create it or name another")
+    except OSError as error:
+        raise path_error(error, f"--output {file} cannot be used", file) from error
+    write_report([(folder, how_to_repeat(folder)) for folder in folders], file, arguments.title)
+    say(f"{file} has the report ({file.stat().st_size / 1e6:.1f} MB): open it in a browser")
+
+
+def how_to_repeat(run_dir: Path) -> str:
+    """The command, or the Python call, that trains the same again; empty if the folder does not tell."""
+    from covey.experiment.advice import read_launch, start
+
+    launch = read_launch(run_dir)
+    try:
+        config = config_from_dict(read_tables(run_dir / CONFIG_FILE))
+    except ConfigError:
+        return ""
+    if launch is None:
+        return command("train", run_dir / CONFIG_FILE, "--run-dir", "")
+    return start(launch, config, {})

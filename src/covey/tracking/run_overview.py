@@ -1,0 +1,245 @@
+"""One line for each run: state, steps, result, size and age. `covey runs` prints these lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from covey.config.fields import printable
+from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
+from covey.tracking.run_folder import METRICS_FILE
+from covey.tracking.run_reader import RunReader, kind_of_run, number, table, text
+from covey.tracking.run_state import RunState, last_change, last_step, run_state
+from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind, is_above
+
+LAST_BYTES = 1 << 20  # of the metrics file, in which the last evaluation is looked for
+UNKNOWN = "-"
+STATE_STYLES = {"running": "cyan", "finished": "green", "stopped": "yellow", "crashed": "red"}
+
+
+@dataclass(frozen=True)
+class RunOverview:
+    """A run in the list of runs. Values that its files do not tell are None."""
+
+    path: Path
+    state: RunState
+    recipe: str | None
+    algorithm: str | None
+    seed: int | None
+    step: int  # last recorded one
+    steps: int | None  # planned ones
+    kind: ScoreKind | None  # of the scores
+    before: dict[str, Any] | None  # "score", "low", "high", "count"
+    after: dict[str, Any] | None  # of a run that has not ended, the last evaluation during training
+    bytes: int  # of all its files
+    checkpoint_bytes: int
+    began: float  # seconds since the epoch
+    changed: float
+
+    @property
+    def change(self) -> float | None:
+        """Score after minus score before."""
+        if self.before is None or self.after is None:
+            return None
+        return float(self.after["score"] - self.before["score"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The line of `covey runs --json`."""
+        return {
+            "run": str(self.path),
+            "state": str(self.state),
+            "recipe": self.recipe,
+            "algorithm": self.algorithm,
+            "seed": self.seed,
+            "step": self.step,
+            "steps": self.steps,
+            "score_kind": self.kind.name if self.kind else None,
+            "before": self.before,
+            "after": self.after,
+            "bytes": self.bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "began": _timestamp(self.began),
+            "changed": _timestamp(self.changed),
+        }
+
+
+def overview(run_dir: Path) -> RunOverview:
+    """Read the overview of a run; nothing in its folder is changed."""
+    state = run_state(run_dir)
+    reader = RunReader(run_dir)
+    config, summary, origin = reader.config() or {}, reader.summary() or {}, reader.origin()
+    kind = SCORE_KINDS.get(kind_of_run(config or None, summary)[1] or "")
+    before, after = _results(run_dir, summary, origin)
+    size, checkpoint_size = folder_bytes(run_dir)
+    return RunOverview(
+        path=run_dir,
+        state=state,
+        recipe=text(summary.get("recipe")) or text(origin.get("recipe")) or None,
+        algorithm=text(config.get("algorithm")) or text(summary.get("algorithm")) or None,
+        seed=_whole(config.get("seed", summary.get("seed"))),
+        step=last_step(run_dir),
+        steps=_whole(config.get("steps")),
+        kind=kind,
+        before=before,
+        after=after,
+        bytes=size,
+        checkpoint_bytes=checkpoint_size,
+        began=_began(run_dir),
+        changed=last_change(run_dir),
+    )
+
+
+def folder_bytes(run_dir: Path) -> tuple[int, int]:
+    """Bytes of the plain files below a run folder, and of those below its checkpoints. Links are not followed."""
+    total = below_checkpoints = 0
+    for folder, names, files in os.walk(run_dir):
+        names[:] = [name for name in names if not os.path.islink(os.path.join(folder, name))]
+        size = sum(_file_bytes(os.path.join(folder, name)) for name in files)
+        total += size
+        if Path(folder).relative_to(run_dir).parts[:1] == (CHECKPOINTS_FOLDER,):
+            below_checkpoints += size
+    return total, below_checkpoints
+
+
+SORT_KEYS: dict[str, Callable[[RunOverview], Any]] = {
+    "changed": lambda run: -run.changed,
+    "began": lambda run: -run.began,
+    "name": lambda run: str(run.path),
+    "state": lambda run: list(RunState).index(run.state),
+    "step": lambda run: -run.step,
+    "score": lambda run: -_score(run.after),
+    "change": lambda run: math.inf if run.change is None else -run.change,
+    "size": lambda run: -run.bytes,
+}
+
+
+def overview_table(runs: Sequence[RunOverview], now: float | None = None) -> Table:
+    """The table of `covey runs`."""
+    now = time.time() if now is None else now
+    shown = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading, right in (
+        ("run", False), ("state", False), ("step", True), ("result", False), ("size", True), ("changed", True),
+        ("seed", True), ("algorithm", False),
+    ):  # fmt: skip
+        shown.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="fold")
+    for run in runs:
+        shown.add_row(
+            Text(printable(str(run.path))),
+            Text(run.state, STATE_STYLES[run.state]),
+            f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}",
+            Text(result_text(run), _result_style(run)),
+            size_text(run.bytes),
+            age_text(now - run.changed),
+            UNKNOWN if run.seed is None else str(run.seed),
+            Text(printable(run.algorithm or UNKNOWN)),
+        )
+    return shown
+
+
+def result_text(run: RunOverview) -> str:
+    """'9.0% -> 61.7% (55.6 to 67.5)'; before the end of the run '9.0% -> 45.2% so far'."""
+    if run.before is None and run.after is None:
+        return UNKNOWN
+    kind = run.kind or SCORE_KINDS["score"]
+    before = UNKNOWN if run.before is None else kind.write(run.before["score"])
+    if run.after is None:
+        return f"{before} ->"
+    if run.after.get("count") is None:
+        return f"{before} -> {kind.write(run.after['score'])} so far"
+    return f"{before} -> {kind.write_interval(run.after)}"
+
+
+def size_text(count: int) -> str:
+    """1,288,490,189 as '1.2 GB'."""
+    size, units = float(count), ["TB", "GB", "MB", "kB", "B"]
+    while size >= 999.5 and len(units) > 1:
+        size, _ = size / 1000, units.pop()
+    return f"{size:.0f} {units[-1]}" if units[-1] == "B" or size >= 99.5 else f"{size:.1f} {units[-1]}"
+
+
+def age_text(seconds: float) -> str:
+    """10,000 seconds as '2 h'."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return "now"
+
+
+def _result_style(run: RunOverview) -> str:
+    if run.before is None or run.after is None or run.after.get("low") is None or run.before.get("low") is None:
+        return ""
+    return "green" if is_above(run.after, run.before) else "red" if is_above(run.before, run.after) else ""
+
+
+def _results(
+    run_dir: Path, summary: Mapping[str, Any], origin: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The evaluations before and after training, at the token limit of the training."""
+    first = next(iter(_tables(summary.get("evaluations"))), {})
+    before = _estimate(first.get("before")) or _estimate(next(iter(_tables(origin.get("before"))), None))
+    after = _estimate(first.get("after"))
+    if after is None:
+        score = _last_evaluation(run_dir)
+        after = None if score is None else {"score": score, "low": None, "high": None, "count": None}
+    return before, after
+
+
+def _last_evaluation(run_dir: Path) -> float | None:
+    """The last held-out score that was measured during training."""
+    with suppress(OSError), open(run_dir / METRICS_FILE, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+        for line in reversed(file.read().split(b"\n")[:-1]):
+            with suppress(ValueError, RecursionError):
+                if b"eval/score" in line and (score := number(table(json.loads(line)).get("eval/score"))) is not None:
+                    return score
+    return None
+
+
+def _estimate(value: Any) -> dict[str, Any] | None:
+    given = table(value)
+    if number(given.get("score")) is None or _whole(given.get("count")) is None:
+        return None
+    low, high = number(given.get("low")), number(given.get("high"))
+    known = low is not None and high is not None
+    ends = {"low": low if known else None, "high": high if known else None}
+    return {"score": number(given["score"]), **ends, "count": given["count"]}
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    return [table(item) for item in value] if isinstance(value, list) else []
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _score(result: Mapping[str, Any] | None) -> float:
+    return -math.inf if result is None else float(result["score"])
+
+
+def _began(run_dir: Path) -> float:
+    with suppress(OSError):
+        return (run_dir / CONFIG_FILE).stat().st_mtime
+    return last_change(run_dir)
+
+
+def _file_bytes(path: str) -> int:
+    with suppress(OSError):
+        status = os.lstat(path)
+        return status.st_size
+    return 0
+
+
+def _timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
