@@ -80,17 +80,12 @@ class Browser:
     def send(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """The result of a command of the protocol."""
         assert self._process.stdin is not None
+        self._last += 1
+        number = self._last
+        message = {"id": number, "method": method, "params": parameters} | ({"sessionId": session} if session else {})
+        self._process.stdin.write(json.dumps(message).encode() + b"\0")  # without the lock, which the reader needs
+        self._process.stdin.flush()
         with self._changed:
-            self._last += 1
-            number = self._last
-            message = {
-                "id": number,
-                "method": method,
-                "params": parameters,
-                **({"sessionId": session} if session else {}),
-            }
-            self._process.stdin.write(json.dumps(message).encode() + b"\0")
-            self._process.stdin.flush()
             answered = self._changed.wait_for(lambda: number in self._answers, LIMIT_SECONDS)
             assert answered, f"no answer to {method}"
             answer = self._answers.pop(number)

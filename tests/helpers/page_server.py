@@ -70,6 +70,12 @@ def unchunked(body: bytes) -> bytes:
     return content
 
 
+def children_of(pid: int | None) -> list[int]:
+    """The processes that the threads of a process have started."""
+    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(word) for text in texts for word in text.split()]
+
+
 @contextmanager
 def serving_here(library: Library) -> Iterator[Client]:
     """The server of a library, in a thread of this process; it has ended with the block."""

@@ -56,9 +56,9 @@ def steps_of(run_dir: Path) -> int:
 
 
 @contextmanager
-def serving(folder: Path, *words: object) -> Iterator[str]:
+def serving(folder: Path, port: int = 0) -> Iterator[str]:
     """`covey watch` of the runs below a folder; its address. The server has ended with the block."""
-    running = start("watch", *words, "--port", "0", cwd=folder)
+    running = start("watch", "--port", port, cwd=folder)
     try:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not (found := re.search(r"http://127\.0\.0\.1:\d+/", running.output())):

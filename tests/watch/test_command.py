@@ -15,7 +15,7 @@ from covey.runtime.web_server import listen
 from covey.watch import command
 from covey.watch.command import bind, find_library
 from helpers.large_run import write_run
-from helpers.page_server import Client
+from helpers.page_server import Client, children_of
 from helpers.run_helpers import LIMIT_SECONDS, covey, is_running, start
 
 
@@ -38,7 +38,8 @@ def test_it_ends_quietly_while_a_page_listens(tmp_path: Path, number: signal.Sig
     with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_SECONDS) as page:
         page.sendall(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"event-stream" in page.recv(1 << 16)
-        children = [int(word) for word in Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()]
+        children = children_of(running.pid)
+        assert len(children) == 1
         running.send_signal(number)
         code, output = running.ended()
     assert code == 0

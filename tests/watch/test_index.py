@@ -142,6 +142,15 @@ def test_it_follows_the_files(run: Path) -> None:
     assert progress(run, path) == {"state": "ready", "files": 3, "indexed": 3, "texts": 3}
 
 
+def test_a_changed_file_is_not_read_at_its_old_places(run: Path) -> None:
+    built(run)
+    with open(run / "rollouts" / "step_000003.jsonl", "a") as file:
+        file.write("more\n")
+    assert places(run, text="apple") == [(2, 0, 0), (1, 0, 0)]
+    built(run)
+    assert places(run, text="apple") == [(3, 0, 0), (2, 0, 0), (1, 0, 0)]
+
+
 def test_a_file_of_the_same_size_is_read_again(run: Path) -> None:
     built(run)
     path = run / "rollouts" / "step_000003.jsonl"

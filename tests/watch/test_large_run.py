@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from helpers.large_run import NEEDLE, write_run
-from helpers.page_server import Answer, Client
+from helpers.page_server import Answer, Client, children_of
 
 STEPS, ROLLOUTS = 10_000, 100_000
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -47,8 +47,7 @@ class Measured:
 
     def memory_mib(self) -> dict[str, int]:
         """The peak memory of the server and of its indexer."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        names = {"server": str(self.process.pid), **dict(zip(["indexer"], children, strict=True))}
+        names = dict(zip(["server", "indexer"], [self.process.pid, *children_of(self.process.pid)], strict=True))
         status = {name: Path(f"/proc/{pid}/status").read_text() for name, pid in names.items()}
         return {name: int(re.findall(r"VmHWM:\s+(\d+)", text)[0]) >> 10 for name, text in status.items()}
 
@@ -66,7 +65,7 @@ class Measured:
 
     def wait_for_index(self, run: str, name: str) -> None:
         began = time.monotonic()
-        while (found := self.client.get(f"{run}/rollouts?text={NEEDLE[:2]}x&limit=1").json["index"])[name] < STEPS:
+        while (found := self.client.get(run).json["index"])[name] < STEPS:
             assert time.monotonic() - began < PATIENCE_SECONDS, found
             time.sleep(1.0)
         print(f"index ({name}): {time.monotonic() - began:.1f} s")
@@ -74,6 +73,8 @@ class Measured:
     def end(self) -> None:
         self.process.send_signal(signal.SIGINT)
         assert self.process.wait(60) == 0
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def test_the_page_says_when_the_server_is_gone_and_comes_back(chromium: Browser,
         page.wait("document.querySelectorAll('.rollout').length === 4")
     page.wait("document.querySelector('#connection').textContent.includes('The server is gone')")
     assert len(page.texts(".rollout")) == 4
-    with serving(folder, "--port", url.rstrip("/").rpartition(":")[2]):
+    with serving(folder, port=int(url.rstrip("/").rpartition(":")[2])):
         page.wait("document.querySelector('#connection').textContent === 'live'")
         page.press("j")
         page.wait(f"{STEP} === 3")
