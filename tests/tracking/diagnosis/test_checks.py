@@ -226,17 +226,25 @@ CASES: dict[str, Case] = {
     ),
     "entropy collapse": Case(
         LANGUAGE,
-        {"entropy": then(1, 0.1), "score/mean": 0.3},
+        {"entropy": then(1, 0.1), "score/mean": 0.3, "groups/zero_advantage_fraction": 0.5},
         silent=[
             {"entropy": then(1, 0.101)},
             {"entropy": then(-1, -5)},
+            {"groups/zero_advantage_fraction": 0.49},
+            {"groups/zero_advantage_fraction": ABSENT, "entropy": then(1, 0.021)},
+            {"config": {"algorithm": "ppo"}, "entropy": then(1, 0.021)},
             {"score/mean": 0.95},
             {"score/mean": rising()},
             {"score/mean": ABSENT},
             {"entropy": then(1, 0.1), "policy/std": 1.0},
             {"config": {**CONTROL, "evaluation": {"expected_return": 0.3}}},
         ],
-        fires=[{"entropy": 1, "policy/std": then(1, 0.1)}, {"score/mean": 0.94}],
+        fires=[
+            {"entropy": 1, "policy/std": then(1, 0.1)},
+            {"score/mean": 0.94},
+            {"groups/zero_advantage_fraction": ABSENT, "entropy": then(1, 0.02)},
+            {"config": {"algorithm": "ppo"}, "entropy": then(1, 0.02)},
+        ],
     ),
     "rising entropy": Case(
         LANGUAGE,

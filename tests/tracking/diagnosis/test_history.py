@@ -70,11 +70,12 @@ def test_a_rise_is_more_than_three_standard_errors():
     assert not level_with.falls("score/mean")
 
 
-def test_a_score_stalls_unless_it_is_above_the_level_before():
-    error = math.hypot(*[error_of(noisy(0.0, RECENT))] * 2)
-    assert history_of(*noisy(0.0, RECENT), *noisy(2.99 * error, RECENT)).stalls("score/mean")
-    assert not history_of(*noisy(0.0, RECENT), *noisy(3.01 * error, RECENT)).stalls("score/mean")
-    assert not history_of(*noisy(0.0, RECENT)).stalls("score/mean")  # unknown
+def test_a_score_stalls_if_it_gains_a_tenth_of_its_gain_since_the_start_or_less():
+    assert history_of(*[0.0] * 10, *[1.0] * 10, *[1.1] * 10).stalls("score/mean")
+    assert not history_of(*[0.0] * 10, *[1.0] * 10, *[1.12] * 10).stalls("score/mean")
+    assert history_of(*[0.5] * 30).stalls("score/mean")
+    assert history_of(*[0.0] * 10, *[1.0] * 10, *[0.5] * 10).stalls("score/mean")
+    assert not history_of(*[0.5] * 19).stalls("score/mean")  # unknown
 
 
 def test_the_best_level_keeps_its_step_and_the_reward():

@@ -20,6 +20,7 @@ KEPT = 60  # last values that are kept
 MAD_TO_STD = 1.4826  # standard deviation of a normal distribution, divided by its MAD
 MEAN_DEVIATION_TO_STD = 1.2533  # the same for the mean absolute deviation
 MEDIAN_TO_MEAN = 1.2533  # standard error of a median, divided by that of the mean
+STALLED = 0.1  # fraction of the gain since the start
 CERTAIN = 3.0  # standard errors of a difference beyond which it is more than noise
 
 
@@ -117,11 +118,11 @@ class History:
         return (self.rise(name) or 0.0) < -CERTAIN
 
     def stalls(self, name: str) -> bool:
-        """True if the level of a metric is not above the one `RECENT` steps ago by more than noise."""
-        before, now = self.level(name, skip=RECENT), self.level(name)
-        if before is None or now is None:
+        """True if a metric gained next to nothing in the last steps, beside its gain since the start."""
+        start, before, now = self.start(name), self.level(name, skip=RECENT), self.level(name)
+        if start is None or before is None or now is None:
             return False
-        return in_errors(now - before, error_of(self.recent(name, skip=RECENT)), error_of(self.recent(name))) <= CERTAIN
+        return now - before <= STALLED * max(now - start, before - start, 0.0)
 
     def mark_best(self, name: str) -> None:
         """Note the level of a metric if it is the highest so far."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from covey.tracking.diagnosis.finding import Check, Seen
-from covey.tracking.diagnosis.history import RECENT, History
+from covey.tracking.diagnosis.history import RECENT, STALLED, History
 from covey.tracking.diagnosis.rewards import SOLVED, is_solved
 from covey.tracking.diagnosis.settings import Settings
 
 COLLAPSED = 0.1  # of the entropy at the start, or of the standard deviation of actions
 NEXT_TO_NOTHING = 0.02
+ALIKE = 0.5  # fraction of groups with equal rewards
 RISEN, RISEN_NATS = 2.0, 0.5  # factor and difference of the entropy
 RUNAWAY = 2.0  # times the entropy at the start
 RUNAWAY_NATS = 1.0
@@ -27,6 +28,9 @@ def entropy_collapse(history: History, settings: Settings) -> Seen | None:
     score = history.level("score/mean")
     if is_solved(history, settings) or not history.stalls("score/mean"):
         return None
+    alike = history.level("groups/zero_advantage_fraction")
+    if level > NEXT_TO_NOTHING * start and (alike is None or alike < ALIKE or settings.has_critic):
+        return None  # the rollouts of a group still differ
     what = "the standard deviation of the actions" if name == "policy/std" else "the entropy"
     where = "" if score is None else f", and the score stands still at {score:.3g}"
     return Seen(
@@ -141,11 +145,12 @@ def _closer_sampler(settings: Settings) -> str:
 CHECKS = (
     Check(
         "entropy collapse",
-        ("entropy", "policy/std", "score/mean"),
+        ("entropy", "policy/std", "score/mean", "groups/zero_advantage_fraction"),
         entropy_collapse,
         f"the median entropy (of continuous actions: their standard deviation) is at most {COLLAPSED:.0%} of its "
-        f"start (problem: {NEXT_TO_NOTHING:.0%}), the score stands still, and the task is not solved (accuracy "
-        f"{SOLVED:.0%}, or the expected return)",
+        f"start and {ALIKE:.0%} of the groups have equal rewards, or it is at most {NEXT_TO_NOTHING:.0%} (problem); "
+        f"the score stands still (less than {STALLED:.0%} of its gain in the last {RECENT} steps), and the task is "
+        f"not solved (accuracy {SOLVED:.0%}, or the expected return)",
         "The policy has become nearly deterministic before the task is solved. The rollouts of a group are then all "
         "alike, nothing new is tried, and the score stays where it is.",
         "The entropy mechanism of RL for reasoning language models (arXiv 2505.22617): the score is bought with "

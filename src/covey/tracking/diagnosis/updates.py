@@ -125,8 +125,8 @@ def updates_cut_short(history: History, settings: Settings) -> Seen | None:
     if ended < CUT_SHORT:
         return None
     return Seen(
-        f"the target_kl of {target:g} ended {ended:.0%} of the last {RECENT} updates early, after {median(recent):g} of "
-        f"{epochs:g} epochs (median)",
+        f"the target_kl of {target:g} ended {ended:.0%} of the last {RECENT} updates early, after {median(recent):g} "
+        f"of {epochs:g} epochs (median)",
         f"Try {settings.scaled('update.learning_rate', 1 / 3, 1e-5)}",
     )
 
