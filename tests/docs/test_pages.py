@@ -20,6 +20,7 @@ from covey.cli.options import build_parser, parse
 from covey.comparison.compare import read_contestants
 from covey.config import ControlConfig, RunConfig
 from covey.config.recipe import config_from_dict, describe_fields, read_recipe
+from covey.config.token_file import default_token_file, own_token
 from covey.config.validate import validate
 from helpers.pages import (
     EXAMPLES,
@@ -38,8 +39,10 @@ BLOCKS = [block for page in [*PAGES, *EXAMPLES] for block in blocks_of(page)]
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with the files that the page prints."""
+    """An empty folder with the files that the page prints. `covey serve` has created the user's access token."""
     write_files(request.getfixturevalue("page"), tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    own_token(default_token_file())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

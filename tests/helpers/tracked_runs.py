@@ -134,8 +134,8 @@ def read_wandb(folder: Path, run_dir: Path) -> Found:
             for name, value in values.items():
                 if isinstance(value, int | float) and not name.startswith(("_", "rollouts/")):
                     found.curves[name].append((values["_step"], value))
-            if "rollouts" in values:
-                table = json.loads((files[-1].parent / "files" / values["rollouts"]["path"]).read_text())
+            if "rollouts/path" in values:
+                table = json.loads((files[-1].parent / "files" / values["rollouts/path"]).read_text())
                 found.tables[values["_step"]] = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
         elif kind == "run":
             found.config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
@@ -168,9 +168,10 @@ def read_trackio(folder: Path, run_dir: Path) -> Found:
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
-    runs = list(trackio.Api().runs("covey"))
+    project = os.environ["TRACKIO_PROJECT"]
+    runs = list(trackio.Api().runs(project))
     found = Found(runs=len(runs), config=runs[0].config or {})
-    for entry in SQLiteStorage.get_logs("covey", runs[0].name, run_id=runs[0].id):
+    for entry in SQLiteStorage.get_logs(project, runs[0].name, run_id=runs[0].id):
         for name, value in entry.items():
             if isinstance(value, dict) and value.get("_type") == "trackio.table":
                 if name == "rollouts":

@@ -42,6 +42,7 @@ from covey.runtime.interrupts import say_last_words, set_last_words, stop_reques
 from covey.runtime.ranks import check_ranks, own_rank
 from covey.tracking.console import Display
 from covey.tracking.diagnosis import Diagnosis
+from covey.tracking.notebook import ignore_missing_widgets
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
 from covey.tracking.run_result import RunResult
@@ -151,6 +152,7 @@ def open_builder(
     Raises:
         ConfigError: for the first fault.
     """
+    ignore_missing_widgets()
     # Imported here, because the libraries of the other kind of run take seconds to load.
     if isinstance(config, RunConfig):
         from covey.experiment.llm import LLMBuilder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+import warnings
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -19,6 +20,12 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
+
+
+def ignore_missing_widgets() -> None:
+    """In a notebook, ignore tqdm's warning that ipywidgets is missing, which covey does not need."""
+    if in_notebook():
+        warnings.filterwarnings("ignore", "IProgress not found")
 
 
 class NotebookOutput:

@@ -32,9 +32,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy i
 TRACKERS = [name if name == "tensorboard" else pytest.param(name, marks=pytest.mark.trackers) for name in READERS]
 
 
+@pytest.fixture(scope="module")
+def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests, because trackio, the reader too, keeps the first."""
+    return tmp_path_factory.mktemp("trackio")
+
+
 @pytest.fixture
-def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    own = LOCAL | {"HOME": str(tmp_path / "home"), "TRACKIO_DIR": str(tmp_path / "trackio")}
+def variables(trackio_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    project = {"TRACKIO_DIR": str(trackio_folder), "TRACKIO_PROJECT": tmp_path.name}
+    own = LOCAL | project | {"HOME": str(tmp_path / "home")}
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     return own

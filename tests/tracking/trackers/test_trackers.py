@@ -69,7 +69,9 @@ def graded(of: int, rewards: Sequence[float | None]) -> Group:
 
 def test_rows_are_the_best_and_the_worst_of_the_groups_that_differ_most() -> None:
     groups = [graded(0, [1, 1, 1]), graded(1, [0.5, None, 0, 2]), graded(2, [None]), graded(3, [0, 1])]
-    shown = [(row[COLUMNS.index("group")], row[COLUMNS.index("reward")]) for row in rows_of(step_record(7, groups=groups))]
+    shown = [
+        (row[COLUMNS.index("group")], row[COLUMNS.index("reward")]) for row in rows_of(step_record(7, groups=groups))
+    ]
     assert shown == [(1, 2), (1, 0), (3, 1), (3, 0), (0, 1)]
     assert {row[0] for row in rows_of(step_record(7, groups=groups))} == {7}
     assert len(rows_of(step_record(7, groups=[graded(index, [0, 1]) for index in range(30)]))) == 8
