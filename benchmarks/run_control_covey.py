@@ -66,7 +66,7 @@ def cost(recipe: str, overrides: Sequence[str]) -> dict[str, float]:
         options = ["--learning-rate", "1e-12", "--steps", "1000", *overrides]
         assembled = build(recipe, options, folder)
         progress = Progress()
-        steps = [train_step(assembled.parts, assembled.settings, progress)[0] for _ in range(1 + STEPS_TIMED)][1:]
+        steps = [train_step(assembled.parts, assembled.settings, progress).metrics for _ in range(1 + STEPS_TIMED)][1:]
     return {
         "environment_steps": median(step["decisions/sampled"] for step in steps),
         "sampling_seconds": median(step["time/sample"] for step in steps),

@@ -12,11 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from helpers.run_helpers import Interrupt
+
+if TYPE_CHECKING:
+    from covey.data import StepRecord
 
 WAIT_SECONDS = 300
 # Nothing is sent, and nothing of the user's own settings is read.
@@ -58,9 +61,9 @@ class WhenTracked(Interrupt):
 
         record = RunStore.record
 
-        def recorded(store: RunStore, step: int, *more: Any) -> None:
-            record(store, step, *more)
-            if step == self.step:
+        def recorded(store: RunStore, step: StepRecord) -> None:
+            record(store, step)
+            if step.step == self.step:
                 position = store.run_dir / "trackers" / f"{self.name}.json"
                 deadline = time.monotonic() + WAIT_SECONDS
                 while not position.is_file() or json.loads(position.read_text())["step"] < self.has:
