@@ -26,7 +26,7 @@ class MLflowTracker:
 
     def __init__(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # records of usage to its developers
-        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "CRITICAL")  # it logs the traceback of a fault that covey reports
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
     def start(self, run: TrackedRun, position: Position | None) -> Position:
