@@ -76,31 +76,40 @@ class TorchTeam:
         return [row[: int(size)].numpy().tobytes() for row, size in zip(received, sizes, strict=True)]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Add the tensors of all ranks, in place: (rank 0 + rank 1) + (rank 2 + rank 3), and so on.
+        """Add the tensors of all ranks in place: (rank 0 + rank 1) + (rank 2 + rank 3), and so on. All have one dtype.
 
         Raises:
             RunError: if another rank has ended.
         """
+        if not tensors:
+            return
+        buckets = list(_buckets(tensors))
+        widths = [-(-sum(tensor.numel() for tensor in bucket) // self.size) for bucket in buckets]
+        # All buckets use the same memory, because the first use of new memory takes longer than the addition.
+        own, others = (tensors[0].new_empty(max(widths) * self.size) for _ in range(2))
         with _lost_ranks(self.rank):
-            for bucket in _buckets(tensors):
-                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                summed = self._sum_flat(flat)
-                for tensor, piece in zip(bucket, summed.split([tensor.numel() for tensor in bucket]), strict=True):
-                    tensor.copy_(piece.view_as(tensor))
+            for bucket, width in zip(buckets, widths, strict=True):
+                self._sum_bucket(bucket, own[: width * self.size], others[: width * self.size])
 
     def passes(self, own: int) -> int:
         """Its own, because a pass needs no other rank."""
         return own
 
-    def _sum_flat(self, flat: Tensor) -> Tensor:
-        """A reduce-scatter whose order of addition is that of a binary tree, then an all-gather."""
-        width = -(-flat.numel() // self.size)
-        padded = torch.nn.functional.pad(flat, (0, width * self.size - flat.numel()))
-        pieces = torch.empty_like(padded)  # this rank's part, of every rank
-        dist.all_to_all_single(pieces, padded)
-        summed = add_in_tree(list(pieces.view(self.size, width)))
-        dist.all_gather(list(pieces.view(self.size, width)), summed.contiguous())
-        return pieces[: flat.numel()]
+    def _sum_bucket(self, bucket: Sequence[Tensor], own: Tensor, others: Tensor) -> None:
+        """A reduce-scatter whose order of addition is that of a binary tree, then an all-gather.
+
+        `own` and `others` have room for the tensors, rounded up to a multiple of the number of ranks.
+        """
+        sizes = [tensor.numel() for tensor in bucket]
+        *places, rest = own.split([*sizes, own.numel() - sum(sizes)])
+        for place, tensor in zip(places, bucket, strict=True):
+            place.copy_(tensor.reshape(-1))
+        rest.zero_()
+        dist.all_to_all_single(others, own)  # now this rank's part, of every rank
+        summed = add_in_tree(list(others.view(self.size, -1)))
+        dist.all_gather(list(own.view(self.size, -1)), summed)
+        for place, tensor in zip(places, bucket, strict=True):
+            tensor.copy_(place.view_as(tensor))
 
 
 class ShardedTeam(TorchTeam):
@@ -124,9 +133,9 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def add_in_tree(rows: list[Tensor]) -> Tensor:
-    """(row 0 + row 1) + (row 2 + row 3), and so on; their number is a power of two."""
+    """(row 0 + row 1) + (row 2 + row 3), and so on; their number is a power of two. Writes into the rows."""
     while len(rows) > 1:
-        rows = [rows[i] + rows[i + 1] for i in range(0, len(rows), 2)]
+        rows = [rows[i].add_(rows[i + 1]) for i in range(0, len(rows), 2)]
     return rows[0]
 
 
