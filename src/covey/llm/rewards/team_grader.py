@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from covey.data import Group, Team
 from covey.llm.grader import Failures, RewardGrader
-from covey.llm.rewards.group_calls import too_many
+from covey.llm.rewards.group_calls import GradingError, too_many
 from covey.runtime.distributed import exchange_json
 
 
@@ -25,7 +25,14 @@ class TeamGrader:
         """
         own = sum(len(group.rollouts) for group in groups)
         total = sum(exchange_json(self.team, own))
-        failures = self.grader.grade_part(groups, total)
+        failures, fault = Failures(0, "", ""), ""
+        try:
+            failures = self.grader.grade_part(groups, total)
+        except GradingError as error:  # this rank alone has too many: the others are told before any of them ends
+            fault = str(error)
+        faults = exchange_json(self.team, fault)
+        if any(faults):
+            raise GradingError(next(filter(None, faults)))
         found = [Failures(**one) for one in exchange_json(self.team, vars(failures))]
         count = sum(one.count for one in found)
         if Failures(count, "", "").exceed(total):
