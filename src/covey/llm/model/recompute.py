@@ -1,7 +1,8 @@
 """Recomputation of decoder layers in the backward pass (gradient checkpointing, arXiv 1604.06174).
 
-Autograd keeps the input of a layer instead of all activations within it. The backward pass computes the layer again from
-its input, so it needs about a third more time and the activations of one layer at a time. The bits are the same.
+Autograd keeps the input of a layer instead of all activations within it. The backward pass computes the layer again
+from its input, so it needs the time of a further forward pass, and the activations of one layer at a time. The bits are
+the same.
 
 transformers has this too, but only for modules in training mode, in which some layers apply dropout.
 """
@@ -31,8 +32,8 @@ def recompute_layers(module: nn.Module) -> None:
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"the layers of {type(module).__name__} cannot be recomputed: leave update.recompute out, or choose another "
-            "model"
+            f"the layers of {type(module).__name__} cannot be recomputed: leave update.recompute out, or choose "
+            "another model"
         )
     inner = {part for layer in layers for part in layer.modules() if part is not layer}
     for layer in layers:
