@@ -115,8 +115,8 @@ class UpdateConfig(UpdateBase):
     )
     recompute: bool = config_field(
         False,
-        "compute each layer again in the backward pass instead of keeping its activations: less memory, more time and the "
-        "same gradient (gradient checkpointing)",
+        "compute each layer again in the backward pass instead of keeping its activations: less memory, more time and "
+        "the same gradient (gradient checkpointing)",
     )
 
 
