@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from covey.llm.generation.generator import (
     GenerationSettings,
     Ready,
 )
+from covey.llm.generation.turns import OpenConversations, Respond, TurnAnswer
+from covey.llm.model.prefix_tree import shared_prompt_prefix
 from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
 from covey.runtime.rng import uniforms
@@ -43,7 +46,63 @@ class LocalGenerator:
 
     def generate(self, requests: Sequence[GenerationRequest], ready: Ready = lambda *_: None) -> list[GenerationResult]:
         """Generate the requests; those with equal settings and number of completions are one batch."""
-        start = self.clock()
+        return self._generate_by_settings(requests, self.clock(), ready)
+
+    def converse(self, requests: Sequence[GenerationRequest], respond: Respond) -> list[GenerationFailure | None]:
+        """Generate conversations; implements `TurnGenerator`.
+
+        The turns whose answers have come are generated together, with a new prefill of all tokens so far. Answers that
+        come meanwhile wait for the end of these turns.
+        """
+        start, answers = self.clock(), queue.SimpleQueue[TurnAnswer]()
+        turns = with_shared_prefix(requests)
+        conversations = OpenConversations(turns, respond, self.policy.module.config, answers.put)
+        failed: dict[int, GenerationFailure] = {}
+        pending = list(range(len(requests)))
+        while pending:
+            failed |= self._generate_turns(conversations, pending, start)
+            pending = self._answered_turns(conversations, answers, start, failed)
+        return conversations.failures(failed)
+
+    def _generate_turns(
+        self, conversations: OpenConversations, numbers: list[int], start: float
+    ) -> dict[int, GenerationFailure]:
+        """Generate the turns with these numbers, and ask for their continuations; the failures."""
+
+        def end_turn(place: int, completions: list[Completion]) -> None:
+            conversations.end_turn(numbers[place], completions)
+
+        turns = [conversations.turns[number] for number in numbers]
+        results = zip(numbers, self._generate_by_settings(turns, start, end_turn), strict=True)
+        return {number: result for number, result in results if isinstance(result, GenerationFailure)}
+
+    def _answered_turns(
+        self,
+        conversations: OpenConversations,
+        answers: queue.SimpleQueue[TurnAnswer],
+        start: float,
+        failed: dict[int, GenerationFailure],
+    ) -> list[int]:
+        """Wait for a next turn, and take those of all answers that have come.
+
+        Past the deadline, the turns that wait for an answer have failed.
+        """
+        deadline = conversations.turns[0].settings.deadline_seconds
+        found: list[int] = []
+        while conversations.unanswered and not (found and answers.empty()):
+            left = None if deadline is None else max(start + deadline - self.clock(), 0.0)
+            try:
+                answer = answers.get(timeout=left)
+            except queue.Empty:
+                failed |= dict.fromkeys(conversations.stop_waiting(), missed_deadline(deadline))
+            else:
+                turn = conversations.next_turn(answer)
+                found += [] if turn is None else [turn]
+        return sorted(found, key=conversations.places.__getitem__)
+
+    def _generate_by_settings(
+        self, requests: Sequence[GenerationRequest], start: float, ready: Ready
+    ) -> list[GenerationResult]:
         results: dict[int, GenerationResult] = {}
         batches: dict[tuple[int, GenerationSettings], list[int]] = {}
         for number, request in enumerate(requests):
@@ -113,11 +172,7 @@ class LocalGenerator:
         try:
             while not batch.is_done:
                 if deadline_seconds is not None and self.clock() - start >= deadline_seconds:
-                    return GenerationFailure(
-                        FailureReason.DEADLINE,
-                        f"the completions were not generated within their deadline of {deadline_seconds:g} s: allow "
-                        "more time, or lower max_new_tokens",
-                    )
+                    return missed_deadline(deadline_seconds)
                 batch.advance()
                 for prompt in batch.complete[handed_out:]:
                     hand_out(prompt)
@@ -131,6 +186,21 @@ class LocalGenerator:
         return fitting_rows(row_bytes(self.policy.backend, prompts, max_new_tokens))
 
 
+def with_shared_prefix(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    """The requests with the shared prefix that a call of `generate` chooses for them together."""
+    batches: dict[tuple[int, GenerationSettings], list[GenerationRequest]] = {}
+    for request in requests:
+        batches.setdefault((request.completions, request.settings), []).append(request)
+    shared = {kind: shared_prompt_prefix([one.prompt for one in batch]) for kind, batch in batches.items()}
+    return [
+        replace(
+            request,
+            settings=replace(request.settings, shared_prefix=shared[request.completions, request.settings]),
+        )
+        for request in requests
+    ]
+
+
 def refusal(request: GenerationRequest, model_config: Any, version: int) -> GenerationFailure | None:
     """The failure of a request that a model with weights of this version cannot generate; None if it can."""
     settings = request.settings
@@ -140,6 +210,15 @@ def refusal(request: GenerationRequest, model_config: Any, version: int) -> Gene
     if fault := length_fault(model_config, len(request.prompt), settings.max_new_tokens):
         return GenerationFailure(FailureReason.PROMPT_TOO_LONG, fault)
     return None
+
+
+def missed_deadline(seconds: float | None) -> GenerationFailure:
+    """The failure of requests that were not generated within this time."""
+    return GenerationFailure(
+        FailureReason.DEADLINE,
+        f"the completions were not generated within their deadline of {seconds:g} s: allow more time, or lower "
+        "max_new_tokens",
+    )
 
 
 def non_finite() -> GenerationFailure:
@@ -177,6 +256,6 @@ def request_uniforms(request: GenerationRequest) -> NDArray[np.float64]:
     """Random numbers in [0, 1) of a request's decisions, [completions, max_new_tokens]."""
     key, tokens = request.key, request.settings.max_new_tokens
     rollouts = key.first_rollout + np.arange(request.completions)
-    positions = np.tile(np.arange(tokens), request.completions)
+    positions = np.tile(key.first_position + np.arange(tokens), request.completions)
     numbers = uniforms(key.seed, key.step, key.group, rollouts.repeat(tokens), positions, stream=key.stream)
     return numbers.reshape(request.completions, tokens)
