@@ -188,10 +188,10 @@ class LocalGenerator:
 
 def with_shared_prefix(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
     """The requests with the shared prefix that a call of `generate` chooses for them together."""
-    batches: dict[tuple[int, GenerationSettings], list[GenerationRequest]] = {}
+    prompts: dict[tuple[int, GenerationSettings], list[tuple[int, ...]]] = {}
     for request in requests:
-        batches.setdefault((request.completions, request.settings), []).append(request)
-    shared = {kind: shared_prompt_prefix([one.prompt for one in batch]) for kind, batch in batches.items()}
+        prompts.setdefault((request.completions, request.settings), []).append(request.prompt)
+    shared = {kind: shared_prompt_prefix(of_kind) for kind, of_kind in prompts.items()}
     return [
         replace(
             request,
