@@ -28,14 +28,16 @@ class Continuation:
 
 
 # (number of the request, number of the rollout in it, the turn that ended) -> the continuation; None ends the
-# conversation. It returns at once. An exception of the future is raised by `converse`.
+# conversation. It returns at once.
 Respond = Callable[[int, int, Completion], Future[Continuation | None]]
 
 
 class TurnGenerator(Protocol):
     """Generator of conversations."""
 
-    def converse(self, requests: Sequence[GenerationRequest], respond: Respond) -> list[GenerationFailure | None]:
+    def converse(
+        self, requests: Sequence[GenerationRequest], respond: Respond, max_tokens: int | None = None
+    ) -> list[GenerationFailure | None]:
         """Generate the turns of `completions` conversations for each request; the failure of each request or None.
 
         `settings.max_new_tokens` is the limit of the first turn. A turn ends with an end token or at its limit. The
@@ -43,7 +45,10 @@ class TurnGenerator(Protocol):
         continuation, the conversation ends, and `respond` is not called again (see `room`).
 
         The random number of a token has its index among all tokens after the prompt as position, so a result does not
-        depend on the time that an answer takes. `settings.deadline_seconds` includes the time of the answers.
+        depend on the time that an answer takes. A future that has failed or was cancelled ends its conversation alone;
+        the caller, who made it, knows. `max_tokens` is about the largest number of tokens after the prompt, by which
+        memory is planned; None: the limit of the first turn. `settings.deadline_seconds` includes the time of the
+        answers.
         """
 
 
@@ -64,6 +69,12 @@ class TurnAnswer:
     completion: Completion
     future: Future[Continuation | None]
 
+    @property
+    def continuation(self) -> Continuation | None:
+        """What the future has as result; None if it has failed."""
+        failed = self.future.cancelled() or self.future.exception() is not None
+        return None if failed else self.future.result()
+
 
 @dataclass
 class OpenConversations:
@@ -83,21 +94,25 @@ class OpenConversations:
         # Of every turn: number of the conversation's request, and of the rollout of the first completion.
         self.places = [(number, 0) for number in range(len(self.turns))]
 
-    def end_turn(self, turn: int, completions: Sequence[Completion]) -> None:
-        """Ask for the continuations of the completions of a turn's request."""
-        number, first = self.places[turn]
+    def end_turns(self, turn: int, completions: Sequence[Completion]) -> None:
+        """Ask for the continuations of all completions of a turn's request."""
         for index, completion in enumerate(completions):
-            self.unanswered.add((turn, index))
-            future = self.respond(number, first + index, completion)
-            answer = TurnAnswer(turn, index, completion, future)
-            future.add_done_callback(lambda _, answer=answer: self.put(answer))  # type: ignore[misc]
+            self.end_turn(turn, index, completion)
+
+    def end_turn(self, turn: int, index: int, completion: Completion) -> None:
+        """Ask for the continuation of a completion of a turn's request."""
+        number, first = self.places[turn]
+        self.unanswered.add((turn, index))
+        future = self.respond(number, first + index, completion)
+        answer = TurnAnswer(turn, index, completion, future)
+        future.add_done_callback(lambda _: self.put(answer))
 
     def next_turn(self, answer: TurnAnswer) -> int | None:
         """Add the request of the turn after an answer; returns its number, None if the conversation ends."""
         if (answer.turn, answer.index) not in self.unanswered:  # it came after `stop_waiting`
             return None
         self.unanswered.remove((answer.turn, answer.index))
-        continuation, before = answer.future.result(), self.turns[answer.turn]
+        continuation, before = answer.continuation, self.turns[answer.turn]
         if continuation is None:
             return None
         appended = (*answer.completion.tokens, *continuation.tokens)

@@ -51,7 +51,9 @@ class RemoteGenerator:
         """
         return self._run(_Call(self, with_shared_prefix(requests), ready))
 
-    def converse(self, requests: Sequence[GenerationRequest], respond: Respond) -> list[GenerationFailure | None]:
+    def converse(
+        self, requests: Sequence[GenerationRequest], respond: Respond, max_tokens: int | None = None
+    ) -> list[GenerationFailure | None]:
         """Generate conversations; implements `TurnGenerator`. Every turn after the first is a request of its own.
 
         Raises:
@@ -253,7 +255,7 @@ class _Conversations(_Call):
     def __init__(self, generator: RemoteGenerator, turns: list[GenerationRequest], respond: Respond) -> None:
         config = generator.fleet.policy.module.config
         self.open = OpenConversations(turns, respond, config, self._put)
-        super().__init__(generator, turns, self.open.end_turn)
+        super().__init__(generator, turns, self.open.end_turns)
 
     def _is_open(self) -> bool:
         return super()._is_open() or bool(self.open.unanswered)
