@@ -206,7 +206,7 @@ def _mismatch(value: Any, schema: dict[str, Any]) -> str:
         return f"must be {' or '.join(_TYPES[kind][0] for kind in kinds)}, and is {is_now}"
     if "enum" in schema and not any(type(value) is type(option) and value == option for option in schema["enum"]):
         return f"must be one of {', '.join(json.dumps(option, ensure_ascii=False) for option in schema['enum'])}"
-    parts: list[tuple[str, Any, dict[str, Any]]] = []
+    parts: list[tuple[str, Any, dict[str, Any]]] = []  # place of an entry, the entry, its schema
     if isinstance(value, list):
         fixed = schema.get("prefixItems")
         if fixed is not None and len(value) != len(fixed):

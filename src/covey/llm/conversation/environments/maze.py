@@ -37,7 +37,7 @@ class Maze:
         """
         self.lines, self.left = list(maze), int(moves)
         self.place = _find(self.lines, START)
-        self.distances = _distances(self.lines, _find(self.lines, EXIT))
+        self.distances = distances(self.lines, _find(self.lines, EXIT))
         if self.place not in self.distances or self.left < 1:
             raise ValueError("the environment maze needs a way from S to E, and at least one move")
         self.first_distance = self.distances[self.place]
@@ -98,7 +98,7 @@ def _find(lines: Sequence[str], mark: str) -> Place:
     raise ValueError(f"the environment maze finds no {mark} in the maze")
 
 
-def _distances(lines: Sequence[str], goal: Place) -> dict[Place, int]:
+def distances(lines: Sequence[str], goal: Place) -> dict[Place, int]:
     """Steps to a place from every place that has a way to it."""
     found, waiting = {goal: 0}, deque([goal])
     while waiting:
