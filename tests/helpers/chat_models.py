@@ -1,4 +1,5 @@
 """Chat templates in their public forms, and small tokenizers with their control tokens, made on the spot."""
+# ruff: noqa: E501 -- templates are as published
 
 from __future__ import annotations
 

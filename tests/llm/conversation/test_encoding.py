@@ -138,13 +138,13 @@ def test_a_slow_tokenizer_makes_no_control_tokens_either():
                    *(ord(c) + 3 for c in "b<extra_id_0>"), 1, ord(">") + 3)  # fmt: skip
 
 
+HIDING = CHATML.replace("message['content']", "(message['content'] if message['role'] != 'assistant' else '')")
 UNUSABLE = {
-    "leaves the answer out": (CHATML.replace("message['content']", "(message['content'] if message['role'] != 'assistant' else '')"),
-                              "leaves out an earlier answer"),
-    "leaves the reply out": ("{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}=",
+    "leaves the answer out": (HIDING, "leaves out an earlier answer"),
+    "leaves the reply out": ("{% for m in messages %}{{ m.content if m.role == 'assistant' else '' }}{% endfor %}=",
                              "does not write the content of a reply exactly once"),
     "writes the reply twice": ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "exactly once"),
-    "looks at the reply": ("{% for m in messages %}{{ m.content }}{% if '\"' in m.content %}!{% else %}?{% endif %}{% endfor %}",
+    "looks at the reply": ("{% for m in messages %}{{ m.content }}{{ '!' if '\"' in m.content else '?' }}{% endfor %}",
                            "cannot continue a conversation with the reply 'He said"),
 }  # fmt: skip
 
@@ -227,8 +227,8 @@ def test_a_conversation_without_turns_is_refused(messages, message):
 
 def test_a_reply_that_changes_the_template_fails_alone():
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% if 'x' in m.content %}!{% endif %}{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '!' if 'q' in m.content else '?' }}{% endfor %}"
     encoder = ConversationEncoder(Chat(tokenizer, frozenset({1})))
     encoder.check()
     with pytest.raises(ReplyNotEncodable, match="writes other text of its own"):
-        encoder.after_turn([reply_of("user", "y"), reply_of("user", "axa")], ended=True)
+        encoder.after_turn([reply_of("user", "y"), reply_of("user", "aqa")], ended=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from covey.llm.generation.generator import (
     RandomKey,
 )
 from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.generation.turns import Continuation
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client
@@ -358,3 +362,74 @@ def test_the_policy_is_evaluated_once_in_each_call(servers: list[Serving], polic
         generator.generate(requests(count=1))
     assert len(calls) == 3
     assert calls[1] == 1
+
+
+# ---- conversations ----
+
+
+class Reader:
+    """Answers every turn with tokens that depend on all so far, three times; each answer comes from a thread."""
+
+    def __init__(self, seed: int) -> None:
+        self.delays = random.Random(seed)
+        self.turns: dict[tuple[int, int], list[Completion]] = {}
+
+    def __call__(self, number: int, rollout: int, turn: Completion) -> Future[Continuation | None]:
+        turns = self.turns.setdefault((number, rollout), [])
+        turns.append(turn)
+        written = sum(sum(one.tokens) for one in turns)
+        reply = Continuation(tuple(3 + (written + place) % 70 for place in range(1 + written % 12)), 8)
+        future: Future[Continuation | None] = Future()
+        result = reply if len(turns) < 4 else None
+        threading.Timer(self.delays.random() / 20, future.set_result, [result]).start()
+        return future
+
+
+def test_conversations_have_the_bits_of_this_process(servers: list[Serving], policy: LanguagePolicy) -> None:
+    asked, local = requests(), Reader(0)
+    assert LocalGenerator(policy).converse(asked, local) == [None] * 8
+    with remote(policy, [server.address for server in servers]) as generator:
+        for seed in (1, 2):
+            reader = Reader(seed)
+            assert generator.converse(asked, reader) == [None] * 8
+            assert reader.turns == local.turns
+    assert {len(turns) for turns in local.turns.values()} == {4}
+    assert len(local.turns) == 32
+
+
+def test_conversations_go_on_without_a_server_that_is_lost(servers: list[Serving], policy: LanguagePolicy) -> None:
+    asked, local, reader = requests(), Reader(0), Reader(1)
+    LocalGenerator(policy).converse(asked, local)
+    answers = 0
+
+    def lose(request: bytes, answer: bytes) -> bytes:
+        nonlocal answers
+        answers += is_generation(request)
+        return answer if answers < 6 else b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n"
+
+    with Proxy(servers[0].address, lose) as proxy, remote(policy, [proxy.address, servers[1].address]) as generator:
+        assert generator.converse(asked, reader) == [None] * 8
+        assert generator.metrics() == {"sampler/rerouted": pytest.approx(30, abs=29), "sampler/servers": 1.0}
+    assert reader.turns == local.turns
+
+
+def test_conversations_that_wait_for_an_answer_past_the_deadline_have_failed(
+    servers: list[Serving], policy: LanguagePolicy
+) -> None:
+    asked = requests(count=2)
+    settings = replace(asked[0].settings, deadline_seconds=60.0)
+    now, ended = [0.0], list[int]()
+
+    def respond(number: int, rollout: int, turn: Completion) -> Future[Continuation | None]:
+        future: Future[Continuation | None] = Future()
+        if number == 0:
+            future.set_result(None)
+        ended.append(number)
+        now[0] = 100.0 if len(ended) == 8 else 0.0
+        return future
+
+    with remote(policy, [servers[0].address], clock=lambda: now[0]) as generator:
+        failures = generator.converse([replace(one, settings=settings) for one in asked], respond)
+    assert failures[0] is None
+    assert isinstance(failures[1], GenerationFailure)
+    assert failures[1].reason is FailureReason.DEADLINE

@@ -151,9 +151,19 @@ def test_a_request_is_read_or_refused(changes: dict[str, Any]) -> None:
 def test_a_request_is_read_as_it_was_written():
     body = json.loads(json.dumps(wire.request_body(REQUEST, "run-7", covey=True)))
     assert wire.read_request(body, 10, ("run-7", 7)) == REQUEST
-    for key in (RandomKey(1, 2, 3, 4, 5), RandomKey(2**32 - 1, 0, 0, 2**32 - 2, 0)):
+    for key in (RandomKey(1, 2, 3, 4, 5, 6), RandomKey(2**32 - 1, 0, 0, 2**32 - 2, 0)):
         request = GenerationRequest((1,), 2, key, GenerationSettings(9, 0.0, frozenset({3}), 7, shared_prefix=0))
         assert wire.read_request(wire.request_body(request, "run-7", covey=True), 10, ("run-7", 7)) == request
+
+
+def test_positions_of_random_numbers_that_are_no_words_are_refused():
+    key = RandomKey(1, 2, 3, 0, 0, 2**32 - 9)
+    request = GenerationRequest((1,), 1, key, GenerationSettings(9, 0.0, frozenset({3}), 7, shared_prefix=0))
+    body = wire.request_body(request, "run-7", covey=True)
+    assert wire.read_request(body, 10, ("run-7", 7)) == request
+    body["covey"]["first_position"] += 1
+    with pytest.raises(wire.BadBody, match="first_position must be at most"):
+        wire.read_request(body, 10, ("run-7", 7))
 
 
 def test_a_request_to_vllm_has_its_fields_alone_and_a_seed_of_the_whole_key():
@@ -162,7 +172,8 @@ def test_a_request_to_vllm_has_its_fields_alone_and_a_seed_of_the_whole_key():
     assert body["cache_salt"] == "run-7"
     keys = [
         RandomKey(3, 1, 4), RandomKey(4, 1, 4), RandomKey(3, 2, 4), RandomKey(3, 1, 5), RandomKey(3, 1, 4, 1),
-        RandomKey(3, 1, 4, 0, 1), RandomKey(1, 3, 4), RandomKey(3, 4, 1),
+        RandomKey(3, 1, 4, 0, 1), RandomKey(3, 1, 4, 0, 0, 1), RandomKey(1, 3, 4),
+        RandomKey(3, 4, 1),
     ]  # fmt: skip
     seeds = [wire.request_seed(key) for key in keys]
     assert len(set(seeds)) == len(seeds)

@@ -67,8 +67,8 @@ class ConversationEncoder:
                 except ReplyNotEncodable as error:
                     if sample:  # the reply is refused when it occurs
                         raise ConfigError(
-                            f"the model's chat template cannot continue a conversation with the reply {sample!r} of the "
-                            f"role {role!r}: it {error}; change the template, or use another model"
+                            f"the model's chat template cannot continue a conversation with the reply {sample!r} of "
+                            f"the role {role!r}: it {error}; change the template, or use another model"
                         ) from None
 
     def after_turn(self, replies: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ class ConversationEncoder:
     def _with_end(self, ids: Sequence[int]) -> tuple[int, ...]:
         """The turn up to its last end token, if only white space follows it; otherwise an end token is appended."""
         last = max((place for place, id in enumerate(ids) if id in self.chat.end_ids), default=None)
-        if last is not None and not self.chat.tokenizer.decode(list(ids[last + 1 :])).strip():
+        if last is not None and not str(self.chat.tokenizer.decode(list(ids[last + 1 :]))).strip():
             return tuple(ids[: last + 1])
         end = self.chat.tokenizer.eos_token_id
         return (*ids, end if end in self.chat.end_ids else min(self.chat.end_ids))
@@ -149,7 +149,7 @@ class ConversationEncoder:
         for place, id in enumerate(ids):
             if id in self.chat.end_ids:
                 return place + 1
-            if id in self._plain.control_ids or self.chat.tokenizer.decode([id]).strip():
+            if id in self._plain.control_ids or str(self.chat.tokenizer.decode([id])).strip():
                 break
         return 0
 
@@ -199,7 +199,7 @@ class ConversationEncoder:
         return self._after_marker(self.chat.render([{"role": "user", "content": "u"}, turn, *replies]))
 
     def _after_marker(self, text: str) -> str:
-        before, marker, after = text.partition(TURN)
+        _, marker, after = text.partition(TURN)
         if not marker:
             raise ConfigError(
                 "the model's chat template leaves out an earlier answer of the model, so a conversation cannot be "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -56,7 +56,8 @@ class PlainTextEncoder:
             ids = self._ids("".join(text for text, _ in parts))
             if self._controls(ids) == wanted:
                 return ids
-        ids = self._renamed_ids(parts) if self._renamed else list(self._ids_of_pieces(parts))
+        renamed = self._renamed
+        ids = list(self._ids_of_pieces(parts)) if renamed is None else self._renamed_ids(parts, *renamed)
         if self._controls(ids) != wanted:
             raise ControlTokenInText("its text would be encoded with a control token of the model")
         return ids
@@ -67,8 +68,7 @@ class PlainTextEncoder:
     def _controls(self, ids: Sequence[int]) -> list[int]:
         return [id for id in ids if id in self.control_ids]
 
-    def _renamed_ids(self, parts: Sequence[Part]) -> list[int]:
-        tokenizer, names = self._renamed
+    def _renamed_ids(self, parts: Sequence[Part], tokenizer: Tokenizer, names: Mapping[int, str]) -> list[int]:
         names_of = {self.texts[id]: name for id, name in names.items()}
         texts = []
         for text, written in parts:
@@ -79,7 +79,7 @@ class PlainTextEncoder:
 
     @cached_property
     def _renamed(self) -> tuple[Tokenizer, dict[int, str]] | None:
-        """A copy of the tokenizer with other texts of the control tokens, and these texts; None for a slow tokenizer."""
+        """A copy of the tokenizer with other texts of the control tokens, and these texts; None if it is slow."""
         if not self.tokenizer.is_fast:
             return None
         content = json.loads(self.tokenizer.backend_tokenizer.to_str())

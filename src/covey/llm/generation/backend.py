@@ -65,6 +65,7 @@ class Sampling(StrEnum):
     NO_CACHE = "no cache"
 
 
+CHUNK = 128  # tokens of replies in conversations that are fed at once
 SAMPLING_BY_CACHE = (Sampling.PADDED_CACHE, Sampling.CACHE_BY_LENGTH, Sampling.NO_CACHE)
 
 
@@ -95,6 +96,13 @@ class Backend:
         if self.sampling is Sampling.NO_CACHE:
             return FullForwardDecoder(module, rows)
         return CacheDecoder(module, rows, pads=self.sampling is Sampling.PADDED_CACHE)
+
+    def conversation_decoder(self, module: PreTrainedModel, rows: int, max_new_tokens: int) -> NativeDecoder | None:
+        """A decoder whose rows can be parked; None if the model has none. Its bits do not depend on the other rows."""
+        kernels = self.kernels.of(next(module.parameters()))
+        if self.sampling is not Sampling.NATIVE or kernels is None:
+            return None
+        return NativeDecoder(module, kernels, rows, max_new_tokens, chunk=CHUNK)
 
     def recorded(self) -> dict[str, str]:
         """The choice as recorded in a run and in `summary.json`; compared when a run is resumed."""

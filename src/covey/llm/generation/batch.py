@@ -61,6 +61,7 @@ class ContinuousBatch:
         self.tokens_NT = np.empty(uniforms_NT.shape, dtype=np.int64)
         self.logprobs_NT = np.empty(uniforms_NT.shape)
         self.lengths_N = np.zeros(len(uniforms_NT), dtype=np.int64)
+        self.limits_N = np.full(len(uniforms_NT), self.max_new_tokens)  # of the lengths
         self.admitted = 0  # prompts
         self.complete: list[int] = []  # prompts whose completions have all ended, in the order of their ends
         self.open_R = np.empty(0, dtype=np.int64)  # indices of the open completions among the N
@@ -74,6 +75,11 @@ class ContinuousBatch:
         self.tokens_NT = np.concatenate([self.tokens_NT, np.empty(uniforms_NT.shape, dtype=np.int64)])
         self.logprobs_NT = np.concatenate([self.logprobs_NT, np.empty(uniforms_NT.shape)])
         self.lengths_N = np.concatenate([self.lengths_N, np.zeros(len(uniforms_NT), dtype=np.int64)])
+        self.limits_N = np.concatenate([self.limits_N, np.full(len(uniforms_NT), self.max_new_tokens)])
+
+    @property
+    def rows_in_use(self) -> int:
+        return len(self.open_R)
 
     @property
     def is_done(self) -> bool:
@@ -100,7 +106,7 @@ class ContinuousBatch:
         return [self.decoder.step(self.fed_B)] if len(self.open_R) else []
 
     def _admit(self) -> list[Tensor]:
-        free_rows = min(self.decoder.free_rows(), self.max_rows - len(self.open_R))
+        free_rows = min(self.decoder.free_rows(), self.max_rows - self.rows_in_use)
         begin, end = self.admitted, min(self.admitted + free_rows // self.group_size, len(self.prompts))
         if begin == end:
             return []
@@ -124,9 +130,12 @@ class ContinuousBatch:
         self.lengths_N[self.open_R] += 1
         return chosen_R
 
+    def _unfinished(self, tokens_R: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return ~np.isin(tokens_R, self.end_ids) & (self.lengths_N[self.open_R] < self.limits_N[self.open_R])
+
     def _retire(self, tokens_R: NDArray[np.int64]) -> NDArray[np.int64]:
         """Close the completions that ended, and record complete prompts; returns the last tokens of the open ones."""
-        unfinished = ~np.isin(tokens_R, self.end_ids) & (self.lengths_N[self.open_R] < self.max_new_tokens)
+        unfinished = self._unfinished(tokens_R)
         ended_R = self.open_R[~unfinished]
         self.open_R, self.branch_R = self.open_R[unfinished], self.branch_R[unfinished]
         if len(ended_R):

@@ -19,8 +19,9 @@ from covey.runtime.rng import SAMPLING
 class RandomKey:
     """Key of the random numbers of a request.
 
-    Completion i is rollout `first_rollout + i`. A token is a function of (seed, step, group, rollout, position) and of
-    its distribution alone, so a repeated request gives the same completions, independent of other requests.
+    Completion i is rollout `first_rollout + i`, and its first token has the position `first_position`. A token is a
+    function of (seed, step, group, rollout, position) and of its distribution alone, so a repeated request gives the
+    same completions, independent of other requests.
     """
 
     seed: int
@@ -28,6 +29,7 @@ class RandomKey:
     group: int
     first_rollout: int = 0
     stream: int = SAMPLING  # numbers of different streams are independent
+    first_position: int = 0  # number of tokens of the rollout before this request, for turns of a conversation
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.data import EndReason
-from covey.llm.generation.backend import Backend
+from covey.llm.generation.backend import Backend, Sampling
 from covey.llm.generation.batch import ContinuousBatch
+from covey.llm.generation.conversation_batch import ConversationBatch
 from covey.llm.generation.generator import (
     Completion,
     FailureReason,
@@ -22,6 +24,8 @@ from covey.llm.generation.generator import (
     GenerationSettings,
     Ready,
 )
+from covey.llm.generation.turns import OpenConversations, Respond, TurnAnswer
+from covey.llm.model.prefix_tree import shared_prompt_prefix
 from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
 from covey.runtime.rng import uniforms
@@ -43,18 +47,69 @@ class LocalGenerator:
 
     def generate(self, requests: Sequence[GenerationRequest], ready: Ready = lambda *_: None) -> list[GenerationResult]:
         """Generate the requests; those with equal settings and number of completions are one batch."""
-        start = self.clock()
-        results: dict[int, GenerationResult] = {}
-        batches: dict[tuple[int, GenerationSettings], list[int]] = {}
-        for number, request in enumerate(requests):
-            if failure := refusal(request, self.policy.module.config, self.version):
-                results[number] = failure
-            else:
-                batches.setdefault((request.completions, request.settings), []).append(number)
-        for numbers in batches.values():
+        return self.generate_by_settings(requests, self.clock(), ready)
+
+    def converse(
+        self, requests: Sequence[GenerationRequest], respond: Respond, max_tokens: int | None = None
+    ) -> list[GenerationFailure | None]:
+        """Generate conversations; implements `TurnGenerator`.
+
+        Models of `NativeDecoder` continue a turn from its keys and values while other rows go on (`_RowTurns`). For the
+        others, the turns whose answers have come are generated together, with a prefill of all tokens so far, and
+        answers that come meanwhile wait (`_TurnWaves`).
+        """
+        start, answers = self.clock(), queue.SimpleQueue[TurnAnswer]()
+        conversations = OpenConversations(with_shared_prefix(requests), respond, self.policy.module.config, answers.put)
+        if self.policy.backend.sampling is not Sampling.NATIVE:
+            return _TurnWaves(self, conversations, answers, start).run()
+        failed: dict[int, GenerationFailure] = {}
+        for numbers in self._by_settings(conversations.turns, failed):
+            batch = self._conversation_batch([conversations.turns[number] for number in numbers], max_tokens or 0)
+            failed |= _RowTurns(self, conversations, answers, start, batch, numbers).run()
+        return conversations.failures(failed)
+
+    def _conversation_batch(self, requests: list[GenerationRequest], max_tokens: int) -> ConversationBatch:
+        """A batch of the first turns of conversations with up to `max_tokens` tokens after the prompt."""
+        settings, prompts = requests[0].settings, [request.prompt for request in requests]
+        tokens = max(max_tokens, settings.max_new_tokens)
+        fitting = settings.max_rows or self.rows_in_memory(prompts, tokens)
+        rows = rows_together(fitting, len(requests), requests[0].completions)
+        decoder = self.policy.backend.conversation_decoder(self.policy.module, rows, tokens)
+        assert decoder is not None
+        return ConversationBatch(
+            decoder,
+            prompts,
+            np.concatenate([request_uniforms(request) for request in requests]),
+            rows,
+            settings.temperature,
+            settings.end_ids,
+            self.policy.backend.kernels,
+            settings.shared_prefix,
+        )
+
+    def generate_by_settings(
+        self, requests: Sequence[GenerationRequest], start: float, ready: Ready
+    ) -> list[GenerationResult]:
+        """The results of requests whose deadlines are counted from `start` on."""
+        failed: dict[int, GenerationFailure] = {}
+        batches = self._by_settings(requests, failed)
+        results: dict[int, GenerationResult] = {**failed}
+        for numbers in batches:
             of_batch = {number: requests[number] for number in numbers}
             results |= zip(numbers, self._generate(of_batch, start, ready), strict=True)
         return [results[number] for number in range(len(requests))]
+
+    def _by_settings(
+        self, requests: Sequence[GenerationRequest], failed: dict[int, GenerationFailure]
+    ) -> list[list[int]]:
+        """Numbers of the requests of each batch; those that cannot be generated are added to `failed`."""
+        batches: dict[tuple[int, GenerationSettings], list[int]] = {}
+        for number, request in enumerate(requests):
+            if failure := refusal(request, self.policy.module.config, self.version):
+                failed[number] = failure
+            else:
+                batches.setdefault((request.completions, request.settings), []).append(number)
+        return list(batches.values())
 
     def refresh(self, version: int) -> None:
         self.version = version
@@ -113,11 +168,7 @@ class LocalGenerator:
         try:
             while not batch.is_done:
                 if deadline_seconds is not None and self.clock() - start >= deadline_seconds:
-                    return GenerationFailure(
-                        FailureReason.DEADLINE,
-                        f"the completions were not generated within their deadline of {deadline_seconds:g} s: allow "
-                        "more time, or lower max_new_tokens",
-                    )
+                    return missed_deadline(deadline_seconds)
                 batch.advance()
                 for prompt in batch.complete[handed_out:]:
                     hand_out(prompt)
@@ -131,6 +182,138 @@ class LocalGenerator:
         return fitting_rows(row_bytes(self.policy.backend, prompts, max_new_tokens))
 
 
+@dataclass
+class _Turns:
+    """Conversations of one call of `converse`, and the queue in which answers arrive."""
+
+    generator: LocalGenerator
+    conversations: OpenConversations
+    answers: queue.SimpleQueue[TurnAnswer]
+    start: float
+
+    def next_answer(self, wait: bool, deadline: float | None) -> TurnAnswer | None:
+        """The next answer; None if none has come, with `wait` until the deadline."""
+        left = None if deadline is None else max(self.start + deadline - self.generator.clock(), 0.0)
+        try:
+            return self.answers.get(block=wait, timeout=left)
+        except queue.Empty:
+            return None
+
+
+class _TurnWaves(_Turns):
+    """Generates the turns whose answers have come together, then the next ones."""
+
+    def run(self) -> list[GenerationFailure | None]:
+        failed: dict[int, GenerationFailure] = {}
+        pending = list(range(len(self.conversations.turns)))
+        while pending:
+            failed |= self._generate(pending)
+            pending = self._answered(failed)
+        return self.conversations.failures(failed)
+
+    def _generate(self, numbers: list[int]) -> dict[int, GenerationFailure]:
+        """Generate the turns with these numbers, and ask for their continuations; the failures."""
+
+        def end_turns(place: int, completions: list[Completion]) -> None:
+            self.conversations.end_turns(numbers[place], completions)
+
+        turns = [self.conversations.turns[number] for number in numbers]
+        results = zip(numbers, self.generator.generate_by_settings(turns, self.start, end_turns), strict=True)
+        return {number: result for number, result in results if isinstance(result, GenerationFailure)}
+
+    def _answered(self, failed: dict[int, GenerationFailure]) -> list[int]:
+        """Wait for a next turn, and take those of all answers that have come.
+
+        Past the deadline, the turns that wait for an answer have failed.
+        """
+        deadline, found = self.conversations.turns[0].settings.deadline_seconds, list[int]()
+        while self.conversations.unanswered and not (found and self.answers.empty()):
+            answer = self.next_answer(True, deadline)
+            if answer is None:
+                failed |= dict.fromkeys(self.conversations.stop_waiting(), missed_deadline(deadline))
+            elif (turn := self.conversations.next_turn(answer)) is not None:
+                found.append(turn)
+        return sorted(found, key=self.conversations.places.__getitem__)
+
+
+class _RowTurns(_Turns):
+    """Generates the conversations of one batch, each of which keeps its row."""
+
+    def __init__(
+        self,
+        generator: LocalGenerator,
+        conversations: OpenConversations,
+        answers: queue.SimpleQueue[TurnAnswer],
+        start: float,
+        batch: ConversationBatch,
+        requests: list[int],
+    ) -> None:
+        super().__init__(generator, conversations, answers, start)
+        self.batch = batch
+        # Of each conversation that has not ended, by its number in the batch: (turn, index of the completion in it).
+        self.turns = dict(enumerate((number, index) for number in requests for index in range(batch.group_size)))
+        self.waiting: dict[tuple[int, int], int] = {}  # conversation of each turn without an answer
+
+    def run(self) -> dict[int, GenerationFailure]:
+        """Failures by the numbers of turns."""
+        deadline = self.conversations.turns[self.turns[0][0]].settings.deadline_seconds
+        try:
+            while self.turns:
+                while answer := self.next_answer(bool(self.waiting) and not self.batch.can_advance, deadline):
+                    self._take(answer)
+                if deadline is not None and self.generator.clock() - self.start >= deadline:
+                    return self._fail(missed_deadline(deadline))
+                if self.batch.can_advance:
+                    self.batch.advance()
+                for number in self.batch.ended:
+                    self._end_turn(number)
+                self.batch.ended.clear()
+        except FloatingPointError:
+            return self._fail(non_finite())
+        return {}
+
+    def _end_turn(self, number: int) -> None:
+        turn, index = self.turns[number]
+        self.waiting[turn, index] = number
+        request = self.conversations.turns[turn]
+        completion = completion_of(*self.batch.turn(number), request, self.generator.version)
+        self.conversations.end_turn(turn, index, completion)
+
+    def _take(self, answer: TurnAnswer) -> None:
+        number = self.waiting.pop((answer.turn, answer.index), None)
+        turn = self.conversations.next_turn(answer)
+        if number is None:  # of an earlier batch that has failed
+            return
+        if turn is None:
+            self.batch.end(number)
+            del self.turns[number]
+            return
+        self.turns[number] = turn, 0
+        request = self.conversations.turns[turn]
+        fed = 1 + request.key.first_position - self.conversations.turns[answer.turn].key.first_position
+        fed -= len(answer.completion.tokens)  # the last of these and those of the reply
+        self.batch.reply(number, request.prompt[-fed:], request_uniforms(request)[0])
+
+    def _fail(self, failure: GenerationFailure) -> dict[int, GenerationFailure]:
+        self.conversations.stop_waiting()
+        return {turn: failure for turn, _ in self.turns.values()}
+
+
+def with_shared_prefix(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    """The requests with the shared prefix that a call of `generate` chooses for them together."""
+    prompts: dict[tuple[int, GenerationSettings], list[tuple[int, ...]]] = {}
+    for request in requests:
+        prompts.setdefault((request.completions, request.settings), []).append(request.prompt)
+    shared = {kind: shared_prompt_prefix(of_kind) for kind, of_kind in prompts.items()}
+    return [
+        replace(
+            request,
+            settings=replace(request.settings, shared_prefix=shared[request.completions, request.settings]),
+        )
+        for request in requests
+    ]
+
+
 def refusal(request: GenerationRequest, model_config: Any, version: int) -> GenerationFailure | None:
     """The failure of a request that a model with weights of this version cannot generate; None if it can."""
     settings = request.settings
@@ -140,6 +323,15 @@ def refusal(request: GenerationRequest, model_config: Any, version: int) -> Gene
     if fault := length_fault(model_config, len(request.prompt), settings.max_new_tokens):
         return GenerationFailure(FailureReason.PROMPT_TOO_LONG, fault)
     return None
+
+
+def missed_deadline(seconds: float | None) -> GenerationFailure:
+    """The failure of requests that were not generated within this time."""
+    return GenerationFailure(
+        FailureReason.DEADLINE,
+        f"the completions were not generated within their deadline of {seconds:g} s: allow more time, or lower "
+        "max_new_tokens",
+    )
 
 
 def non_finite() -> GenerationFailure:
@@ -177,6 +369,6 @@ def request_uniforms(request: GenerationRequest) -> NDArray[np.float64]:
     """Random numbers in [0, 1) of a request's decisions, [completions, max_new_tokens]."""
     key, tokens = request.key, request.settings.max_new_tokens
     rollouts = key.first_rollout + np.arange(request.completions)
-    positions = np.tile(np.arange(tokens), request.completions)
+    positions = np.tile(key.first_position + np.arange(tokens), request.completions)
     numbers = uniforms(key.seed, key.step, key.group, rollouts.repeat(tokens), positions, stream=key.stream)
     return numbers.reshape(request.completions, tokens)

@@ -2,13 +2,17 @@
 
 A row has a slot in the KV cache of completions and a pointer to the KV cache of its prompt. Rows may be at different
 positions. A row can be removed without copies, and its slot is free for a new row, so a long completion does not block
-the rest of the batch.
+the rest of the batch. A parked row has its slot, but takes no part in steps until it is brought back. Because tokens
+are only appended, it may share the slot with rows that go on.
 
-Shapes: S prompts, P prompt tokens, R rows, W hidden width, H heads, K key-value heads, D head width, V vocabulary.
+Shapes: S prompts, P prompt tokens, R rows, N tokens of all rows, W hidden width, H heads, K key-value heads,
+D head width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +26,9 @@ from covey.llm.model.architecture import Heads
 from covey.llm.native.bindings import AttentionArgs, Kernels, padded
 from covey.runtime.device import in_huge_pages
 
+# Matrix products of fewer rows are computed in another order.
+LEAST_ROWS = 8
+
 
 @dataclass(frozen=True)
 class _SharedPrompt:
@@ -30,6 +37,15 @@ class _SharedPrompt:
     keys: Tensor  # [layers, K, padded P * padded D]
     values: Tensor  # [layers, K, padded P * padded D]
     length: int
+
+
+@dataclass(frozen=True, eq=False)
+class ParkedRow:
+    """A row outside of the batch, with its keys and values."""
+
+    prompt: _SharedPrompt
+    slot: int
+    decoded: int  # number of own tokens
 
 
 def capacity(max_new_tokens: int) -> int:
@@ -58,11 +74,22 @@ class NativeDecoder:
     compact_threshold = 0.0  # the removal of a row needs no copy
     can_fork = True
 
-    def __init__(self, module: PreTrainedModel, kernels: Kernels, rows: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, module: PreTrainedModel, kernels: Kernels, rows: int, max_new_tokens: int, chunk: int | None = None
+    ) -> None:
+        """
+        Args:
+            module, kernels: a Llama-like model and the kernels for its dtype.
+            rows: R, parked ones included.
+            max_new_tokens: number of own tokens that rows have room for at first.
+            chunk: maximal number of tokens that `extend` feeds at once, if it is larger than `rows`. The bits of a row
+                then do not depend on the number of other rows. None: `extend` is not used.
+        """
         self.module = module
         self.base = cast(Any, module.base_model)  # with `embed_tokens`, `rotary_emb`, `layers` and `norm`
         self.kernels = kernels
-        self.stack = make_stack(module, kernels, rows)
+        self.chunk = max(rows, chunk or 0)
+        self.stack = make_stack(module, kernels, self.chunk, LEAST_ROWS if chunk else 1)
         self.heads = Heads.of(module)
         self.epsilon = module.config.get_text_config().rms_norm_eps
         self.capacity = capacity(max_new_tokens)
@@ -73,6 +100,7 @@ class NativeDecoder:
         self.prompts: list[_SharedPrompt] = []  # of every row
         self.slots_R = torch.empty(0, dtype=torch.int32)
         self.decoded_R = torch.empty(0, dtype=torch.int32)
+        self.parked = Counter[int]()  # number of parked rows in each slot
         self._update_prompt_pointers()
 
     def free_rows(self) -> int:
@@ -98,7 +126,7 @@ class NativeDecoder:
     @torch.inference_mode()
     def select(self, rows: Tensor) -> None:
         chosen, slots = rows.tolist(), self.slots_R[rows].tolist()
-        self.free += sorted(set(self.slots_R.tolist()) - set(slots), reverse=True)
+        self.free += sorted(set(self.slots_R.tolist()) - set(slots) - self.parked.keys(), reverse=True)
         self.prompts = [self.prompts[row] for row in chosen]
         self.decoded_R = self.decoded_R[rows]
         for row in range(1, len(chosen)):
@@ -110,20 +138,89 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
-        hidden_RW = self.base.embed_tokens(tokens_R).float()
-        angles = self.base.rotary_emb(hidden_RW, (self.lengths_R + self.decoded_R)[None].long())
+        self._make_room(int(self.decoded_R.max()) + 1)
+        logits_RV = self._feed(tokens_R, slice(None), self.decoded_R)
+        self.decoded_R += 1
+        return logits_RV
+
+    @torch.inference_mode()
+    def extend(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Feed one or more tokens to every row; returns logits_RV of the token after the last."""
+        counts_R = torch.tensor([len(of_row) for of_row in tokens])
+        self._make_room(int((self.decoded_R + counts_R).max()))
+        tokens_N = torch.tensor([token for of_row in tokens for token in of_row])
+        rows_N = torch.arange(len(tokens)).repeat_interleave(counts_R)
+        ends_R = counts_R.cumsum(0)
+        offsets_N = torch.arange(len(tokens_N)) - (ends_R - counts_R)[rows_N]
+        decoded_N = (self.decoded_R[rows_N] + offsets_N).int()
+        logits_RV: list[Tensor] = []
+        for begin in range(0, len(tokens_N), self.chunk):
+            part = slice(begin, begin + self.chunk)
+            logits_CV = self._feed(tokens_N[part], rows_N[part], decoded_N[part])
+            last = ends_R[(ends_R > begin) & (ends_R <= begin + self.chunk)] - 1 - begin
+            logits_RV.append(logits_CV[last])
+        self.decoded_R += counts_R.int()
+        return torch.cat(logits_RV)
+
+    def park(self, row: int) -> ParkedRow:
+        """Keep the keys and values of a row, also if `select` removes it from the batch; repeated calls are counted."""
+        slot = int(self.slots_R[row])
+        self.parked[slot] += 1
+        return ParkedRow(self.prompts[row], slot, int(self.decoded_R[row]))
+
+    def release(self, row: ParkedRow) -> None:
+        """Forget a parked row; its slot is free if no other row has it."""
+        if not self._unpark(row):
+            self.free.append(row.slot)
+
+    @torch.inference_mode()
+    def bring_back(self, row: ParkedRow) -> None:
+        """Append a parked row to the batch. It is copied if another row has its slot."""
+        slot = row.slot
+        if self._unpark(row):
+            slot = self.free.pop()
+            self._copy(row.slot, slot, row.decoded)
+        self.prompts.append(row.prompt)
+        self.slots_R = torch.cat([self.slots_R, torch.tensor([slot], dtype=torch.int32)])
+        self.decoded_R = torch.cat([self.decoded_R, torch.tensor([row.decoded], dtype=torch.int32)])
+        self._update_prompt_pointers()
+
+    def _unpark(self, row: ParkedRow) -> bool:
+        """True if another row has the slot of this parked row, which is none any more."""
+        self.parked[row.slot] -= 1
+        if self.parked[row.slot]:
+            return True
+        del self.parked[row.slot]
+        return row.slot in self.slots_R.tolist()
+
+    def _feed(self, tokens_N: Tensor, rows_N: Tensor | slice, decoded_N: Tensor) -> Tensor:
+        """logits_NV after tokens of these rows, each of which has `decoded_N` own tokens before it."""
+        lengths, slots = self.lengths_R[rows_N], self.slots_R[rows_N]
+        keys, values = self.keys_R[rows_N], self.values_R[rows_N]
+        hidden_RW = self.base.embed_tokens(tokens_N).float()
+        angles = self.base.rotary_emb(hidden_RW, (lengths + decoded_N)[None].long())
         cosine, sine = (part.to(self.kernels.dtype).contiguous() for part in angles)
         args = AttentionArgs(
-            cosine=cosine.data_ptr(), sine=sine.data_ptr(), prompt_keys=self.keys_R.data_ptr(),
-            prompt_values=self.values_R.data_ptr(), prompt_lengths=self.lengths_R.data_ptr(),
-            slots=self.slots_R.data_ptr(), decoded=self.decoded_R.data_ptr(),
-            rows=len(tokens_R), heads=self.heads.queries, kv_heads=self.heads.keys, head_dim=self.heads.width,
+            cosine=cosine.data_ptr(), sine=sine.data_ptr(), prompt_keys=keys.data_ptr(),
+            prompt_values=values.data_ptr(), prompt_lengths=lengths.data_ptr(),
+            slots=slots.data_ptr(), decoded=decoded_N.data_ptr(),
+            rows=len(tokens_N), heads=self.heads.queries, kv_heads=self.heads.keys, head_dim=self.heads.width,
             capacity=self.capacity, threads=torch.get_num_threads(), scaling=self.heads.width**-0.5,
             epsilon=self.epsilon,
         )  # fmt: skip
-        logits_RV = self.stack.step(hidden_RW, args, self.own_keys, self.own_values)
-        self.decoded_R += 1
-        return logits_RV
+        return self.stack.step(hidden_RW, args, self.own_keys, self.own_values)
+
+    def _make_room(self, tokens: int) -> None:
+        """Give every row room for at least so many own tokens."""
+        if tokens <= self.capacity:
+            return
+        written = self.own_keys.shape[-1]
+        self.capacity = capacity(max(tokens, 2 * self.capacity))
+        for name in ("own_keys", "own_values"):
+            old = getattr(self, name)
+            new = in_huge_pages(old.new_empty(*old.shape[:-1], self.capacity * padded(self.heads.width)))
+            new[..., :written] = old
+            setattr(self, name, new)
 
     def _copy(self, slot: int, into: int, tokens: int) -> None:
         written = padded(tokens) * padded(self.heads.width)

@@ -40,25 +40,31 @@ class Stack(Protocol):
         """logits_RV from the output of the last norm."""
 
 
-def make_stack(module: PreTrainedModel, kernels: Kernels, rows: int) -> Stack:
-    """The fastest layers for this processor, for at most `rows` rows."""
-    return TiledStack(module, kernels, rows) if kernels.has_avx512_bf16 else PackedStack(module, kernels)
+def make_stack(module: PreTrainedModel, kernels: Kernels, rows: int, least_rows: int = 1) -> Stack:
+    """The fastest layers for this processor, for at most `rows` rows.
+
+    If the number of rows changes their bits, fewer than `least_rows` are padded.
+    """
+    if kernels.has_avx512_bf16:
+        return TiledStack(module, kernels, rows)
+    return PackedStack(module, kernels, least_rows)
 
 
 class PackedStack:
     """Layers with oneDNN's matrix products and covey's kernels; implements `Stack`."""
 
-    def __init__(self, module: PreTrainedModel, kernels: Kernels) -> None:
+    def __init__(self, module: PreTrainedModel, kernels: Kernels, least_rows: int = 1) -> None:
         base = cast(Any, module.base_model)
-        self.kernels = kernels
+        self.kernels, self.least_rows = kernels, least_rows
         self.layers = [PackedLayer(layer) for layer in base.layers]
         self.norm = base.norm.weight.detach()
-        self.head = PackedLinear(module.get_output_embeddings())  # type: ignore[arg-type]
+        self.linear_head = PackedLinear(module.get_output_embeddings())  # type: ignore[arg-type]
 
     def step(self, hidden_RW: Tensor, args: AttentionArgs, own_keys: Tensor, own_values: Tensor) -> Tensor:
         kernels, epsilon = self.kernels, args.epsilon
+        hidden_RW = self._padded(hidden_RW)
         normed_RW = torch.empty_like(hidden_RW, dtype=kernels.dtype)
-        attended = normed_RW.new_empty(len(hidden_RW), args.heads * args.head_dim)
+        attended = normed_RW.new_zeros(len(hidden_RW), args.heads * args.head_dim)
         args.out, args.out_row_stride = attended.data_ptr(), attended.shape[1]
         added_RW: Tensor | None = None
         for number, layer in enumerate(self.layers):
@@ -76,7 +82,13 @@ class PackedStack:
             kernels.swiglu(gate, up, gated)
             added_RW = layer.down(gated)
         kernels.add_rmsnorm(hidden_RW, added_RW, self.norm, epsilon, hidden_RW, normed_RW)
-        return self.head(normed_RW)
+        return self.linear_head(normed_RW)[: args.rows]
+
+    def head(self, hidden_RW: Tensor) -> Tensor:
+        return self.linear_head(self._padded(hidden_RW))[: len(hidden_RW)]
+
+    def _padded(self, hidden_RW: Tensor) -> Tensor:
+        return nn.functional.pad(hidden_RW, (0, 0, 0, max(self.least_rows - len(hidden_RW), 0)))
 
 
 class TiledStack:

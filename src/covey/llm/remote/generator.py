@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 from covey.config import RunError, SamplerLost
 from covey.llm.generation.generator import (
@@ -18,10 +19,10 @@ from covey.llm.generation.generator import (
     GenerationFailure,
     GenerationRequest,
     GenerationResult,
-    GenerationSettings,
     Ready,
 )
-from covey.llm.model.prefix_tree import shared_prompt_prefix
+from covey.llm.generation.local_generator import missed_deadline, with_shared_prefix
+from covey.llm.generation.turns import OpenConversations, Respond, TurnAnswer
 from covey.llm.remote.client import FailedRequest, LostServer, OtherWeights
 from covey.llm.remote.fleet import Fleet
 from covey.llm.remote.outstanding import Answer, Outstanding
@@ -48,7 +49,22 @@ class RemoteGenerator:
             SamplerLost: if no server is left.
             RunError: if a request has failed on several servers.
         """
-        call = _Call(self, with_shared_prefix(requests), ready)
+        return self._run(_Call(self, with_shared_prefix(requests), ready))
+
+    def converse(
+        self, requests: Sequence[GenerationRequest], respond: Respond, max_tokens: int | None = None
+    ) -> list[GenerationFailure | None]:
+        """Generate conversations; implements `TurnGenerator`. Every turn after the first is a request of its own.
+
+        Raises:
+            SamplerLost, RunError: as `generate`.
+        """
+        call = _Conversations(self, with_shared_prefix(requests), respond)
+        results = self._run(call)
+        failed = {turn: one for turn, one in enumerate(results) if isinstance(one, GenerationFailure)}
+        return call.open.failures(failed)
+
+    def _run(self, call: _Call) -> list[GenerationResult]:
         try:
             return call.run()
         except SamplerLost:
@@ -70,21 +86,6 @@ class RemoteGenerator:
     def close(self) -> None:
         """End the requests in the background."""
         self.fleet.close()
-
-
-def with_shared_prefix(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-    """The requests with the shared prefix that `LocalGenerator` chooses for them. Each server has only some of them."""
-    batches: dict[tuple[int, GenerationSettings], list[GenerationRequest]] = {}
-    for request in requests:
-        batches.setdefault((request.completions, request.settings), []).append(request)
-    shared = {kind: shared_prompt_prefix([one.prompt for one in batch]) for kind, batch in batches.items()}
-    return [
-        replace(
-            request,
-            settings=replace(request.settings, shared_prefix=shared[request.completions, request.settings]),
-        )
-        for request in requests
-    ]
 
 
 @dataclass
@@ -109,13 +110,17 @@ class _Call:
     def run(self) -> list[GenerationResult]:
         for number, request in enumerate(self.requests):
             self._refuse_or_send(number, request)
-        while self.outstanding or self.held:
+        while self._is_open():
             if self._can_prove():
                 self._prove()
-            elif answer := self.outstanding.next(self._seconds_left()):
-                self._take(answer)
-            else:
+                continue
+            event = self.outstanding.next(self._seconds_left())
+            if event is None:
                 self._miss_deadline()
+            elif isinstance(event, Answer):
+                self._take(event)
+            else:
+                event()
         self.prove_once()
         return [self.results[number] for number in range(len(self.requests))]
 
@@ -124,6 +129,9 @@ class _Call:
         if not self.proofs:
             self.proofs += 1
             self.proof.refused({})
+
+    def _is_open(self) -> bool:
+        return bool(self.outstanding or self.held)
 
     def _refuse_or_send(self, number: int, request: GenerationRequest) -> None:
         if request.settings.version != self.fleet.version:
@@ -238,6 +246,29 @@ class _Call:
     def _miss_deadline(self) -> None:
         """The requests that still wait have failed."""
         for number in self.outstanding.cancel():
-            seconds = self.requests[number].settings.deadline_seconds
-            message = f"the completions were not generated within their deadline of {seconds} s: allow more time, or "
-            self.results[number] = GenerationFailure(FailureReason.DEADLINE, message + "lower max_new_tokens")
+            self.results[number] = missed_deadline(self.requests[number].settings.deadline_seconds)
+
+
+class _Conversations(_Call):
+    """One call of `converse`: the requests are turns, and more are added."""
+
+    def __init__(self, generator: RemoteGenerator, turns: list[GenerationRequest], respond: Respond) -> None:
+        config = generator.fleet.policy.module.config
+        self.open = OpenConversations(turns, respond, config, self._put)
+        super().__init__(generator, turns, self.open.end_turns)
+
+    def _is_open(self) -> bool:
+        return super()._is_open() or bool(self.open.unanswered)
+
+    def _put(self, answer: TurnAnswer) -> None:
+        self.outstanding.put(partial(self._go_on, answer))
+
+    def _go_on(self, answer: TurnAnswer) -> None:
+        number = self.open.next_turn(answer)
+        if number is not None:
+            self._send(number)
+
+    def _miss_deadline(self) -> None:
+        super()._miss_deadline()
+        for number in self.open.stop_waiting():
+            self.results[number] = missed_deadline(self.requests[number].settings.deadline_seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -27,15 +27,18 @@ class Answer:
         return self.future.result()
 
 
+Event = Callable[[], None]
+
+
 @dataclass
 class Outstanding:
-    """Requests by their numbers. True while any waits."""
+    """Requests by their numbers. True while any waits. `requests` may grow."""
 
     fleet: Fleet
     requests: Sequence[GenerationRequest]
     tries: dict[int, int] = field(default_factory=dict)  # how often each was sent
     _waiting: dict[int, Answer] = field(default_factory=dict)
-    _ended: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
+    _ended: queue.SimpleQueue[Answer | Event] = field(default_factory=queue.SimpleQueue)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -52,13 +55,19 @@ class Outstanding:
         self._waiting[number] = answer = Answer(number, server, future)
         future.add_done_callback(lambda _: self._ended.put(answer))
 
-    def next(self, seconds: float | None) -> Answer | None:
-        """The next answer; None if none comes within so many seconds."""
+    def put(self, event: Event) -> None:
+        """Let `next` return an event, as if it were an answer; called in any thread."""
+        self._ended.put(event)
+
+    def next(self, seconds: float | None) -> Answer | Event | None:
+        """The next answer or event; None if none comes within so many seconds."""
         while True:
             try:
                 answer = self._ended.get(timeout=seconds)
             except queue.Empty:
                 return None
+            if not isinstance(answer, Answer):
+                return answer
             if self._waiting.get(answer.number) is answer:  # else it was cancelled
                 del self._waiting[answer.number]
                 return answer

@@ -90,7 +90,7 @@ def request_seed(key: RandomKey) -> int:
 
     A server adds the number of the completion to it, and the sum must stay below 2**63.
     """
-    counter = np.array([[key.step, key.group, key.first_rollout, 0]], dtype=np.uint32)
+    counter = np.array([[key.step, key.group, key.first_rollout, key.first_position]], dtype=np.uint32)
     high, low, *_ = (int(word) for word in philox4x32(counter, (key.seed, key.stream))[0])
     return (high << 31 | low >> 1) % (2**63 - WORD)
 
@@ -121,7 +121,7 @@ def read_request(body: Any, vocabulary: int, weights: tuple[str, int]) -> Genera
         raise BadBody("sampling_params.temperature must be at least 0")
     end_ids = frozenset(_tokens(parameters.get("stop_token_ids", []), vocabulary, "sampling_params.stop_token_ids"))
     own = _object(fields.get("covey"), "covey")
-    key = _key(own, n)
+    key = _key(own, n, max_tokens)
     # The last token of a prompt is never shared.
     shared = _integer(own.get("shared_prefix", 0), 0, len(token_ids) - 1, "covey.shared_prefix")
     label, number = weights
@@ -135,11 +135,13 @@ def read_request(body: Any, vocabulary: int, weights: tuple[str, int]) -> Genera
     )
 
 
-def _key(fields: dict[str, Any], completions: int) -> RandomKey:
-    names = ("seed", "step", "group", "first_rollout", "stream")
+def _key(fields: dict[str, Any], completions: int, tokens: int) -> RandomKey:
+    names = ("seed", "step", "group", "first_rollout", "stream", "first_position")
     numbers = {name: _integer(fields.get(name, 0), 0, WORD - 1, f"covey.{name}") for name in names}
     if numbers["first_rollout"] + completions > WORD:
         raise BadBody(f"covey.first_rollout must be at most {WORD - completions}")
+    if numbers["first_position"] + tokens > WORD:
+        raise BadBody(f"covey.first_position must be at most {WORD - tokens}")
     return RandomKey(**numbers)
 
 

@@ -1,4 +1,5 @@
 // Decode attention: one new token per row attends to its prompt, which its group shares, and to its own earlier tokens.
+// Consecutive rows with the same slot are consecutive tokens of one sequence, each of which attends to those before it.
 //
 // A task is a range of rows with the same prompt and one key-value head with its query heads. The prompt's keys and
 // values meet the queries of several rows in one product; each byte of a row's own cache is read once, so that part is
@@ -70,13 +71,20 @@ inline void split_evenly(RowRange rows, int max_rows, Visit visit) {
 // Rows whose queries of one key-value head fill the 16 columns of a tile.
 inline int rows_per_tile(const AttentionArgs& args) { return std::max(1, 16 / (args.heads / args.kv_heads)); }
 
-// Ranges of rows that share a prompt, small enough to balance the threads.
+// Ranges of rows that share a prompt, small enough to balance the threads. Rows with the same slot stay together, because
+// a thread appends their keys and values in order.
 inline std::vector<RowRange> split_into_tasks(const AttentionArgs& args) {
     int max_rows = std::max(rows_per_tile(args), args.rows * args.kv_heads / (8 * args.threads));
     std::vector<RowRange> tasks;
     for (int first = 0, end; first < args.rows; first = end) {
         for (end = first + 1; end < args.rows && args.prompt_keys[end] == args.prompt_keys[first];) end++;
-        split_evenly({first, end - first}, max_rows, [&](RowRange part) { tasks.push_back(part); });
+        int begin = first;
+        split_evenly({first, end - first}, max_rows, [&](RowRange part) {
+            int last = std::max(begin, part.first + part.count);
+            while (last < end && last > begin && args.slots[last] == args.slots[last - 1]) last++;
+            if (last > begin) tasks.push_back({begin, last - begin});
+            begin = last;
+        });
     }
     return tasks;
 }
