@@ -191,7 +191,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 _SPACE, _SPACE_TO_END = re.compile(r"\s*"), re.compile(r"\s*\Z")
 _TAG, _END_TAG = re.compile("<tool_call>"), re.compile("</tool_call>")
 _FENCE, _END_FENCE = re.compile(r"^ {0,3}```tool[ \t]*$\n?", re.MULTILINE), re.compile(r"```")
-_LLAMA_CALL = re.compile(r'\s*(<\|python_tag\|>)?\s*(?=\{\s*"(?:name|type|function)"\s*:)')
+_LLAMA_CALL = re.compile(r'\s*+(<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)"\s*:)')
 _PYTHON_TAG, _SEMICOLON, _END = re.compile(r"<\|python_tag\|>"), re.compile(";"), re.compile(r"\Z")
 _TOOL_CALLS, _NAME = (
     re.compile(r"\[TOOL_CALLS\]"),

@@ -11,6 +11,8 @@ from covey.llm.conversation.tool_calls import ToolCall, find_format, write_calls
 from covey.llm.conversation.tools import Tool
 from covey.llm.model.chat import Chat, Message
 
+MARKER = "coveymarker"  # stands for a text, to see whether a template writes it
+
 
 def call_format(chat: Chat, tools: Sequence[Tool] = ()) -> str:
     """The format in which the model writes calls, as of `find_format`; `fenced` if its template shows no tools."""
@@ -43,6 +45,19 @@ def with_tools(
     except ConfigError:
         pass
     return [{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]], []
+
+
+def reply_message(chat: Chat, call: ToolCall, content: str) -> dict[str, Any]:
+    """The result of a call as a message of the role tool, or of the role user if the template refuses or omits tool."""
+    return call.reply(content) if _has_tool_role(chat) else {"role": "user", "content": content}
+
+
+def _has_tool_role(chat: Chat) -> bool:
+    turn = {"role": "assistant", "content": "a"}
+    try:
+        return MARKER in chat.render([{"role": "user", "content": "u"}, turn, ToolCall("t", {}).reply(MARKER)])
+    except ConfigError:
+        return False
 
 
 def _shows(chat: Chat, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:

@@ -168,6 +168,7 @@ def _shown(name: str) -> str:
     return repr(name if len(name) <= 60 else name[:57] + "...")
 
 
+_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # as templates write them
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "string": ("a string", (str,)),
     "integer": ("an integer", (int,)),
@@ -198,8 +199,8 @@ def _mismatch(value: Any, schema: dict[str, Any]) -> str:
     if value is None and schema.get("nullable"):
         return ""
     if "anyOf" in schema:
-        wrong = [_mismatch(value, option) for option in schema["anyOf"]]
-        return "" if "" in wrong else " or ".join(dict.fromkeys(wrong))
+        each = [_mismatch(value, option) for option in schema["anyOf"]]
+        return "" if "" in each else " or ".join(dict.fromkeys(each))
     kinds = _kinds(schema)
     if kinds and not any(_is_of(value, kind) for kind in kinds):
         is_now = next(text for kind, (text, _) in _TYPES.items() if _is_of(value, kind))
@@ -227,8 +228,8 @@ def _converted(text: RawText, schema: dict[str, Any]) -> Any:
     """A text of a format without types as the type of its schema, if it can be read so; otherwise the text."""
     if not _mismatch(str(text), schema):
         return str(text)
+    plain = text.strip()
     try:
-        value = json.loads(text.strip() if text.strip() not in ("True", "False") else text.strip().lower())
+        return _PYTHON_CONSTANTS[plain] if plain in _PYTHON_CONSTANTS else json.loads(plain)
     except (ValueError, RecursionError):
         return str(text)
-    return value

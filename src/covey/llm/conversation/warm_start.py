@@ -1,9 +1,9 @@
 """Example conversations with the calculator, for a warm start: a small model must know a format before GRPO can help.
 
-    user        What is 123 + 456?
-    assistant   the call calculate(expression="123 + 456"), in the format of the model
-    tool        579
-    assistant   579
+user        What is 123 + 456?
+assistant   the call calculate(expression="123 + 456"), in the format of the model
+tool        579
+assistant   579
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError
-from covey.config.files import write_text
 from covey.llm.conversation.environments.calculator import Calculator
 from covey.llm.conversation.tool_calls import ParsedTurn, ToolCall, write_calls
-from covey.llm.conversation.tool_prompt import call_format, with_tools
+from covey.llm.conversation.tool_prompt import MARKER, call_format, reply_message, with_tools
 from covey.llm.conversation.tools import call_tool, describe_tools
 from covey.llm.model.chat import Chat
 from covey.llm.tasks.arithmetic import Arithmetic
 
 DRAW_STEP = 0  # of `Arithmetic.draw`; training begins at step 1, so that it asks other problems
-CALL_TURN = "coveycallturn"
 
 
 def calculator_examples(
@@ -54,7 +52,7 @@ def calculator_examples(
         prompt, schemas = with_tools(chat, start.prompt, tools, format)  # type: ignore[arg-type]
         call = ToolCall("calculate", {"expression": _expression(start.prompt[-1]["content"])})  # type: ignore[index]
         turn = ParsedTurn("", (call,), ()).message() if writes_calls else _written(call, format)
-        reply = call.reply(call_tool(calculator, call, tools))
+        reply = reply_message(chat, call, call_tool(calculator, call, tools))
         answer = {"role": "assistant", "content": str(start.columns["answer"])}
         rows.append({"messages": [*prompt, turn, reply, answer], **({"tools": schemas} if schemas else {})})
     return rows
@@ -62,7 +60,7 @@ def calculator_examples(
 
 def write_examples(path: str | Path, rows: list[dict[str, Any]]) -> None:
     """Write rows to a JSONL file."""
-    write_text(Path(path), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    Path(path).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def _expression(question: str) -> str:
@@ -76,9 +74,9 @@ def _written(call: ToolCall, format: str) -> dict[str, Any]:
 
 def _writes_calls(chat: Chat, format: str) -> bool:
     """True if the chat template writes the `tool_calls` of a message."""
-    call = ToolCall(CALL_TURN, {})
+    call = ToolCall(MARKER, {})
     messages = [{"role": "user", "content": "u"}, ParsedTurn("", (call,), ()).message()]
     try:
-        return format != "fenced" and CALL_TURN in chat.render(messages, answer_begins=False)
+        return format != "fenced" and MARKER in chat.render(messages, answer_begins=False)
     except ConfigError:
         return False

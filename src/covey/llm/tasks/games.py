@@ -39,9 +39,9 @@ class GuessNumberTask(GeneratedTask):
 class MazeTask(GeneratedTask):
     """Random mazes with a way to the exit, for the environment `maze`, which pays the reward.
 
-    A maze has `size` x `size` places; about a quarter of them are walls. The shortest way from the start to the exit has
-    at least `size` steps, and at most as many as the moves that are allowed. The columns are those of the environment:
-    `maze`, `moves`.
+    A maze has `size` x `size` places; about a quarter of them are walls. The shortest way from the start to the exit
+    has at least `size` steps, and at most as many as the moves that are allowed. The columns are those of the
+    environment: `maze`, `moves`.
 
     >>> MazeTask(size=5, moves=15)
     """
@@ -54,8 +54,8 @@ class MazeTask(GeneratedTask):
         self.config = checked(MazeConfig, fields)
         if self.config.moves < self.config.size:
             raise ConfigError(
-                f"task.moves is {self.config.moves}, but the way to the exit has at least task.size = {self.config.size} "
-                "steps: set task.moves to twice the size or more"
+                f"task.moves is {self.config.moves}, but the way to the exit has at least {self.config.size} steps "
+                "(task.size): set task.moves to twice the size or more"
             )
 
     def problem(self, rng: random.Random) -> Problem:

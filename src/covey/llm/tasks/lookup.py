@@ -47,8 +47,9 @@ class Lookup(GeneratedTask):
             }
             towns[town] = facts
             documents[town] = (
-                f"{town} is a town on the river {rng.choice(_RIVERS)}. It was founded in {facts['founded']}. Its market is "
-                f"known for {rng.choice(_GOODS)}. It has {facts['bridges']} bridges, and {facts['people']} people live there."
+                f"{town} is a town on the river {rng.choice(_RIVERS)}. It was founded in {facts['founded']}. "
+                f"Its market is known for {rng.choice(_GOODS)}. It has {facts['bridges']} bridges, and "
+                f"{facts['people']} people live there."
             )
         town, fact = rng.choice(list(towns)), rng.choice(list(_QUESTIONS))
         question = f"{_QUESTIONS[fact].format(town=town)} {self.config.instruction}".strip()
