@@ -51,7 +51,8 @@ from covey.tracking.run_folder import check_new_file, check_run_dir, next_run_di
 from covey.tracking.run_store import CONFIG_FILE, write_records
 
 EXAMPLES = {"train": "arithmetic_grpo", "iterate": "my.toml"}  # recipes
-EVALUATED = ("model", "task", "rewards", "sampling")  # the tables of a language model's run that `covey eval` uses
+# The tables of a language model's run that `covey eval` uses.
+EVALUATED = ("model", "task", "rewards", "sampling", "conversation")
 LANGUAGE_OPTIONS = (
     "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *MACHINE_FIELDS[1:]
 )  # fmt: skip
@@ -234,6 +235,7 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
             tables["task"] = run["task"]
         if "task" in run and arguments.task in (None, run["task"]["name"]):
             tables["rewards"] = run["rewards"]
+            tables["conversation"] = run["conversation"]
             problems = problems or str(run["evaluation"]["problems"])
     tables["model"] = arguments.model
     if not arguments.task and "task" not in tables:
