@@ -156,5 +156,8 @@ class ConversationSampler(LanguageSampler):
 
 
 def environment_seed(seed: int, step: int, index: int) -> int:
-    """Seed of the global random generators in the process of an environment."""
-    return stable_hash("environment", seed, step, index) % 2**63
+    """Seed of the global random generators in the process of an environment.
+
+    Held-out starts, of step 0, have the same environments for every seed of a run.
+    """
+    return stable_hash("environment", seed if step else 0, step, index) % 2**63
