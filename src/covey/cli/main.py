@@ -11,13 +11,14 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from covey.cli.diagnose import diagnose_command
 from covey.cli.export import export_command
 from covey.cli.logs import set_up_output
-from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
+from covey.cli.options import MACHINE_FIELDS, OVERVIEW, TRUNCATION, parse
 from covey.cli.plan import plan_command
 from covey.cli.report import report_command
 from covey.cli.reward_model import reward_model_command
@@ -25,9 +26,18 @@ from covey.cli.runs import runs_command
 from covey.cli.serve import serve_command
 from covey.cli.show import show_command
 from covey.cli.watch import watch_command
-from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, RunError
+from covey.config import (
+    TASK_CONFIGS,
+    ConfigError,
+    ControlConfig,
+    DatasetConfig,
+    RunConfig,
+    RunError,
+    SamplingConfig,
+)
+from covey.config.chat import check_stop
 from covey.config.faults import machine_error, path_error
-from covey.config.fields import check_text, command, printable
+from covey.config.fields import check_fields, check_text, command, printable
 from covey.config.files import user_path
 from covey.config.model_sources import find_origin, locate_model
 from covey.config.recipe import (
@@ -51,9 +61,15 @@ from covey.tracking.run_folder import check_new_file, check_run_dir, next_run_di
 from covey.tracking.run_store import CONFIG_FILE, write_records
 
 EXAMPLES = {"train": "arithmetic_grpo", "iterate": "my.toml"}  # recipes
-EVALUATED = ("model", "task", "rewards", "sampling")  # the tables of a language model's run that `covey eval` uses
+EVALUATED = (
+    "model",
+    "task",
+    "rewards",
+    "sampling",
+    "chat",
+)  # the tables of a language model's run that `covey eval` uses
 LANGUAGE_OPTIONS = (
-    "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *MACHINE_FIELDS[1:]
+    "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *TRUNCATION, *MACHINE_FIELDS[1:]
 )  # fmt: skip
 LONGEST_MESSAGE, TAIL = 1500, 300  # characters of an error
 WIDTHS = (20, 1000)  # valid columns of a terminal; COLUMNS is ignored outside this range
@@ -201,12 +217,14 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
         temperature = 0.0 if samples == 1 else 1.0
     if samples > 1 and temperature == 0:
         raise ConfigError(f"{samples} greedy answers are all the same: raise --temperature, or leave out --samples")
+    truncation = truncation_of(arguments, temperature, config.sampling.max_new_tokens)
     output = user_path(arguments.output, "--output: ") if arguments.output else None
     if output is not None:
         check_new_file(output, "--output")
     from covey.experiment.inference import evaluate_model
+    from covey.llm.generation.truncation import Truncation
 
-    result = evaluate_model(config, samples=samples, temperature=temperature)
+    result = evaluate_model(config, samples=samples, temperature=temperature, truncation=Truncation(**truncation))
     if output is not None:
         write_records(output, result.records())
     for note in result.notes:
@@ -229,7 +247,8 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
         check_own_parts(arguments, origin.run_dir)
         run = config_to_dict(config_from_dict(read_tables(origin.run_dir / CONFIG_FILE)))  # with every default
         machine = {"precision": run["precision"]}  # greedy answers differ in another precision
-        tables = {"sampling": {name: run["sampling"][name] for name in ("max_new_tokens", "long_prompts")}}
+        tables = {"sampling": {name: run["sampling"][name] for name in ("max_new_tokens", "long_prompts", "stop")}}
+        tables["chat"] = run.get("chat", {})
         if "task" in run:
             tables["task"] = run["task"]
         if "task" in run and arguments.task in (None, run["task"]["name"]):
@@ -312,6 +331,34 @@ def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Pa
         say(advice)
 
 
+def truncation_of(arguments: argparse.Namespace, temperature: float, max_new_tokens: int) -> dict[str, Any]:
+    """The fields of `Truncation` that a command sets.
+
+    Raises:
+        ConfigError: for one that has no effect on greedy answers, and for a minimum length above the largest.
+    """
+    given = {name: getattr(arguments, name) for name in TRUNCATION if getattr(arguments, name) is not None}
+    if temperature == 0 and (without_effect := [name for name in given if name != "min_new_tokens"]):
+        option = f"--{without_effect[0].replace('_', '-')}"
+        raise ConfigError(f"{option} changes no greedy answer: raise --temperature, or leave it out")
+    if given.get("min_new_tokens", 0) >= max_new_tokens:
+        raise ConfigError(
+            f"--min-new-tokens must be below --max-new-tokens, {max_new_tokens} (is {given['min_new_tokens']})"
+        )
+    return given
+
+
+def sampling_config(model: str, max_new_tokens: int, seed: int) -> RunConfig:
+    """Config of samples from a model. If it is from a run, precision, [chat] table and stop strings are the run's."""
+    origin = find_origin(model)
+    run = None if origin is None else config_from_dict(origin.config_tables)
+    sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+    if not isinstance(run, RunConfig):
+        return RunConfig(model=model, seed=seed, sampling=sampling)
+    sampling = replace(sampling, stop=run.sampling.stop)
+    return RunConfig(model=model, seed=seed, sampling=sampling, chat=run.chat, precision=run.precision)
+
+
 def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey compare`."""
     from covey.comparison.compare import compare
@@ -331,11 +378,20 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey sample`."""
     check_text(arguments.prompt, "the prompt")
     locate_model(arguments.model)
+    truncation = truncation_of(arguments, arguments.temperature, arguments.max_new_tokens)
+    config = sampling_config(arguments.model, arguments.max_new_tokens, arguments.seed)
+    if arguments.stop is not None:
+        config = replace(config, sampling=replace(config.sampling, stop=tuple(arguments.stop)))
+    if arguments.system_prompt is not None:
+        config = replace(config, chat=replace(config.chat, system_prompt=arguments.system_prompt))
+    check_fields(config)
+    check_stop(config.sampling.stop)
     from covey.experiment.inference import sample_model
+    from covey.llm.generation.truncation import Truncation
     from covey.tracking.console import printable
 
     texts = sample_model(
-        arguments.model, arguments.prompt, arguments.n, arguments.temperature, arguments.max_new_tokens, arguments.seed
+        config, arguments.prompt, arguments.n, arguments.temperature, truncation=Truncation(**truncation)
     )
     for number, text in enumerate(texts, start=1):
         print(f"[{number}] {printable(text)}")
