@@ -16,6 +16,7 @@ from covey.cli.reward_model_options import add_actions
 from covey.cli.runs import DEFAULT_ACTION, add_runs_options
 from covey.cli.serve import add_serve_options
 from covey.cli.show import add_show_options
+from covey.cli.truncation import MOST_TOKENS, add_truncation
 from covey.cli.watch import add_watch_options
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.fields import command, did_you_mean
@@ -26,8 +27,6 @@ from covey.config.terminal import fitted, width_of
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
 LARGEST_SEED = 2**32 - 1
-TRUNCATION = ("top_k", "top_p", "min_p", "min_new_tokens")  # options of eval and sample
-MOST_TOKENS = 1_000_000  # limit of an answer or a prompt
 COLDEST, HOTTEST = 1e-4, 1e4  # limits of a temperature above 0
 TAKE_FIELDS = (
     "train",
@@ -274,7 +273,7 @@ def _eval_options(command: Parser) -> None:
     command.add_argument("--samples", type=number(int, 1, 10_000), help="answers to each problem (1)")
     command.add_argument("--temperature", type=temperature, help="0 is greedy (0, or 1 with several samples)")
     command.add_argument("--max-new-tokens", help="longest answer, in tokens (64, or the run's own)")
-    _add_truncation(command)
+    add_truncation(command)
     texts = {row.name: row.text for row in describe_fields() if not row.section}
     for name in MACHINE_FIELDS:
         command.add_argument(f"--{name}", help=texts[name])
@@ -315,23 +314,9 @@ def _sample_options(command: Parser) -> None:
         "--stop", action="append", metavar="TEXT", help="text that ends an answer; several times for more"
     )
     command.add_argument("--system-prompt", metavar="TEXT", help="system message before the prompt (the run's own)")
-    _add_truncation(command)
+    add_truncation(command)
     command.add_argument(
         "--seed", type=number(int, 0, LARGEST_SEED), default=0, help="the same seed gives the same answers (0)"
-    )
-
-
-def _add_truncation(command: Parser) -> None:
-    """Options for tokens that may not be drawn. A recipe has none, because an update needs the whole distribution."""
-    command.add_argument("--top-k", type=number(int, 1, MOST_TOKENS), help="draw from the K most probable tokens (all)")
-    command.add_argument(
-        "--top-p", type=number(float, 1e-6, 1), help="draw from the most probable tokens that add up to P (1)"
-    )
-    command.add_argument(
-        "--min-p", type=number(float, 0, 1), help="draw from tokens with at least P times the largest probability (0)"
-    )
-    command.add_argument(
-        "--min-new-tokens", type=number(int, 0, MOST_TOKENS), help="tokens before the first possible end token (0)"
     )
 
 

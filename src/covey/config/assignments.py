@@ -1,4 +1,4 @@
-"""Lists of TOML assignments in one field, such as ["max_animals = 4"], for names that only a package or a model knows."""
+"""Fields that are lists of TOML assignments, for names that only a package or a model knows."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ A version of weights is a text that only its run uses, so the weights of another
 server takes two keys more in a request: `weight_version`, the version that it must have, and `covey`, the key of its
 random numbers with the number of tokens that the prompt shares with the others of its step.
 
-covey's own server ends completions with stop strings. vLLM does not get them, because it finds them in another text than
-covey does; its completions are cut when they are read, which gives the same distribution.
+covey's own server ends completions at stop strings. vLLM does not get them, because its text of a completion may differ
+from covey's; its completions are cut when they are read, which gives the same distribution.
 """
 
 from __future__ import annotations
