@@ -22,13 +22,7 @@ from covey.tracking.reports import return_report, score_report
 from covey.tracking.run_folder import check_new_file
 from covey.tracking.run_store import CONFIG_FILE, write_records
 
-EVALUATED = (
-    "model",
-    "task",
-    "rewards",
-    "sampling",
-    "chat",
-)  # tables that `covey eval` uses
+EVALUATED = ("model", "task", "rewards", "sampling", "chat")  # the tables of a language model's run that it uses
 LANGUAGE_OPTIONS = (
     "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *TRUNCATION, *MACHINE_FIELDS[1:]
 )  # fmt: skip

@@ -16,7 +16,7 @@ from covey.cli.reward_model_options import add_actions
 from covey.cli.runs import DEFAULT_ACTION, add_runs_options
 from covey.cli.serve import add_serve_options
 from covey.cli.show import add_show_options
-from covey.cli.truncation import MOST_TOKENS, add_truncation
+from covey.cli.truncation import MOST_TOKENS, add_chat_options, add_truncation
 from covey.cli.watch import add_watch_options
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.fields import command, did_you_mean
@@ -318,10 +318,7 @@ def _sample_options(command: Parser) -> None:
     command.add_argument(
         "--max-new-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="longest answer, in tokens (64)"
     )
-    command.add_argument(
-        "--stop", action="append", metavar="TEXT", help="text that ends an answer; several times for more"
-    )
-    command.add_argument("--system-prompt", metavar="TEXT", help="system message before the prompt (the run's own)")
+    add_chat_options(command)
     add_truncation(command)
     command.add_argument(
         "--seed", type=number(int, 0, LARGEST_SEED), default=0, help="the same seed gives the same answers (0)"

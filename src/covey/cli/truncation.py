@@ -1,4 +1,4 @@
-"""Options of `covey eval` and `covey sample` for tokens that may not be drawn."""
+"""Options of `covey eval` and `covey sample` for prompts, and for tokens that may not be drawn."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def add_truncation(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--min-new-tokens", type=number(int, 0, MOST_TOKENS), help="tokens before the first possible end token (0)"
     )
+
+
+def add_chat_options(command: argparse.ArgumentParser) -> None:
+    """Options of `covey sample` that `covey eval` has as fields of a recipe."""
+    command.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends an answer; several times for more (the run's)"
+    )
+    command.add_argument("--system-prompt", metavar="TEXT", help="system message before the prompt (the run's)")
 
 
 def truncation_of(arguments: argparse.Namespace, temperature: float, max_new_tokens: int) -> dict[str, Any]:

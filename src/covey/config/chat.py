@@ -29,15 +29,13 @@ class ChatConfig:
         advanced=True,
     )
 
-    def preamble(self, prompt: Sequence[Any]) -> list[dict[str, str]]:
-        """The messages before a prompt; its own system message, at its beginning, stays first."""
-        own = bool(prompt) and prompt[0].get("role") == "system"
-        system = [] if own or not self.system_prompt else [{"role": "system", "content": self.system_prompt}]
-        turns = [
-            {"role": role, "content": text}
-            for role, text in zip(("user", "assistant") * (len(self.examples) // 2), self.examples, strict=True)
-        ]
-        return [*system, *turns]
+    def added_to(self, prompt: Sequence[Any]) -> list[Any]:
+        """The prompt's messages after the system message and the examples; its own system message comes first."""
+        own = 1 if prompt and prompt[0].get("role") == "system" else 0
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt and not own else []
+        roles = ("user", "assistant") * (len(self.examples) // 2)
+        examples = [{"role": role, "content": text} for role, text in zip(roles, self.examples, strict=True)]
+        return [*system, *prompt[:own], *examples, *prompt[own:]]
 
 
 def template_options(chat: ChatConfig) -> dict[str, Any]:

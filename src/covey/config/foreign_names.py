@@ -44,8 +44,8 @@ _WHOLE = (
     "covey eval and covey sample have it as an option"
 )
 _SHORT = (
-    "the update needs log-probabilities of the whole distribution, in which a completion may end at once; give short "
-    "completions less reward. covey eval and covey sample have --min-new-tokens"
+    "the update needs log-probabilities of the whole distribution; give short completions less reward. covey eval and "
+    "covey sample have it as an option"
 )
 _ALONE = "covey samples and trains in one process"
 

@@ -17,7 +17,8 @@ from helpers.tiny_models import tiny_folder, tiny_model, tiny_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}({{ m['role'] }}:{{ m['content'] }}){% endfor %}"
-    "{% if not (thinking is defined and thinking is false) %}<think>{% endif %}{% if add_generation_prompt %}={% endif %}"
+    "{% if not (thinking is defined and thinking is false) %}<think>{% endif %}"
+    "{% if add_generation_prompt %}={% endif %}"
 )
 ASKED = [{"role": "user", "content": "7?"}]
 FULL = ChatConfig(

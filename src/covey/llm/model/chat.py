@@ -78,7 +78,7 @@ class Chat:
             if self._appended and tuple(ids[-len(self._appended) :]) == self._appended:
                 ids = ids[: -len(self._appended)]
         else:
-            ids = self._rendered([*self.config.preamble(prompt), *prompt], answer_begins=True)
+            ids = self._rendered(self.config.added_to(prompt), answer_begins=True)
         if not ids:
             raise ConfigError("a prompt is empty: a model needs at least one token to continue from")
         return self._checked(ids)
