@@ -93,6 +93,13 @@ def test_characters_of_several_bytes_are_completed_by_their_last_byte(text: str,
     assert found == (None if place < 0 else len(text[: place + len(stop)].encode()))
 
 
+def test_a_tokenizer_that_replaces_characters_is_asked_for_every_token():
+    """The token is '▁a', its text ' a'."""
+    chat = chat_of("pieces")
+    tokens = chat.tokenizer.convert_tokens_to_ids(["n", "a", "▁a", "n"])
+    assert StopStrings(chat, (" a",)).end_of(tokens) == 3
+
+
 def test_few_tokens_of_a_byte_level_vocabulary_are_looked_at():
     stop = StopStrings(chat_of("bytes"), ("</answer>",))
     looked_at = {BYTES.convert_ids_to_tokens(place) for place in stop.completing_V.nonzero()[0].tolist()}
@@ -111,7 +118,7 @@ def sampler_with(stops: tuple[str, ...], *, rows: int = 0, limit: int = 24) -> L
 
 
 STARTS = [Start(index, text) for index, text in enumerate(["12+3=", "ab", "x", "7"])]
-STOPS = ("7", "Z", "ab", "\n(")
+STOPS = ("7", "Z", "B>p", "=E")  # the last two take several tokens
 
 
 @pytest.mark.parametrize("rows", [0, 4, 8])
