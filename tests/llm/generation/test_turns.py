@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,12 @@ from covey.llm.generation.generator import (
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.turns import Continuation, room
+from covey.llm.model.chat import Chat
+from covey.llm.model.stop_strings import stop_strings
 from covey.llm.native.bindings import kernels_for
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.rng import uniforms
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 NATIVE = ("llama", "qwen2", "qwen3")  # of `NativeDecoder`
 OTHERS = ("gpt2", "bloom", "mistral")  # with a layout, with transformers' cache, with a sliding window
@@ -81,6 +84,12 @@ class Script:
         else:
             threading.Timer(self.delays.random() / 50, future.set_result, [reply]).start()
         return future
+
+    def turns_of(self, place: tuple[int, int]) -> list[tuple[int, int]]:
+        """Begin and end of each turn of a conversation among its tokens."""
+        decided = [False, *self.decided[place], False]
+        changes = [at for at, (last, now) in enumerate(pairwise(decided)) if last is not now]
+        return list(zip(changes[::2], changes[1::2], strict=True))
 
     def reply(self, turns: int, tokens: Sequence[int]) -> Continuation | None:
         drawn = random.Random(str(tokens))
@@ -400,6 +409,27 @@ def test_requests_and_replies_that_fail_do_so_alone(kind: str) -> None:
     assert script.logprobs.keys() == whole.logprobs.keys()
     for place, logprobs in whole.logprobs.items():
         assert script.logprobs[place] == pytest.approx(logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_stop_string_ends_a_turn_but_not_if_a_reply_has_a_part_of_it(kind: str) -> None:
+    chat = Chat(tiny_tokenizer(), frozenset({1}), 84)
+    stop = stop_strings(chat, tuple("abcdefg") + tuple(f"{last}{next}" for last in "0123456789" for next in "hijk"))
+    policy, script = LanguagePolicy(tiny_model(kind)), Script(always=True, limit=12)
+    requests = make_requests(GenerationSettings(12, 1.0, frozenset({1}), 0, stop=stop))
+    assert LocalGenerator(policy).converse(requests, script) == [None] * len(requests)
+    check_decisions(policy, requests, script, 1.0, 2e-5)
+    stopped = 0
+    for place, tokens in script.tokens.items():
+        turns = script.turns_of(place)
+        assert len(turns) == script.turns
+        for (begin, end), reason in zip(turns, script.ends[place], strict=True):
+            turn = tokens[begin:end]
+            assert stop.end_of(turn) in (len(turn), None)
+            by_text = stop.end_of(turn) == len(turn)
+            assert reason is (EndReason.STOP if by_text or turn[-1] == 1 else EndReason.LENGTH)
+            stopped += by_text
+    assert stopped > 5
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
