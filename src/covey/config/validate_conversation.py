@@ -10,7 +10,6 @@ from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean
 from covey.config.function_source import check_function_name
 from covey.config.llm import RunConfig
-from covey.config.toml_options import toml_assignments
 
 
 def check_conversation(config: RunConfig) -> None:
@@ -43,7 +42,7 @@ def check_conversation(config: RunConfig) -> None:
             )
     else:
         check_function_name(conversation.environment, "conversation.environment")
-    toml_assignments(conversation.options, "conversation.options")
+    _ = conversation.arguments  # raises for an entry that cannot be read
     if config.sampling.max_new_tokens > conversation.max_tokens:
         raise ConfigError(
             f"sampling.max_new_tokens ({config.sampling.max_new_tokens}), the limit of one turn, is above "

@@ -10,7 +10,7 @@ from typing import Any
 from covey.config import ConfigError
 from covey.data import EndReason, Rollout
 from covey.llm.conversation.encoding import ConversationEncoder, ReplyNotEncodable
-from covey.llm.conversation.styles import Answer, Style, Turn
+from covey.llm.conversation.styles import Answer, Style
 from covey.llm.conversation.workers import EnvironmentFailed, Reply, Session
 from covey.llm.generation.generator import Completion
 from covey.llm.generation.turns import Continuation
@@ -71,14 +71,14 @@ class Conversation:
         if self.failure:
             answered.set_result(None)
             return answered
-        ended = completion.end is EndReason.STOP
+        ended = completion.tokens[-1] in self.encoder.chat.end_ids  # else by its limit, or by a stop string
         turn = self.style.read(completion.tokens[:-1] if ended else completion.tokens)
         self.messages.append(turn.message)
         self.turn_rewards.append(0.0)
 
         def take(reply: Reply) -> None:
             try:
-                answered.set_result(self._continue(self.style.take(turn, reply), turn, ended=ended))
+                answered.set_result(self._continue(self.style.take(turn, reply), completion, ended=ended))
             except Exception as error:  # in the thread of the environments, where nobody would see it
                 known = isinstance(error, (ReplyNotEncodable, ConfigError))
                 self.failure = f"a reply of its environment {error if known else one_line(error)}"
@@ -133,12 +133,11 @@ class Conversation:
         self._decided += [False] * before + [True] * len(completion.tokens)
         self._between, self._version = (), completion.version
 
-    def _continue(self, answer: Answer, turn: Turn, *, ended: bool) -> Continuation | None:
+    def _continue(self, answer: Answer, completion: Completion, *, ended: bool) -> Continuation | None:
         self.turn_rewards[-1] = answer.reward
         self.messages += answer.replies
         if answer.done or not answer.replies:
-            stopped = EndReason.STOP if ended else EndReason.LENGTH
-            self._end = EndReason.TERMINATED if answer.done else stopped
+            self._end = EndReason.TERMINATED if answer.done else completion.end
             return None
         if len(self.turn_rewards) >= self.limits.turns:
             return None
