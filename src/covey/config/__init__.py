@@ -29,6 +29,7 @@ from covey.config.control import (
     PolicyConfig,
     RolloutsConfig,
 )
+from covey.config.conversation import ConversationConfig
 from covey.config.llm import (
     EMBEDDED_MODELS,
     ClusterConfig,
@@ -63,7 +64,8 @@ from covey.config.tasks import (
 __all__ = [
     "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "TRACKERS", "ArithmeticConfig",
     "CheckpointConfig", "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig",
-    "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "CountdownConfig", "CriticConfig",
+    "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "ConversationConfig", "CountdownConfig",
+    "CriticConfig",
     "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "GuessNumberConfig", "HumanEvalConfig", "IterationConfig",
     "LookupConfig", "LossBase", "LossConfig", "MachineError", "MazeConfig",
     "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig",

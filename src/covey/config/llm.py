@@ -8,6 +8,7 @@ from typing import Any
 
 from covey.config.builtin_rewards import PROCESS_MIB
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
+from covey.config.conversation import ConversationConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.tasks import TASK_CONFIGS
@@ -286,6 +287,7 @@ class RunConfig(RunBase):
         0, "sampled tokens after which the run ends; 0: no limit", min=0, max=2**53, advanced=True
     )
     sampling: SamplingConfig = config_field(SamplingConfig(), "[sampling] table")
+    conversation: ConversationConfig = config_field(ConversationConfig(), "[conversation] table")
     loss: LossConfig = config_field(LossConfig(), "[loss] table")
     update: UpdateConfig = config_field(UpdateConfig(), "[update] table")
     critic: CriticConfig = config_field(CriticConfig(), "[critic] table")
@@ -297,6 +299,16 @@ class RunConfig(RunBase):
     cluster: ClusterConfig = config_field(ClusterConfig(), "[cluster] table")
     checkpoint: CheckpointConfig = config_field(CheckpointConfig(), "[checkpoint] table")
     record: RecordConfig = config_field(RecordConfig(), "[record] table")
+
+    @property
+    def has_conversations(self) -> bool:
+        """True if rollouts are conversations with an environment."""
+        return bool(self.conversation.environment)
+
+    @property
+    def rollout_limit(self) -> int:
+        """The most tokens of a rollout after its prompt."""
+        return self.conversation.max_tokens if self.has_conversations else self.sampling.max_new_tokens
 
     @property
     def max_resamples(self) -> int:
@@ -314,5 +326,5 @@ class RunConfig(RunBase):
     def overlong_tokens(self) -> int:
         """sampling.overlong_tokens, or the algorithm's default if it is unset."""
         fraction = DAPO_OVERLONG_FRACTION if self.algorithm == "dapo" else 0.0
-        default = round(fraction * self.sampling.max_new_tokens)
+        default = round(fraction * self.rollout_limit)
         return default if self.sampling.overlong_tokens is None else self.sampling.overlong_tokens

@@ -25,6 +25,7 @@ from covey.experiment.build import (
     build_kl_coefficient,
     build_learners,
 )
+from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.divided_weights import Models, divide
 from covey.experiment.evaluate_llm import HeldOut
 from covey.experiment.external_sampler import build_generator, describe_sampler
@@ -143,7 +144,13 @@ class LLMBuilder:
         self.team = team
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
-        self.problem = build_problem(config, task, rewards)
+        self.kind = build_rollout_kind(config)
+        self._open.callback(self.kind.close)
+        try:
+            self.problem = build_problem(config, task, rewards, self.kind)
+        except BaseException:
+            self._open.close()
+            raise
         self._prompts_checked = False  # True if the lengths of the prompts were checked
         found = find_chat(self.config.model) if isinstance(self.problem.task, PromptDataset) else None
         if found is not None:
@@ -167,7 +174,7 @@ class LLMBuilder:
 
     @property
     def notes(self) -> list[str]:
-        return self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
+        return [*self.problem.notes(self.config.evaluation.problems, "evaluation.problems"), *self.kind.notes()]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
@@ -185,6 +192,7 @@ class LLMBuilder:
         """Load the model, copy it as the reference, and build the components."""
         config = self.config
         loaded = self._load(store, display)
+        loaded.sampler = self.kind.sampler(loaded.sampler)
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled

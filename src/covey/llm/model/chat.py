@@ -118,7 +118,7 @@ class Chat:
                 "use an instruction-tuned model, or prompts that are plain strings"
             )
         try:
-            template = self.tokenizer.get_chat_template(tools=list(tools) or None)
+            template = self.tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
         except ValueError as error:
             raise ConfigError(
                 f"the model has several chat templates and none is called 'default' ({error}): name one of them so"
