@@ -25,6 +25,7 @@ from typing import Any
 
 from covey.config import (
     ArithmeticConfig,
+    ChatConfig,
     CheckpointConfig,
     ClusterConfig,
     CodeFunctionsConfig,
@@ -62,6 +63,7 @@ from covey.config import (
 
 __all__ = [
     "ArithmeticConfig",
+    "ChatConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "CodeFunctionsConfig",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from covey.config.assignments import read_assignments
 from covey.config.common import ConfigError
-from covey.config.toml_options import toml_assignments
 
 OF_COVEY = ("seed", "size")  # options that the task sets
 
@@ -24,8 +24,5 @@ def check_reasoning_gym(config: Any) -> None:
 
 def options_of(config: Any) -> dict[str, Any]:
     """Name -> value of `options`. Raises ConfigError for an entry that is no TOML assignment."""
-    found = toml_assignments(config.options, "task.options")
-    for name in OF_COVEY:
-        if name in found:
-            raise ConfigError(f"task.options has {name}, which covey sets itself: take it out")
-    return found
+    example = '"max_animals = 4" or \'level = "easy"\''
+    return read_assignments(config.options, "task.options", example=example, taken=OF_COVEY)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from covey.config import ConfigError, RewardConfig, RunConfig
 from covey.config.files import user_path
-from covey.config.toml_options import toml_assignments
+from covey.config.validate_conversation import environment_options
 from covey.data import Rollout, Start
 from covey.llm.conversation.conversation import transcript
 from covey.llm.conversation.encoding import ConversationEncoder
@@ -111,8 +111,8 @@ class Conversations:
         ConversationEncoder(sampler.chat).check((style.reply_role,))
         return ConversationSampler(
             sampler.generator, sampler.chat, sampler.seed, sampler.max_new_tokens, sampler.temperature,
-            sampler.rows_at_once, environments=self._environments, style=style, turns=self._config.turns,
-            max_tokens=self._config.max_tokens,
+            sampler.rows_at_once, stop=sampler.stop, truncation=sampler.truncation, environments=self._environments,
+            style=style, turns=self._config.turns, max_tokens=self._config.max_tokens,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ def build_rollout_kind(config: RunConfig) -> RolloutKind:
         f"{user_path(source) if source.endswith('.py') else source}:{name}",
         settings.timeout_seconds,
         settings.reply_characters,
-        toml_assignments(settings.options, "conversation.options"),
+        environment_options(settings),
     )
     try:
         environments.start()

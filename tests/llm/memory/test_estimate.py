@@ -316,7 +316,7 @@ def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) ->
             continue
         stack = PackedStack(model, kernels_for(torch.float32, torch.device("cpu")))
         packed = [part for layer in stack.layers for part in vars(layer).values()]
-        packed.append(stack.head)
+        packed.append(stack.linear_head)
         assert counted == sum(part.weight.numel() for part in packed if isinstance(part, PackedLinear))
         low = kernels_for(torch.bfloat16, torch.device("cpu"))
         if low.has_avx512_bf16:

@@ -71,14 +71,15 @@ class Conversation:
         if self.failure:
             answered.set_result(None)
             return answered
-        ended = completion.end is EndReason.STOP
+        # A stop string ends a turn without an end token.
+        ended = bool(completion.tokens) and completion.tokens[-1] in self.encoder.chat.end_ids
         turn = self.style.read(completion.tokens[:-1] if ended else completion.tokens)
         self.messages.append(turn.message)
         self.turn_rewards.append(0.0)
 
         def take(reply: Reply) -> None:
             try:
-                answered.set_result(self._continue(self.style.take(turn, reply), turn, ended=ended))
+                answered.set_result(self._continue(self.style.take(turn, reply), turn, completion.end, ended=ended))
             except Exception as error:  # in the thread of the environments, where nobody would see it
                 known = isinstance(error, (ReplyNotEncodable, ConfigError))
                 self.failure = f"a reply of its environment {error if known else one_line(error)}"
@@ -133,12 +134,11 @@ class Conversation:
         self._decided += [False] * before + [True] * len(completion.tokens)
         self._between, self._version = (), completion.version
 
-    def _continue(self, answer: Answer, turn: Turn, *, ended: bool) -> Continuation | None:
+    def _continue(self, answer: Answer, turn: Turn, end: EndReason, *, ended: bool) -> Continuation | None:
         self.turn_rewards[-1] = answer.reward
         self.messages += answer.replies
         if answer.done or not answer.replies:
-            stopped = EndReason.STOP if ended else EndReason.LENGTH
-            self._end = EndReason.TERMINATED if answer.done else stopped
+            self._end = EndReason.TERMINATED if answer.done else end
             return None
         if len(self.turn_rewards) >= self.limits.turns:
             return None

@@ -13,7 +13,7 @@ from covey.data import Group, Start
 from covey.llm.conversation.conversation import Conversation, Limits
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.workers import Environments, Reply
-from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings
+from covey.llm.generation.generator import Completion, GenerationRequest
 from covey.llm.sampler import LanguageSampler, completions_of
 
 if TYPE_CHECKING:
@@ -128,10 +128,7 @@ class ConversationSampler(LanguageSampler):
         limits: Limits,
     ) -> list[list[tuple[int, ...]]]:
         """Generate all turns; returns the prompts. Neighbours with equal prompts are one request."""
-        settings = GenerationSettings(
-            limits.first_turn, self.temperature, self.chat.end_ids, self.version, self.rows_at_once,
-            self.deadline_seconds,
-        )  # fmt: skip
+        settings = self.settings(limits.first_turn)
         requests: list[GenerationRequest] = []
         asked: list[Sequence[Conversation]] = []
         contexts: list[list[tuple[int, ...]]] = []

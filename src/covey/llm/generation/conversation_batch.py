@@ -17,6 +17,8 @@ from torch import Tensor
 
 from covey.llm.generation.batch import ContinuousBatch
 from covey.llm.generation.native_decoder import NativeDecoder, ParkedRow
+from covey.llm.generation.truncation import WHOLE, Truncation
+from covey.llm.model.stop_strings import StopStrings
 from covey.llm.native.bindings import KernelSet
 
 
@@ -35,9 +37,13 @@ class ConversationBatch(ContinuousBatch):
         end_ids: Collection[int],
         kernels: KernelSet,
         shared_prefix: int | None = None,
+        stop: StopStrings | None = None,
+        truncation: Truncation = WHOLE,
     ) -> None:
         """Args: as of `ContinuousBatch`. `max_rows` includes the conversations that wait."""
-        super().__init__(decoder, prompts, uniforms_NT, max_rows, temperature, end_ids, kernels, shared_prefix)
+        super().__init__(
+            decoder, prompts, uniforms_NT, max_rows, temperature, end_ids, kernels, shared_prefix, stop, truncation
+        )
         self.ended: list[int] = []  # conversations whose turn has ended; the caller empties it
         self.parked: dict[int, ParkedRow] = {}  # rows of the conversations that wait
         self.replies: dict[int, tuple[int, ...]] = {}  # tokens of the conversations that go on with the next step
@@ -116,9 +122,7 @@ class ConversationBatch(ContinuousBatch):
         fed, self.fed = self.fed, None
         return super()._step() if fed is None else [self.decoder.extend(fed)]
 
-    def _retire(self, tokens_R: NDArray[np.int64]) -> NDArray[np.int64]:
-        unfinished = self._unfinished(tokens_R)
-        for number, branch in zip(self.open_R[~unfinished].tolist(), self.branch_R[~unfinished].tolist(), strict=True):
+    def _end(self, ended_R: NDArray[np.int64], branch_R: NDArray[np.int64]) -> None:
+        for number, branch in zip(ended_R.tolist(), branch_R.tolist(), strict=True):
             self.parked[number] = self.decoder.park(branch)
             self.ended.append(number)
-        return super()._retire(tokens_R)

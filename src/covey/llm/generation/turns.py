@@ -44,6 +44,8 @@ class TurnGenerator(Protocol):
         limit of a later turn is lowered to the model's maximal length. If there is no room for one token after a
         continuation, the conversation ends, and `respond` is not called again (see `room`).
 
+        In this process, requests with other settings or numbers of completions begin when the others have ended.
+
         The random number of a token has its index among all tokens after the prompt as position, so a result does not
         depend on the time that an answer takes. A future that has failed or was cancelled ends its conversation alone;
         the caller, who made it, knows. `max_tokens` is about the largest number of tokens after the prompt, by which
