@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from covey.config.assignments import read_assignments
 from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
 from covey.config.common import config_field
 
@@ -49,13 +47,3 @@ class ConversationConfig:
     def source(self) -> str:
         """The class of the environment as file.py:Class or module:Class."""
         return BUILT_IN_ENVIRONMENTS.get(self.environment, self.environment)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the class.
-
-        Raises:
-            ConfigError: for an entry of `options` that is no TOML assignment.
-        """
-        example = '"results = 2" or \'folder = "texts"\''
-        return read_assignments(self.options, "conversation.options", example=example)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
+from covey.config.assignments import read_assignments
 from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
 from covey.config.common import ConfigError
 from covey.config.conversation import ConversationConfig
@@ -42,13 +44,23 @@ def check_conversation(config: RunConfig) -> None:
             )
     else:
         check_function_name(conversation.environment, "conversation.environment")
-    _ = conversation.arguments  # raises for an entry that cannot be read
+    environment_options(conversation)
     if config.sampling.max_new_tokens > conversation.max_tokens:
         raise ConfigError(
             f"sampling.max_new_tokens ({config.sampling.max_new_tokens}), the limit of one turn, is above "
             f"conversation.max_tokens ({conversation.max_tokens}), the limit of all: lower it, or raise max_tokens"
         )
     _refuse_parts_of_completions(config)
+
+
+def environment_options(conversation: ConversationConfig) -> dict[str, Any]:
+    """Name -> value of the keyword arguments of the environment's class.
+
+    Raises:
+        ConfigError: for an entry that is no TOML assignment.
+    """
+    example = '"results = 2" or \'folder = "texts"\''
+    return read_assignments(conversation.options, "conversation.options", example=example, taken=())
 
 
 def _refuse_parts_of_completions(config: RunConfig) -> None:

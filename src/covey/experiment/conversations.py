@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from covey.config import ConfigError, RewardConfig, RunConfig
 from covey.config.files import user_path
+from covey.config.validate_conversation import environment_options
 from covey.data import Rollout, Start
 from covey.llm.conversation.conversation import transcript
 from covey.llm.conversation.encoding import ConversationEncoder
@@ -161,7 +162,7 @@ def build_rollout_kind(config: RunConfig) -> RolloutKind:
         f"{user_path(source) if source.endswith('.py') else source}:{name}",
         settings.timeout_seconds,
         settings.reply_characters,
-        settings.arguments,
+        environment_options(settings),
     )
     try:
         environments.start()
