@@ -40,8 +40,8 @@ def test_what_can_work_is_allowed():
         ({"environment": f"{FILE}:Gues"}, "has no function 'Gues'"),
         ({"environment": "nothing.py:Guess"}, "conversation.environment: "),
         (
-            {"environment": "calculator", "max_tokens": 63},
-            "is above conversation.max_tokens (63)",
+            {"environment": "calculator", "total_tokens": 63},
+            "is above conversation.total_tokens (63)",
         ),
         ({"environment": "calculator", "options": ("x",)}, "conversation.options has 'x'"),
         ({"environment": "calculator", "turns": 0}, "conversation.turns must be at least 1"),

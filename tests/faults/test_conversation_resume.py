@@ -26,7 +26,7 @@ digits = [1]
 [conversation]
 environment = "{environment}"
 turns = 3
-max_tokens = 60
+total_tokens = 60
 [sampling]
 prompts_per_step = 4
 group_size = 4

@@ -21,7 +21,7 @@ class ConversationConfig:
         advanced=True,
     )
     turns: int = config_field(8, "most turns of the model in a conversation", min=1, max=10_000)
-    max_tokens: int = config_field(
+    total_tokens: int = config_field(
         512,
         "most tokens of a conversation after its prompt, replies included; sampling.max_new_tokens is the limit of one "
         "turn",

@@ -313,7 +313,7 @@ class RunConfig(RunBase):
     @property
     def rollout_limit(self) -> int:
         """The most tokens of a rollout after its prompt."""
-        return self.conversation.max_tokens if self.has_conversations else self.sampling.max_new_tokens
+        return self.conversation.total_tokens if self.has_conversations else self.sampling.max_new_tokens
 
     @property
     def max_resamples(self) -> int:

@@ -45,10 +45,10 @@ def check_conversation(config: RunConfig) -> None:
     else:
         check_function_name(conversation.environment, "conversation.environment")
     environment_options(conversation)
-    if config.sampling.max_new_tokens > conversation.max_tokens:
+    if config.sampling.max_new_tokens > conversation.total_tokens:
         raise ConfigError(
             f"sampling.max_new_tokens ({config.sampling.max_new_tokens}), the limit of one turn, is above "
-            f"conversation.max_tokens ({conversation.max_tokens}), the limit of all: lower it, or raise max_tokens"
+            f"conversation.total_tokens ({conversation.total_tokens}), the limit of all: lower it, or raise total_tokens"
         )
     _refuse_parts_of_completions(config)
 

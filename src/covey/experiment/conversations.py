@@ -114,7 +114,7 @@ class Conversations:
             environments=self._environments,
             style=style,
             turns=self._config.turns,
-            max_tokens=self._config.max_tokens,
+            total_tokens=self._config.total_tokens,
         )
 
     def close(self) -> None:

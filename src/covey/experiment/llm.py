@@ -194,7 +194,6 @@ class LLMBuilder:
         """Load the model, copy it as the reference, and build the components."""
         config = self.config
         loaded = self._load(store, display)
-        loaded.sampler = self.kind.sampler(loaded.sampler)
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
@@ -256,6 +255,7 @@ class LLMBuilder:
     def _load(self, store: RunStore, display: Display) -> LoadedPolicy:
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
         loaded = load_policy(self.config, self.chosen)
+        loaded.sampler = self.kind.sampler(loaded.sampler)
         module, tokenizer = loaded.policy.module, loaded.chat.tokenizer
         write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
         display.note(loaded.policy.backend.describe())

@@ -49,7 +49,7 @@ def tiny_chat():
 def sampler_of(kind="llama", environment=Echo, seconds=60.0, **settings):
     policy = LanguagePolicy(tiny_model(kind))
     chat = tiny_chat()
-    fields = {"seed": 5, "max_new_tokens": 6, "turns": 3, "max_tokens": 60} | settings
+    fields = {"seed": 5, "max_new_tokens": 6, "turns": 3, "total_tokens": 60} | settings
     return ConversationSampler(
         LocalGenerator(policy), chat, environments=EnvironmentThreads(environment, seconds, 100),
         style=StepStyle(chat), **fields,
@@ -120,7 +120,7 @@ def test_tokens_are_turns_of_the_model_and_text_of_template_and_environment(kind
 
 
 def test_conversations_end_when_the_environment_says_so():
-    sampler = sampler_of(turns=9, max_tokens=100)
+    sampler = sampler_of(turns=9, total_tokens=100)
     rollouts = rollouts_of(sampler.sample(with_columns(last=2), 4, step=1))
     assert {rollout.end for rollout in rollouts} == {EndReason.TERMINATED}
     assert {len(rollout.turn_rewards) for rollout in rollouts} == {2}
@@ -131,14 +131,14 @@ def test_conversations_end_when_the_environment_says_so():
     assert sampler.metrics() == {}, "counted since the last call"
 
 
-@pytest.mark.parametrize("max_tokens", [6, 7, 20, 33])
-def test_no_conversation_is_longer_than_its_limit(max_tokens):
-    sampler = sampler_of(turns=50, max_tokens=max_tokens)
+@pytest.mark.parametrize("total_tokens", [6, 7, 20, 33])
+def test_no_conversation_is_longer_than_its_limit(total_tokens):
+    sampler = sampler_of(turns=50, total_tokens=total_tokens)
     rollouts = rollouts_of(sampler.sample(STARTS, 6, step=1))
-    assert all(len(rollout.actions) <= max_tokens for rollout in rollouts)
+    assert all(len(rollout.actions) <= total_tokens for rollout in rollouts)
     assert all(rollout.decided[-1] for rollout in rollouts)
     assert all(rollout.end is EndReason.LENGTH for rollout in rollouts)
-    if max_tokens == 33:
+    if total_tokens == 33:
         assert max(len(rollout.turn_rewards) for rollout in rollouts) > 1
 
 

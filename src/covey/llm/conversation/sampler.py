@@ -63,13 +63,13 @@ class ConversationSampler(LanguageSampler):
     environments: Environments = None  # type: ignore[assignment]  # the fields before it have defaults
     style: Style = None  # type: ignore[assignment]
     turns: int = 8
-    max_tokens: int = 512  # of a conversation after its prompt
+    total_tokens: int = 512  # of a conversation after its prompt
     _counts: Counts = field(default_factory=Counts, init=False)
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """Groups in the order of `starts`. A conversation whose environment fails has a `failure`."""
         encoder = ConversationEncoder(self.chat)
-        limits = Limits(self.turns, self.max_new_tokens, self.max_tokens)
+        limits = Limits(self.turns, self.max_new_tokens, self.total_tokens)
         opened = [
             [Conversation(self._open(start, step), self.style, encoder, limits) for _ in range(group_size)]
             for start in starts
