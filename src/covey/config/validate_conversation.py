@@ -48,7 +48,8 @@ def check_conversation(config: RunConfig) -> None:
     if config.sampling.max_new_tokens > conversation.total_tokens:
         raise ConfigError(
             f"sampling.max_new_tokens ({config.sampling.max_new_tokens}), the limit of one turn, is above "
-            f"conversation.total_tokens ({conversation.total_tokens}), the limit of all: lower it, or raise total_tokens"
+            f"conversation.total_tokens ({conversation.total_tokens}), the limit of all: lower it, or raise "
+            "total_tokens"
         )
     _refuse_parts_of_completions(config)
 
