@@ -7,6 +7,7 @@ decisions, L tokens of a forward pass, W hidden width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from covey.data import Batch
 from covey.llm.model.prefix_attention import PackedLayout, forward
+from covey.runtime.sharding import WHOLE, Weights
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class ActionHiddenStates:
         return scatter_to_batch(value_N[self.index_D], self.position_D, self.batch)
 
 
-def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -> ActionHiddenStates:
+def hidden_states_for_actions(
+    model: nn.Module, batch: Batch, *, packed: bool, weights: Weights = WHOLE
+) -> ActionHiddenStates:
     """Forward pass of a decoder without its output layer over a batch.
 
     Undecided tokens before a row's last decision are fed too, because later decisions attend to them.
@@ -45,6 +49,7 @@ def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -
         batch: on the device of the model.
         packed: feed all rows as one row of tokens, with each group's prompt once. Only for models whose attention takes
             a layout. Otherwise, the rollouts are fed one by one, and recomputed in the backward pass to bound memory.
+        weights: of the model, when a rollout is recomputed.
     """
     position_D = batch.mask_BT.flatten().nonzero()[:, 0]
     actions_D = batch.actions_BT.flatten()[position_D]
@@ -56,7 +61,8 @@ def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -
         return ActionHiddenStates(hidden_LW[decided_N // actions], decided_N % actions, index_D, position_D, batch)
     rows = []
     for row, length in enumerate(row_lengths(batch)):
-        hidden_TW = checkpoint(_row, model, row_tokens(batch, row, length), length, use_reentrant=False)
+        compute = partial(_row, model, row_tokens(batch, row, length), length)
+        hidden_TW = checkpoint(weights.run, compute, use_reentrant=False)
         rows.append(hidden_TW[batch.mask_BT[row, :length]])
     return ActionHiddenStates(
         torch.cat(rows), actions_D, torch.arange(len(position_D), device=position_D.device), position_D, batch
