@@ -27,7 +27,7 @@ MODELS = {  # ranks and tokens of a microbatch
     "70b": (32, 8192),
 }
 MEMORY_TOKENS = ["--max-new-tokens", "8192"]
-SIMULATED_TOKENS = ["--max-new-tokens", "32768", "--mean-tokens", "4000", "--recompute-layers", "--cluster"]
+SIMULATED_TOKENS = ["--max-new-tokens", "32768", "--mean-tokens", "4000", "--recompute", "true", "--cluster"]
 SIGMAS = ("0", "0.5", "0.9", "1.3")
 STATE = ("fp32 master weights", "optimizer moments", "gradients", "reference")
 
@@ -56,7 +56,7 @@ def memory_table() -> list[str]:
     """Memory, nodes and seconds of a step with FSDP2."""
     wanted = [*MEMORY_TOKENS, "--external-sampler"]
     now = {name: plan(name, *wanted) for name in MODELS}
-    reports = {name: plan(name, *wanted, "--recompute-layers") for name in MODELS}
+    reports = {name: plan(name, *wanted, "--recompute", "true") for name in MODELS}
 
     def cells(name: str, source: dict[str, str] = reports) -> list[str]:
         return [last_column(report, name) for report in source.values()]
@@ -73,14 +73,14 @@ def memory_table() -> list[str]:
         row("state and reference", state),
         row("gathered layers", cells("gathered layers")),
         row("gradients of gathered layers", cells("gradients of shards")),
-        row("activations, as covey is", cells("activations", now)),
-        row("activations with per-layer recomputation (not in covey)", cells("activations")),
+        row("activations", cells("activations", now)),
+        row("activations with update.recompute", cells("activations")),
         row("logits", cells("logits")),
-        row("at the most, as covey is", cells("at the most", now)),
-        row("at the most, with recomputation", cells("at the most")),
-        row("fits, as covey is", cells(fits, now)),
-        row("fits, with recomputation", cells(fits)),
-        row("fewest ranks that fit, with recomputation", cells("fewest ranks that fit")),
+        row("at the most", cells("at the most", now)),
+        row("at the most, with update.recompute", cells("at the most")),
+        row("fits", cells(fits, now)),
+        row("fits, with update.recompute", cells(fits)),
+        row("fewest ranks that fit, with update.recompute", cells("fewest ranks that fit")),
         row("seconds: gathers and reductions of a step", cells("gathers of weights")),
         row("seconds: computing of a step", cells("computing")),
         row("seconds: weights to the samplers", cells("weights to the samplers")),

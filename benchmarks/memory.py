@@ -59,6 +59,7 @@ class Case:
     precision: str = "bf16"
     minibatches: int = 1
     shards: int = 0
+    recompute: bool = False
 
     def config(self, algorithm: str, trunk: str = "own", **changes: Any) -> RunConfig:
         """The run, as `covey plan` and as the process that is measured sees it."""
@@ -71,7 +72,9 @@ class Case:
             sampling=SamplingConfig(
                 prompts_per_step=self.prompts, group_size=self.group_size, max_new_tokens=self.new_tokens
             ),
-            update=UpdateConfig(microbatch_tokens=self.microbatch_tokens, minibatches=self.minibatches),
+            update=UpdateConfig(
+                microbatch_tokens=self.microbatch_tokens, minibatches=self.minibatches, recompute=self.recompute
+            ),
             critic=CriticConfig(trunk=trunk),
             cluster=ClusterConfig(shards=self.shards),
             evaluation=EvaluationConfig(problems=1),
@@ -88,6 +91,7 @@ CASES = (
     Case("135m, long completions", "smollm2-135m", 4, 8, 64, 128, 2048),
     Case("135m, large groups", "smollm2-135m", 2, 32, 64, 48, 1024),
     Case("135m, large microbatch", "smollm2-135m", 4, 8, 100, 128, 4096),
+    Case("135m, large microbatch, recomputed", "smollm2-135m", 4, 8, 100, 128, 4096, recompute=True),
     Case("135m, two optimizer steps", "smollm2-135m", 8, 8, 50, 24, 1024, minibatches=2),
     Case("135m, two shards", "smollm2-135m", 8, 8, 50, 12, 512, shards=2),
     Case("135m, four shards", "smollm2-135m", 8, 8, 50, 12, 512, shards=4),
@@ -99,6 +103,7 @@ CASES = (
     Case("qwen2-untied, large microbatch", "qwen2-untied", 8, 16, 50, 24, 4096),
     Case("gpt2-small", "gpt2-small", 8, 8, 50, 16, 1024),
     Case("gpt2-small, large microbatch", "gpt2-small", 8, 8, 64, 64, 4096),
+    Case("gpt2-small, large microbatch, recomputed", "gpt2-small", 8, 8, 64, 64, 4096, recompute=True),
 )
 
 

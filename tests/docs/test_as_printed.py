@@ -30,9 +30,9 @@ from helpers.pages import EXAMPLES, PAGES, ROOT, Block, blocks_of, whole_recipe,
 from helpers.tiny_models import tiny_folder
 
 SHORT = {
-    "train language": "--steps 2 --prompts-per-step 2 --evaluation.problems 2 --evaluation.every 0 "
+    "train language": "--steps 2 --prompts-per-step 4 --evaluation.problems 2 --evaluation.every 1 "
     "--checkpoint.every 2",
-    "train control": "--steps 2 --evaluation.episodes 3 --evaluation.every 0",
+    "train control": "--steps 3 --evaluation.episodes 3 --evaluation.every 0",
     "compare": "--seeds 1",
     "eval language": "--problems 2",
     "examples/sweep.py": "--steps 1 --seeds 1 --group-sizes 4 --clip-epsilons 0.2",
@@ -71,6 +71,12 @@ NOT_RUN = {
     "covey export runs/arithmetic_grpo-001 my_model --gguf q8_0": "the tiny model has other tokens",
     ".venv/bin/python benchmarks/recording.py": "takes minutes, in the repository",
     "pip install 'covey[math]'": "downloads math-verify",
+    ".venv/bin/python benchmarks/ranks.py --rounds 3 --steps 3": "takes minutes, in the repository",
+    ".venv/bin/covey serve smollm2-135m": "answers until Ctrl-C",
+    ".venv/bin/covey train arithmetic_grpo --sampler.kind covey --servers http://127.0.0.1:8801": "needs that server",
+    "make scale": "installs vLLM",
+    ".venv/bin/covey serve smollm2-135m --vllm --max-model-len 512": "needs vLLM",
+    ".venv/bin/covey train arithmetic_grpo --sampler.kind vllm --servers http://127.0.0.1:8801": "needs vLLM",
     "covey watch": "runs until Ctrl-C",
     "covey watch runs/my-001 runs/my-002": "runs until Ctrl-C",
     "covey watch runs/compare --port 9000": "runs until Ctrl-C",

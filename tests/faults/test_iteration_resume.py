@@ -11,96 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from covey.config.reward_models import RewardModelKind
-from helpers.reward_models import tiny_reward_model
+from helpers.iterative_runs import STEPS, WAYS, write_iterative_recipes
 from helpers.run_helpers import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics
-from helpers.tiny_models import tiny_folder
 
-STEPS = 6
-RECIPE = """
-model = "{model}"
-algorithm = "{algorithm}"
-steps = {steps}
-seed = 3
-threads = 1
-precision = "fp32"
-
-[task]
-name = "arithmetic"
-digits = [1]
-
-[[rewards]]
-model = "{reward_model}"
-{options}
-
-[[rewards]]
-function = "{reward}:even"
-binary = true
-weight = 0.0
-score = true
-
-[iteration]
-steps = 2
-reward_model_learning_rate = 1e-3
-reward_model_batch_size = 4
-examples_per_group = 3
-replay_fraction = 0.4
-evaluation_problems = 3
-{iteration}
-
-[sampling]
-prompts_per_step = 4
-group_size = 4
-max_new_tokens = 5
-
-[loss]
-{loss}
-
-[update]
-learning_rate = 1e-3
-
-[evaluation]
-problems = 4
-
-[checkpoint]
-every = 100
-"""
-
-REWARD = """
-def even(completions, **columns):
-    return [float(len(c[0]["content"]) % 2 == 0) for c in completions]
-"""
-
-WAYS = {
-    "pairs": {"options": "clip = 3.0"},
-    "grades": {
-        "algorithm": "ppo",
-        "iteration": 'data = "grades"\nrestart_reward_model = true\nreward_model_epochs = 2',
-    },
-    "steps": {
-        "reward_model": "process",
-        "options": "per_step = true",
-        "loss": 'credit = "process_return_to_go"',
-        "iteration": "continuations = 2",
-    },
-    "frozen": {"iteration": "reward_model_epochs = 0"},
-}
 SOME = [way if way in ("pairs", "steps") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("iteration")
-    tiny_folder(made / "model")
-    (made / "rewards.py").write_text(REWARD)
-    for kind in RewardModelKind:
-        (made / kind.name.lower()).mkdir()
-        tiny_reward_model(kind).save(made / kind.name.lower())
-    for name, changes in WAYS.items():
-        values = {"algorithm": "grpo", "reward_model": "outcome", "options": "", "iteration": "", "loss": ""} | changes
-        values["reward_model"] = str(made / values["reward_model"])
-        paths = {"model": made / "model", "reward": made / "rewards.py", "steps": STEPS}
-        (made / f"{name}.toml").write_text(RECIPE.format(**paths, **values))
+    write_iterative_recipes(made)
     return made
 
 

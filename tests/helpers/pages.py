@@ -98,6 +98,12 @@ OWN_FILES = {
         "path/to/config.json": json.dumps(TINY_CONFIG),
         "my_recipe.toml": '[task]\nname = "arithmetic"\n',
     },
+    "docs/planning.md": {
+        "path/to/config.json": json.dumps(TINY_CONFIG),
+        "runs/my_recipe-001/rollouts/step_000001.jsonl": "".join(
+            json.dumps({"decisions": decisions}) + "\n" for decisions in (14, 33, 58)
+        ),
+    },
 }
 
 

@@ -87,6 +87,7 @@ CASES = {
     "reinforce_pp": case(algorithm="reinforce_pp", update=ONCE, loss={"kl_coefficient": 0.1}),
     "ppo": case(algorithm="ppo", update={"critic_learning_rate": 1e-3, "critic_epochs": 1}),
     "ppo_warmup": case(algorithm="ppo", update={"critic_warmup_steps": 1}, sampling={"group_size": 1}),
+    "recomputed": case(update={"recompute": True}, loss={"kl_coefficient": 0.1}),
     "ppo_trunk": case(algorithm="ppo", critic=CriticConfig(trunk="policy"), update={"critic_epochs": 1}),
     "ppo_process": case(algorithm="ppo", **STEPS),
     "grpo_inexact": case(cluster={"exact": False}, update=ONCE),

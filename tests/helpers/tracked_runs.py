@@ -48,30 +48,46 @@ def break_mlflow(run_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class WhenTracked(Interrupt):
-    """After step `step` was recorded and the tracker has step `has`: `then` in the process of the run."""
+    """After step `step` was recorded and the tracker has step `has`: `then` in the process of the run.
+
+    With `reward_model` when the training of the reward model that follows this step has its last weights.
+    """
 
     module: str = ""
     name: str = ""
     step: int = 0
     has: int = 0
     then: Callable[[Path], None] = end_process
+    reward_model: bool = False
 
     def prepare(self) -> None:
+        from covey.llm.reward_models.iteration import IteratedRewardModel
         from covey.tracking.run_store import RunStore
 
-        record = RunStore.record
+        record, finish = RunStore.record, IteratedRewardModel._finish
 
         def recorded(store: RunStore, step: StepRecord) -> None:
             record(store, step)
             if step.step == self.step:
-                position = store.run_dir / "trackers" / f"{self.name}.json"
-                deadline = time.monotonic() + WAIT_SECONDS
-                while not position.is_file() or json.loads(position.read_text())["step"] < self.has:
-                    assert time.monotonic() < deadline, f"{self.name} has not begun"
-                    time.sleep(0.05)
-                self.then(store.run_dir)
+
+                def finished(model: IteratedRewardModel, *results: Any) -> None:
+                    self._act(store.run_dir)
+                    finish(model, *results)
+
+                if self.reward_model:
+                    IteratedRewardModel._finish = finished  # type: ignore[method-assign]
+                else:
+                    self._act(store.run_dir)
 
         RunStore.record = recorded  # type: ignore[method-assign]
+
+    def _act(self, run_dir: Path) -> None:
+        position = run_dir / "trackers" / f"{self.name}.json"
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not position.is_file() or json.loads(position.read_text())["step"] < self.has:
+            assert time.monotonic() < deadline, f"{self.name} has not begun"
+            time.sleep(0.05)
+        self.then(run_dir)
 
 
 HOSTILE = '<script>alert(1)</script> | ![x](http://127.0.0.1/x) `a` *b* [c](javascript:d) \x1b[31m "&amp;" \u202e '

@@ -20,11 +20,15 @@ EVALUATE = ("--evaluation.every", "2")
 
 
 def train_runs(folder: Path) -> Path:
-    """`runs` in a folder: two of a tiny language model with different seeds, one of CartPole, each of a few steps."""
+    """`runs` in a folder: two of a tiny language model with different seeds, one that records tokens, one of CartPole.
+
+    Each has a few steps.
+    """
     recipe = write_recipe(folder, tiny_folder(folder / "model"), steps=STEPS)
     trainings = {
         "language-a": (recipe, *EVALUATE),
         "language-b": (recipe, *EVALUATE, "--seed", "4", "--update.learning_rate", "3e-3"),
+        "tokens": (recipe, "--steps", "3", "--record.tokens", "true"),
         "cartpole": ("cartpole_grpo", "--steps", "4", "--evaluation.episodes", "10"),
     }
     for name, words in trainings.items():

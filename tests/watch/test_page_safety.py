@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,25 +41,9 @@ def make_hostile(record: dict[str, Any], index: int) -> None:
         record["steps"] = [[text, 0.5], [text, -0.5]]
 
 
-def add_tokens(record: dict[str, Any], index: int) -> None:
-    """The table of tokens of a run with `record.tokens`, with numbers that are easy to recognise."""
-    texts = [*record["text"], "<end>"]
-    count = range(len(texts))
-    record["advantage"] = 0.5 - index % 2
-    record["tokens"] = {
-        "ids": list(count),
-        "texts": texts,
-        "logprobs": [-0.5 for _ in count],
-        "reference_logprobs": [-0.25 for _ in count],
-        "advantages": [(-1.0) ** i * (i + 1) for i in count],
-        "updated_logprobs": [-0.375 for _ in count],
-    }
-
-
 @pytest.fixture(scope="module")
 def address(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     runs = shutil.copytree(trained / "runs", tmp_path_factory.mktemp("watch") / "runs")
-    tampered(runs / "language-a", runs / "tokens", add_tokens)
     metrics = tampered(runs / "language-a", runs / HOSTILE_NAME, make_hostile) / "metrics.jsonl"
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [step | {"reward/<b onclick=alert(9)>": 1.0 * index} for index, step in enumerate(steps)]
@@ -144,25 +129,47 @@ def test_no_view_has_a_barrier(chromium: Browser, address: str, width: int, sche
     page.close()
 
 
-def test_tokens_are_tinted_and_tell_their_numbers(chromium: Browser, address: str) -> None:
-    page = open_view(chromium, address, "rollouts", "tokens", "step=2&group=1&tint=advantage")
+def shown_number(text: str) -> float:
+    return float(text.replace("\u2212", "-").replace(",", ""))
+
+
+def test_tokens_of_a_run_that_records_them_are_tinted_and_tell_their_numbers(
+    chromium: Browser, address: str, trained: Path
+) -> None:
+    page = open_view(chromium, address, "rollouts", "tokens", "step=3&group=1&tint=advantage")
     page.wait("document.querySelector('.token[data-sign=plus]') && document.querySelector('.token[data-sign=minus]')")
+    lines = (trained / "runs/tokens/rollouts/step_000003.jsonl").read_text().splitlines()
+    group = [record for record in map(json.loads, lines) if record["group"] == 1]
+    for number, record in enumerate(group):
+        table = record["tokens"]
+        spans = f"[...document.querySelectorAll('.tokens')[{number}].querySelectorAll('.token')]"
+        signs = [{1: "plus", -1: "minus", 0: None}[(value > 0) - (value < 0)] for value in table["advantages"]]
+        assert page.evaluate(f"{spans}.map((e) => e.dataset.sign ?? null)") == signs
+    table = group[0]["tokens"]
     page.evaluate("document.querySelector('.tokens').focus()")
     for _ in range(3):
         page.press("ArrowRight")
     assert page.texts(".token-numbers p")[0].startswith("token 3:")
+    assert page.texts(".token-numbers p")[0].endswith(f"id {table['ids'][2]}")
     told = dict(zip(page.texts(".token-numbers dt"), page.texts(".token-numbers dd"), strict=True))
-    assert told == {
-        "log-probability": "\u22120.500",
-        "of the reference": "\u22120.250",
-        "KL": "0.0340",  # exp(0.25) - 0.25 - 1
-        "after the update": "\u22120.375",
-        "change": "+0.125",
-        "advantage": "+3",
+    names = ("logprobs", "reference_logprobs", "updated_logprobs", "advantages")
+    policy, reference, updated, advantage = (table[name][2] for name in names)
+    assert 0 < abs(reference - policy) < 1 > abs(updated - policy) > 0
+    expected = {
+        "log-probability": policy,
+        "of the reference": reference,
+        "KL": math.exp(reference - policy) - (reference - policy) - 1,
+        "after the update": updated,
+        "change": updated - policy,
+        "advantage": advantage,
     }
+    assert told.keys() == expected.keys()
+    for name, value in expected.items():  # three digits; a small KL has two
+        assert shown_number(told[name]) == pytest.approx(value, rel=6e-2 if name == "KL" else 6e-3), name
     page.press("c")
     page.wait("location.hash.includes('tint=kl')")
     page.wait("document.querySelector('.legend').textContent.startsWith('KL to the reference, nats')")
+    page.wait("document.querySelector('.token[data-sign=plus]')")
     assert page.texts(".token[data-sign=minus]") == []
     assert page.problems == []
     page.close()

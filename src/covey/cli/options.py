@@ -36,7 +36,15 @@ TAKE_FIELDS = (
     "eval",
     "compare",
 )  # commands with --field value for fields of a recipe
-PLANNED_FIELDS = ("device", "precision", "prompts_per_step", "group_size", "max_new_tokens", "microbatch_tokens")
+PLANNED_FIELDS = (
+    "device",
+    "precision",
+    "prompts_per_step",
+    "group_size",
+    "max_new_tokens",
+    "microbatch_tokens",
+    "recompute",
+)
 
 
 def temperature(text: str) -> float:

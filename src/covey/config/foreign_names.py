@@ -221,7 +221,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "fp16": _same("TRL", "precision", "bf16 or fp32"),
     "cuda": _same("cleanrl", "device"),
     "no_cuda": _same("TRL", "device"),
-    "gradient_checkpointing": _same("TRL, OpenRLHF", _MEMORY, "less memory when smaller; layers are not recomputed"),
+    "gradient_checkpointing": _same("TRL, OpenRLHF", "update.recompute"),
     "use_vllm": _none("TRL", _ALONE),
     "vllm_mode": _none("TRL", _ALONE),
     "vllm_num_engines": _none("OpenRLHF", _ALONE),

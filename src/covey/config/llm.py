@@ -114,6 +114,11 @@ class UpdateConfig(UpdateBase):
     microbatch_tokens: int = config_field(
         4096, "tokens in one backward pass; a smaller number takes less memory, with the same gradient", min=1
     )
+    recompute: bool = config_field(
+        False,
+        "compute each layer again in the backward pass instead of keeping its activations: less memory, more time and "
+        "the same gradient (gradient checkpointing)",
+    )
 
 
 @dataclass(frozen=True)

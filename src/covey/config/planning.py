@@ -31,9 +31,6 @@ class DevicesConfig:
         8.25, "GB/s at which new weights reach the samplers; a broadcast measured by verl", min=1e-3, max=1e6
     )
     device_tflops: float = config_field(989.0, "dense TFLOP/s of a device in bf16", min=1e-3, max=1e6)
-    recompute_layers: bool = config_field(
-        False, "predict activations as if each layer were recomputed in the backward pass, which covey does not do"
-    )
     external_sampler: bool = config_field(False, "servers generate the completions, and ranks do not (with --cluster)")
     flops_use: float = config_field(0.4, "fraction of them that training reaches", min=1e-3, max=1)
 

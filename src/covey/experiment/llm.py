@@ -45,6 +45,7 @@ from covey.llm.grader import RewardGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat, load_model, resolve_checkpoint, save_architecture
+from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.team_grader import TeamGrader
@@ -117,6 +118,8 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
     policy = LanguagePolicy(
         loaded.module, temperature=sampling.temperature, microbatch_tokens=config.update.microbatch_tokens
     )
+    if config.update.recompute:
+        recompute_layers(policy.module)
     sampler = LanguageSampler(
         LocalGenerator(policy), loaded.chat, config.seed, sampling.max_new_tokens, sampling.temperature,
         sampling.rows_at_once,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from covey.config import ConfigError, RunConfig
+from covey.config import ConfigError, RunConfig, UpdateConfig
 from covey.config.fields import plural
 from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
 from covey.config.validate import validate
@@ -242,18 +242,37 @@ def _advice(
 
 
 def _what_to_lower(column: Column, planned: Callable[[RunConfig], MemoryPlan], room: int) -> str:
-    """The largest microbatch with which a run fits, if necessary with the smallest number of rows at once."""
+    """The largest microbatch with which a run fits, if necessary with the smallest number of rows at once, and, if no
+    microbatch is small enough, with recomputed layers.
+    """
     config = column.config
-    tokens = config.update.microbatch_tokens
-    while tokens > config.sampling.max_new_tokens:
-        tokens //= 2
-        update = replace(config.update, microbatch_tokens=tokens)
-        if planned(replace(config, update=update)).peak <= room:
-            return f"With --microbatch-tokens {tokens} {column.name} fits."
-        rows = replace(config.sampling, rows_at_once=config.sampling.group_size)
-        if planned(replace(config, update=update, sampling=rows)).peak <= room:
-            return f"With --microbatch-tokens {tokens} --rows-at-once {config.sampling.group_size} {column.name} fits."
+    for changed in _smaller_updates(config):
+        few_rows = replace(config.sampling, rows_at_once=config.sampling.group_size)
+        for sampling in (config.sampling, few_rows):
+            if planned(replace(config, update=changed, sampling=sampling)).peak <= room:
+                words = [f"--{name} {value}" for name, value in _differences(config.update, changed)]
+                words += [f"--rows-at-once {sampling.rows_at_once}"] if sampling is few_rows else []
+                return f"With {' '.join(words)} {column.name} fits."
     return f"No microbatch is small enough for {column.name}: choose a smaller model."
+
+
+def _differences(update: UpdateConfig, changed: UpdateConfig) -> Iterator[tuple[str, str]]:
+    """Options and values of the fields that differ."""
+    if changed.microbatch_tokens != update.microbatch_tokens:
+        yield "microbatch-tokens", str(changed.microbatch_tokens)
+    if changed.recompute and not update.recompute:
+        yield "recompute", "true"
+
+
+def _smaller_updates(config: RunConfig) -> Iterator[UpdateConfig]:
+    """Updates with ever smaller microbatches, then with recomputed layers, of any size of microbatch."""
+    update, shortest = config.update, config.sampling.max_new_tokens
+    halves = [update.microbatch_tokens]
+    while halves[-1] > shortest:
+        halves.append(halves[-1] // 2)
+    for recompute in sorted({update.recompute, True}):
+        for tokens in halves:
+            yield replace(update, microbatch_tokens=tokens, recompute=recompute)
 
 
 def _next_command(model: str, fields: Sequence[str]) -> str:

@@ -91,6 +91,15 @@ def recordings(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
+def last_recording(run_dir: Path) -> float:
+    """The time when a picture or recording was last written, in seconds since the epoch; 0 if there is none."""
+    try:
+        times = [status.st_mtime for name, status in files_below(run_dir) if _type(name, RECORDING_TYPES)]
+    except (OSError, Refused):
+        return 0.0
+    return max(times, default=0.0)
+
+
 def _open(folder: Path, parts: list[str], types: dict[str, str]) -> OpenFile:
     type = _type(parts[-1], types)
     if type is None or not all(map(NAME.fullmatch, parts)):

@@ -21,6 +21,7 @@ from covey.tracking.run_folder import METRICS_FILE
 from covey.tracking.run_reader import RunReader, kind_of_run, number, table, text
 from covey.tracking.run_state import find_runs, last_change, run_state
 from covey.tracking.run_store import STOPPED_FILE, SUMMARY_FILE
+from covey.watch.files import last_recording
 
 SEARCH_SECONDS = 2.0  # least time between two searches for runs
 LOOK_SECONDS = 0.5  # least time between two looks at a run's files
@@ -118,7 +119,7 @@ class Run:
             "state": self._state,
             "last_step": self._last.get("step", 0),
             "generation": self.generation,
-            "updated": last_change(self.folder) or None,
+            "updated": max(last_change(self.folder), last_recording(self.folder)) or None,
         }
 
     @property

@@ -37,11 +37,11 @@ def test_gathers_overlap_with_computing_and_the_last_reduction_does_not() -> Non
 
 def test_the_flops_of_a_token() -> None:
     config = RunConfig()
-    assert passes_of_a_token(config, recomputes=False) == 6 + 2
-    assert passes_of_a_token(config, recomputes=True) == 6 + 2 + 2
+    assert passes_of_a_token(config) == 6 + 2
+    assert passes_of_a_token(replace(config, update=UpdateConfig(recompute=True))) == 6 + 2 + 2
     several = replace(config, update=UpdateConfig(minibatches=2, epochs=3))
-    assert passes_of_a_token(several, recomputes=False) == 3 * 6 + 2 + 2, "with the old policy"
-    assert computing_seconds(BILLION, 1000, config, DEVICES, 4, recomputes=False) == pytest.approx(8e12 / (4 * 5e14))
+    assert passes_of_a_token(several) == 3 * 6 + 2 + 2, "with the old policy"
+    assert computing_seconds(BILLION, 1000, config, DEVICES, 4) == pytest.approx(8e12 / (4 * 5e14))
 
 
 def test_a_server_reads_weights_and_keys() -> None:

@@ -1,6 +1,7 @@
 """The predicted memory against models that are really made, against what autograd really keeps, and against itself."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,6 +35,7 @@ from covey.llm.memory import estimate
 from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, find_model_config, read_dimensions
 from covey.llm.memory.estimate import MemoryPlan, activation_bytes, largest_microbatch, predict
 from covey.llm.model import prefix_attention
+from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.llm.rewards.runner import InProcess
 from covey.llm.rewards.weighted_reward import WeightedReward
@@ -132,6 +134,42 @@ def test_activations_are_what_autograd_keeps(
         )  # fmt: skip
         kept = bytes_kept(policy, batch_of(prompts, group_size, prompt_tokens, new_tokens))
         assert counted == pytest.approx(kept, rel=0.015)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("kind", sorted(FIELDS))
+def test_recomputed_layers_keep_their_inputs(
+    kind: str, kernels: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd keeps the inputs between the passes, and the backward pass has one layer's activations besides."""
+    if not kernels:
+        monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
+    policy, size = LanguagePolicy(real_model(kind, dtype)), read_dimensions(model_config(kind))
+    recompute_layers(policy.module)
+    shape = 2, 4, 30, 12
+    kept = bytes_kept(policy, batch_of(*shape))
+
+    def stated(layers: int, *, recomputed: bool) -> int:
+        return activation_bytes(
+            replace(size, layers=layers), dtype.itemsize, 2, 8, 30, 11,
+            fused=kernels and size.has_kernels, recomputed=recomputed,
+        )  # fmt: skip
+
+    a_layer = stated(size.layers, recomputed=False) - stated(size.layers - 1, recomputed=False)
+    angles = (2 * 30 + 8 * 11) * 2 * size.head_dim * dtype.itemsize  # arguments of all layers, which no hook is shown
+    # What is not counted: the indices of the decisions.
+    assert stated(size.layers, recomputed=True) - a_layer - angles == pytest.approx(kept, rel=0.06)
+
+
+def test_recomputation_is_proposed_if_no_microbatch_is_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = ["--max-new-tokens", "8192", "--prompts-per-step", "2", "--group-size", "2", "--device", "cpu"]
+    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 10 << 30)
+    last = plan_memory("smollm2-135m", wide, algorithms=("grpo",)).splitlines()[-1]
+    found = re.search(r"With (--recompute true.*) grpo fits", last)
+    assert found, last
+    fitting = plan_memory("smollm2-135m", [*wide, *found[1].split()], algorithms=("grpo",)).splitlines()[-1]
+    assert "it fits" in fitting
 
 
 @pytest.mark.parametrize("microbatch_tokens", [1, 20, 30, 64, 100, 117, 118, 119, 400])

@@ -10,10 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from covey.config import ClusterConfig, RunConfig, SamplingConfig, UpdateConfig
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
-from covey.llm.memory.estimate import MemoryPlan, activation_bytes, largest_microbatch, microbatches_of_shard, predict
+from covey.llm.memory.estimate import MemoryPlan, largest_microbatch, microbatches_of_shard, predict
 from covey.llm.memory.rank_memory import (
     predict_sharded,
-    recompute_layers,
     rollout_bytes,
     units_of,
     without_sampling,
@@ -157,17 +156,6 @@ def test_gathered_weights_and_gathered_layers_are_not_there_together() -> None:
     assert outside.peak < plan.peak or outside.parts["gathered weights"] == 0
     assert not any(outside.parts[name] for name in ("gathered weights", "keys and values", "logits of a decoding step"))
     assert outside.parts["activations"] == plan.parts["activations"]
-
-
-def test_recomputed_layers_keep_the_residual_stream() -> None:
-    config, common = run_of(4, 4, 64, 512), {"ranks": 2, "device": "cuda", "width": 2, "prompt_tokens": 20}
-    plan = predict(SMOLLM2, config, **common)
-    prompts, rows = largest_microbatch(config, 20, 2)
-    tokens = prompts * 20 + rows * 63
-    one_layer = activation_bytes(replace(SMOLLM2, layers=1), 2, prompts, rows, 20, 63, fused=False)
-    recomputed = recompute_layers(plan, SMOLLM2, config, **common)
-    assert recomputed.parts["activations"] == one_layer + 29 * tokens * 576 * 4
-    assert {**recomputed.parts, "activations": 0} == {**plan.parts, "activations": 0}
 
 
 def test_the_rollouts_of_a_step() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,14 @@ from typing import Any
 import pytest
 
 from covey.config.recipe_writing import write_config
+from covey.runtime.cache import cache_folder
 from covey.tracking.run_store import read_metrics
 from covey.tracking.trackers.rows import CHARACTERS, COLUMNS
 from helpers import toy_envs
-from helpers.run_helpers import covey, write_recipe
+from helpers.iterative_runs import STEPS as ITERATIVE_STEPS
+from helpers.iterative_runs import write_iterative_recipes
+from helpers.rank_cases import start_ranks
+from helpers.run_helpers import LIMIT_SECONDS, covey, write_recipe
 from helpers.tiny_models import tiny_folder
 from helpers.tracked_runs import HOSTILE, LOCAL, READERS, HostileCompletions, WhenTracked, break_mlflow, end_wandb
 
@@ -30,6 +37,12 @@ AGENT = {
 }
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # MLflow's client
 TRACKERS = [name if name == "tensorboard" else pytest.param(name, marks=pytest.mark.trackers) for name in READERS]
+OF_CI = [
+    pytest.param(
+        name, marks=[pytest.mark.slow, pytest.mark.ci_sample] if name == "tensorboard" else pytest.mark.trackers
+    )
+    for name in READERS
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +54,7 @@ def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def variables(trackio_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     project = {"TRACKIO_DIR": str(trackio_folder), "TRACKIO_PROJECT": tmp_path.name}
-    own = LOCAL | project | {"HOME": str(tmp_path / "home")}
+    own = LOCAL | project | {"HOME": str(tmp_path / "home"), "COVEY_CACHE": str(cache_folder())}  # kernels are there
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     return own
@@ -112,6 +125,78 @@ def test_completions_are_in_the_table_as_text(name: str, tmp_path: Path, variabl
         assert row["completion"].startswith(clean)
         assert len(row["completion"]) == CHARACTERS
         assert float(row["reward"]) >= 0
+
+
+@pytest.mark.parametrize("name", OF_CI)
+def test_an_iterative_run_killed_in_the_training_of_its_reward_model_and_in_a_step_is_tracked_once_and_whole(
+    name: str, tmp_path: Path, variables: dict[str, str]
+) -> None:
+    write_iterative_recipes(tmp_path)
+    words = ["iterate", "pairs.toml", "--trackers", name, "--run-dir", "run"]
+    for step, has, reward_model in ((4, 4, True), (6, 5, False)):  # the second time the tracker is ahead of step 4
+        moment = WhenTracked(name=name, step=step, has=has, reward_model=reward_model)
+        killed, output = covey(*words, cwd=tmp_path, moment=moment, **variables)
+        assert killed == -signal.SIGKILL, output
+        words = ["iterate", "--resume", "run"]
+    code, output = covey(*words, cwd=tmp_path, **variables)
+    assert code == 0, output
+    assert "resuming after step 4" in output
+    assert "warning" not in output
+    found = check_complete(name, tmp_path, tmp_path / "run")
+    assert sorted(found.tables) == list(range(1, ITERATIVE_STEPS + 1))
+
+
+RECIPE = """
+model = "{model}"
+steps = 8
+threads = 1
+[task]
+name = "arithmetic"
+[[rewards]]
+name = "digits"
+[sampling]
+prompts_per_step = 4
+group_size = 2
+max_new_tokens = 6
+[evaluation]
+problems = 4
+[checkpoint]
+every = 2
+"""
+KILLED = """
+import sys
+from covey.cli.main import main
+from covey.runtime.ranks import own_rank
+from helpers.tracked_runs import WhenTracked
+
+if not own_rank():
+    WhenTracked(name=sys.argv[1], step=6, has=5).prepare()  # the checkpoint is of step 4
+sys.exit(main(["train", "ranks.toml", "--trackers", sys.argv[1], "--run-dir", "run"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_of_two_ranks_rank_0_alone_tracks_also_after_a_kill(tmp_path: Path, variables: dict[str, str]) -> None:
+    name = "tensorboard"  # no adapter knows of ranks
+    (tmp_path / "ranks.toml").write_text(RECIPE.format(model=tiny_folder(tmp_path / "model")))
+    (tmp_path / "killed.py").write_text(KILLED)
+    (tmp_path / "tmp").mkdir()
+    own = variables | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path / "tmp")}
+    began = start_ranks(["killed.py", name], 2, tmp_path, **own)
+    said = [rank.communicate(timeout=LIMIT_SECONDS) for rank in began]
+    assert began[0].returncode == -signal.SIGKILL, said
+    assert "rank 1 has lost another rank" in said[1][1]
+    resumed = start_ranks(["-m", "covey", "train", "--resume", "run"], 2, tmp_path, **own)
+    said = [rank.communicate(timeout=LIMIT_SECONDS) for rank in resumed]
+    assert [rank.returncode for rank in resumed] == [0, 0], said
+    assert said[1] == ("", ""), "only rank 0 prints"
+    assert "resuming after step 4" in said[0][0]
+    assert "warning" not in said[0][0]
+    found = check_complete(name, tmp_path, tmp_path / "run")
+    assert sorted(found.tables) == list(range(1, 9))
+    writers = {int(path.name.split(".")[-2]) for path in tmp_path.rglob("events.out.tfevents.*")}
+    assert writers == {began[0].pid, resumed[0].pid}, "the names of the files have the process"
 
 
 SABOTAGE = {"wandb": end_wandb, "mlflow": break_mlflow}

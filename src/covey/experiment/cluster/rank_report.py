@@ -30,7 +30,7 @@ from covey.llm.memory.estimate import (
     predict,
     shards_of_rank,
 )
-from covey.llm.memory.rank_memory import predict_sharded, recompute_layers, rollout_bytes, without_sampling
+from covey.llm.memory.rank_memory import predict_sharded, rollout_bytes, without_sampling
 from covey.runtime.weights_choice import LARGEST_REPLICA, fits_replicated, replica_bytes
 
 REPLICATED, SHARDED, SHARDED_EXACT = "replicated", "FSDP2", "FSDP2, exact"
@@ -99,11 +99,6 @@ class RankPlanner:
             reward_model_parameters=count_reward_models(self.config),
             processes=process_bytes_of(self.config),
         )
-        if self.devices.recompute_layers:
-            plan = recompute_layers(
-                plan, self.size, self.config, ranks=ranks, device=self.place.device, width=self.width,
-                prompt_tokens=self.prompt_tokens,
-            )  # fmt: skip
         return without_sampling(plan) if self.devices.external_sampler else plan
 
     def fewest_ranks(self, layout: str) -> int | None:
@@ -132,9 +127,7 @@ class RankPlanner:
         """Seconds of an update on completions of this mean length."""
         sampling = self.config.sampling
         tokens = sampling.prompts_per_step * (largest_group(self.config) * completion_tokens + self.prompt_tokens)
-        computing = computing_seconds(
-            self.trained, tokens, self.config, self.devices, ranks, recomputes=self.devices.recompute_layers
-        )
+        computing = computing_seconds(self.trained, tokens, self.config, self.devices, ranks)
         return TrainerSpeed(computing, self.traffic(layout, ranks))
 
     @property
@@ -237,6 +230,4 @@ def _notes(planner: RankPlanner, ranks: int) -> list[str]:
             f'cluster.weights = "auto" chooses {chosen}: whole weights with their optimizer and the '
             f"reference take {whole:.1f} GiB, {relation} {LARGEST_REPLICA:.0%} of a device"
         )
-    if devices.recompute_layers:
-        lines.append("activations: as if each layer were recomputed in the backward pass, which covey does not do")
     return lines

@@ -21,9 +21,9 @@ LARGEST_MODEL = 0.5  # of the memory of a server's devices; the rest is for keys
 SERVER_MEMORY = 0.9  # of the devices that a server uses
 
 
-def passes_of_a_token(config: RunConfig, *, recomputes: bool) -> int:
+def passes_of_a_token(config: RunConfig) -> int:
     """FLOPs of a weight and a token in a training step: the update, the reference, and the old policy if needed."""
-    update = config.update.epochs * (FORWARD + BACKWARD + (FORWARD if recomputes else 0))
+    update = config.update.epochs * (FORWARD + BACKWARD + (FORWARD if config.update.recompute else 0))
     return update + FORWARD * evaluations_of_a_token(config)
 
 
@@ -45,11 +45,9 @@ class TrainerSpeed:
         return max(self.computing, self.traffic.during_passes) + self.traffic.gradients
 
 
-def computing_seconds(
-    parameters: int, tokens: float, config: RunConfig, devices: DevicesConfig, ranks: int, *, recomputes: bool
-) -> float:
+def computing_seconds(parameters: int, tokens: float, config: RunConfig, devices: DevicesConfig, ranks: int) -> float:
     """Seconds that all ranks compute for the tokens of a step."""
-    flops = parameters * tokens * passes_of_a_token(config, recomputes=recomputes)
+    flops = parameters * tokens * passes_of_a_token(config)
     return flops / (ranks * devices.device_tflops * 1e12 * devices.flops_use)
 
 

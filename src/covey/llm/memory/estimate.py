@@ -17,7 +17,7 @@ from covey.llm.generation import prepacked_linear
 from covey.llm.generation.sampling_bytes import sampling_bytes
 from covey.llm.memory import transformers_layers
 from covey.llm.memory.dimensions import Dimensions
-from covey.llm.model import exact_kl, fused_layers, hidden_states, logprobs, prefix_attention
+from covey.llm.model import exact_kl, fused_layers, hidden_states, logprobs, prefix_attention, recompute
 from covey.llm.model.microbatches import Row, split_rows
 from covey.runtime.distributed import GradientTree
 from covey.runtime.optimizer import state_bytes
@@ -75,7 +75,9 @@ def predict(
     prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
     decisions, fed = rows * config.sampling.max_new_tokens, config.sampling.max_new_tokens - 1
     fused = device == "cpu" and size.has_kernels
-    activations = activation_bytes(size, width, prompts, rows, prompt_tokens, fed, fused=fused)
+    activations = activation_bytes(
+        size, width, prompts, rows, prompt_tokens, fed, fused=fused, recomputed=config.update.recompute
+    )
     if critic_weights and config.critic.trunk == "policy":
         activations += critic.head_input_bytes(decisions, size.hidden, width)
     copies = GradientTree.copies(shards_of_rank(config, ranks)) * max(policy_state.gradients, critic_state.gradients)
@@ -142,7 +144,15 @@ def microbatches_of_shard(config: RunConfig, prompt_tokens: int, ranks: int = 1)
 
 
 def activation_bytes(
-    size: Dimensions, width: int, prompts: int, rows: int, prompt_tokens: int, fed: int, *, fused: bool
+    size: Dimensions,
+    width: int,
+    prompts: int,
+    rows: int,
+    prompt_tokens: int,
+    fed: int,
+    *,
+    fused: bool,
+    recomputed: bool = False,
 ) -> int:
     """Bytes that autograd keeps of a microbatch between forward and backward.
 
@@ -151,6 +161,8 @@ def activation_bytes(
         prompts, rows: S and R.
         prompt_tokens, fed: P and C; the last token of a completion is predicted, never fed.
         fused: whether covey's kernels compute norms, gated MLPs and attention.
+        recomputed: whether layers keep their inputs alone; the activations of the layer that the backward pass has
+            reached are counted too.
     """
     heads, tokens = size.attention_heads, prompts * prompt_tokens + rows * fed
     if fused:
@@ -164,7 +176,11 @@ def activation_bytes(
         norm = transformers_layers.norm_bytes(size, size.hidden, width)
     angles = 2 * size.head_dim * width  # cosine and sine of a token's position, for all layers
     decided = hidden_states.kept_bytes(rows * (fed + 1), size.hidden, width)
-    return size.layers * layer + tokens * (norm + angles) + decided
+    layers = size.layers * layer
+    if recomputed:
+        first, further = (recompute.input_bytes(size.hidden, width, fused=fused and begun) for begun in (False, True))
+        layers = tokens * (first + (size.layers - 1) * further) + layer
+    return layers + tokens * (norm + angles) + decided
 
 
 def critic_weights_of(size: Dimensions, config: RunConfig) -> int:

@@ -7,7 +7,6 @@ next, and the embedding and output layer throughout.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from covey.config import CRITIC_FREE, RunConfig
@@ -15,9 +14,7 @@ from covey.llm.memory.dimensions import Dimensions
 from covey.llm.memory.estimate import (
     SAMPLING,
     MemoryPlan,
-    activation_bytes,
     largest_group,
-    largest_microbatch,
     predict,
     shards_of_rank,
 )
@@ -77,21 +74,6 @@ def predict_sharded(
     )
     parts["fragmentation"] = int(fragments * (parts["activations"] + parts["gradients"] + parts["critic's gradients"]))
     return MemoryPlan(parts)
-
-
-def recompute_layers(
-    plan: MemoryPlan, size: Dimensions, config: RunConfig, *, ranks: int, device: str, width: int, prompt_tokens: int
-) -> MemoryPlan:
-    """The plan with activations as they would be if each layer kept its input alone and were computed again in the
-    backward pass, which covey does not do: the residual stream of all layers in fp32, and one layer as it is now.
-    """
-    prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
-    fed = config.sampling.max_new_tokens - 1
-    fused = device == "cpu" and size.has_kernels
-    shape = width, prompts, rows, prompt_tokens, fed
-    of_all, of_one = (activation_bytes(one, *shape, fused=fused) for one in (size, replace(size, layers=1)))
-    residual = (size.layers - 1) * (prompts * prompt_tokens + rows * fed) * size.hidden * MASTER_DTYPE.itemsize
-    return MemoryPlan(plan.parts | {"activations": plan.parts["activations"] - of_all + of_one + residual})
 
 
 def without_sampling(plan: MemoryPlan) -> MemoryPlan:

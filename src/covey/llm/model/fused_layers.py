@@ -26,13 +26,14 @@ from covey.llm.native.bindings import Kernels, KernelSet
 
 
 def fuse(module: nn.Module, kernels: KernelSet) -> None:
-    """Replace the `forward` of the layers of `module` by functions that use the kernels. Weights and names stay.
+    """Replace the `forward` of the layers of `module` by functions that use the kernels. Weights and names stay. Layers
+    whose `forward` was replaced already keep theirs.
 
     Only for models that are `is_llama_like`. The modules' own `forward` runs if no kernels support the dtype or device
     of an input.
     """
     for part in module.modules():
-        if forward := _forward_of(part):
+        if "forward" not in vars(part) and (forward := _forward_of(part)):
             part.forward = MethodType(partial(forward, kernels=kernels), part)  # type: ignore[method-assign]
 
 

@@ -11,7 +11,7 @@ export class Files {
   constructor(detail) {
     this.detail = detail;
     this.list = h("div", { class: "files" });
-    this.empty = h("p", { class: "empty" }, "This run has no picture or recording yet. A control run that ends writes curve.png; its agent can be recorded with evaluation.record_episodes.");
+    this.empty = h("p", { class: "empty" }, "This run has no picture or recording yet. A run that ends writes curve.png; ", h("code", {}, "covey eval RUN --render"), " records an agent.");
     this.el = h("div", {}, this.empty, this.list);
   }
 
