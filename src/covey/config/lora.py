@@ -1,5 +1,4 @@
 """Config of low-rank adapters (LoRA)."""
-# ruff: noqa: RUF009 -- `config_field` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations
 

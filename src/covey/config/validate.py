@@ -34,8 +34,8 @@ from covey.config.model_sources import locate_model
 from covey.config.validate_cluster import check_cluster
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_iteration import check_iteration
-from covey.config.validate_lora import check_lora
 from covey.config.validate_kl import check_kl, check_language_kl
+from covey.config.validate_lora import check_lora
 from covey.config.validate_process import check_process
 from covey.config.validate_reasoning_gym import check_reasoning_gym
 from covey.config.validate_rewards import check_normalization, check_rewards

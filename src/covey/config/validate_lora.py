@@ -37,7 +37,8 @@ def check_lora(config: RunConfig) -> None:
                 )
         if config.critic.trunk == "adapter":
             raise ConfigError(
-                'critic.trunk = "adapter" is for runs with LoRA: set lora.rank, or set critic.trunk to "own" or "policy"'
+                'critic.trunk = "adapter" is for runs with LoRA: set lora.rank, or set critic.trunk to "own" or '
+                '"policy"'
             )
         return
     check_peft()

@@ -116,4 +116,3 @@ def adapt(policy: LanguagePolicy, config: RunConfig) -> tuple[LanguagePolicy, Ad
     copies = bool(config.lora.adapter or config.reference.refresh_every or config.iteration.steps)
     adapted = policy.with_outputs(trained=adapter.parameters)
     return adapted, AdapterOnly(adapter, config.model, config.seed, copies)
-

@@ -191,9 +191,7 @@ class LLMBuilder:
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
         self._note_unused_step_rewards(display)
         algorithm = build_llm_algorithm(config, problem.grader.weights)
-        critics = (
-            (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
-        )
+        critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
         reference = loaded.adaptation.reference(loaded.policy)
         models = divide(loaded.policy, reference, critics, config, self.team)
         policy = with_outputs(models, config, algorithm)

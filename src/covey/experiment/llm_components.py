@@ -50,9 +50,7 @@ CREDITS: dict[str, CreditAssignment] = {
 }
 
 
-def build_critic(
-    config: RunConfig, policy: LanguagePolicy, adaptation: Adaptation, display: Display
-) -> LanguageCritic:
+def build_critic(config: RunConfig, policy: LanguagePolicy, adaptation: Adaptation, display: Display) -> LanguageCritic:
     """The critic of a policy: a new one, or that of the run from which the policy was loaded.
 
     An adapter belongs to the weights that it was trained on, so a critic with one begins anew.

@@ -84,9 +84,7 @@ class LanguageCritic:
         """values_BT of the state before every decision (the prompt and all tokens so far); 0 at undecided columns."""
         batch = batch.to(self.head.linear.weight.device)
         with torch.set_grad_enabled(self.trains_trunk and torch.is_grad_enabled()):
-            decided = self.weights.run(
-                lambda: hidden_states_for_actions(self.trunk, batch, packed=self.packed, weights=self.weights)
-            )
+            decided = self.weights.run(lambda: hidden_states_for_actions(self.trunk, batch, packed=self.packed))
         return decided.scatter_to_batch(self.head(decided.hidden_NW))
 
     def bootstrap_values(self, batch: Batch) -> Tensor:

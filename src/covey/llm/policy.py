@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from covey.core import kl
 from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, Sampling, choose_backend
-from covey.llm.model.adapted_layers import merged_state
+from covey.llm.model.adapted_layers import merged_state, with_present_adapter
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
 from covey.llm.model.hidden_states import (
@@ -172,9 +172,10 @@ class LanguagePolicy:
         """One forward pass of the model per rollout, recomputed in the backward pass to bound memory."""
         position_N = batch.mask_BT.flatten().nonzero()[:, 0]
         rows: list[dict[str, Tensor]] = []
+        evaluate = with_present_adapter(self.module, self._evaluate_row)
         for row, length in enumerate(row_lengths(batch)):
             tokens_L = row_tokens(batch, row, length)
-            output_T = checkpoint(self._evaluate_row, tokens_L, length, use_reentrant=False)
+            output_T = checkpoint(evaluate, tokens_L, length, use_reentrant=False)
             rows.append({name: value_T[batch.mask_BT[row, :length]] for name, value_T in output_T.items()})
         output_BT = {
             name: scatter_to_batch(torch.cat([row[name] for row in rows]), position_N, batch) for name in rows[0]

@@ -1,8 +1,8 @@
 """Linear layers with weights prepacked by oneDNN for products with few rows.
 
 Decoding multiplies few rows by every weight, so reading the weights takes much of its time. The prepacked copy needs as
-much memory as the weights and takes about 0.1 s. Every decoder makes a new copy, so it always has the current weights. The
-adapter of a layer is merged into its copy.
+much memory as the weights and takes about 0.1 s. Every decoder makes a new copy, so it always has the current weights.
+The adapter of a layer is merged into its copy.
 """
 
 from __future__ import annotations

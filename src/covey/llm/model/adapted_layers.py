@@ -8,11 +8,14 @@ Shapes: N inputs and M outputs of a layer, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+P, T = ParamSpec("P"), TypeVar("T")
 
 
 class Factors(NamedTuple):
@@ -44,6 +47,47 @@ def factors_of(layer: Any) -> Factors | None:
         return None
     (name,) = layer.active_adapters
     return Factors(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+
+
+@contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Context manager after which a module uses the adapter that it used before."""
+    before = _selection(module)
+    try:
+        yield
+    finally:
+        _select(before)
+
+
+def with_present_adapter(module: nn.Module, compute: Callable[P, T]) -> Callable[P, T]:
+    """`compute`, which reads the module, with the adapter that the module uses now, at whatever time it is called.
+
+    A backward pass computes parts of a forward pass again, and the module may use another adapter then.
+    """
+    present = _selection(module)
+    if not present:
+        return compute
+
+    def computed(*arguments: P.args, **options: P.kwargs) -> T:
+        with restored(module):
+            _select(present)
+            return compute(*arguments, **options)
+
+    return computed
+
+
+Selection = list[tuple[Any, Any, bool]]  # a layer, the names of its adapters in use, whether adapters are off
+
+
+def _selection(module: nn.Module) -> Selection:
+    layers = adapted_layers(module).values()
+    return [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
+
+
+def _select(selection: Selection) -> None:
+    # peft's own methods set `requires_grad` too, on which optimizers and autograd's graphs rely.
+    for layer, active, off in selection:
+        layer._active_adapter, layer._disable_adapters = active, off
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ decisions, L tokens of a forward pass, W hidden width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from covey.data import Batch
+from covey.llm.model.adapted_layers import with_present_adapter
 from covey.llm.model.prefix_attention import PackedLayout, forward
-from covey.runtime.sharding import WHOLE, Weights
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,7 @@ class ActionHiddenStates:
         return scatter_to_batch(value_N[self.index_D], self.position_D, self.batch)
 
 
-def hidden_states_for_actions(
-    model: nn.Module, batch: Batch, *, packed: bool, weights: Weights = WHOLE
-) -> ActionHiddenStates:
+def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -> ActionHiddenStates:
     """Forward pass of a decoder without its output layer over a batch.
 
     Undecided tokens before a row's last decision are fed too, because later decisions attend to them.
@@ -49,7 +46,6 @@ def hidden_states_for_actions(
         batch: on the device of the model.
         packed: feed all rows as one row of tokens, with each group's prompt once. Only for models whose attention takes
             a layout. Otherwise, the rollouts are fed one by one, and recomputed in the backward pass to bound memory.
-        weights: of the model, when a rollout is recomputed.
     """
     position_D = batch.mask_BT.flatten().nonzero()[:, 0]
     actions_D = batch.actions_BT.flatten()[position_D]
@@ -59,10 +55,9 @@ def hidden_states_for_actions(
         actions = int(batch.actions_BT.max()) + 1
         decided_N, index_D = (source_D * actions + actions_D).unique(return_inverse=True)
         return ActionHiddenStates(hidden_LW[decided_N // actions], decided_N % actions, index_D, position_D, batch)
-    rows = []
+    rows, compute = [], with_present_adapter(model, _row)
     for row, length in enumerate(row_lengths(batch)):
-        compute = partial(_row, model, row_tokens(batch, row, length), length)
-        hidden_TW = checkpoint(weights.run, compute, use_reentrant=False)
+        hidden_TW = checkpoint(compute, model, row_tokens(batch, row, length), length, use_reentrant=False)
         rows.append(hidden_TW[batch.mask_BT[row, :length]])
     return ActionHiddenStates(
         torch.cat(rows), actions_D, torch.arange(len(position_D), device=position_D.device), position_D, batch

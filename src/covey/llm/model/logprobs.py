@@ -201,9 +201,7 @@ def chunk_bytes(decisions: int, vocabulary: int, itemsize: int) -> int:
     return chunk_size(decisions, vocabulary) * (itemsize + (0 if itemsize == EXACT_BYTES else EXACT_BYTES))
 
 
-def gradient_bytes(
-    decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True
-) -> int:
+def gradient_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True) -> int:
     """Bytes of `LogitGradients` without a bias: [N, W] in fp32, and [V, W] of `itemsize` bytes if it is trained."""
     return decisions * hidden * EXACT_BYTES + (vocabulary * hidden * itemsize if trains_head else 0)
 

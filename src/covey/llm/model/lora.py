@@ -24,7 +24,7 @@ from covey.config import ConfigError, LoRAConfig
 from covey.config.adapter_folder import ADAPTER_WEIGHTS_FILE
 from covey.config.faults import path_error
 from covey.config.model_sources import ADAPTER_CONFIG_FILE
-from covey.llm.model.adapted_layers import adapted_layers, base_of, merged_weight
+from covey.llm.model.adapted_layers import adapted_layers, base_of, merged_weight, restored
 from covey.runtime.rng import ADAPTING, uniforms
 from covey.runtime.sharding import WholeWeights
 
@@ -63,14 +63,9 @@ class AdapterWeights(WholeWeights):
 @contextmanager
 def in_use(module: nn.Module, name: str | None) -> Iterator[None]:
     """Context manager in which a model uses one of its adapters; None: the model without adapters."""
-    layers = list(adapted_layers(module).values())
-    before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
-    try:
-        _select(layers, name)
+    with restored(module):
+        _select(list(adapted_layers(module).values()), name)
         yield
-    finally:
-        for layer, (active, off) in zip(layers, before, strict=True):
-            layer._active_adapter, layer._disable_adapters = active, off
 
 
 def _select(layers: Sequence[Any], name: str | None) -> None:
@@ -104,17 +99,13 @@ def add_adapter(module: PreTrainedModel, lora: LoRAConfig, name: str = POLICY, *
         fan_in_fan_out=any(isinstance(base_of(module.get_submodule(path)), Conv1D) for path in found),
         task_type="CAUSAL_LM",
     )
+    others = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     inject_adapter_in_model(config, module, name, low_cpu_mem_usage=True)
+    for parameter, is_trained in others:  # peft freezes the adapters that it does not use
+        parameter.requires_grad_(is_trained)
     layers = adapted_layers(module)
     for number, layer in enumerate(layers.values()):
-        weight = base_of(layer).weight
-        for factors, values in ((layer.lora_A, _first_factor(seed, name, number, layer.lora_A[name])), (layer.lora_B, None)):
-            shape = factors[name].weight.shape
-            fill = torch.zeros(shape) if values is None else values
-            factors[name].weight = nn.Parameter(fill.to(device=weight.device, dtype=weight.dtype))
-    for layer in layers.values():  # peft freezes those that it does not use
-        for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
-            factor.requires_grad_(True)
+        _set_first(seed, name, number, layer)
     _select(list(layers.values()), POLICY if POLICY in next(iter(layers.values())).lora_A else name)
     return Adapter(module, name, _tree(layers, name), lora)
 
@@ -139,8 +130,8 @@ def target_paths(module: PreTrainedModel, targets: Sequence[str]) -> list[str]:
         if not paths:
             names = sorted({path.rpartition(".")[2] for path in linear})
             raise ConfigError(
-                f"lora.targets: {target!r} is no linear layer of {type(module).__name__} below its output layer: choose "
-                f"among {', '.join(names)}"
+                f"lora.targets: {target!r} is no linear layer of {type(module).__name__} below its output layer: "
+                f"choose among {', '.join(names)}"
             )
     chosen = {path for paths in found.values() for path in paths}
     return [path for path in linear if path in chosen or not targets]
@@ -150,13 +141,16 @@ def _inside(path: str, adapted: Mapping[str, Any]) -> bool:
     return any(path.startswith(f"{outer}.") for outer in adapted)
 
 
-def _first_factor(seed: int, name: str, number: int, factor: nn.Module) -> Tensor:
-    """A of the layer with this number, [R, N]."""
-    rank, inputs = factor.weight.shape
+def _set_first(seed: int, name: str, number: int, layer: Any) -> None:
+    """Give A and B of the layer with this number the values with which training begins."""
+    weight, first, second = base_of(layer).weight, layer.lora_A[name], layer.lora_B[name]
+    inputs = first.weight.shape[1]
     purpose = (POLICY, CRITIC, REFERENCE).index(name)
     (drawn,) = uniforms(seed, purpose, number, 0, [0], stream=ADAPTING)
     generator = torch.Generator().manual_seed(int(drawn * 2**53))
-    return torch.rand(rank, inputs, generator=generator).mul_(2).sub_(1).mul_(inputs**-0.5)
+    a_RN = torch.rand(first.weight.shape, generator=generator).mul_(2).sub_(1).mul_(inputs**-0.5)
+    for factor, values in ((first, a_RN), (second, torch.zeros(second.weight.shape))):
+        factor.weight = nn.Parameter(values.to(device=weight.device, dtype=weight.dtype))
 
 
 def _tree(layers: Mapping[str, Any], name: str) -> nn.Module:
