@@ -10,29 +10,16 @@ import torch
 from torch import nn
 
 from covey.config import ConfigError
-from covey.data import Batch, EndReason, Group, PolicyOutput, Rollout, Start, collate
+from covey.data import Batch, PolicyOutput
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
 from covey.llm.model import recompute
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import KLToReference, LanguagePolicy
+from helpers.batches import batch_of
 from helpers.tiny_models import PLAIN, SHARED, tiny_model
 from helpers.zoo import FAMILIES, zoo_model
 
 KEPT = "blt cpmant prophetnet reformer xlm xlnet"  # refused by LanguagePolicy itself (tests/parity/test_zoo.py)
-
-
-def batch_of(seed: int = 0) -> Batch:
-    """Two groups of completions, some of which begin alike; in the first, tokens in the middle are undecided."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def rollout(prompt: int, number: int) -> Rollout:
-        length = 4 + 3 * number
-        actions = torch.randint(3, 40, (length,), generator=generator).tolist()
-        actions[:2] = 9, 8
-        decided = [not (prompt == 0 and 1 <= place < 3) for place in range(length)]
-        return Rollout((5, 6, 7 + prompt), actions, [-1.0] * length, EndReason.STOP, decided=decided, reward=0.0)
-
-    return collate([Group(Start(one, ""), [rollout(one, number) for number in range(3)]) for one in range(2)])
 
 
 def gradients(policy: LanguagePolicy, batch: Batch) -> tuple[PolicyOutput, dict[str, torch.Tensor]]:

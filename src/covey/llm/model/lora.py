@@ -7,6 +7,7 @@ none, is in use at a time.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -100,7 +101,9 @@ def add_adapter(module: PreTrainedModel, lora: LoRAConfig, name: str = POLICY, *
         task_type="CAUSAL_LM",
     )
     others = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    inject_adapter_in_model(config, module, name, low_cpu_mem_usage=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter is meant
+        inject_adapter_in_model(config, module, name, low_cpu_mem_usage=True)
     for parameter, is_trained in others:  # peft freezes the adapters that it does not use
         parameter.requires_grad_(is_trained)
     layers = adapted_layers(module)
@@ -242,3 +245,4 @@ def merge_adapter(module: PreTrainedModel) -> None:
         base.weight = nn.Parameter(merged_weight(layer))
         parent, _, name = path.rpartition(".")
         setattr(module.get_submodule(parent), name, base)
+    del module.peft_config
