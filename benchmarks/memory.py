@@ -60,6 +60,7 @@ class Case:
     minibatches: int = 1
     shards: int = 0
     recompute: bool = False
+    eight_bit_moments: bool = False
 
     def config(self, algorithm: str, trunk: str = "own", **changes: Any) -> RunConfig:
         """The run, as `covey plan` and as the process that is measured sees it."""
@@ -73,7 +74,10 @@ class Case:
                 prompts_per_step=self.prompts, group_size=self.group_size, max_new_tokens=self.new_tokens
             ),
             update=UpdateConfig(
-                microbatch_tokens=self.microbatch_tokens, minibatches=self.minibatches, recompute=self.recompute
+                microbatch_tokens=self.microbatch_tokens,
+                minibatches=self.minibatches,
+                recompute=self.recompute,
+                eight_bit_moments=self.eight_bit_moments,
             ),
             critic=CriticConfig(trunk=trunk),
             cluster=ClusterConfig(shards=self.shards),
@@ -92,6 +96,7 @@ CASES = (
     Case("135m, large groups", "smollm2-135m", 2, 32, 64, 48, 1024),
     Case("135m, large microbatch", "smollm2-135m", 4, 8, 100, 128, 4096),
     Case("135m, large microbatch, recomputed", "smollm2-135m", 4, 8, 100, 128, 4096, recompute=True),
+    Case("135m, few tokens each, 8-bit moments", "smollm2-135m", 8, 8, 50, 12, 512, eight_bit_moments=True),
     Case("135m, two optimizer steps", "smollm2-135m", 8, 8, 50, 24, 1024, minibatches=2),
     Case("135m, two shards", "smollm2-135m", 8, 8, 50, 12, 512, shards=2),
     Case("135m, four shards", "smollm2-135m", 8, 8, 50, 12, 512, shards=4),

@@ -17,9 +17,13 @@ SECONDS = 3000  # they take minutes; this is for a machine that has other work
 
 
 @pytest.fixture(scope="module")
-def statuses(tmp_path_factory) -> dict[str, int]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("mutants")
+
+
+@pytest.fixture(scope="module")
+def statuses(folder) -> dict[str, int]:
     """pytest's exit status on every mutant and on an unchanged copy."""
-    folder = tmp_path_factory.mktemp("mutants")
     made = subprocess.run(
         [sys.executable, str(Path(mutants.__file__)), str(folder)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COVEY_CACHE": str(folder / "cache")},
@@ -50,8 +54,8 @@ def test_no_name_is_used_twice():
 class TestMutants:
     """`make mutants` runs them."""
 
-    def test_the_unchanged_copy_passes(self, statuses):
-        assert statuses[mutants.UNCHANGED] == 0
+    def test_the_unchanged_copy_passes(self, folder, statuses):
+        assert statuses[mutants.UNCHANGED] == 0, (folder / mutants.UNCHANGED / "log").read_text()[-5000:]
 
     @pytest.mark.parametrize("name", [mutant.name for mutant in mutants.MUTANTS])
     def test_mutant_is_killed(self, name, statuses):

@@ -140,6 +140,8 @@ def serving_children(pid: int) -> set[int]:
     return {child for child in children_of(pid) if b"serve" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")}
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_run_starts_its_servers_and_they_end_with_it(model: Path, folder: Path, alone: Path) -> None:
     """One is killed and started again; then the run is killed, and they end by themselves."""
     table = f'[sampler]\nkind = "covey"\nstart = 2\ntoken_file = "{token_file(folder)}"\n'

@@ -168,7 +168,14 @@ def fail_at(place: Place, kind: str, code: int, numbers: Sequence[int], resume: 
     return len(again)
 
 
-@pytest.mark.parametrize("code", FREQUENT, ids=NAMES.get)
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, marks=() if code == errno.ENOSPC else (pytest.mark.slow, pytest.mark.ci_sample))
+        for code in FREQUENT
+    ],
+    ids=NAMES.get,
+)
 def test_a_few_file_operations_fail(place: Place, code: int) -> None:
     total = count(place, "control", code, resume=False)
     numbers = range(3 + code % 11, total, total // 6)

@@ -88,6 +88,7 @@ CASES = {
     "ppo": case(algorithm="ppo", update={"critic_learning_rate": 1e-3, "critic_epochs": 1}),
     "ppo_warmup": case(algorithm="ppo", update={"critic_warmup_steps": 1}, sampling={"group_size": 1}),
     "recomputed": case(update={"recompute": True}, loss={"kl_coefficient": 0.1}),
+    "eight_bit_moments": case(update={"eight_bit_moments": True}),
     "ppo_trunk": case(algorithm="ppo", critic=CriticConfig(trunk="policy"), update={"critic_epochs": 1}),
     "ppo_process": case(algorithm="ppo", **STEPS),
     "grpo_inexact": case(cluster={"exact": False}, update=ONCE),
@@ -163,7 +164,11 @@ class Witness:
 
 def main(folder: Path, model: str, names: Sequence[str], weights: str) -> None:
     from covey import run
+    from covey.runtime import quantized_moments
     from covey.runtime.distributed import joined_ranks
+
+    # So that the small matrices of the model have moments in 8 bits too.
+    quantized_moments.FEWEST_NUMBERS, quantized_moments.SHORTEST_BLOCK = 100, 8
 
     if moment := os.environ.get("KILLED_AT"):
         kill_at(moment)

@@ -39,7 +39,7 @@ def steps_of(folder: Path, recipe: Path, program: str) -> list[dict[str, float]]
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
     [
-        ("llama", ""),
+        pytest.param("llama", "", marks=[pytest.mark.slow, pytest.mark.ci_sample]),
         pytest.param("qwen3", PPO, marks=[pytest.mark.slow, pytest.mark.ci_sample]),
         pytest.param("gpt2", "", marks=pytest.mark.slow),
         pytest.param("bloom", "", marks=pytest.mark.slow),

@@ -44,6 +44,7 @@ PLANNED_FIELDS = (
     "max_new_tokens",
     "microbatch_tokens",
     "recompute",
+    "eight_bit_moments",
 )
 
 

@@ -110,6 +110,9 @@ class UpdateBase:
     weight_decay: float = config_field(0.0, "AdamW's decoupled weight decay", min=0, advanced=True)
     beta1: float = config_field(0.9, "AdamW's decay of the mean gradient", min=0, below=1, advanced=True)
     beta2: float = config_field(0.999, "AdamW's decay of the mean squared gradient", min=0, below=1, advanced=True)
+    eight_bit_moments: bool = config_field(
+        False, "keep AdamW's two moments in 8 bits: 2 bytes for each weight instead of 8, with rounding", advanced=True
+    )
     max_grad_norm: float = config_field(1.0, "clip gradients to this norm", above=0)
     epochs: int = config_field(1, "passes over the rollouts of a step", min=1)
     minibatches: int = config_field(1, "optimizer steps per pass; the prompts of a step are split evenly", min=1)

@@ -160,7 +160,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "adam_beta1": _same("TRL", "update.beta1"),
     "adam_beta2": _same("TRL", "update.beta2"),
     "adam_epsilon": _none("TRL", "AdamW's epsilon is that of torch, 1e-8"),
-    "optim": _none("TRL", "the optimizer is AdamW"),
+    "optim": _none("TRL", "the optimizer is AdamW; 8-bit moments: update.eight_bit_moments"),
     "grad_clip": _same("verl", "update.max_grad_norm"),
     "max_norm": _same("OpenRLHF", "update.max_grad_norm"),
     "critic_warmup": _same("verl", "update.critic_warmup_steps"),

@@ -203,6 +203,7 @@ def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE, w
         max_grad_norm=update.max_grad_norm,
         team=team,
         weights=weights,
+        eight_bit_moments=update.eight_bit_moments,
     )
 
 

@@ -35,7 +35,10 @@ def must_shard(config: RunConfig, team: Team) -> bool:
     trained = size.parameters + critic_weights_of(size, config)
     frozen = size.parameters + count_reward_models(config)
     width = choose_precision(config.precision, device).itemsize
-    fits = memory is None or fits_replicated(trained, frozen, width, team.shards // team.size, memory)
+    shards, eight_bit_moments = team.shards // team.size, config.update.eight_bit_moments
+    fits = memory is None or fits_replicated(
+        trained, frozen, width, shards, memory, eight_bit_moments=eight_bit_moments
+    )
     return any(exchange_json(team, not fits))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -243,7 +244,7 @@ def _advice(
 
 def _what_to_lower(column: Column, planned: Callable[[RunConfig], MemoryPlan], room: int) -> str:
     """The largest microbatch with which a run fits, if necessary with the smallest number of rows at once, and, if no
-    microbatch is small enough, with recomputed layers.
+    microbatch is small enough, with recomputed layers and with 8-bit moments.
     """
     config = column.config
     for changed in _smaller_updates(config):
@@ -262,17 +263,21 @@ def _differences(update: UpdateConfig, changed: UpdateConfig) -> Iterator[tuple[
         yield "microbatch-tokens", str(changed.microbatch_tokens)
     if changed.recompute and not update.recompute:
         yield "recompute", "true"
+    if changed.eight_bit_moments and not update.eight_bit_moments:
+        yield "eight-bit-moments", "true"
 
 
 def _smaller_updates(config: RunConfig) -> Iterator[UpdateConfig]:
-    """Updates with ever smaller microbatches, then with recomputed layers, of any size of microbatch."""
+    """Updates with ever smaller microbatches, then with recomputed layers, then with 8-bit moments."""
     update, shortest = config.update, config.sampling.max_new_tokens
     halves = [update.microbatch_tokens]
     while halves[-1] > shortest:
         halves.append(halves[-1] // 2)
-    for recompute in sorted({update.recompute, True}):
+    for eight_bit, recompute in itertools.product(
+        sorted({update.eight_bit_moments, True}), sorted({update.recompute, True})
+    ):
         for tokens in halves:
-            yield replace(update, microbatch_tokens=tokens, recompute=recompute)
+            yield replace(update, microbatch_tokens=tokens, recompute=recompute, eight_bit_moments=eight_bit)
 
 
 def _next_command(model: str, fields: Sequence[str]) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+from covey.runtime.quantized_moments import QuantizedMoment
 
 # torch's fused kernel for CPUs computes whole vectors of up to 16 numbers with fused multiply-adds, and the rest of a
 # tensor without, so a number at the end of a tensor has other bits than one in its middle. Ranks divide tensors, so
@@ -16,21 +20,41 @@ VECTOR = 16
 EPSILON = 1e-8
 
 
+# Numbers whose quantized moments are in fp32 at a time: few enough for the processor's cache.
+PIECE = 1 << 18
+
+
 @dataclass
 class Moments:
     """The state of one parameter."""
 
+    exp_avg: Tensor | QuantizedMoment
+    exp_avg_sq: Tensor | QuantizedMoment
+    step: Tensor  # number of steps, a scalar in fp32
+
+
+class Operands(NamedTuple):
+    """Flat fp32 tensors of one call of AdamW's kernel; it changes all but the gradient."""
+
+    weight: Tensor
+    gradient: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    step: Tensor  # number of steps, a scalar in fp32
+    step: Tensor
 
 
 class AdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over fp32 tensors by name."""
 
-    def __init__(self, masters: Mapping[str, Tensor], betas: tuple[float, float], decay: Mapping[str, float]) -> None:
-        """`decay` has the weight decay of every tensor."""
-        self.masters, self.betas, self.decay = masters, betas, decay
+    def __init__(
+        self,
+        masters: Mapping[str, Tensor],
+        betas: tuple[float, float],
+        decay: Mapping[str, float],
+        blocks: Mapping[str, int] | None = None,
+    ) -> None:
+        """`decay` has the weight decay of every tensor; `blocks` the numbers of a block of quantized moments."""
+        self.masters, self.betas, self.decay, self.blocks = masters, betas, decay, blocks or {}
         self.moments: dict[str, Moments] = {}  # of the tensors that have had a gradient
         self.fused = all(master.device.type in ("cpu", "cuda") for master in masters.values())
 
@@ -39,37 +63,80 @@ class AdamW:
         names = [name for name, master in self.masters.items() if master.grad is not None]
         for name in names:
             if name not in self.moments:
-                self.set_moments(name, torch.zeros_like(self.masters[name]), torch.zeros_like(self.masters[name]), 0)
+                self.set_moments(name, self._zeros(name, signed=True), self._zeros(name, signed=False), 0)
         for decay in {self.decay[name] for name in names}:
-            self._apply([name for name in names if self.decay[name] == decay], learning_rate, decay)
+            chosen = [name for name in names if self.decay[name] == decay]
+            whole = [self._operands(name) for name in chosen if name not in self.blocks]
+            if whole:
+                self._apply(whole, learning_rate, decay)
+            for name in chosen:
+                if name in self.blocks:
+                    self._apply_to_quantized(name, learning_rate, decay)
 
-    def set_moments(self, name: str, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> None:
+    def _zeros(self, name: str, *, signed: bool) -> Tensor | QuantizedMoment:
+        master = self.masters[name].detach()
+        if name in self.blocks:
+            return QuantizedMoment.zeros(master, self.blocks[name], signed=signed)
+        return torch.zeros_like(master)
+
+    def set_moments(
+        self, name: str, exp_avg: Tensor | QuantizedMoment, exp_avg_sq: Tensor | QuantizedMoment, step: int
+    ) -> None:
         """Set the state of a tensor."""
         # The fused kernels need the step count on the weights' device, the others on the CPU.
-        where = exp_avg.device if self.fused else torch.device("cpu")
+        where = self.masters[name].device if self.fused else torch.device("cpu")
         self.moments[name] = Moments(exp_avg, exp_avg_sq, torch.tensor(step, dtype=torch.float32, device=where))
 
-    def _apply(self, names: list[str], learning_rate: float, decay: float) -> None:
-        pieces: list[list[Tensor]] = []  # weights, gradients, exp_avg, exp_avg_sq and step
+    def _operands(self, name: str) -> Operands:
+        master, moments = self.masters[name], self.moments[name]
+        assert master.grad is not None
+        assert isinstance(moments.exp_avg, Tensor)
+        assert isinstance(moments.exp_avg_sq, Tensor)
+        return Operands(
+            master.detach().view(-1),
+            master.grad.view(-1),
+            moments.exp_avg.view(-1),
+            moments.exp_avg_sq.view(-1),
+            moments.step,
+        )
+
+    def _apply_to_quantized(self, name: str, learning_rate: float, decay: float) -> None:
+        """The step of a tensor with quantized moments, some rows at a time."""
+        master, moments = self.masters[name], self.moments[name]
+        assert master.grad is not None
+        assert isinstance(moments.exp_avg, QuantizedMoment)
+        assert isinstance(moments.exp_avg_sq, QuantizedMoment)
+        rows, before = max(PIECE // math.prod(master.shape[1:]), 1), moments.step.clone()
+        for first in range(0, len(master), rows):
+            part = slice(first, first + rows)
+            exp_avg, exp_avg_sq = moments.exp_avg.read(part), moments.exp_avg_sq.read(part)
+            moments.step.copy_(before)
+            weight, gradient = master.detach()[part].view(-1), master.grad[part].view(-1)
+            self._apply([Operands(weight, gradient, exp_avg, exp_avg_sq, moments.step)], learning_rate, decay)
+            moments.exp_avg.write(part, exp_avg)
+            moments.exp_avg_sq.write(part, exp_avg_sq)
+        moments.step.copy_(before + 1)  # a rank may have no row of the tensor
+
+    def _apply(self, operands: Sequence[Operands], learning_rate: float, decay: float) -> None:
+        pieces: list[Sequence[Tensor]] = []
         ends: list[tuple[list[Tensor], list[Tensor]]] = []
-        for name in names:
-            master, moments = self.masters[name], self.moments[name]
-            assert master.grad is not None
-            flat = [one.view(-1) for one in (master.detach(), master.grad, moments.exp_avg, moments.exp_avg_sq)]
-            whole = master.numel() // VECTOR * VECTOR
-            step = moments.step.clone()
+        for one in operands:
+            *flat, step = one
+            numbers = one.weight.numel()
+            whole = numbers // VECTOR * VECTOR
+            count = step.clone()
             if whole:
-                pieces.append([*(one[:whole] for one in flat), moments.step])
-            if whole < master.numel():
-                end = [one[whole:] for one in flat]
-                padded = [torch.nn.functional.pad(one, (0, VECTOR - len(one))) for one in end]
+                pieces.append([*(part[:whole] for part in flat), step])
+            if whole < numbers:
+                end = [part[whole:] for part in flat]
+                padded = [torch.nn.functional.pad(part, (0, VECTOR - len(part))) for part in end]
                 ends.append((end, padded))
-                pieces.append([*padded, step if whole else moments.step])
+                pieces.append([*padded, count if whole else step])
         weights, gradients, means, squares, steps = (list(column) for column in zip(*pieces, strict=True))
         adamw(
             weights, gradients, means, squares, [], steps, fused=self.fused, amsgrad=False, beta1=self.betas[0],
             beta2=self.betas[1], lr=learning_rate, weight_decay=decay, eps=EPSILON, maximize=False,
         )  # fmt: skip
         for end, padded in ends:
-            for one, computed in zip(end, padded, strict=True):
-                one.copy_(computed[: len(one)])
+            for part, computed in zip(end, padded, strict=True):
+                part.copy_(computed[: len(part)])

@@ -19,6 +19,7 @@ from covey.config import ConfigError
 from covey.data import Team
 from covey.runtime.adamw import AdamW
 from covey.runtime.distributed import ALONE, GradientTree
+from covey.runtime.quantized_moments import QuantizedMoment, block_length, moment_bytes
 from covey.runtime.sharding import WHOLE, Weights, is_sharded, local, own_rows, with_local
 
 # See `row_squares`.
@@ -43,10 +44,11 @@ class StateBytes(NamedTuple):
     gradients: int  # of the masters, during an update
 
 
-def state_bytes(parameters: int, itemsize: int) -> StateBytes:
+def state_bytes(parameters: int, itemsize: int, *, eight_bit_moments: bool = False) -> StateBytes:
     """Bytes of masters, moments and gradients of a module with `parameters` numbers of `itemsize` bytes each."""
     size = parameters * MASTER_DTYPE.itemsize
-    return StateBytes(masters=0 if itemsize == MASTER_DTYPE.itemsize else size, moments=2 * size, gradients=size)
+    moment = moment_bytes(parameters) if eight_bit_moments else size
+    return StateBytes(masters=0 if itemsize == MASTER_DTYPE.itemsize else size, moments=2 * moment, gradients=size)
 
 
 class MasterAdamW:
@@ -58,6 +60,8 @@ class MasterAdamW:
 
     The weights may be sharded (`runtime/sharding.py`). Masters and moments are then this rank's rows of them, and
     FSDP2 adds the gradients of the ranks. Gradients of other parameters are added here, once in a step.
+
+    With `eight_bit_moments`, the moments of large matrices are kept in 8 bits (`runtime/quantized_moments.py`).
 
     A module may have only one of these optimizers at a time. `lr` is the learning rate before the first `step`.
     """
@@ -71,6 +75,8 @@ class MasterAdamW:
         max_grad_norm: float = 1.0,
         team: Team = ALONE,
         weights: Weights = WHOLE,
+        *,
+        eight_bit_moments: bool = False,
     ) -> None:
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0 (inf never clips), got {max_grad_norm}")
@@ -85,7 +91,9 @@ class MasterAdamW:
         for name, parameter in self.parameters.items():
             self.masters[name] = self._master_of(parameter)
         decay = {name: weight_decay if parameter.dim() >= 2 else 0.0 for name, parameter in self.parameters.items()}
-        self._adamw = AdamW(self.masters, betas, decay)
+        lengths = {name: block_length(parameter.shape) for name, parameter in self.parameters.items()}
+        blocks = {name: length for name, length in lengths.items() if length and eight_bit_moments}
+        self._adamw = AdamW(self.masters, betas, decay, blocks)
 
     def _master_of(self, parameter: nn.Parameter) -> Tensor:
         if is_sharded(parameter):
@@ -173,16 +181,26 @@ class MasterAdamW:
             "step": {name: int(of.step) for name, of in moments.items()},
         }
 
-    def _as_saved(self, name: str, rows: Tensor) -> Tensor:
-        """This rank's rows of a tensor as a part of the whole one."""
+    def _as_saved(self, name: str, rows: Tensor | QuantizedMoment) -> Any:
+        """This rank's rows of a tensor as a part of the whole one; of a quantized moment its codes and scales."""
+        if isinstance(rows, QuantizedMoment):
+            return {"codes": self._as_saved(name, rows.codes), "scales": self._as_saved(name, rows.scales)}
         return with_local(self.parameters[name], rows)
+
+    def _moment(self, name: str, saved: Any, *, signed: bool) -> Tensor | QuantizedMoment:
+        """This rank's rows of a saved moment, in memory of their own."""
+        parameter = self.parameters[name]
+        if isinstance(saved, dict):
+            codes, scales = (own_rows(saved[key], parameter).clone() for key in ("codes", "scales"))
+            return QuantizedMoment(codes.to(parameter.device), scales.to(parameter.device), signed=signed)
+        return torch.empty_like(self.masters[name]).copy_(own_rows(saved, parameter))
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a saved state, bit for bit, and set the module's parameters from its masters.
 
         Raises:
-            ConfigError: if the state belongs to a module with other parameters.
+            ConfigError: if the state belongs to a module with other parameters, or has moments of other precision.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         saved = {name: tuple(master.shape) for name, master in state["masters"].items()}
@@ -192,16 +210,20 @@ class MasterAdamW:
                 f"the saved optimizer belongs to another model: {len(unlike)} parameters differ, such as {unlike[0]} "
                 f"({saved.get(unlike[0], 'absent')} saved, {shapes.get(unlike[0], 'absent')} here)"
             )
+        for name in state["step"]:
+            if isinstance(state["exp_avg"][name], dict) is not (name in self._adamw.blocks):
+                raise ConfigError(
+                    f"the saved optimizer has moments of another precision, such as those of {name}: set "
+                    "update.eight_bit_moments as it was"
+                )
         self._adamw.moments.clear()
         for name, master in self.masters.items():
             parameter = self.parameters[name]
             master.copy_(own_rows(state["masters"][name], parameter))
             master.grad = parameter.grad = None
             if name in state["step"]:
-                exp_avg, exp_avg_sq = (
-                    torch.empty_like(master).copy_(own_rows(state[key][name], parameter))
-                    for key in ("exp_avg", "exp_avg_sq")
-                )
+                exp_avg = self._moment(name, state["exp_avg"][name], signed=True)
+                exp_avg_sq = self._moment(name, state["exp_avg_sq"][name], signed=False)
                 self._adamw.set_moments(name, exp_avg, exp_avg_sq, state["step"][name])
         self._copy_to_module()
         self._weights.reshard()

@@ -194,8 +194,9 @@ def with_local(like: Tensor, rows: Tensor) -> Tensor:
     """A tensor that is divided as `like` and has these rows on this rank; `rows` if `like` is not sharded."""
     if not isinstance(like, DTensor):
         return rows
+    shape = (len(like), *rows.shape[1:])
     return DTensor.from_local(
-        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        rows, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=rows.stride()
     )
 
 

@@ -32,7 +32,7 @@ from covey.llm.model.lora import (
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.sampler import LanguageSampler
-from helpers.batches import batch_of
+from helpers.recomputing import batch_of
 from helpers.tiny_models import PLAIN, SHARED, tiny_model, tiny_tokenizer
 
 LORA = LoRAConfig(rank=4, alpha=6.0)

@@ -138,7 +138,14 @@ class RankPlanner:
     def automatic(self, ranks: int) -> str:
         """The layout of `cluster.weights = "auto"` on `ranks` ranks."""
         memory, shards = self.place.memory, shards_of_rank(self.config, ranks)
-        whole = memory is None or fits_replicated(self.trained, self.frozen, self.width, shards, memory)
+        whole = memory is None or fits_replicated(
+            self.trained,
+            self.frozen,
+            self.width,
+            shards,
+            memory,
+            eight_bit_moments=self.config.update.eight_bit_moments,
+        )
         return REPLICATED if whole else self._sharded
 
     def chosen(self, ranks: int) -> str:
@@ -224,7 +231,13 @@ def _notes(planner: RankPlanner, ranks: int) -> list[str]:
     ]
     if memory is not None:
         shards, chosen = shards_of_rank(config, ranks), planner.automatic(ranks)
-        whole = replica_bytes(planner.trained, planner.frozen, planner.width, shards) / 2**30
+        whole = replica_bytes(
+            planner.trained,
+            planner.frozen,
+            planner.width,
+            shards,
+            eight_bit_moments=planner.config.update.eight_bit_moments,
+        )
         relation = "at most" if chosen == REPLICATED else "more than"
         lines.append(
             f'cluster.weights = "auto" chooses {chosen}: whole weights with their optimizer and the '

@@ -71,7 +71,10 @@ def predict(
         ranks: processes that train together; they divide the shards of the config.
     """
     critic_weights = critic_weights_of(size, config)
-    policy_state, critic_state = state_bytes(size.parameters, width), state_bytes(critic_weights, width)
+    policy_state, critic_state = (
+        state_bytes(parameters, width, eight_bit_moments=config.update.eight_bit_moments)
+        for parameters in (size.parameters, critic_weights)
+    )
     prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
     decisions, fed = rows * config.sampling.max_new_tokens, config.sampling.max_new_tokens - 1
     fused = device == "cpu" and size.has_kernels

@@ -23,6 +23,8 @@ from covey.config import ConfigError
 from covey.llm.model.adapted_layers import with_present_adapter
 from covey.llm.model.fused_layers import PendingResidual
 
+CACHES = ("past_key_values", "layer_past")  # names of a layer's argument for keys and values of earlier tokens
+
 
 def recompute_layers(module: nn.Module) -> None:
     """Let the decoder layers of `module` be computed again in the backward pass. Called once, after `fuse`.
@@ -50,6 +52,8 @@ def _recomputed(
     if not torch.is_grad_enabled():
         return forward(layer, hidden, *args, **kwargs)
     is_pending = isinstance(hidden, PendingResidual)
+    # Some models make a cache that nobody asked for; the second pass would append its keys to those of the first.
+    kwargs |= {name: None for name in CACHES if name in kwargs}
 
     def compute(*parts: Any) -> Any:
         pending, rest = (PendingResidual(*parts[:2]), parts[2:]) if is_pending else (parts[0], parts[1:])
