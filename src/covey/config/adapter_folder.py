@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.common import ConfigError
+from covey.config.fields import command
 from covey.config.files import read_json, user_path
 from covey.config.lora import LoRAConfig
 from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_FOLDER, CONFIG_FILE
@@ -42,9 +43,16 @@ def adapter_folder(name: str) -> Path:
         if not (folder / file).is_file():
             raise ConfigError(
                 f"lora.adapter: {name} has no {file}, so it is no adapter in peft's format: name a folder with "
-                f"{ADAPTER_CONFIG_FILE} and {ADAPTER_WEIGHTS_FILE}, or a finished run with LoRA"
+                f"{ADAPTER_CONFIG_FILE} and {ADAPTER_WEIGHTS_FILE}, or a finished run with LoRA; of a checkpoint "
+                f"write it by {command('export', 'RUN@STEP', 'FOLDER', '--adapter')}"
             )
     return folder
+
+
+def adapter_files(name: str) -> list[str]:
+    """The files of an adapter, by its path or that of the run that trained it."""
+    folder = adapter_folder(name)
+    return [str(folder / file) for file in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)]
 
 
 def resolved(lora: LoRAConfig) -> LoRAConfig:

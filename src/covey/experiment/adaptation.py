@@ -21,6 +21,7 @@ from typing import Protocol
 from covey.config import RunConfig
 from covey.config.adapter_folder import adapter_folder, resolved
 from covey.llm.critic import AdapterCritic, LanguageCritic
+from covey.llm.model.base_identity import BASE_FILE, check_base, checksum_of_base, save_base
 from covey.llm.model.lora import (
     CRITIC,
     REFERENCE,
@@ -45,6 +46,13 @@ class Adaptation(Protocol):
     def critic(self, policy: LanguagePolicy, trunk: str) -> LanguageCritic:
         """A new critic; `trunk` is critic.trunk."""
 
+    def check_architecture(self, folder: Path) -> None:
+        """Refuse to resume a run with other frozen weights; `folder` is that of `save_architecture`.
+
+        Raises:
+            ConfigError: if they have changed.
+        """
+
     def save_architecture(self, folder: Path) -> None:
         """Write what a checkpoint needs besides config and tokenizer of the model."""
 
@@ -65,6 +73,9 @@ class AllWeights:
 
     def critic(self, policy: LanguagePolicy, trunk: str) -> LanguageCritic:
         return LanguageCritic(policy, own_trunk=trunk == "own")
+
+    def check_architecture(self, folder: Path) -> None:
+        """All weights are in the checkpoints."""
 
     def save_architecture(self, folder: Path) -> None:
         """Nothing to write."""
@@ -95,8 +106,14 @@ class AdapterOnly:
             return LanguageCritic(policy, own_trunk=False)
         return AdapterCritic(policy, add_adapter(policy.module, self.adapter.lora, CRITIC, seed=self.seed))
 
+    def check_architecture(self, folder: Path) -> None:
+        if (folder / BASE_FILE).is_file():
+            fix = "put them back as they were, or start a new run"
+            check_base(folder, checksum_of_base(self.adapter.model), fix)
+
     def save_architecture(self, folder: Path) -> None:
         save_adapter_config(self.adapter, self.base, folder)
+        save_base(self.base, checksum_of_base(self.adapter.model), folder)
 
     def folders(self) -> list[tuple[str, Callable[[Path], None]]]:
         return [(ADAPTER_FOLDER, partial(save_adapter, self.adapter, self.base))]

@@ -243,6 +243,7 @@ class LLMBuilder:
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
         loaded = load_policy(self.config, self.chosen)
         loaded.policy, loaded.adaptation = adapt(loaded.policy, self.config)
+        loaded.adaptation.check_architecture(store.shared_dir / ARCHITECTURE_FOLDER)
         module, tokenizer = loaded.policy.module, loaded.chat.tokenizer
 
         def save(folder: Path) -> None:

@@ -122,6 +122,15 @@ def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter
 
 
+def base_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model without its adapters, and their names without them."""
+    layers = adapted_layers(module)
+    for name, parameter in module.named_parameters():
+        path, _, field = name.rpartition(".base_layer.")
+        if not _is_factor(name, layers):
+            yield f"{path}.{field}" if path in layers else name, parameter
+
+
 def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of the module, as it is after its adapter was merged."""
     layers = adapted_layers(module)

@@ -25,6 +25,7 @@ from covey.config.model_sources import (
 )
 from covey.llm.memory.dimensions import read_gguf_config
 from covey.llm.model.architecture import is_llama_like
+from covey.llm.model.base_identity import check_base, checksum_of_base
 from covey.llm.model.chat import Chat, end_ids_of
 from covey.llm.model.checks import check_forward, check_tokenizer, check_weights
 from covey.llm.model.conversion import converted, embedded_file
@@ -117,13 +118,14 @@ def load_adapted_checkpoint(
     """Load the base model of a run with LoRA, and add the adapter of a checkpoint to it.
 
     Raises:
-        ConfigError: if the base model is not found, or the checkpoint is damaged.
+        ConfigError: if the base model is not found or has changed, or the checkpoint is damaged.
     """
     folder, origin = source.description, source.origin
     assert folder is not None
     assert origin is not None
     base = str(origin.config_tables["model"])
     loaded = load_model(base, dtype=dtype, device=device)
+    check_base(folder, checksum_of_base(loaded.module), "put them back as they were")
     adapter = add_adapter(loaded.module, read_adapter_config(folder, LoRAConfig()))
     load_checkpoint_weights(adapter.parameters, origin, "optimizer", "start from that run's model/")
     return loaded, adapter

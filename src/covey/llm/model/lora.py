@@ -26,6 +26,7 @@ from covey.config.adapter_folder import ADAPTER_WEIGHTS_FILE
 from covey.config.faults import path_error
 from covey.config.model_sources import ADAPTER_CONFIG_FILE
 from covey.llm.model.adapted_layers import adapted_layers, base_of, merged_weight, restored
+from covey.llm.model.base_identity import BASE_FILE, check_base, checksum_of_base, save_base
 from covey.runtime.rng import ADAPTING, uniforms
 from covey.runtime.sharding import WholeWeights
 
@@ -181,10 +182,11 @@ def _adapter_fields(adapter: Adapter, base: str) -> dict[str, Any]:
 
     paths = list(adapted_layers(adapter.model))
     names = sorted({path.rpartition(".")[2] for path in paths})
+    alpha = float(adapter.lora.alpha)
     is_short = target_paths(adapter.model, names) == paths
     config = LoraConfig(
         r=adapter.lora.rank,
-        lora_alpha=adapter.lora.alpha,  # type: ignore[arg-type]
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]
         bias="none",
         fan_in_fan_out=any(layer.fan_in_fan_out for layer in adapted_layers(adapter.model).values()),
         task_type="CAUSAL_LM",
@@ -202,10 +204,11 @@ def save_adapter_config(adapter: Adapter, base: str, folder: Path) -> None:
 
 
 def save_adapter(adapter: Adapter, base: str, folder: Path) -> None:
-    """Write an adapter in peft's format."""
+    """Write an adapter in peft's format; `base` is the name of the base model."""
     save_adapter_config(adapter, base, folder)
     tensors = {f"{PREFIX}{name}": one.detach().cpu() for name, one in adapter.parameters.named_parameters()}
     save_file({name: one.contiguous() for name, one in tensors.items()}, folder / ADAPTER_WEIGHTS_FILE)
+    save_base(base, checksum_of_base(adapter.model), folder)
 
 
 @torch.no_grad()
@@ -231,6 +234,8 @@ def load_adapter(adapter: Adapter, folder: Path) -> None:
             f"lora.adapter: {path} belongs to another model: {len(unlike)} of its matrices do not fit, such as "
             f"{unlike[0]}: set model to the adapter's base"
         )
+    if (folder / BASE_FILE).is_file():
+        check_base(folder, checksum_of_base(adapter.model), "set model to the adapter's base, which that file names")
     for name, tensor in saved.items():
         if not bool(tensor.isfinite().all()):
             raise ConfigError(f"lora.adapter: {path} holds numbers that are not finite ({name}): take another adapter")
@@ -239,10 +244,11 @@ def load_adapter(adapter: Adapter, folder: Path) -> None:
 
 @torch.no_grad()
 def merge_adapter(module: PreTrainedModel) -> None:
-    """Replace the adapted layers of a model by linear layers with merged weights."""
+    """Replace the adapted layers of a model by linear layers with merged weights. All weights are trainable then."""
     for path, layer in adapted_layers(module).items():
         base = base_of(layer)
         base.weight = nn.Parameter(merged_weight(layer))
         parent, _, name = path.rpartition(".")
         setattr(module.get_submodule(parent), name, base)
     del module.peft_config
+    module.requires_grad_(True)
