@@ -229,12 +229,11 @@ def test_the_exact_kl_to_the_model_without_its_adapter(kind: str, *, recomputed:
         recompute_layers(policy.module)
     reference = policy.with_outputs(weights=AdapterWeights(policy.module, None))
     batch = batch_of()
-    (policy_kl,) = [policy.with_outputs(KLToReference(reference)).evaluate(batch).kl_BT]
+    policy_kl = policy.with_outputs(KLToReference(reference)).evaluate(batch).kl_BT
     assert policy_kl is not None
     policy_kl.sum().backward()
-    found = gradients(adapter)
+    found = {name: gradient.clone() for name, gradient in gradients(adapter).items()}
     adapter.parameters.zero_grad()
-    found = {name: gradient.clone() for name, gradient in found.items()} if found else found
     base, total = tiny_model(kind), torch.zeros(())
     for row, context in enumerate(batch.context):
         length = int(batch.mask_BT[row].nonzero().max()) + 1
@@ -245,6 +244,9 @@ def test_the_exact_kl_to_the_model_without_its_adapter(kind: str, *, recomputed:
         own = logits[0, len(context) - 1 : -1].log_softmax(1)
         total = total + ((own.exp() * (own - other)).sum(1) * batch.mask_BT[row, :length]).sum()
     torch.testing.assert_close(policy_kl.sum(), total, rtol=1e-4, atol=1e-4)
+    total.backward()
+    for name, gradient in gradients(adapter).items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm().clamp(min=1e-2), name
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])

@@ -184,9 +184,9 @@ class _AdaptedProducts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scalings: list[float], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         outs, products = [], []
         for number, scaling in enumerate(scalings):
-            weight, bias, a_RN, b_MR = tensors[4 * number : 4 * number + 4]
-            assert weight is not None
-            out, product = nn.functional.linear(x, weight, bias), None
+            frozen_MN, bias, a_RN, b_MR = tensors[4 * number : 4 * number + 4]
+            assert frozen_MN is not None
+            out, product = nn.functional.linear(x, frozen_MN, bias), None
             if a_RN is not None and b_MR is not None:
                 product = x @ a_RN.T
                 out.addmm_(product, b_MR.T, alpha=scaling)
@@ -202,9 +202,9 @@ class _AdaptedProducts(torch.autograd.Function):
         dx = torch.zeros_like(x)
         gradients: list[Tensor | None] = []
         for number, (d, scaling) in enumerate(zip(ds, ctx.scalings, strict=True)):
-            weight, _, a_RN, b_MR = saved[4 * number : 4 * number + 4]
+            frozen_MN, _, a_RN, b_MR = saved[4 * number : 4 * number + 4]
             d = d.contiguous()
-            dx.addmm_(d, weight)
+            dx.addmm_(d, frozen_MN)
             da_RN = db_MR = None
             if a_RN is not None:
                 product = saved[4 * len(ds) + number]
