@@ -25,6 +25,7 @@ from typing import Any
 
 from covey.config import (
     ArithmeticConfig,
+    ChatConfig,
     CheckpointConfig,
     ClusterConfig,
     CodeFunctionsConfig,
@@ -59,6 +60,7 @@ from covey.config import (
 
 __all__ = [
     "ArithmeticConfig",
+    "ChatConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "CodeFunctionsConfig",

@@ -20,10 +20,12 @@ from covey.config import (
     RewardConfig,
     RunConfig,
     RunError,
+    SamplingConfig,
 )
 from covey.config.recipe import describe_fields
 from covey.config.recipe_writing import write_config
 from covey.experiment.advice import Launch
+from covey.llm.generation.truncation import Truncation
 from covey.tracking.reports import score_report
 from covey.tracking.run_store import RunStore
 from covey.tracking.score_kinds import ACCURACY, SCORE
@@ -135,7 +137,7 @@ def test_eval_hands_over_what_was_asked(build: Build, capsys: pytest.CaptureFixt
     assert (config.model, config.rewards) == ("smollm2-135m", (RewardConfig(name="exact"),))
     assert (config.evaluation.problems, config.sampling.max_new_tokens) == (4, 9)
     assert (config.seed, config.device, config.precision, config.threads) == (7, "cpu", "auto", 0)
-    assert kwargs == {"samples": 1, "temperature": 0.0}
+    assert kwargs == {"samples": 1, "temperature": 0.0, "truncation": Truncation()}
     low, high = wilson_interval(3, 4)
     expected = f"a note\naccuracy 75.0% (95 % interval {low:.1%} to {high:.1%}), 3 of 4 problems right\n"
     assert capsys.readouterr().out == expected
@@ -218,10 +220,11 @@ def test_what_is_not_right_or_wrong_is_reported_as_a_score() -> None:
 
 def test_sample_prints_every_answer_safely(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", "smollm2-135m", "--n", "2", "What is 2 + 2?", "--temperature=0.5"]) == 0
-    assert build.calls == [("sample_model", ("smollm2-135m", "What is 2 + 2?", 2, 0.5, 64, 0), {})]
+    config = RunConfig(model="smollm2-135m", sampling=SamplingConfig(max_new_tokens=64))
+    assert build.calls == [("sample_model", (config, "What is 2 + 2?", 2, 0.5), {"truncation": Truncation()})]
     assert capsys.readouterr().out == "[1] one\n[2] t�[2Jwo\nlines\n"
-    assert main(["sample", "smollm2-135m", "x", "--top-p", "0.9"]) == 2
-    assert "unknown option '--top-p'" in capsys.readouterr().err
+    assert main(["sample", "smollm2-135m", "x", "--top-a", "0.9"]) == 2
+    assert "unknown option '--top-a'" in capsys.readouterr().err
     assert main(["sample", "smollm2-135m", "x", "--n", "0"]) == 2
 
 
@@ -266,3 +269,36 @@ def test_help_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
     assert ",".join(TASK_CONFIGS) in "".join(shown["eval"].split())
     (task,) = (field for field in fields(RunConfig) if field.name == "task")
     assert task.metadata["help"].endswith(", ".join(TASK_CONFIGS))
+
+
+def test_sampling_options_reach_the_sampler(build: Build) -> None:
+    words = ["--stop", "</answer>", "--stop", "\n\n", "--system-prompt", "Be brief.", "--top-k", "5", "--top-p", "0.9"]
+    assert main(["sample", "smollm2-135m", "x", *words, "--min-p", "0.1", "--min-new-tokens", "3"]) == 0
+    [(_, (config, *_), kwargs)] = build.calls
+    assert config.sampling.stop == ("</answer>", "\n\n")
+    assert config.chat.system_prompt == "Be brief."
+    assert kwargs == {"truncation": Truncation(top_k=5, top_p=0.9, min_p=0.1, min_new_tokens=3)}
+    build.calls.clear()
+    words = ["--samples", "2", "--top-p", "0.9", "--stop", "a,b", "--system-prompt", "Be brief."]
+    assert main(["eval", "smollm2-135m", "--task", "arithmetic", *words]) == 0
+    [(_, (config,), kwargs)] = build.calls
+    assert (config.sampling.stop, config.chat.system_prompt) == (("a", "b"), "Be brief.")
+    assert kwargs["truncation"] == Truncation(top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("sample smollm2-135m x --temperature 0 --top-k 5", "--top-k changes no greedy answer"),
+        ("eval smollm2-135m --task arithmetic --top-p 0.9", "--top-p changes no greedy answer"),
+        ("sample smollm2-135m x --min-new-tokens 64", "--min-new-tokens must be below --max-new-tokens, 64"),
+        ("sample smollm2-135m x --top-p 0", "--top-p"),
+        ("sample smollm2-135m x --stop=", "sampling.stop has an empty string"),
+    ],
+)
+def test_sampling_options_without_effect_are_refused(
+    build: Build, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+    assert not build.calls

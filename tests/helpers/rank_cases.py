@@ -73,6 +73,7 @@ CASES = {
     "grpo_target_kl": case(update={"target_kl": 1e-4, "epochs": 4}),
     "grpo_gdpo": case(loss={"normalize_rewards": "each"}),
     "grpo_importance": case(loss={"importance_cap": 1.0, "importance_mask": (0.5, 4.0)}),
+    "grpo_stop": case(sampling={"stop": ("7", "+", "e")}, chat={"system_prompt": "Add.", "examples": ("1+1", "2")}),
     "grpo_adaptive": case(sampling={"adaptive": True, "initial_group_size": 2}),
     "grpo_growing": case(sampling={"final_group_size": 6}),
     "grpo_refreshed": case(reference=ReferenceConfig(1, 0.5), loss={"kl_coefficient": 0.1}),

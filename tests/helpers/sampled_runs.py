@@ -32,6 +32,10 @@ weight = 0.5
 prompts_per_step = 4
 group_size = 4
 max_new_tokens = 6
+stop = ["7", "+", "e"]
+
+[chat]
+system_prompt = "Add."
 
 [loss]
 kl_coefficient = 0.02

@@ -11,13 +11,12 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from covey.cli.diagnose import diagnose_command
 from covey.cli.export import export_command
+from covey.cli.inference import check_data, eval_command, sample_command
 from covey.cli.logs import set_up_output
-from covey.cli.options import MACHINE_FIELDS, OVERVIEW, parse
+from covey.cli.options import OVERVIEW, parse
 from covey.cli.plan import plan_command
 from covey.cli.report import report_command
 from covey.cli.reward_model import reward_model_command
@@ -25,36 +24,30 @@ from covey.cli.runs import runs_command
 from covey.cli.serve import serve_command
 from covey.cli.show import show_command
 from covey.cli.watch import watch_command
-from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, RunError
+from covey.config import (
+    ConfigError,
+    ControlConfig,
+    RunConfig,
+    RunError,
+)
 from covey.config.faults import machine_error, path_error
-from covey.config.fields import check_text, command, printable
+from covey.config.fields import command, printable
 from covey.config.files import user_path
-from covey.config.model_sources import find_origin, locate_model
 from covey.config.recipe import (
-    apply_overrides,
-    config_from_dict,
     read_recipe,
     read_tables,
     root_of,
-    split_overrides,
     training_command,
 )
 from covey.config.recipe_files import describe_recipe, find_recipe, packaged_recipes
-from covey.config.recipe_writing import config_to_dict, config_to_toml
+from covey.config.recipe_writing import config_to_toml
 from covey.config.terminal import fitted, say
-from covey.config.validate import validate
 from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched
 from covey.runtime.ranks import check_ranks, is_echo, own_rank, world_size
 from covey.tracking.output import outlasting_output
-from covey.tracking.reports import return_report, score_report
-from covey.tracking.run_folder import check_new_file, check_run_dir, next_run_dir
-from covey.tracking.run_store import CONFIG_FILE, write_records
+from covey.tracking.run_folder import check_run_dir, next_run_dir
 
 EXAMPLES = {"train": "arithmetic_grpo", "iterate": "my.toml"}  # recipes
-EVALUATED = ("model", "task", "rewards", "sampling")  # the tables of a language model's run that `covey eval` uses
-LANGUAGE_OPTIONS = (
-    "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *MACHINE_FIELDS[1:]
-)  # fmt: skip
 LONGEST_MESSAGE, TAIL = 1500, 300  # characters of an error
 WIDTHS = (20, 1000)  # valid columns of a terminal; COLUMNS is ignored outside this range
 FAILED, MISTAKE, MACHINE, INTERRUPTED = 1, 2, 3, EXIT_CODE  # exit codes
@@ -123,18 +116,6 @@ def check_surroundings() -> None:
         del os.environ["COLUMNS"]
 
 
-def check_data(config: RunConfig | ControlConfig) -> None:
-    """Read the data of a run, so that a mistake in it is reported before torch is loaded.
-
-    Raises:
-        ConfigError: naming file and line.
-    """
-    if isinstance(config, RunConfig) and isinstance(config.task, DatasetConfig):
-        from covey.config.data_file import read_data
-
-        read_data(config.task)
-
-
 def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     """`covey train` and `covey iterate`; returns the exit code of a stopped run, which has printed how to continue."""
     if arguments.resume and (arguments.recipe or fields):
@@ -184,134 +165,6 @@ def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     say(f"all is well. Next: {command(training_command(config), arguments.recipe, *fields)}")
 
 
-def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
-    """`covey eval`."""
-    origin = find_origin(arguments.model)
-    if origin is not None and root_of(read_tables(origin.run_dir / CONFIG_FILE)) is ControlConfig:
-        named = user_path(arguments.model) / CONFIG_FILE  # the user's own path, because the advice repeats it
-        evaluate_control(arguments, fields, named if named.is_file() else origin.run_dir / CONFIG_FILE)
-        return
-    if arguments.episodes is not None or arguments.render:
-        option = "--render" if arguments.render else "--episodes"
-        raise ConfigError(f"{option} is for the run folder of a recipe for control, which {arguments.model} is not")
-    config = evaluation_config(arguments, fields)
-    samples, temperature = arguments.samples, arguments.temperature
-    samples = 1 if samples is None else samples
-    if temperature is None:
-        temperature = 0.0 if samples == 1 else 1.0
-    if samples > 1 and temperature == 0:
-        raise ConfigError(f"{samples} greedy answers are all the same: raise --temperature, or leave out --samples")
-    output = user_path(arguments.output, "--output: ") if arguments.output else None
-    if output is not None:
-        check_new_file(output, "--output")
-    from covey.experiment.inference import evaluate_model
-
-    result = evaluate_model(config, samples=samples, temperature=temperature)
-    if output is not None:
-        write_records(output, result.records())
-    for note in result.notes:
-        say(note)
-    say(score_report(result.scores, result.kind))
-    if output is not None:
-        say(f"the answers are in {output}")
-
-
-def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunConfig:
-    """Config of `covey eval`, checked by the same rules as a recipe. Task, rewards and precision default to the run's.
-
-    Raises:
-        ConfigError: for a mistake in the options.
-    """
-    origin = find_origin(arguments.model)
-    tables: dict[str, Any] = {}
-    problems, machine = arguments.problems, {}
-    if origin is not None:
-        check_own_parts(arguments, origin.run_dir)
-        run = config_to_dict(config_from_dict(read_tables(origin.run_dir / CONFIG_FILE)))  # with every default
-        machine = {"precision": run["precision"]}  # greedy answers differ in another precision
-        tables = {"sampling": {name: run["sampling"][name] for name in ("max_new_tokens", "long_prompts")}}
-        if "task" in run:
-            tables["task"] = run["task"]
-        if "task" in run and arguments.task in (None, run["task"]["name"]):
-            tables["rewards"] = run["rewards"]
-            problems = problems or str(run["evaluation"]["problems"])
-    tables["model"] = arguments.model
-    if not arguments.task and "task" not in tables:
-        raise ConfigError(f"name a task, such as --task arithmetic ({', '.join(TASK_CONFIGS)})")
-    task = [("task", arguments.task)] if arguments.task else []
-    apply_overrides(tables, [*task, *split_overrides(fields)])
-    for name, table in tables.items():
-        if name not in EVALUATED:
-            field = next(iter(table)) if isinstance(table, dict) else name
-            raise ConfigError(f"an evaluation does not use {field}: leave it out")
-    own = {
-        "evaluation.problems": problems,
-        "sampling.max_new_tokens": arguments.max_new_tokens,
-        **{name: getattr(arguments, name) for name in MACHINE_FIELDS},
-    }
-    tables |= machine
-    apply_overrides(tables, [(name, value) for name, value in own.items() if value is not None])
-    if arguments.binary and arguments.reward is None:
-        raise ConfigError("--binary belongs to a --reward of your own: name one, or leave it out")
-    if arguments.reward is not None:
-        kind = {"binary": True} if arguments.binary else {}
-        tables["rewards"] = [{"function" if ":" in arguments.reward else "name": arguments.reward, **kind}]
-    config = config_from_dict(tables)
-    assert isinstance(config, RunConfig)
-    validate(config)
-    check_data(config)
-    return config
-
-
-def check_own_parts(arguments: argparse.Namespace, run_dir: Path) -> None:
-    """Refuse to evaluate a run whose task or rewards were given in Python, unless the command names others.
-
-    Raises:
-        ConfigError: if the command does not name the task or the reward.
-    """
-    from covey.experiment.advice import read_launch
-
-    launch = read_launch(run_dir)
-    if launch is not None and launch.own_task and arguments.task is None:
-        raise ConfigError(f"the run in {run_dir} was given its task in Python: name the one to measure with --task")
-    if launch is not None and launch.own_rewards and arguments.reward is None:
-        names = ", ".join(filter(None, launch.own_rewards)) or "unnamed"
-        raise ConfigError(
-            f"the run in {run_dir} was given its rewards in Python ({names}): name the one to evaluate with "
-            "--reward, a built-in one or file.py:function"
-        )
-
-
-def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Path) -> None:
-    """`covey eval` of a control run: the mean return of its agent, and with --render a picture of one episode.
-
-    Raises:
-        ConfigError: for an option that has no meaning here.
-    """
-    given = [f"--{name.replace('_', '-')}" for name in LANGUAGE_OPTIONS if getattr(arguments, name) is not None]
-    if given or fields:
-        raise ConfigError(f"an evaluation of a control run does not use {[*given, *fields][0]}: leave it out")
-    tables = read_tables(saved)
-    trained = config_from_dict(tables)
-    own = {"evaluation.episodes": arguments.episodes, "seed": arguments.seed}
-    apply_overrides(tables, [(name, value) for name, value in own.items() if value is not None])
-    config = config_from_dict(tables)
-    assert isinstance(config, ControlConfig)
-    validate(config)
-    from covey.experiment.advice import after_evaluation
-    from covey.experiment.control import evaluate_run
-
-    result = evaluate_run(
-        saved.parent,
-        episodes=config.evaluation.episodes,
-        render=arguments.render,
-        seed=None if arguments.seed is None else config.seed,
-    )
-    say(return_report(result, config.evaluation.expected_return))
-    if advice := after_evaluation(saved.parent, trained, drawable=result["drawable"], drawn=arguments.render):
-        say(advice)
-
-
 def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey compare`."""
     from covey.comparison.compare import compare
@@ -325,20 +178,6 @@ def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:
             threshold=arguments.threshold,
             overrides=fields,
         )
-
-
-def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
-    """`covey sample`."""
-    check_text(arguments.prompt, "the prompt")
-    locate_model(arguments.model)
-    from covey.experiment.inference import sample_model
-    from covey.tracking.console import printable
-
-    texts = sample_model(
-        arguments.model, arguments.prompt, arguments.n, arguments.temperature, arguments.max_new_tokens, arguments.seed
-    )
-    for number, text in enumerate(texts, start=1):
-        print(f"[{number}] {printable(text)}")
 
 
 def recipes_command(arguments: argparse.Namespace, _fields: list[str]) -> None:

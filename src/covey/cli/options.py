@@ -16,6 +16,7 @@ from covey.cli.reward_model_options import add_actions
 from covey.cli.runs import DEFAULT_ACTION, add_runs_options
 from covey.cli.serve import add_serve_options
 from covey.cli.show import add_show_options
+from covey.cli.truncation import MOST_TOKENS, add_chat_options, add_truncation
 from covey.cli.watch import add_watch_options
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.fields import command, did_you_mean
@@ -26,7 +27,6 @@ from covey.config.terminal import fitted, width_of
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
 LARGEST_SEED = 2**32 - 1
-MOST_TOKENS = 1_000_000  # limit of an answer or a prompt
 COLDEST, HOTTEST = 1e-4, 1e4  # limits of a temperature above 0
 TAKE_FIELDS = (
     "train",
@@ -282,6 +282,7 @@ def _eval_options(command: Parser) -> None:
     command.add_argument("--samples", type=number(int, 1, 10_000), help="answers to each problem (1)")
     command.add_argument("--temperature", type=temperature, help="0 is greedy (0, or 1 with several samples)")
     command.add_argument("--max-new-tokens", help="longest answer, in tokens (64, or the run's own)")
+    add_truncation(command)
     texts = {row.name: row.text for row in describe_fields() if not row.section}
     for name in MACHINE_FIELDS:
         command.add_argument(f"--{name}", help=texts[name])
@@ -318,6 +319,8 @@ def _sample_options(command: Parser) -> None:
     command.add_argument(
         "--max-new-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="longest answer, in tokens (64)"
     )
+    add_chat_options(command)
+    add_truncation(command)
     command.add_argument(
         "--seed", type=number(int, 0, LARGEST_SEED), default=0, help="the same seed gives the same answers (0)"
     )

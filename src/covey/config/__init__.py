@@ -6,6 +6,7 @@ neither torch nor transformers, so that a mistake is reported at once. The secon
 field's `--help`.
 """
 
+from covey.config.chat import ChatConfig
 from covey.config.common import (
     ALGORITHM_NAMES,
     CRITIC_FREE,
@@ -59,7 +60,7 @@ from covey.config.tasks import (
 )
 
 __all__ = [
-    "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "TRACKERS", "ArithmeticConfig",
+    "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "TRACKERS", "ArithmeticConfig", "ChatConfig",
     "CheckpointConfig", "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig",
     "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "CountdownConfig", "CriticConfig",
     "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "HumanEvalConfig", "IterationConfig", "LoRAConfig",

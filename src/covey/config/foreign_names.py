@@ -39,7 +39,12 @@ _CLIP = "loss.clip_low loss.clip_high"
 _MEMORY = "update.microbatch_tokens"
 _EVERY_STEP = "every step is recorded in metrics.jsonl"
 _WHOLE = (
-    "the update needs log-probabilities of the whole distribution, so its tail is never cut; try sampling.temperature"
+    "the update needs log-probabilities of the whole distribution, so its tail is never cut; try sampling.temperature. "
+    "covey eval and covey sample have it as an option"
+)
+_SHORT = (
+    "the update needs log-probabilities of the whole distribution; give short completions less reward. covey eval and "
+    "covey sample have it as an option"
 )
 _ALONE = "covey samples and trains in one process"
 
@@ -48,6 +53,14 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "top_p": _none("TRL, verl, OpenRLHF, vLLM", _WHOLE),
     "top_k": _none("TRL, verl, vLLM", _WHOLE),
     "min_p": _none("TRL, vLLM", _WHOLE),
+    "min_new_tokens": _none("transformers", _SHORT),
+    "min_tokens": _none("vLLM", _SHORT),
+    "stop_strings": _same("transformers", "sampling.stop"),
+    "stop_words": _same("the articles", "sampling.stop"),
+    "few_shot": _same("the articles", "chat.examples"),
+    "system_message": _same("the articles", "chat.system_prompt"),
+    "chat_template_kwargs": _same("TRL, vLLM", "chat.template_options", 'as in ["enable_thinking = false"]'),
+    "apply_chat_template_kwargs": _same("verl", "chat.template_options", 'as in ["enable_thinking = false"]'),
     "num_generations": _same("TRL", _GROUP),
     "num_generations_eval": _none("TRL", "held-out problems are answered once, greedily; covey eval has --samples"),
     "rloo_k": _same("TRL", _GROUP),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config.builtin_rewards import PROCESS_MIB
+from covey.config.chat import ChatConfig
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
@@ -27,6 +28,9 @@ class SamplingConfig:
     )
     max_new_tokens: int = config_field(64, "longest completion in tokens, with the end token", min=1, max=1_000_000)
     temperature: float = config_field(1.0, "temperature of sampling and of the log-probabilities", min=1e-4, max=1e4)
+    stop: tuple[str, ...] = config_field(
+        (), "strings that end a completion as an end token does; the text that is graded contains them"
+    )
     long_prompts: str = config_field(
         "refuse",
         "a prompt that leaves no room for max_new_tokens in the model's positions: refuse the run before it trains, or "
@@ -288,6 +292,7 @@ class RunConfig(RunBase):
         0, "sampled tokens after which the run ends; 0: no limit", min=0, max=2**53, advanced=True
     )
     sampling: SamplingConfig = config_field(SamplingConfig(), "[sampling] table")
+    chat: ChatConfig = config_field(ChatConfig(), "[chat] table")
     loss: LossConfig = config_field(LossConfig(), "[loss] table")
     update: UpdateConfig = config_field(UpdateConfig(), "[update] table")
     lora: LoRAConfig = config_field(LoRAConfig(), "[lora] table")

@@ -20,6 +20,7 @@ from covey.config import (
     UpdateConfig,
 )
 from covey.config.arrow_file import check_arrow, is_arrow
+from covey.config.chat import check_chat, check_stop
 from covey.config.fields import (
     check_fields,
     get_type_hints,
@@ -122,6 +123,8 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool, lab
     )  # before the limits of single fields, because its messages give the reason
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
+    check_stop(config.sampling.stop)
+    check_chat(config.chat)
     check_size(config)
     _check_epochs(config.update, config.algorithm)
     _check_critic_warmup(config)

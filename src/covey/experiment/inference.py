@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.config import RunConfig, RunError, SamplingConfig
+from covey.config import RunConfig, RunError
 from covey.config.model_sources import find_origin
 from covey.config.recipe import config_from_dict
 from covey.data import Group, Start
 from covey.experiment.evaluate_llm import answer_records, answers, nothing_scored, scores_of, unscored
 from covey.experiment.llm import build_machine, load_policy
 from covey.experiment.problem import build_problem, fit_prompts
+from covey.llm.generation.truncation import WHOLE, Truncation
 from covey.tracking.console import Display
 from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
 
@@ -40,13 +41,15 @@ def evaluate_model(
     *,
     samples: int,
     temperature: float,
+    truncation: Truncation = WHOLE,
 ) -> ModelEvaluation:
     """Sample and grade a model's answers to held-out problems.
 
     Args:
-        config: model, task, rewards, token limit, number of problems, seed and machine are used.
+        config: model, task, rewards, chat, token limit, stop strings, number of problems, seed and machine are used.
         samples: number of answers to each problem.
         temperature: 0 is greedy.
+        truncation: tokens that may not be drawn.
 
     Raises:
         ConfigError: as `build_problem` and `load_policy` do.
@@ -59,7 +62,7 @@ def evaluate_model(
         problem = fit_prompts(
             problem, config, loaded.chat, loaded.policy.module.config, left_out.append, training=False
         )
-        sampler = replace(loaded.sampler, temperature=temperature)
+        sampler = replace(loaded.sampler, temperature=temperature, truncation=truncation)
         groups: list[Group] = []
         with Display() as display, display.progress("answering", len(problem.held_out)) as advance:
             for piece in answers(sampler, problem.held_out, samples):
@@ -80,11 +83,16 @@ def evaluate_model(
     )
 
 
-def sample_model(model: str, prompt: str, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[str]:
-    """Sample `n` answers to a user's message with the model's chat template, if it has one, in its run's precision."""
-    config = RunConfig(model=model, seed=seed, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
-    loaded = load_policy(config, build_machine("auto", precision_of(model), 0))
-    sampler = replace(loaded.sampler, temperature=temperature)
+def sample_model(
+    config: RunConfig, prompt: str, n: int, temperature: float, truncation: Truncation = WHOLE
+) -> list[str]:
+    """Sample `n` answers to a user's message with the model's chat template, if it has one.
+
+    Args:
+        config: model, chat, token limit, stop strings, seed and precision are used.
+    """
+    loaded = load_policy(config, build_machine("auto", config.precision, 0))
+    sampler = replace(loaded.sampler, temperature=temperature, truncation=truncation)
     asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
     (group,) = sampler.sample([Start(0, asked)], n, step=0)
     return [rollout.text for rollout in group.rollouts]

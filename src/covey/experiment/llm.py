@@ -46,6 +46,7 @@ from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat, load_model, resolve_checkpoint, save_architecture
 from covey.llm.model.recompute import recompute_layers
+from covey.llm.model.stop_strings import stop_strings
 from covey.llm.policy import LanguagePolicy
 from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.team_grader import TeamGrader
@@ -114,17 +115,17 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
     with ThreadPoolExecutor(1) as executor:
         executor.submit(find_kernels, machine.device)  # may compile, which takes about 20 s
         loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
-    sampling = config.sampling
+    sampling, chat = config.sampling, loaded.chat.with_config(config.chat)
     policy = LanguagePolicy(
         loaded.module, temperature=sampling.temperature, microbatch_tokens=config.update.microbatch_tokens
     )
     if config.update.recompute:
         recompute_layers(policy.module)
     sampler = LanguageSampler(
-        LocalGenerator(policy), loaded.chat, config.seed, sampling.max_new_tokens, sampling.temperature,
-        sampling.rows_at_once,
+        LocalGenerator(policy), chat, config.seed, sampling.max_new_tokens, sampling.temperature,
+        sampling.rows_at_once, stop=stop_strings(chat, sampling.stop),
     )  # fmt: skip
-    return LoadedPolicy(policy, loaded.chat, sampler)
+    return LoadedPolicy(policy, chat, sampler)
 
 
 class LLMBuilder:
@@ -148,7 +149,8 @@ class LLMBuilder:
         self._prompts_checked = False  # True if the lengths of the prompts were checked
         found = find_chat(self.config.model) if isinstance(self.problem.task, PromptDataset) else None
         if found is not None:
-            self._fit_prompts(*found, lambda text: None)
+            chat, model_config = found
+            self._fit_prompts(chat.with_config(config.chat), model_config, lambda text: None)
 
     def _fit_prompts(self, chat: Chat, model_config: Any, note: Note) -> Problem:
         """The problem without prompts that are too long. A file's prompts are checked at once, others when drawn."""

@@ -63,7 +63,7 @@ def serve_model(options: ServeOptions) -> None:
         say(f"serving {options.model} in {dtype_name(machine.dtype)} on {machine.device.type} at {address}")
         say(policy.backend.describe())
         say(f"Use it: {command('train', 'RECIPE', '--sampler.kind', 'covey', '--servers', address)}")
-        serve(Server(Engine(policy, options.rows), folders), token, listening)
+        serve(Server(Engine(policy, options.rows), loaded.chat, folders), token, listening)
 
 
 def token_for(options: ServeOptions) -> str:

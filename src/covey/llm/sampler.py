@@ -17,7 +17,9 @@ from covey.llm.generation.generator import (
     Generator,
     RandomKey,
 )
+from covey.llm.generation.truncation import WHOLE, Truncation
 from covey.llm.model.chat import Chat
+from covey.llm.model.stop_strings import StopStrings
 
 
 @dataclass
@@ -37,18 +39,20 @@ class LanguageSampler:
     version: int = 0  # of the weights
     deadline_seconds: float | None = None  # for one call of `sample`
     ready: Callable[[Group], None] = lambda group: None  # called for each group when its completions have ended
+    stop: StopStrings | None = None  # a completion also ends with the token that completes one of these
+    truncation: Truncation = WHOLE  # tokens that may not be drawn; for sampling without training
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """Groups in the order of `starts`. If an end token was sampled, it is the last action.
+
+        The text of a rollout is that of all its tokens but an end token. So it contains a stop string that ended it,
+        and what the last token has after that string.
 
         Raises:
             ConfigError: if a prompt is too long for the model.
             RunError: if the logits are not finite, or the deadline passes.
         """
-        settings = GenerationSettings(
-            self.max_new_tokens, self.temperature, self.chat.end_ids, self.version, self.rows_at_once,
-            self.deadline_seconds,
-        )  # fmt: skip
+        settings = self.settings(self.max_new_tokens)
         requests = [
             GenerationRequest(
                 self.chat.encode(start.prompt), group_size, self._key(start, step, first_rollout), settings
@@ -66,12 +70,19 @@ class LanguageSampler:
             completions_of(result)  # raises if a request failed
         return [groups[number] for number in range(len(starts))]
 
+    def settings(self, max_new_tokens: int) -> GenerationSettings:
+        """Settings of requests with this token limit."""
+        return GenerationSettings(
+            max_new_tokens, self.temperature, self.chat.end_ids, self.version, self.rows_at_once,
+            self.deadline_seconds, stop=self.stop, truncation=self.truncation,
+        )  # fmt: skip
+
     def truncated(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
         """The groups that this sampler would have returned with a lower token limit; not graded."""
 
         def truncate(rollout: Rollout) -> Completion:
             tokens = rollout.actions[:max_new_tokens]
-            end = EndReason.STOP if tokens[-1] in self.chat.end_ids else EndReason.LENGTH
+            end = rollout.end if len(tokens) == len(rollout.actions) else EndReason.LENGTH
             return Completion(tokens, rollout.behavior_logprobs[:max_new_tokens], end, rollout.version)
 
         return [
@@ -99,7 +110,7 @@ class LanguageSampler:
         return RandomKey(self.seed, step, start.index, first_rollout)
 
     def _rollout(self, prompt: tuple[int, ...], completion: Completion) -> Rollout:
-        ended = completion.end is EndReason.STOP
+        ended = completion.tokens[-1] in self.chat.end_ids
         return Rollout(
             context=prompt,
             actions=completion.tokens,

@@ -20,6 +20,7 @@ COMPLETIONS = [
     Completion([9, 8, 1], [-0.5, -1e-3, -2.25], EndReason.STOP, 7),
     Completion([9, 9, 9, 9], [-0.1, -0.2, 0.0, -0.3], EndReason.LENGTH, 7),
 ]
+NO_STOP = {(): None}.__getitem__
 RIGHT: dict[str, Any] = json.loads(wire.answer_body(COMPLETIONS, "run-7"))
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 12) | st.floats() | st.text(max_size=3),
@@ -143,17 +144,17 @@ def test_bytes_that_are_no_answer_are_refused(content: bytes) -> None:
 def test_a_request_is_read_or_refused(changes: dict[str, Any]) -> None:
     body = wire.request_body(REQUEST, "run-7", covey=True) | changes
     try:
-        wire.read_request(body, 10, ("run-7", 7))
+        wire.read_request(body, 10, ("run-7", 7), NO_STOP)
     except wire.BadBody:
         return
 
 
 def test_a_request_is_read_as_it_was_written():
     body = json.loads(json.dumps(wire.request_body(REQUEST, "run-7", covey=True)))
-    assert wire.read_request(body, 10, ("run-7", 7)) == REQUEST
+    assert wire.read_request(body, 10, ("run-7", 7), NO_STOP) == REQUEST
     for key in (RandomKey(1, 2, 3, 4, 5), RandomKey(2**32 - 1, 0, 0, 2**32 - 2, 0)):
         request = GenerationRequest((1,), 2, key, GenerationSettings(9, 0.0, frozenset({3}), 7, shared_prefix=0))
-        assert wire.read_request(wire.request_body(request, "run-7", covey=True), 10, ("run-7", 7)) == request
+        assert wire.read_request(wire.request_body(request, "run-7", covey=True), 10, ("run-7", 7), NO_STOP) == request
 
 
 def test_a_request_to_vllm_has_its_fields_alone_and_a_seed_of_the_whole_key():

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from covey.llm.generation.decoder import Decoder
 from covey.llm.generation.token_sampling import sample_tokens
+from covey.llm.generation.truncation import WHOLE, Truncation
 from covey.llm.model.prefix_tree import shared_prompt_prefix
+from covey.llm.model.stop_strings import StopStrings
 from covey.llm.native.bindings import KernelSet
 
 
@@ -40,6 +42,8 @@ class ContinuousBatch:
         end_ids: Collection[int],
         kernels: KernelSet,
         shared_prefix: int | None = None,
+        stop: StopStrings | None = None,
+        truncation: Truncation = WHOLE,
     ) -> None:
         """
         Args:
@@ -52,11 +56,14 @@ class ContinuousBatch:
             kernels: for token sampling.
             shared_prefix: number of tokens that all prompts share, also those that are added, and that are fed once;
                 None: that of these prompts.
+            stop: strings that end a completion too.
+            truncation: tokens that may not be drawn.
         """
         self.shared_prefix = shared_prompt_prefix(prompts) if shared_prefix is None else shared_prefix
         self.decoder, self.prompts, self.max_rows, self.temperature = decoder, prompts, max_rows, temperature
         self.group_size, self.max_new_tokens = len(uniforms_NT) // len(prompts), uniforms_NT.shape[1]
         self.end_ids, self.kernels = np.array(sorted(end_ids), dtype=np.int64), kernels
+        self.stop, self.truncation = stop, truncation
         self.uniforms_NT = uniforms_NT
         self.tokens_NT = np.empty(uniforms_NT.shape, dtype=np.int64)
         self.logprobs_NT = np.empty(uniforms_NT.shape)
@@ -118,6 +125,9 @@ class ContinuousBatch:
         one_each = np.array_equal(self.branch_R, np.arange(len(logits_BV)))
         logits_RV = logits_BV if one_each else logits_BV[torch.from_numpy(self.branch_R).to(device)]
         uniforms_R = torch.from_numpy(self.uniforms_NT[position]).to(device)
+        if not self.truncation.is_whole:
+            lengths_R, end_ids = (torch.from_numpy(numbers).to(device) for numbers in (position[1], self.end_ids))
+            logits_RV = self.truncation.apply(logits_RV, lengths_R, end_ids, self.temperature)
         tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, self.temperature, self.kernels)
         self.tokens_NT[position] = chosen_R = tokens_R.cpu().numpy()
         self.logprobs_NT[position] = logprobs_R.double().cpu().numpy()
@@ -127,11 +137,21 @@ class ContinuousBatch:
     def _retire(self, tokens_R: NDArray[np.int64]) -> NDArray[np.int64]:
         """Close the completions that ended, and record complete prompts; returns the last tokens of the open ones."""
         unfinished = ~np.isin(tokens_R, self.end_ids) & (self.lengths_N[self.open_R] < self.max_new_tokens)
+        if self.stop is not None:
+            unfinished &= ~self._stopped(self.stop, tokens_R)
         ended_R = self.open_R[~unfinished]
         self.open_R, self.branch_R = self.open_R[unfinished], self.branch_R[unfinished]
         if len(ended_R):
             self.complete += np.setdiff1d(ended_R // self.group_size, self.open_R // self.group_size).tolist()
         return tokens_R[unfinished]
+
+    def _stopped(self, stop: StopStrings, tokens_R: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """True for the open completions whose text now contains a stop string."""
+        stopped_R = np.array([stop.may_end(token) for token in tokens_R.tolist()])
+        for row in stopped_R.nonzero()[0]:
+            number = self.open_R[row]
+            stopped_R[row] = stop.contained_in(self.tokens_NT[number, : self.lengths_N[number]].tolist())
+        return stopped_R
 
     def _fork(self, tokens_R: NDArray[np.int64], logits_BV: Tensor) -> None:
         branches, vocabulary = logits_BV.shape

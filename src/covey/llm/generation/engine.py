@@ -190,6 +190,7 @@ class Engine:
             settings.end_ids,
             backend.kernels,
             settings.shared_prefix,
+            settings.stop,
         )
 
 

@@ -12,6 +12,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from covey.data import EndReason
+from covey.llm.generation.truncation import WHOLE, Truncation
+from covey.llm.model.stop_strings import StopStrings
 from covey.runtime.rng import SAMPLING
 
 
@@ -43,6 +45,8 @@ class GenerationSettings:
     # Number of tokens that all prompts of a batch share and that are fed once; None: chosen from the requests of a
     # call. The last bits of log-probabilities depend on it.
     shared_prefix: int | None = None
+    stop: StopStrings | None = None  # a completion also ends with the token that completes one of these
+    truncation: Truncation = WHOLE  # tokens that may not be drawn; for sampling without training
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,8 @@ class LocalGenerator:
             settings.end_ids,
             self.policy.backend.kernels,
             settings.shared_prefix,
+            settings.stop,
+            settings.truncation,
         )
 
     def _run(
@@ -153,8 +155,9 @@ def non_finite() -> GenerationFailure:
 
 def completion_of(tokens: list[int], logprobs: list[float], request: GenerationRequest, version: int) -> Completion:
     """A completion of a request, by weights of this version."""
-    end = EndReason.STOP if tokens[-1] in request.settings.end_ids else EndReason.LENGTH
-    return Completion(tokens, logprobs, end, version)
+    settings = request.settings
+    stopped = tokens[-1] in settings.end_ids or (settings.stop is not None and settings.stop.end(tokens))
+    return Completion(tokens, logprobs, EndReason.STOP if stopped else EndReason.LENGTH, version)
 
 
 def row_bytes(backend: Backend, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> int:

@@ -8,10 +8,12 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from covey.config import ConfigError
+from covey.config import ChatConfig, ConfigError
+from covey.config.chat import template_options
 from covey.llm.model.chat_templates import TemplateFailed, render
 
 Message = dict[str, str]
+NO_ADDITIONS = ChatConfig()
 
 
 class TokenPrompt(str):
@@ -30,30 +32,53 @@ class Chat:
     """Encodes prompts for one model and decodes its completions."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int], embedded: int | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: frozenset[int],
+        embedded: int | None = None,
+        config: ChatConfig = NO_ADDITIONS,
     ) -> None:
-        """`embedded` is the number of token ids with an embedding; None: prompts are not checked."""
+        """
+        Args:
+            tokenizer: of the model.
+            end_ids: token ids that end a completion.
+            embedded: number of token ids with an embedding; None: prompts are not checked.
+            config: system prompt, examples and switches of the template.
+        """
         self.tokenizer = tokenizer
         self.end_ids = end_ids
         self.embedded = embedded
+        self.config = config
+        self._template_options = template_options(config)
+
+    def with_config(self, config: ChatConfig) -> Chat:
+        """The same model's chat with a system prompt, examples and switches of the template."""
+        return Chat(self.tokenizer, self.end_ids, self.embedded, config)
 
     def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of a prompt: a string is encoded unchanged, messages by the model's chat template.
+        """Token ids of a prompt: a string is encoded unchanged, messages by the model's chat template. The config's
+        system prompt and examples come before messages.
 
         Tokens that a tokenizer appends to a text, such as an end token, are left out, because a completion follows.
 
         Raises:
-            ConfigError: for messages if the model has no chat template, or it cannot render them; for an empty prompt.
+            ConfigError: for messages if the model has no chat template, or it cannot render them; for an empty prompt;
+                for a string if the config adds to messages.
         """
         ids: Any
         if isinstance(prompt, TokenPrompt):
             ids = prompt.ids
         elif isinstance(prompt, str):
+            if self.config != NO_ADDITIONS:
+                raise ConfigError(
+                    "a prompt is a plain string, which is fed unchanged, and the table [chat] is for chat messages: "
+                    'write such prompts as [{"role": "user", "content": "..."}], or take [chat] out'
+                )
             ids = self.tokenizer(prompt)["input_ids"]
             if self._appended and tuple(ids[-len(self._appended) :]) == self._appended:
                 ids = ids[: -len(self._appended)]
         else:
-            ids = self._rendered(prompt, answer_begins=True)
+            ids = self._rendered(self.config.added_to(prompt), answer_begins=True)
         if not ids:
             raise ConfigError("a prompt is empty: a model needs at least one token to continue from")
         return self._checked(ids)
@@ -118,12 +143,17 @@ class Chat:
             ) from error
         known = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return render(template, known, self.tokenizer.special_tokens_map, answer_begins=answer_begins)
+            return render(template, known, self._variables, answer_begins=answer_begins)
         except TemplateFailed as error:
             raise ConfigError(
                 f"the model's chat template {error} (the roles are {_roles(messages)}): change the prompts or the "
                 "template, or use prompts that are plain strings"
             ) from error
+
+    @property
+    def _variables(self) -> dict[str, Any]:
+        """Variables of the template beside the messages."""
+        return {**self.tokenizer.special_tokens_map, **self._template_options}
 
     def decode(self, actions: Sequence[int]) -> str:
         """Decode a completion, without the end token and other special tokens."""

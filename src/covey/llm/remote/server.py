@@ -11,6 +11,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ from torch import Tensor
 from covey.llm.generation.engine import Engine
 from covey.llm.generation.generator import FailureReason, GenerationFailure
 from covey.llm.model.architecture import vocabulary_of
+from covey.llm.model.chat import Chat
+from covey.llm.model.stop_strings import stop_strings
 from covey.llm.remote import wire
 from covey.llm.remote.group_transport import Gloo, connect_to_sender, read_announced, read_sender, receive
 from covey.llm.remote.staging import BadWeights, check_weights, read_weights
@@ -52,6 +55,7 @@ class Server:
     """The routes of one model."""
 
     engine: Engine
+    chat: Chat
     folders: tuple[Path, ...]  # below which files with weights are read
     version: str = FIRST_VERSION  # of the weights, as runs know it
     update: _Update | None = None
@@ -67,7 +71,8 @@ class Server:
     async def generate(self, request: Request) -> Response:
         vocabulary = vocabulary_of(self.engine.policy.module)
         body, version = await _body(request), self.version
-        asked = wire.read_request(body, vocabulary, (version, self.engine.version))
+        stop = partial(stop_strings, self.chat)
+        asked = wire.read_request(body, vocabulary, (version, self.engine.version), stop)
         result = await _unless_disconnected(request, self.engine.generate(asked))
         if isinstance(result, GenerationFailure):
             return failure(409 if result.reason is FailureReason.OTHER_WEIGHTS else 422, result.reason, result.message)

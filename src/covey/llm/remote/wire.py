@@ -15,13 +15,16 @@
 A version of weights is a text that only its run uses, so the weights of another run are other weights. covey's own
 server takes two keys more in a request: `weight_version`, the version that it must have, and `covey`, the key of its
 random numbers with the number of tokens that the prompt shares with the others of its step.
+
+covey's own server ends completions at stop strings. vLLM does not get them, because its text of a completion may differ
+from covey's; its completions are cut when they are read, which gives the same distribution.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +32,7 @@ import numpy as np
 
 from covey.data import EndReason
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
+from covey.llm.model.stop_strings import StopStrings
 from covey.runtime.rng import philox4x32
 
 HEALTH = "/health"
@@ -48,6 +52,7 @@ LONGEST_VERSION = 200  # characters
 WORD = 2**32  # random keys are below it
 MOST_COMPLETIONS = 1 << 16  # of a request
 MOST_TOKENS = 1 << 27  # of all completions of a request
+MOST_STOPS, LONGEST_STOP = 16, 1000  # stop strings of a request, and characters of one
 
 
 class BadBody(ValueError):
@@ -81,6 +86,8 @@ def request_body(request: GenerationRequest, version: str, *, covey: bool) -> di
         "skip_special_tokens": False,
     }
     body = {"token_ids": list(request.prompt), "sampling_params": parameters, "cache_salt": version}
+    if covey and settings.stop is not None:
+        parameters["stop"] = list(settings.stop.strings)
     own = asdict(key) | {"shared_prefix": settings.shared_prefix or 0}
     return body | {"covey": own, "weight_version": version} if covey else body
 
@@ -95,13 +102,16 @@ def request_seed(key: RandomKey) -> int:
     return (high << 31 | low >> 1) % (2**63 - WORD)
 
 
-def read_request(body: Any, vocabulary: int, weights: tuple[str, int]) -> GenerationRequest:
+def read_request(
+    body: Any, vocabulary: int, weights: tuple[str, int], stop: Callable[[tuple[str, ...]], StopStrings | None]
+) -> GenerationRequest:
     """Read a request for completions.
 
     Args:
         body: parsed JSON from outside.
         vocabulary: number of token ids.
         weights: version of the server's weights, and its number in the server.
+        stop: makes the stop strings for the server's tokenizer.
 
     Raises:
         BadBody: naming the field.
@@ -120,6 +130,7 @@ def read_request(body: Any, vocabulary: int, weights: tuple[str, int]) -> Genera
     if temperature < 0:
         raise BadBody("sampling_params.temperature must be at least 0")
     end_ids = frozenset(_tokens(parameters.get("stop_token_ids", []), vocabulary, "sampling_params.stop_token_ids"))
+    strings = _texts(parameters.get("stop", []), "sampling_params.stop")
     own = _object(fields.get("covey"), "covey")
     key = _key(own, n)
     # The last token of a prompt is never shared.
@@ -131,7 +142,7 @@ def read_request(body: Any, vocabulary: int, weights: tuple[str, int]) -> Genera
         tuple(token_ids),
         n,
         key,
-        GenerationSettings(max_tokens, temperature, end_ids, version=number, shared_prefix=shared),
+        GenerationSettings(max_tokens, temperature, end_ids, number, shared_prefix=shared, stop=stop(strings)),
     )
 
 
@@ -214,7 +225,9 @@ def read_json(content: bytes) -> Any:
 
 
 def _completion(fields: dict[str, Any], request: GenerationRequest, version: str, vocabulary: int) -> Completion:
-    """One completion, which must be whole: it ends with an end token, or has as many tokens as allowed."""
+    """One completion, which must be whole: it ends with an end token or a stop string, or has as many tokens as
+    allowed. It is cut after the first stop string.
+    """
     settings = request.settings
     tokens = _tokens(fields.get("token_ids"), vocabulary, "token_ids")
     reason = fields.get("finish_reason")
@@ -224,17 +237,19 @@ def _completion(fields: dict[str, Any], request: GenerationRequest, version: str
         raise BadBody(f"a completion has {len(tokens)} tokens where 1 to {settings.max_new_tokens} are allowed")
     if not settings.end_ids.isdisjoint(tokens[:-1]):
         raise BadBody("a completion goes on after its end token")
-    ended = tokens[-1] in settings.end_ids
+    stopped = None if settings.stop is None else settings.stop.end_of(tokens)
+    ended = tokens[-1] in settings.end_ids or stopped is not None
     if not ended and len(tokens) < settings.max_new_tokens:
         raise BadBody("a completion is cut: it has no end token and fewer tokens than allowed")
-    if ended != (reason == "stop"):
+    if stopped is None and ended != (reason == "stop"):
         raise BadBody("a completion's finish_reason contradicts its last token")
     _check_versions(fields.get("weight_versions"), len(tokens), version)
     content = _list(_object(fields.get("logprobs"), "logprobs").get("content"), "logprobs.content")
     logprobs = [_logprob(_object(entry, "a log-probability").get("logprob")) for entry in content]
     if len(logprobs) != len(tokens):
         raise BadBody(f"a completion of {len(tokens)} tokens has {len(logprobs)} log-probabilities")
-    return Completion(tokens, logprobs, EndReason.STOP if ended else EndReason.LENGTH, settings.version)
+    end = EndReason.STOP if ended else EndReason.LENGTH
+    return Completion(tokens[:stopped], logprobs[:stopped], end, settings.version)
 
 
 def _check_versions(value: Any, tokens: int, version: str) -> None:
@@ -287,3 +302,10 @@ def _tokens(value: Any, vocabulary: int, name: str) -> list[int]:
     if any(type(token) is not int or not 0 <= token < vocabulary for token in tokens):
         raise BadBody(f"{name} must be token ids, integers from 0 to {vocabulary - 1}")
     return tokens
+
+
+def _texts(value: Any, name: str) -> tuple[str, ...]:
+    texts = _list(value, name)
+    if len(texts) > MOST_STOPS or any(type(text) is not str or not 0 < len(text) <= LONGEST_STOP for text in texts):
+        raise BadBody(f"{name} must be at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters")
+    return tuple(texts)

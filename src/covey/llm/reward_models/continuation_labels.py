@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from covey.config import ConfigError
 from covey.data import EndReason, Grader, Group, Rollout
-from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
+from covey.llm.generation.generator import Completion, GenerationRequest, RandomKey
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.sampler import LanguageSampler, completions_of
 from covey.runtime.rng import CONTINUING
@@ -150,27 +150,23 @@ class StepLabeller:
         sampler = self.sampler
         prompt = (*group.rollouts[prefix.rollout].context, *prefix.actions)
         fits = self.positions is None or len(prompt) + longest <= self.positions
-        settings = GenerationSettings(
-            longest if fits else prefix.room,
-            sampler.temperature,
-            sampler.chat.end_ids,
-            sampler.version,
-            sampler.rows_at_once,
-        )
+        settings = replace(sampler.settings(longest if fits else prefix.room), deadline_seconds=None)
         first = (prefix.rollout * MOST_STEPS + prefix.step) * MOST_CONTINUATIONS
         key = RandomKey(sampler.seed, iteration, group.start.index, first, CONTINUING)
         return GenerationRequest(prompt, self.continuations, key, settings)
 
     def _rollout(self, origin: Rollout, prefix: _Prefix, continuation: Completion) -> Rollout:
         """The completion that begins with the prefix, cut at the token limit."""
-        added = continuation.tokens[: prefix.room]
-        actions = [*prefix.actions, *added]
-        ended = added[-1] in self.sampler.chat.end_ids
+        actions = [*prefix.actions, *continuation.tokens[: prefix.room]]
+        stop = self.sampler.stop
+        stopped = None if stop is None else stop.end_of(actions)  # it may begin in the prefix
+        actions = actions[:stopped]
+        ended = actions[-1] in self.sampler.chat.end_ids
         return Rollout(
             context=origin.context,
             actions=actions,
             behavior_logprobs=[0.0] * len(actions),
-            end=EndReason.STOP if ended else EndReason.LENGTH,
+            end=EndReason.STOP if ended or stopped else EndReason.LENGTH,
             text=self.sampler.chat.decode(actions[:-1] if ended else actions),
             version=continuation.version,
         )
