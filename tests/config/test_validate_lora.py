@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from covey.config import ClusterConfig, ConfigError, CriticConfig, LoRAConfig, RewardConfig, RunConfig
+from covey.config import ArithmeticConfig, ClusterConfig, ConfigError, CriticConfig, LoRAConfig, RewardConfig, RunConfig
 from covey.config.adapter_folder import resolved
 from covey.config.validate import validate
 
-BASE = RunConfig(rewards=(RewardConfig(name="exact"),))
+BASE = RunConfig(task=ArithmeticConfig(), rewards=(RewardConfig(name="exact"),))
 
 
 @pytest.mark.parametrize(
