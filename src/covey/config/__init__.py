@@ -44,6 +44,7 @@ from covey.config.llm import (
     SamplingConfig,
     UpdateConfig,
 )
+from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.tasks import (
@@ -62,8 +63,8 @@ __all__ = [
     "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "TRACKERS", "ArithmeticConfig", "ChatConfig",
     "CheckpointConfig", "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig",
     "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "CountdownConfig", "CriticConfig",
-    "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "HumanEvalConfig", "IterationConfig", "LossBase",
-    "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig",
+    "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "HumanEvalConfig", "IterationConfig", "LoRAConfig",
+    "LossBase", "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig",
     "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig",
     "SamplerConfig", "SamplerLost", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig",
     "config_field",
