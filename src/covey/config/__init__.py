@@ -45,6 +45,7 @@ from covey.config.llm import (
     SamplingConfig,
     UpdateConfig,
 )
+from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.tasks import (
@@ -66,9 +67,8 @@ __all__ = [
     "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "TRACKERS", "ArithmeticConfig", "ChatConfig",
     "CheckpointConfig", "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig",
     "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "ConversationConfig", "CountdownConfig",
-    "CriticConfig",
-    "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "GuessNumberConfig", "HumanEvalConfig", "IterationConfig",
-    "LookupConfig", "LossBase", "LossConfig", "MachineError", "MazeConfig",
+    "CriticConfig", "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "GuessNumberConfig", "HumanEvalConfig",
+    "IterationConfig", "LoRAConfig", "LookupConfig", "LossBase", "LossConfig", "MachineError", "MazeConfig",
     "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig",
     "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig",
     "SamplerConfig", "SamplerLost", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig",

@@ -10,6 +10,7 @@ from covey.config.builtin_rewards import PROCESS_MIB
 from covey.config.chat import ChatConfig
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 from covey.config.conversation import ConversationConfig
+from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.tasks import TASK_CONFIGS
@@ -155,8 +156,9 @@ class RecordConfig:
 class CriticConfig:
     trunk: str = config_field(
         "own",
-        "ppo: the critic's decoder: a copy of the policy's (own), or the policy's itself with a value head (policy)",
-        choices=("own", "policy"),
+        "ppo: the critic's decoder: a copy of the policy's (own), the policy's itself with a value head (policy), or, "
+        "with LoRA, the policy's with an adapter of its own (adapter)",
+        choices=("own", "policy", "adapter"),
         advanced=True,
     )
 
@@ -295,6 +297,7 @@ class RunConfig(RunBase):
     chat: ChatConfig = config_field(ChatConfig(), "[chat] table")
     loss: LossConfig = config_field(LossConfig(), "[loss] table")
     update: UpdateConfig = config_field(UpdateConfig(), "[update] table")
+    lora: LoRAConfig = config_field(LoRAConfig(), "[lora] table")
     critic: CriticConfig = config_field(CriticConfig(), "[critic] table")
     reference: ReferenceConfig = config_field(ReferenceConfig(), "[reference] table")
     iteration: IterationConfig = config_field(IterationConfig(), "[iteration] table")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
 from covey.config.validate_collection import NOT_BY_GROUP
 from covey.data import Team
+from covey.experiment.adaptation import Adaptation, AllWeights, adapt
 from covey.experiment.build import (
     Experiment,
     Reward,
@@ -99,6 +99,7 @@ class LoadedPolicy:
     policy: LanguagePolicy
     chat: Chat
     sampler: LanguageSampler
+    adaptation: Adaptation = field(default_factory=AllWeights)
 
     def save(self, folder: Path) -> None:
         """Write model and tokenizer in the format of transformers."""
@@ -165,7 +166,7 @@ class LLMBuilder:
         try:
             self.problem = fit_prompts(self.problem, self.config, chat, model_config, note)
         except ConfigError:
-            self.problem.grader.close()
+            self.close()
             raise
         self._prompts_checked = True
         return self.problem
@@ -199,13 +200,8 @@ class LLMBuilder:
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
         self._note_unused_step_rewards(display)
         algorithm = build_llm_algorithm(config, problem.grader.weights)
-        critics = (build_critic(config, loaded.policy, display),) if algorithm.needs_critic else ()
-        reference = LanguagePolicy(
-            copy.deepcopy(loaded.policy.module).requires_grad_(False),
-            temperature=config.sampling.temperature,
-            microbatch_tokens=config.update.microbatch_tokens,
-            backend=loaded.policy.backend,
-        )
+        critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
+        reference = loaded.adaptation.reference(loaded.policy)
         models = divide(loaded.policy, reference, critics, config, self.team)
         policy = with_outputs(models, config, algorithm)
         loaded.sampler.generator, sampler_weights = build_generator(config, models.policy, self.team)
@@ -255,9 +251,16 @@ class LLMBuilder:
     def _load(self, store: RunStore, display: Display) -> LoadedPolicy:
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
         loaded = load_policy(self.config, self.chosen)
+        loaded.policy, loaded.adaptation = adapt(loaded.policy, self.config)
         loaded.sampler = self.kind.sampler(loaded.sampler)
+        loaded.adaptation.check_architecture(store.shared_dir / ARCHITECTURE_FOLDER)
         module, tokenizer = loaded.policy.module, loaded.chat.tokenizer
-        write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
+
+        def save(folder: Path) -> None:
+            save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER)
+            loaded.adaptation.save_architecture(folder / ARCHITECTURE_FOLDER)
+
+        write_folders(store.run_dir, save)
         display.note(loaded.policy.backend.describe())
         return loaded
 
@@ -316,7 +319,7 @@ def _noted(grader: RewardGrader, store: RunStore, display: Display, team: Team) 
 
 def _collect(models: Models, loaded: LoadedPolicy, iterated: Sequence[IteratedRewardModel]) -> Callable[[Path], None]:
     """Collect the weights of all ranks; returns a function that writes them and the tokenizer into the run folder."""
-    collected = models.collect()
+    collected = [*models.collect(), *loaded.adaptation.folders()]
 
     def save(run_dir: Path) -> None:
         for folder, write in collected:
