@@ -166,7 +166,7 @@ class LLMBuilder:
         try:
             self.problem = fit_prompts(self.problem, self.config, chat, model_config, note)
         except ConfigError:
-            self.problem.grader.close()
+            self.close()
             raise
         self._prompts_checked = True
         return self.problem
@@ -252,12 +252,11 @@ class LLMBuilder:
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
         loaded = load_policy(self.config, self.chosen)
         loaded.policy, loaded.adaptation = adapt(loaded.policy, self.config)
-        loaded.adaptation.check_architecture(store.shared_dir / ARCHITECTURE_FOLDER)
         loaded.sampler = self.kind.sampler(loaded.sampler)
-        module, tokenizer = loaded.policy.module, loaded.chat.tokenizer
+        loaded.adaptation.check_architecture(store.shared_dir / ARCHITECTURE_FOLDER)
 
         def save(folder: Path) -> None:
-            save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER)
+            save_architecture(loaded.policy.module, loaded.chat.tokenizer, folder / ARCHITECTURE_FOLDER)
             loaded.adaptation.save_architecture(folder / ARCHITECTURE_FOLDER)
 
         write_folders(store.run_dir, save)
