@@ -6,6 +6,7 @@ units, plain_numbers      the length of a completion; answers that are plain num
 one_by_one                calls a function of a pool for each completion on its own
 runner                    the interface of calls; calls in this process
 reward_process            calls in a process of its own, the `worker`
+supervised_process        a process of the user's code under a supervisor
 group_calls               the calls for the groups of a step, started while others are sampled
 pool                      several processes of one function, and calls in the background
 worker                    the process in which a user's function runs
