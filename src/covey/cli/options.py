@@ -15,6 +15,7 @@ from covey.cli.report import add_report_options
 from covey.cli.reward_model_options import add_actions
 from covey.cli.runs import DEFAULT_ACTION, add_runs_options
 from covey.cli.serve import add_serve_options
+from covey.cli.sft import add_sft_options
 from covey.cli.show import add_show_options
 from covey.cli.truncation import MOST_TOKENS, add_chat_options, add_truncation
 from covey.cli.watch import add_watch_options
@@ -31,6 +32,7 @@ COLDEST, HOTTEST = 1e-4, 1e4  # limits of a temperature above 0
 TAKE_FIELDS = (
     "train",
     "iterate",
+    "sft",
     "check",
     "plan",
     "eval",
@@ -198,6 +200,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     options: tuple[tuple[str, Callable[[Parser], dict[str, Any] | None], str], ...] = (
         ("train", _train_options, "train a language model, or an agent in an environment"),
         ("iterate", _iterate_options, "train a policy and its reward model in turn (iterative GRPO)"),
+        ("sft", add_sft_options, "train a language model on given completions, as a warm start"),
         ("check", _check_options, "check a recipe without training"),
         ("plan", _plan_options, "predict memory, and the throughput of a cluster, without loading the model"),
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),

@@ -11,6 +11,7 @@ from covey.config.chat import ChatConfig
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
+from covey.config.sft import SFTConfig
 from covey.config.tasks import TASK_CONFIGS
 
 EMBEDDED_MODELS = ("smollm2-135m",)
@@ -302,6 +303,7 @@ class RunConfig(RunBase):
     cluster: ClusterConfig = config_field(ClusterConfig(), "[cluster] table")
     checkpoint: CheckpointConfig = config_field(CheckpointConfig(), "[checkpoint] table")
     record: RecordConfig = config_field(RecordConfig(), "[record] table")
+    sft: SFTConfig = config_field(SFTConfig(), "[sft] table")
 
     @property
     def max_resamples(self) -> int:

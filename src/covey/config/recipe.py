@@ -13,12 +13,14 @@ from typing import Any
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RewardConfig, RunConfig
 from covey.config.dependent_fields import follow
-from covey.config.fields import describe_type, did_you_mean, get_type_hints, plain_type
+from covey.config.fields import command, describe_type, did_you_mean, get_type_hints, plain_type
 from covey.config.files import read_toml
 from covey.config.foreign_names import answer
 from covey.config.recipe_files import find_recipe
 from covey.config.recipe_writing import plain, to_toml
+from covey.config.sft import SFT_TABLE
 from covey.config.validate import validate
+from covey.config.validate_sft import validate_sft
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +66,23 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), *, labels: bool
     return config
 
 
+def read_sft_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and check a recipe for supervised fine-tuning, as `read_recipe`; it needs no task.
+
+    A field that another table has too is that of [sft]: `--epochs 3`.
+
+    Raises:
+        ConfigError: one line that names the mistake and the fix.
+    """
+    tables = read_tables(path)
+    apply_overrides(tables, split_overrides(overrides), sft=True)
+    config = config_from_dict(tables)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{path} is a recipe for control, and {command('sft')} trains language models: name another")
+    validate_sft(config)
+    return config
+
+
 def _with_dependents(written: dict[str, Any], config: Config, given: list[str]) -> Config:
     """Adjust the recipe fields that depend on fields given on the command line, and log them in one line."""
     try:
@@ -105,8 +124,10 @@ def split_overrides(tokens: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> list[str]:
+def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]], *, sft: bool = False) -> list[str]:
     """Write command-line values into a recipe's tables, in place; returns the dotted names of their fields.
+
+    With `sft`, a name that [sft] and another table have is the field of [sft], otherwise that of the other table.
 
     Raises:
         ConfigError: for a field that does not exist, is ambiguous, or whose value cannot be read as its type.
@@ -119,7 +140,7 @@ def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) ->
         pairs = _choose_task(tables, pairs)
     hints = _known_fields(root, tables)
     for name, value in pairs:
-        dotted = _resolve(name, hints, root, tables)
+        dotted = _resolve(name, hints, root, tables, sft=sft)
         section, _, leaf = dotted.rpartition(".")
         table = tables.setdefault(section, {}) if section else tables
         if not isinstance(table, dict):
@@ -186,7 +207,7 @@ def _known_fields(root: type, tables: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any]) -> str:
+def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any], *, sft: bool) -> str:
     """The dotted name of the field that a command-line name refers to."""
     shown = name.replace("_", "-")
     if name in hints:
@@ -194,6 +215,7 @@ def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any
     if f"{name}.id" in hints:  # --environment NAME, as --task NAME
         return f"{name}.id"
     matches = [dotted for dotted in hints if dotted.rpartition(".")[2] == name]
+    matches = [dotted for dotted in matches if dotted.startswith(f"{SFT_TABLE}.") is sft] or matches
     if len(matches) == 1:
         return matches[0]
     if matches:
