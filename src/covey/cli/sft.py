@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
+from covey.cli.field_help import field_line
 from covey.config import ConfigError
 from covey.config.fields import command
 from covey.config.files import user_path
-from covey.config.recipe import FieldHelp, describe_fields, read_sft_recipe
+from covey.config.recipe import describe_fields, read_sft_recipe
 from covey.config.recipe_files import find_recipe
 from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE
 from covey.config.sft_data import read_rows, split_examples
-from covey.config.terminal import fitted, width_of
 from covey.config.validate_sft import is_function
 from covey.runtime.interrupts import EXIT_CODE
 from covey.tracking.run_folder import check_run_dir, claim_run_dir, next_run_dir
@@ -41,18 +40,19 @@ def add_sft_options(parser: Any) -> None:
             "of the chat template are not trained. Every field can be given as --field value.",
             "",
             "[sft]",
-            *(_line(row.name, row) for row in own),
+            *(field_line(_option(row.name), row) for row in own),
             "",
             "fields of other tables that are used",
-            *(_line(rows[name].name if name != "checkpoint.every" else name, rows[name]) for name in OTHER_FIELDS),
+            *(
+                field_line(_option(name if name == "checkpoint.every" else rows[name].name), rows[name])
+                for name in OTHER_FIELDS
+            ),
         ]
     )
 
 
-def _line(name: str, row: FieldHelp) -> str:
-    default = f" [{row.default}]" if row.default not in ("", '""', "[]") else ""
-    option = f"--{name.replace('_', '-')}"
-    return fitted(f"  {option:<28} {row.text} ({row.type}){default}", width_of(sys.stdout), " " * 29)
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:

@@ -127,7 +127,7 @@ def split_overrides(tokens: Sequence[str]) -> list[tuple[str, str]]:
 def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]], *, sft: bool = False) -> list[str]:
     """Write command-line values into a recipe's tables, in place; returns the dotted names of their fields.
 
-    With `sft`, a name that [sft] and another table have is the field of [sft], otherwise that of the other table.
+    A name without its table is a field of [sft] only with `sft`, also if another table has it.
 
     Raises:
         ConfigError: for a field that does not exist, is ambiguous, or whose value cannot be read as its type.
@@ -215,7 +215,8 @@ def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any
     if f"{name}.id" in hints:  # --environment NAME, as --task NAME
         return f"{name}.id"
     matches = [dotted for dotted in hints if dotted.rpartition(".")[2] == name]
-    matches = [dotted for dotted in matches if dotted.startswith(f"{SFT_TABLE}.") is sft] or matches
+    of_sft = [dotted for dotted in matches if dotted.startswith(f"{SFT_TABLE}.")]
+    matches = of_sft if sft and of_sft else [dotted for dotted in matches if dotted not in of_sft]
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -332,8 +333,8 @@ def _refuse_unknown(table: dict[str, Any], hints: dict[str, Any], where: str, ro
             continue
         if key in get_type_hints(root) and key not in sections_of(root):
             advice = f" ('{key}' belongs at the top, before the first [table])"
-        elif _homes(key, root):
-            advice = f" ('{key}' belongs in [{_homes(key, root)[0]}])"
+        elif (homes := _homes(key, root)) and not (homes == [SFT_TABLE] and _foreign_name(key, root)):
+            advice = f" ('{key}' belongs in [{homes[0]}])"
         elif _elsewhere(key, root):
             advice = f" ('{key}' is {_elsewhere(key, root)})"
         elif foreign := _foreign_name(key, root):

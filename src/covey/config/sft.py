@@ -1,5 +1,4 @@
 """The [sft] table: supervised fine-tuning on given completions, which `covey sft` does before `covey train`."""
-# ruff: noqa: RUF009 -- `config_field` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations
 

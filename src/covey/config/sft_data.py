@@ -1,9 +1,9 @@
 """Reads the examples of supervised fine-tuning, checked row by row.
 
-| columns                     | example                                                                                  |
-|-----------------------------|------------------------------------------------------------------------------------------|
-| prompt, completion          | texts; or a prompt of chat messages, and a completion that is a text or further messages |
-| messages, optionally tools  | a conversation with assistant messages, and the JSON schemas of the tools                |
+| columns                    | example                                                                                 |
+|----------------------------|-----------------------------------------------------------------------------------------|
+| prompt, completion         | texts; or a prompt of chat messages, with a completion that is a text or messages       |
+| messages, optionally tools | a conversation with assistant messages, and the JSON schemas of the tools               |
 
 The names of the columns are fields of the [sft] table.
 """
@@ -206,4 +206,3 @@ def _tools(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise ValueError(f"{name!r} must be a list of JSON schemas (objects), this is {kind_name(value)}")
     return tuple(value)
-

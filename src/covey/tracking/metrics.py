@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from covey.tracking.metric import Metric
 from covey.tracking.sampler_metrics import SAMPLER_METRICS
+from covey.tracking.sft_metrics import SFT_METRICS
 
 PAGE_HEAD = """# Metrics
 
@@ -242,6 +243,7 @@ METRICS: dict[str, Metric] = _glossary(
     ),
     Metric("groups/failed_rollouts", "count", "rollouts whose grading failed; they leave their group", "0"),
     *SAMPLER_METRICS,
+    *SFT_METRICS,
     Metric(
         "update/optimizer_steps",
         "count",
