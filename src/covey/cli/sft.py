@@ -24,6 +24,8 @@ OTHER_FIELDS = (
     "update.recompute", "checkpoint.every", "checkpoint.keep",
 )  # fmt: skip
 
+DOTTED = {"checkpoint.every": "checkpoint.every"}  # which another table has too
+
 
 def add_sft_options(parser: Any) -> None:
     """Add the options of `covey sft`."""
@@ -43,10 +45,7 @@ def add_sft_options(parser: Any) -> None:
             *(field_line(_option(row.name), row) for row in own),
             "",
             "fields of other tables that are used",
-            *(
-                field_line(_option(name if name == "checkpoint.every" else rows[name].name), rows[name])
-                for name in OTHER_FIELDS
-            ),
+            *(field_line(_option(DOTTED.get(name, rows[name].name)), rows[name]) for name in OTHER_FIELDS),
         ]
     )
 
@@ -78,4 +77,5 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     from covey.experiment.sft import train_sft
 
     launch = Launch.of_command(arguments.recipe, fields)
-    return EXIT_CODE if train_sft(config, config.run_dir or claim_run_dir(name), launch) is None else None
+    run_dir = (lambda: config.run_dir) if config.run_dir else lambda: claim_run_dir(name)
+    return EXIT_CODE if train_sft(config, run_dir, launch) is None else None

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -78,8 +78,13 @@ class Data:
         return (batch_of(self.held_out[begin : begin + size]) for begin in range(0, len(self.held_out), size))
 
 
-def train_sft(config: RunConfig, run_dir: str | Path, launch: Launch) -> dict[str, Any] | None:
-    """Train a model on the examples of a recipe in a new run folder.
+def train_sft(config: RunConfig, run_dir: Callable[[], str | Path], launch: Launch) -> dict[str, Any] | None:
+    """Train a model on the examples of a recipe.
+
+    Args:
+        config: of a recipe.
+        run_dir: gives the new run folder.
+        launch: the command that started it.
 
     Returns:
         the content of summary.json; None if it was stopped before its end.
@@ -93,7 +98,7 @@ def train_sft(config: RunConfig, run_dir: str | Path, launch: Launch) -> dict[st
     steps = config.sft.epochs * batches_per_epoch(len(data.training), config.sft.batch_size)
     config = replace(config, algorithm=SFT_ALGORITHM, steps=steps)
     machine = build_machine(config.device, config.precision, config.threads)
-    with RunStore(run_dir) as store, _faults_of_run(store):
+    with RunStore(run_dir()) as store, _faults_of_run(store):
         config = replace(config, run_dir=str(store.run_dir))
         with faults_of(store.run_dir / CONFIG_FILE):
             write_config(config, store.run_dir / CONFIG_FILE)
