@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from covey.cli.field_help import field_line
@@ -77,5 +78,8 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     from covey.experiment.sft import train_sft
 
     launch = Launch.of_command(arguments.recipe, fields)
-    run_dir = (lambda: config.run_dir) if config.run_dir else lambda: claim_run_dir(name)
-    return EXIT_CODE if train_sft(config, run_dir, launch) is None else None
+
+    def folder() -> str | Path:
+        return config.run_dir or claim_run_dir(name)
+
+    return EXIT_CODE if train_sft(config, folder, launch) is None else None

@@ -253,7 +253,7 @@ def _foreign_name(key: str, root: type) -> str:
 def _elsewhere(key: str, root: type) -> str:
     """The other kind of recipe that has this table or field, in words; '' if none does or this kind does too."""
     for kind in (root, *WORLDS):
-        if key in get_type_hints(kind) or _homes(key, kind):
+        if key in get_type_hints(kind) or {*_homes(key, kind)} - {SFT_TABLE}:
             return "" if kind is root else f"for {WORLDS[kind]}; a table [environment] makes a recipe one for control"
     return ""
 
