@@ -257,7 +257,10 @@ def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
             "must be below the run's 5 steps",
         ),
         (replace(GOOD, critic=CriticConfig(trunk="policy")), "critic.trunk is set, but only ppo uses it"),
-        (replace(GOOD, algorithm="ppo", critic=CriticConfig(trunk="both")), "critic.trunk must be own or policy"),
+        (
+            replace(GOOD, algorithm="ppo", critic=CriticConfig(trunk="both")),
+            "critic.trunk must be own, policy or adapter",
+        ),
         (with_sampling(temperature=0.0), "it must be above 0"),
         (with_sampling(temperature=-1.0), "it must be above 0"),
         (with_sampling(prompts_per_step=0), "sampling.prompts_per_step must be at least 1"),

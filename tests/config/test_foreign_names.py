@@ -60,7 +60,10 @@ def test_every_name_is_answered_on_the_command_line(recipe: str) -> None:
             "cartpole_ppo --max-completion-length 8",
             "is covey's sampling.max_new_tokens, in recipes for language models",
         ),
-        ("arithmetic_grpo --use-peft true", "TRL: use_peft has no counterpart; all weights are trained"),
+        (
+            "arithmetic_grpo --use-peft true",
+            "TRL: use_peft is covey's lora.rank; an adapter is trained if it is above 0",
+        ),
         ("arithmetic_grpo --top-p 0.9", "top_p has no counterpart; the update needs log-probabilities of the whole"),
     ],
 )

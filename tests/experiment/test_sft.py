@@ -170,6 +170,7 @@ def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
         ([{"prompt": "1", "completion": "2"}], ["--data", "absent.jsonl"], "there is no file absent.jsonl"),
         ([{"prompt": "1", "completion": "2"}], ["--data", "data.py:rows"], "there is no file data.py"),
         ([{"prompt": "1", "completion": "2"}], ["--data", ""], "no examples: set data"),
+        ([{"prompt": "1", "completion": "2"}], ["--lora.rank", "4"], "covey sft trains all weights"),
         ([{"prompt": "1", "completion": "2"}], ["--epochs", "0"], "sft.epochs must be at least 1"),
         ([{"prompt": "1", "completion": "2"}], ["--prompt-column", "completion"], "another field of [sft] names too"),
     ],

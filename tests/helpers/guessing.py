@@ -102,3 +102,19 @@ class Faulty:
 
 class Nothing:
     """No environment."""
+
+
+class Unrepeatable(Guess):
+    """Draws its secret from the system."""
+
+    def reset(self, seed=0):
+        self.secret = int.from_bytes(os.urandom(4), "big")
+        self.guesses = 0
+        return f"Guess {self.secret}"
+
+
+class Stubborn(Guess):
+    """Cannot be reset."""
+
+    def reset(self, seed=0):
+        raise RuntimeError("never")

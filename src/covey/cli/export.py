@@ -17,7 +17,7 @@ GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
     """The arguments of `covey export`."""
-    parser.usage = "covey export MODEL FOLDER [--gguf TYPE]"
+    parser.usage = "covey export MODEL FOLDER [--gguf TYPE | --adapter]"
     parser.epilog = (
         "The folder has the weights (safetensors), the config, the tokenizer and the chat template. It is loaded by\n"
         "transformers' from_pretrained, by covey and by other programs. The model of a run also gets a model card,\n"
@@ -36,6 +36,11 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         default="",
         help=f"also write a GGUF file for llama.cpp, with matrices in {or_list(GGUF_TYPES)}; for Llama-like models",
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapter of a run with LoRA alone, in peft's format, instead of the model with merged weights",
+    )
 
 
 def export_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
@@ -43,8 +48,16 @@ def export_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     locate_model(arguments.model)
     folder = user_path(arguments.folder)
     check_new_folder(folder)
-    from covey.experiment.export import export_model
+    if arguments.adapter and arguments.gguf:
+        raise ConfigError("--gguf writes whole models: leave out --adapter or --gguf")
+    from covey.experiment.export import export_adapter, export_model
 
+    if arguments.adapter:
+        adapter = export_adapter(arguments.model, folder)
+        size, kind = adapter.parameters / 1e6, str(adapter.dtype).removeprefix("torch.")
+        say(f"{adapter.folder} has an adapter of {size:,.2f} million weights in {kind} for {adapter.base}")
+        say("Next: peft's PeftModel.from_pretrained(base_model, folder), or covey train with lora.adapter")
+        return
     exported = export_model(arguments.model, folder, arguments.gguf)
     precision = str(exported.dtype).removeprefix("torch.")
     say(f"{exported.folder} has a model of {exported.parameters / 1e6:,.1f} million weights in {precision}")

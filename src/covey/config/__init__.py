@@ -30,6 +30,7 @@ from covey.config.control import (
     PolicyConfig,
     RolloutsConfig,
 )
+from covey.config.conversation import ConversationConfig
 from covey.config.llm import (
     EMBEDDED_MODELS,
     ClusterConfig,
@@ -44,6 +45,7 @@ from covey.config.llm import (
     SamplingConfig,
     UpdateConfig,
 )
+from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.sft import SFTConfig
@@ -65,9 +67,9 @@ from covey.config.tasks import (
 __all__ = [
     "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "TRACKERS", "ArithmeticConfig", "ChatConfig",
     "CheckpointConfig", "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig",
-    "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "CountdownConfig", "CriticConfig",
-    "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "GuessNumberConfig", "HumanEvalConfig", "IterationConfig",
-    "LookupConfig", "LossBase", "LossConfig", "MachineError", "MazeConfig",
+    "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "ConversationConfig", "CountdownConfig",
+    "CriticConfig", "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "GuessNumberConfig", "HumanEvalConfig",
+    "IterationConfig", "LoRAConfig", "LookupConfig", "LossBase", "LossConfig", "MachineError", "MazeConfig",
     "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig",
     "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig",
     "SFTConfig",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
 from covey.config.common import config_field
-
-# Names of built-in environments -> module:Class.
-BUILT_IN_ENVIRONMENTS: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -17,8 +15,13 @@ class ConversationConfig:
         "environment that answers the model, so that a rollout has several turns: a built-in one, or your own "
         "file.py:Class or module:Class; empty: rollouts are single completions",
     )
+    options: tuple[str, ...] = config_field(
+        (),
+        'keyword arguments of the environment\'s class, each as in a TOML file: [\'folder = "texts"\', "results = 2"]',
+        advanced=True,
+    )
     turns: int = config_field(8, "most turns of the model in a conversation", min=1, max=10_000)
-    max_tokens: int = config_field(
+    total_tokens: int = config_field(
         512,
         "most tokens of a conversation after its prompt, replies included; sampling.max_new_tokens is the limit of one "
         "turn",

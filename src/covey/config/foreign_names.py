@@ -38,7 +38,6 @@ _PROMPTS = "sampling.prompts_per_step rollouts.starts_per_step"
 _CLIP = "loss.clip_low loss.clip_high"
 _MEMORY = "update.microbatch_tokens"
 _EVERY_STEP = "every step is recorded in metrics.jsonl"
-_FULL = "all weights are trained; adapters are not supported yet"
 _WHOLE = (
     "the update needs log-probabilities of the whole distribution, so its tail is never cut; try sampling.temperature. "
     "covey eval and covey sample have it as an option"
@@ -248,11 +247,22 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "n_gpus_per_node": _none("verl", _ALONE),
     "use_liger_kernel": _none("TRL", "covey has its own kernels"),
     "flash_attn": _none("OpenRLHF", "covey has its own kernels on a CPU, torch's attention on a GPU"),
-    "use_peft": _none("TRL", _FULL),
-    "lora_rank": _none("verl, OpenRLHF", _FULL),
-    "lora_r": _none("TRL", _FULL),
-    "lora_alpha": _none("TRL, OpenRLHF", _FULL),
-    "load_in_4bit": _none("TRL, Unsloth, OpenRLHF", _FULL),
+    # ---- adapters ----
+    "use_peft": _same("TRL", "lora.rank", "an adapter is trained if it is above 0"),
+    "peft_config": _same("TRL", "lora.rank lora.alpha lora.targets", "the [lora] table is the adapter's config"),
+    "lora_rank": _same("verl, OpenRLHF", "lora.rank"),
+    "lora_r": _same("TRL", "lora.rank"),
+    "lora_alpha": _same("TRL, verl, OpenRLHF", "lora.alpha"),
+    "lora_dropout": _same("TRL, OpenRLHF, Unsloth", "lora.dropout", "it must be 0, because it would change the ratios"),
+    "lora_target_modules": _same("TRL", "lora.targets"),
+    "target_modules": _same("verl, OpenRLHF, Unsloth", "lora.targets"),
+    "lora_adapter_path": _same("verl", "lora.adapter"),
+    "lora_task_type": _none("TRL", "a policy is a causal language model"),
+    "lora_modules_to_save": _none("TRL", "an adapter has low-rank matrices alone; lora.rank = 0 trains all weights"),
+    "use_rslora": _same("TRL, Unsloth", "lora.alpha", "it is alpha times the root of the rank then"),
+    "use_dora": _none("TRL", "adapters are plain LoRA"),
+    "load_in_4bit": _none("TRL, Unsloth, OpenRLHF", "frozen weights keep their precision; quantized ones are not read"),
+    "load_in_8bit": _none("TRL, Unsloth", "frozen weights keep their precision; quantized ones are not read"),
 }  # fmt: skip
 
 

@@ -1,10 +1,11 @@
-"""The files that a run reads again when it is resumed: data, Python functions, questions to judges, reward models."""
+"""The files that a run reads again when it is resumed: data, functions, judge prompts, reward models, adapters."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
+from covey.config.adapter_folder import adapter_files
 from covey.config.arrow_file import data_files
 from covey.config.control import ControlConfig
 from covey.config.faults import faults_of
@@ -15,7 +16,7 @@ from covey.config.tasks import DatasetConfig
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:
-    """SHA-256 of the run's data, function, question and reward model files: name in the config -> digest.
+    """SHA-256 of the run's data, function, question, reward model and adapter files: name in the config -> digest.
 
     Args:
         own_task: the task is a script's own, so the config's files of it are not used.
@@ -33,10 +34,11 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
             names += [str(file) for file in data_files(folder, path)] if folder.is_dir() else [path]
     rewards = () if own_rewards else config.rewards
     names += [reward.judge_prompt_file for reward in rewards]
-    functions = [config.process.boundary, *(reward.function for reward in rewards)]
+    functions = [config.conversation.source, config.process.boundary, *(reward.function for reward in rewards)]
     sources = (function.rpartition(":")[0] for function in functions)
     names += [source for source in sources if source.endswith(".py")]
     names += [name for reward in rewards if reward.model for name in model_files(reward.model)]
+    names += adapter_files(config.lora.adapter) if config.lora.adapter else []
     return {name: _checksum(user_path(name)) for name in names if name}
 
 

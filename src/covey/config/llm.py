@@ -9,6 +9,8 @@ from typing import Any
 from covey.config.builtin_rewards import PROCESS_MIB
 from covey.config.chat import ChatConfig
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
+from covey.config.conversation import ConversationConfig
+from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.sft import SFTConfig
@@ -155,8 +157,9 @@ class RecordConfig:
 class CriticConfig:
     trunk: str = config_field(
         "own",
-        "ppo: the critic's decoder: a copy of the policy's (own), or the policy's itself with a value head (policy)",
-        choices=("own", "policy"),
+        "ppo: the critic's decoder: a copy of the policy's (own), the policy's itself with a value head (policy), or, "
+        "with LoRA, the policy's with an adapter of its own (adapter)",
+        choices=("own", "policy", "adapter"),
         advanced=True,
     )
 
@@ -291,9 +294,11 @@ class RunConfig(RunBase):
         0, "sampled tokens after which the run ends; 0: no limit", min=0, max=2**53, advanced=True
     )
     sampling: SamplingConfig = config_field(SamplingConfig(), "[sampling] table")
+    conversation: ConversationConfig = config_field(ConversationConfig(), "[conversation] table")
     chat: ChatConfig = config_field(ChatConfig(), "[chat] table")
     loss: LossConfig = config_field(LossConfig(), "[loss] table")
     update: UpdateConfig = config_field(UpdateConfig(), "[update] table")
+    lora: LoRAConfig = config_field(LoRAConfig(), "[lora] table")
     critic: CriticConfig = config_field(CriticConfig(), "[critic] table")
     reference: ReferenceConfig = config_field(ReferenceConfig(), "[reference] table")
     iteration: IterationConfig = config_field(IterationConfig(), "[iteration] table")
@@ -304,6 +309,16 @@ class RunConfig(RunBase):
     checkpoint: CheckpointConfig = config_field(CheckpointConfig(), "[checkpoint] table")
     record: RecordConfig = config_field(RecordConfig(), "[record] table")
     sft: SFTConfig = config_field(SFTConfig(), "[sft] table")
+
+    @property
+    def has_conversations(self) -> bool:
+        """True if rollouts are conversations with an environment."""
+        return bool(self.conversation.environment)
+
+    @property
+    def rollout_limit(self) -> int:
+        """The most tokens of a rollout after its prompt."""
+        return self.conversation.total_tokens if self.has_conversations else self.sampling.max_new_tokens
 
     @property
     def max_resamples(self) -> int:
@@ -321,5 +336,5 @@ class RunConfig(RunBase):
     def overlong_tokens(self) -> int:
         """sampling.overlong_tokens, or the algorithm's default if it is unset."""
         fraction = DAPO_OVERLONG_FRACTION if self.algorithm == "dapo" else 0.0
-        default = round(fraction * self.sampling.max_new_tokens)
+        default = round(fraction * self.rollout_limit)
         return default if self.sampling.overlong_tokens is None else self.sampling.overlong_tokens

@@ -22,6 +22,7 @@ CONFIG_FILE = "config.toml"
 CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FOLDER = "model"
 CRITIC_FOLDER = "critic"
+ADAPTER_FOLDER = "adapter"  # of a run with LoRA, in peft's format
 REWARD_MODEL_FOLDER = "reward_model"  # of an iterative run, trained
 ARCHITECTURE_FOLDER = "architecture"  # config and tokenizer of a run's model, which its checkpoints do not hold
 
@@ -271,8 +272,8 @@ def _check_model_folder(path: Path, model: str) -> None:
         return
     if (path / ADAPTER_CONFIG_FILE).is_file():
         raise ConfigError(
-            f"model: {model} is an adapter (LoRA or another kind), no whole model: merge it into its base model "
-            "(peft: merge_and_unload, then save_pretrained) and name the merged folder"
+            f"model: {model} is an adapter (LoRA or another kind), no whole model: name its base model as model, and "
+            "this folder as lora.adapter, or merge the two (peft: merge_and_unload, then save_pretrained)"
         )
     files = sorted(file.name for file in path.glob(f"*{GGUF_SUFFIX}"))
     if files:

@@ -228,7 +228,8 @@ def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any
         task = str(tables["task"].get("name"))
         if others and task in TASK_CONFIGS:
             raise ConfigError(f"--{shown} belongs to the task {others[0]}, and this run's task is {task}")
-    elsewhere = _elsewhere(name.partition(".")[0], root)
+    table, dot, _ = name.partition(".")
+    elsewhere = _elsewhere(table, root, is_table=bool(dot))
     if elsewhere:
         raise ConfigError(f"unknown field --{shown}: it is {elsewhere}")
     if foreign := _foreign_name(name, root):
@@ -250,10 +251,11 @@ def _foreign_name(key: str, root: type) -> str:
     return answer(key, known, other)
 
 
-def _elsewhere(key: str, root: type) -> str:
+def _elsewhere(key: str, root: type, *, is_table: bool = False) -> str:
     """The other kind of recipe that has this table or field, in words; '' if none does or this kind does too."""
     for kind in (root, *WORLDS):
-        if key in get_type_hints(kind) or {*_homes(key, kind)} - {SFT_TABLE}:
+        homes = {*_homes(key, kind)} - {SFT_TABLE}
+        if key in get_type_hints(kind) or (homes and not is_table):
             return "" if kind is root else f"for {WORLDS[kind]}; a table [environment] makes a recipe one for control"
     return ""
 

@@ -34,8 +34,10 @@ from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.validate_cluster import check_cluster
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
+from covey.config.validate_conversation import check_conversation
 from covey.config.validate_iteration import check_iteration
 from covey.config.validate_kl import check_kl, check_language_kl
+from covey.config.validate_lora import check_lora
 from covey.config.validate_process import check_process
 from covey.config.validate_reasoning_gym import check_reasoning_gym
 from covey.config.validate_rewards import check_normalization, check_rewards
@@ -139,7 +141,9 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool, lab
     check_normalization(config.loss, config.algorithm)
     check_process(config, other_rewards=own_rewards or labels)
     check_sampler(config)
+    check_conversation(config)
     check_iteration(config, own_rewards=own_rewards)
+    check_lora(config)
     locate_model(config.model)
 
 

@@ -23,6 +23,11 @@ def validate_sft(config: RunConfig) -> None:
     check_fields(config)
     check_chat(config.chat)
     check_threads(config.threads)
+    if config.lora.is_used:
+        raise ConfigError(
+            "covey sft trains all weights, and [lora] asks for an adapter: give --lora.rank 0 (and take lora.adapter "
+            "out); covey train can begin an adapter on the trained model"
+        )
     _check_columns(config.sft)
     _check_source(config.sft.data)
     if config.sft.held_out_path:

@@ -28,9 +28,9 @@ class Models:
 
     @property
     def trained(self) -> list[tuple[nn.Module, Weights]]:
-        """The modules with an optimizer."""
+        """The modules whose parameters have an optimizer."""
         critics = zip((critic.module for critic in self.critics), self.critic_weights, strict=True)
-        return [(self.policy.module, self.policy.weights), *critics]
+        return [(self.policy.trained, self.policy.weights), *critics]
 
     def collect(self) -> list[tuple[str, Callable[[Path], None]]]:
         """Collect the trained weights on rank 0; every rank calls it. Returns the folders of the policy and the critic,

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import torch
 
+from covey.config import ConfigError, LoRAConfig
+from covey.config.adapter_folder import read_adapter_config
 from covey.config.faults import faults_of
-from covey.config.model_sources import find_origin
+from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_FOLDER, find_origin, locate_model
 from covey.experiment.inference import precision_of
 from covey.experiment.model_card import base_of, licence_of, model_card
 from covey.llm.model.gguf_export import plan_gguf, write_gguf
-from covey.llm.model.loading import load_model, resolve_checkpoint
+from covey.llm.model.loading import holds_adapter, load_adapted_checkpoint, load_model, resolve_checkpoint
+from covey.llm.model.lora import add_adapter, load_adapter, save_adapter
 from covey.runtime.device import choose_precision
 from covey.tracking.run_folder import write_folders
 
@@ -21,12 +24,13 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Exported:
-    """A model that was exported."""
+    """A model, or an adapter, that was exported."""
 
     folder: Path
     parameters: int
     dtype: torch.dtype
     gguf: Path | None = None
+    base: str = ""  # of an adapter: the model that it belongs to
 
 
 def export_model(name: str, folder: Path, gguf: str = "") -> Exported:
@@ -66,3 +70,42 @@ def export_model(name: str, folder: Path, gguf: str = "") -> Exported:
     write_folders(folder, save)
     parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
     return Exported(folder, parameters, dtype, folder / files[0] if files else None)
+
+
+def export_adapter(name: str, folder: Path) -> Exported:
+    """Write the adapter of a run with LoRA in peft's format, with the tokenizer of its model.
+
+    Args:
+        name: the folder of a run, or one of its checkpoints.
+        folder: a new or empty folder.
+
+    Raises:
+        ConfigError: if the run has no adapter.
+        MachineError: if the folder cannot be written.
+    """
+    cpu = torch.device("cpu")
+    source = locate_model(resolve_checkpoint(name))
+    origin = source.origin
+    if origin is None or not (origin.architecture / ADAPTER_CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{name} is no run with LoRA, so there is no adapter to export: leave out --adapter, which exports the "
+            "whole model"
+        )
+    dtype, base = choose_precision(precision_of(name), cpu), str(origin.config_tables["model"])
+    if holds_adapter(source):
+        loaded, adapter = load_adapted_checkpoint(source, dtype=dtype, device=cpu)
+    else:
+        loaded = load_model(base, dtype=dtype, device=cpu)
+        saved = origin.run_dir / ADAPTER_FOLDER
+        adapter = add_adapter(loaded.module, read_adapter_config(saved, LoRAConfig()))
+        load_adapter(adapter, saved)
+
+    def save(draft: Path) -> None:
+        save_adapter(adapter, base, draft)
+        loaded.chat.tokenizer.save_pretrained(draft)
+
+    with faults_of(folder):
+        folder.mkdir(exist_ok=True)
+    write_folders(folder, save)
+    parameters = sum(parameter.numel() for parameter in adapter.parameters.parameters())
+    return Exported(folder, parameters, dtype, base=base)

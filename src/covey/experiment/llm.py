@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
 from covey.config.validate_collection import NOT_BY_GROUP
 from covey.data import Team
+from covey.experiment.adaptation import Adaptation, AllWeights, adapt
 from covey.experiment.build import (
     Experiment,
     Reward,
@@ -25,6 +25,7 @@ from covey.experiment.build import (
     build_kl_coefficient,
     build_learners,
 )
+from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.divided_weights import Models, divide
 from covey.experiment.evaluate_llm import HeldOut
 from covey.experiment.external_sampler import build_generator, describe_sampler
@@ -98,6 +99,7 @@ class LoadedPolicy:
     policy: LanguagePolicy
     chat: Chat
     sampler: LanguageSampler
+    adaptation: Adaptation = field(default_factory=AllWeights)
 
     def save(self, folder: Path) -> None:
         """Write model and tokenizer in the format of transformers."""
@@ -144,7 +146,13 @@ class LLMBuilder:
         self.team = team
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
-        self.problem = build_problem(config, task, rewards)
+        self.kind = build_rollout_kind(config)
+        self._open.callback(self.kind.close)
+        try:
+            self.problem = build_problem(config, task, rewards, self.kind)
+        except BaseException:
+            self._open.close()
+            raise
         self._prompts_checked = False  # True if the lengths of the prompts were checked
         found = find_chat(self.config.model) if isinstance(self.problem.task, PromptDataset) else None
         if found is not None:
@@ -158,7 +166,7 @@ class LLMBuilder:
         try:
             self.problem = fit_prompts(self.problem, self.config, chat, model_config, note)
         except ConfigError:
-            self.problem.grader.close()
+            self.close()
             raise
         self._prompts_checked = True
         return self.problem
@@ -169,7 +177,7 @@ class LLMBuilder:
 
     @property
     def notes(self) -> list[str]:
-        return self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
+        return [*self.problem.notes(self.config.evaluation.problems, "evaluation.problems"), *self.kind.notes()]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
@@ -192,13 +200,8 @@ class LLMBuilder:
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
         self._note_unused_step_rewards(display)
         algorithm = build_llm_algorithm(config, problem.grader.weights)
-        critics = (build_critic(config, loaded.policy, display),) if algorithm.needs_critic else ()
-        reference = LanguagePolicy(
-            copy.deepcopy(loaded.policy.module).requires_grad_(False),
-            temperature=config.sampling.temperature,
-            microbatch_tokens=config.update.microbatch_tokens,
-            backend=loaded.policy.backend,
-        )
+        critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
+        reference = loaded.adaptation.reference(loaded.policy)
         models = divide(loaded.policy, reference, critics, config, self.team)
         policy = with_outputs(models, config, algorithm)
         loaded.sampler.generator, sampler_weights = build_generator(config, models.policy, self.team)
@@ -248,8 +251,16 @@ class LLMBuilder:
     def _load(self, store: RunStore, display: Display) -> LoadedPolicy:
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
         loaded = load_policy(self.config, self.chosen)
+        loaded.policy, loaded.adaptation = adapt(loaded.policy, self.config)
+        loaded.sampler = self.kind.sampler(loaded.sampler)
+        loaded.adaptation.check_architecture(store.shared_dir / ARCHITECTURE_FOLDER)
         module, tokenizer = loaded.policy.module, loaded.chat.tokenizer
-        write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
+
+        def save(folder: Path) -> None:
+            save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER)
+            loaded.adaptation.save_architecture(folder / ARCHITECTURE_FOLDER)
+
+        write_folders(store.run_dir, save)
         display.note(loaded.policy.backend.describe())
         return loaded
 
@@ -308,7 +319,7 @@ def _noted(grader: RewardGrader, store: RunStore, display: Display, team: Team) 
 
 def _collect(models: Models, loaded: LoadedPolicy, iterated: Sequence[IteratedRewardModel]) -> Callable[[Path], None]:
     """Collect the weights of all ranks; returns a function that writes them and the tokenizer into the run folder."""
-    collected = models.collect()
+    collected = [*models.collect(), *loaded.adaptation.folders()]
 
     def save(run_dir: Path) -> None:
         for folder, write in collected:

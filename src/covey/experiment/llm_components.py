@@ -18,6 +18,7 @@ from covey.config import RunConfig
 from covey.config.model_sources import find_origin
 from covey.core import kl
 from covey.data import ReferenceUpdater, Team
+from covey.experiment.adaptation import Adaptation
 from covey.experiment.build import build_algorithm
 from covey.experiment.divided_weights import Models
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
@@ -49,15 +50,20 @@ CREDITS: dict[str, CreditAssignment] = {
 }
 
 
-def build_critic(config: RunConfig, policy: LanguagePolicy, display: Display) -> LanguageCritic:
+def build_critic(config: RunConfig, policy: LanguagePolicy, adaptation: Adaptation, display: Display) -> LanguageCritic:
     """The critic of a policy: a new one, or that of the run from which the policy was loaded.
+
+    An adapter belongs to the weights that it was trained on, so a critic with one begins anew.
 
     Raises:
         ConfigError: if the critic of that run does not fit.
     """
-    critic = LanguageCritic(policy, own_trunk=config.critic.trunk == "own")
+    critic = adaptation.critic(policy, config.critic.trunk)
     origin = find_origin(config.model)
     if origin is None:
+        return critic
+    if "adapter" in (config.critic.trunk, origin.config_tables.get("critic", {}).get("trunk")):
+        display.note(f"the critic begins anew, because an adapter is not continued from {config.model}")
         return critic
     folder = origin.run_dir / CRITIC_FOLDER
     if origin.from_checkpoint and origin.config_tables["algorithm"] == config.algorithm:
@@ -76,7 +82,7 @@ def build_llm_algorithm(config: RunConfig, reward_weights: Mapping[str, float]) 
     algorithm = build_algorithm(
         config.algorithm,
         replace(loss, kl_coefficient=config.kl_coefficient),
-        max_length=config.sampling.max_new_tokens,
+        max_length=config.rollout_limit,
         entropy_coefficient=loss.entropy_coefficient,
         credit=outcome_of_each_reward(reward_weights) if each else CREDITS[loss.credit],
         gamma=loss.gamma,
@@ -93,7 +99,7 @@ def build_llm_algorithm(config: RunConfig, reward_weights: Mapping[str, float]) 
 
 def with_outputs(models: Models, config: RunConfig, algorithm: Algorithm) -> LanguagePolicy:
     """The policy with the additional outputs that its loss needs: values, exact KL."""
-    extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in models.critics if not critic.own_trunk]
+    extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in models.critics if not critic.trains_trunk]
     if isinstance(algorithm.kl.placement, KLFromOutput) and config.kl_coefficient != 0:
         extra.append(KLToReference(models.reference))
     return models.policy.with_outputs(*extra)
@@ -106,8 +112,8 @@ def build_reference_updater(config: RunConfig, models: Models) -> ReferenceUpdat
         return NeverUpdate()
     reference, leader = models.reference, models.policy
     return EMAWeights(
-        reference.module,
-        leader.module,
+        reference.trained,
+        leader.trained,
         config.reference.refresh_fraction,
         every=every,
         division=reference.weights,

@@ -19,6 +19,7 @@ from covey.config.faults import path_error
 from covey.data import Batch
 from covey.llm.model.folder import read_weight_files
 from covey.llm.model.hidden_states import ActionHiddenStates, hidden_states_for_actions
+from covey.llm.model.lora import Adapter, save_adapter
 from covey.llm.model.pretrained import build, read_config, save_weights, trunk_class
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.sharding import WHOLE, Weights
@@ -67,6 +68,7 @@ class LanguageCritic:
         width = policy.module.get_output_embeddings().weight.shape[1]
         self.trunk: PreTrainedModel = copy.deepcopy(decoder) if own_trunk else decoder
         self.own_trunk = own_trunk
+        self.trains_trunk = own_trunk
         self.packed = policy.shares_prompts
         self.weights: Weights = WHOLE  # of a shared trunk; one of its own is the module that FSDP2 calls
         self.head = ValueHead(width, decoder.dtype).to(policy.device)
@@ -81,7 +83,7 @@ class LanguageCritic:
     def values(self, batch: Batch) -> Tensor:
         """values_BT of the state before every decision (the prompt and all tokens so far); 0 at undecided columns."""
         batch = batch.to(self.head.linear.weight.device)
-        with torch.set_grad_enabled(self.own_trunk and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self.trains_trunk and torch.is_grad_enabled()):
             decided = self.weights.run(lambda: hidden_states_for_actions(self.trunk, batch, packed=self.packed))
         return decided.scatter_to_batch(self.head(decided.hidden_NW))
 
@@ -138,6 +140,25 @@ class LanguageCritic:
         if misfits:
             raise ConfigError("; ".join(misfits))
         self.trunk.load_state_dict(trunk.state_dict())
+
+
+class AdapterCritic(LanguageCritic):
+    """A critic on the policy's trunk with an adapter of its own. Its optimizer trains adapter and head."""
+
+    def __init__(self, policy: LanguagePolicy, adapter: Adapter) -> None:
+        super().__init__(policy, own_trunk=False)
+        self.adapter = adapter
+        self.trains_trunk = True
+        self.weights = adapter.weights()
+        self.module = nn.ModuleDict({"trunk": adapter.parameters, "head": self.head})
+
+    def collect(self, weights: Weights) -> Callable[[Path], None]:
+        """A function that writes head and adapter; every rank has both."""
+        return self._save_both
+
+    def _save_both(self, folder: Path) -> None:
+        self._save(folder, {})
+        save_adapter(self.adapter, str(self.adapter.model.name_or_path), folder)
 
 
 class SharedTrunkValues:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from covey.core import kl
 from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, Sampling, choose_backend
+from covey.llm.model.adapted_layers import merged_state, with_present_adapter
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
 from covey.llm.model.hidden_states import (
@@ -68,6 +69,7 @@ class LanguagePolicy:
         backend: Backend | None = None,
         extra: Sequence[ExtraOutput] = (),
         weights: Weights = WHOLE,
+        trained: nn.Module | None = None,
     ) -> None:
         """
         Args:
@@ -76,7 +78,8 @@ class LanguagePolicy:
             microbatch_tokens: maximal number of tokens in one forward and backward pass.
             backend: that of another policy of the same model; None: chosen by trial (see `choose_backend`).
             extra: additional outputs of every evaluation, such as a critic's values.
-            weights: their division among the ranks.
+            weights: their division among the ranks, or their adapter (`AdapterWeights`).
+            trained: the module with the parameters that are trained, such as an adapter's; None: the model.
 
         Raises:
             ConfigError: if the model cannot be trained, in one line that names its architecture.
@@ -86,12 +89,15 @@ class LanguagePolicy:
         self.microbatch_tokens = microbatch_tokens
         self.extra = tuple(extra)
         self.weights = weights
+        self.trained: nn.Module = module if trained is None else trained
         self.backend = choose_backend(module) if backend is None else backend
         if self.backend.sampling is Sampling.NATIVE:
             fuse(module, self.backend.kernels)
 
-    def with_outputs(self, *extra: ExtraOutput, weights: Weights | None = None) -> LanguagePolicy:
-        """A policy on the same weights with additional outputs; `weights`: after their division among the ranks."""
+    def with_outputs(
+        self, *extra: ExtraOutput, weights: Weights | None = None, trained: nn.Module | None = None
+    ) -> LanguagePolicy:
+        """A policy on the same model with additional outputs, other `weights` or other `trained` parameters."""
         return LanguagePolicy(
             self.module,
             temperature=self.temperature,
@@ -99,6 +105,7 @@ class LanguagePolicy:
             backend=self.backend,
             extra=(*self.extra, *extra),
             weights=weights or self.weights,
+            trained=self.trained if trained is None else trained,
         )
 
     @property
@@ -140,8 +147,10 @@ class LanguagePolicy:
         self.collect()(folder)
 
     def collect(self) -> Callable[[Path], None]:
-        """Collect the weights of all ranks on rank 0; returns a function that writes them there, as `save` does."""
-        return partial(save_weights, self.module, self.weights.state_dict(self.module))
+        """Collect the weights of all ranks on rank 0; returns a function that writes them there, as `save` does. An
+        adapter is merged into them.
+        """
+        return partial(save_weights, self.module, merged_state(self.module, self.weights.state_dict(self.module)))
 
     def log_distribution(self, tokens_L: Tensor, decisions: int) -> Tensor:
         """logp_TV over the vocabulary at the last `decisions` tokens, by the model's own forward pass, in nats."""
@@ -163,9 +172,10 @@ class LanguagePolicy:
         """One forward pass of the model per rollout, recomputed in the backward pass to bound memory."""
         position_N = batch.mask_BT.flatten().nonzero()[:, 0]
         rows: list[dict[str, Tensor]] = []
+        evaluate = with_present_adapter(self.module, self._evaluate_row)
         for row, length in enumerate(row_lengths(batch)):
             tokens_L = row_tokens(batch, row, length)
-            output_T = checkpoint(self._evaluate_row, tokens_L, length, use_reentrant=False)
+            output_T = checkpoint(evaluate, tokens_L, length, use_reentrant=False)
             rows.append({name: value_T[batch.mask_BT[row, :length]] for name, value_T in output_T.items()})
         output_BT = {
             name: scatter_to_batch(torch.cat([row[name] for row in rows]), position_N, batch) for name in rows[0]
@@ -213,7 +223,7 @@ class KLToReference:
         if not torch.is_grad_enabled():
             return {}
         with torch.no_grad():
-            other_TV = self.reference.log_distribution(tokens_L, len(logp_TV))
+            other_TV = self.reference.weights.run(lambda: self.reference.log_distribution(tokens_L, len(logp_TV)))
         return {"kl_BT": kl.exact(logp_TV, other_TV)}
 
     def after_rows(self, policy: LanguagePolicy, batch: Batch) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ BRANCHING = 4  # stream of the episodes that branches continue, and of the steps
 CONTINUING = 5  # stream of the continuations from which the labels of reasoning steps are estimated
 SELECTING = 6  # stream of the completions of a group that become examples for a reward model
 REPLAYING = 7  # stream of the examples of earlier iterations on which a reward model is trained again
+ADAPTING = 8  # stream of the first matrices of a low-rank adapter
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

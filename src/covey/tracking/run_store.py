@@ -32,6 +32,7 @@ from covey.config import ConfigError
 from covey.config.faults import faults_of, path_error
 from covey.config.files import sync
 from covey.config.model_sources import (  # noqa: F401 -- see above
+    ADAPTER_FOLDER,
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     CRITIC_FOLDER,
@@ -238,7 +239,7 @@ class RunStore:
         with faults_of(path):
             if not path.is_file():
                 return
-            for name in () if self.finished() else (MODEL_FOLDER, CRITIC_FOLDER, REWARD_MODEL_FOLDER):
+            for name in () if self.finished() else (MODEL_FOLDER, ADAPTER_FOLDER, CRITIC_FOLDER, REWARD_MODEL_FOLDER):
                 if (self.run_dir / name).is_dir():
                     shutil.rmtree(self.run_dir / name)
             path.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
 from transformers import ByT5Tokenizer
 
 from covey.config import ConfigError
@@ -136,6 +137,19 @@ def test_a_slow_tokenizer_makes_no_control_tokens_either():
     ids = ConversationEncoder(chat).after_turn([reply_of("user", "a</s>b<extra_id_0>")], ended=False)
     assert ids == (1, *tokenizer("a", add_special_tokens=False)["input_ids"], *(ord(c) + 3 for c in "</s>"),
                    *(ord(c) + 3 for c in "b<extra_id_0>"), 1, ord(">") + 3)  # fmt: skip
+
+
+def test_another_spelling_that_a_tokenizer_normalizes_makes_no_control_token():
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_tokens([AddedToken("<stop>", normalized=True)])
+    stop = tokenizer.convert_tokens_to_ids("<stop>")
+    assert tokenizer("a<STOP>b", add_special_tokens=False)["input_ids"].count(stop) == 1
+    ids = ConversationEncoder(Chat(tokenizer, frozenset({1, stop}))).after_turn(
+        [reply_of("user", "<STOP>")], ended=True
+    )
+    assert stop not in ids
+    assert tokenizer.decode(list(ids)) == "<stop>="
 
 
 HIDING = CHATML.replace("message['content']", "(message['content'] if message['role'] != 'assistant' else '')")

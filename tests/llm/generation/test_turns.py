@@ -177,7 +177,13 @@ def test_a_policy_evaluates_the_decisions_of_conversations_alike() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [*NATIVE, *OTHERS])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("llama", "gpt2") else (pytest.mark.slow, pytest.mark.ci_sample))
+        for kind in (*NATIVE, *OTHERS)
+    ],
+)
 @settings(max_examples=4)
 @example(seed=0, rows=3)
 @example(seed=1, rows=100)

@@ -74,7 +74,6 @@ class HostedEnvironment:
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._environment is None:
-            style_of(self._kind)
             self._environment = self._kind()
         environment = self._environment
         match request["do"]:
@@ -119,7 +118,8 @@ class HostedEnvironment:
     def _call(self, call: Mapping[str, Any]) -> str:
         tools = importlib.import_module("covey.llm.conversation.tools")
         calls = importlib.import_module("covey.llm.conversation.tool_calls")
-        return self._text(tools.call_tool(self._environment, calls.ToolCall(**call)), call["name"])
+        checked = calls.ToolCall(call["name"], call["arguments"])  # the run has checked it
+        return self._text(tools.run_tool(self._environment, checked), call["name"])
 
     def _text(self, value: Any, method: str) -> str:
         """A reply without lone surrogates, cut at the limit."""

@@ -13,6 +13,7 @@ Global random generators are seeded before each conversation, so that an environ
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -68,8 +69,9 @@ class _Server:
         sys.path[:] = request["path"]
         self.reply_characters = request["reply_characters"]
         try:
-            self.kind = worker.load_function(request["load"])
-            return {"style": style_of(self.kind)}
+            kind = worker.load_function(request["load"])
+            self.kind = functools.partial(kind, **request["options"])
+            return {"style": style_of(kind)}
         except BaseException as error:
             known = type(error).__name__ == "WrongEnvironment"
             return {"failed": str(error) if known else reward_call.one_line(error)}

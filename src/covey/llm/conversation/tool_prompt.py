@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from covey.config import ConfigError
@@ -29,7 +30,7 @@ def with_tools(
     """The messages and the schemas with which to render a prompt whose model may call these tools.
 
     If the template shows no tools, the schemas are empty, and the first message describes the tools: the system
-    message, or the first message of the user if the template has no role system.
+    message, with the chat's system prompt, or the first message of the user if the template has no role system.
     """
     schemas = [tool.schema for tool in tools]
     if not tools or (format != "fenced" and _shows(chat, messages, tools)):
@@ -38,7 +39,8 @@ def with_tools(
     first = messages[0] if messages else {"role": "user", "content": ""}
     if first["role"] == "system":
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]], []
-    with_system: list[Message] = [{"role": "system", "content": text}, *messages]
+    own = f"{chat.config.system_prompt}\n\n" if chat.config.system_prompt else ""
+    with_system: list[Message] = [{"role": "system", "content": f"{own}{text}"}, *messages]
     try:
         if text.splitlines()[0] in chat.render(with_system):
             return with_system, []
@@ -52,6 +54,7 @@ def reply_message(chat: Chat, call: ToolCall, content: str) -> dict[str, Any]:
     return call.reply(content) if _has_tool_role(chat) else {"role": "user", "content": content}
 
 
+@lru_cache(maxsize=8)
 def _has_tool_role(chat: Chat) -> bool:
     turn = {"role": "assistant", "content": "a"}
     try:

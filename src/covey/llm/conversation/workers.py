@@ -38,8 +38,11 @@ class EnvironmentFailed(Exception):
 class Session(Protocol):
     """The environment of one conversation."""
 
-    def ask(self, request: Mapping[str, Any]) -> Future[Reply]:
-        """The reply to a request of `HostedEnvironment`; the future raises EnvironmentFailed. One at a time."""
+    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Future[Reply]:
+        """The reply to a request of `HostedEnvironment`; the future raises EnvironmentFailed. One at a time.
+
+        `seconds` is a deadline in place of that of all requests.
+        """
 
     def close(self) -> None:
         """End the environment."""
@@ -79,9 +82,10 @@ class _ThreadSession:
     def __init__(self, hosted: HostedEnvironment, seconds: float) -> None:
         self._hosted, self._seconds = hosted, seconds
 
-    def ask(self, request: Mapping[str, Any]) -> Future[Reply]:
+    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Future[Reply]:
         future: Future[Reply] = Future()
-        timer = threading.Timer(self._seconds, lambda: _fail(future, _too_slow(self._seconds)))
+        deadline = self._seconds if seconds is None else seconds
+        timer = threading.Timer(deadline, lambda: _fail(future, _too_slow(deadline)))
         timer.daemon = True
 
         def take(answered: Future[Reply]) -> None:
@@ -102,8 +106,12 @@ class EnvironmentProcesses:
     The worker is started by `start`, or with the first environment, and again if it has ended.
     """
 
-    def __init__(self, name: str, timeout_seconds: float, reply_characters: int) -> None:
+    def __init__(
+        self, name: str, timeout_seconds: float, reply_characters: int, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """`options` are the keyword arguments of the class."""
         self.name, self.timeout_seconds, self._reply_characters = name, timeout_seconds, reply_characters
+        self._options = dict(options or {})
         self._worker: _Worker | None = None
         self._numbers = itertools.count()
 
@@ -118,6 +126,7 @@ class EnvironmentProcesses:
             "load": self.name,
             "path": [os.getcwd(), *sys.path],
             "reply_characters": self._reply_characters,
+            "options": self._options,
         }
         seconds = max(self.timeout_seconds, LOAD_LEAST_SECONDS)
         try:
@@ -160,7 +169,7 @@ class _Worker(SupervisedProcess):
 
     def load(self, request: Mapping[str, Any], seconds: float) -> Reply:
         """Load the class. Raises TimeoutError at the deadline."""
-        self.control.send(json.dumps(request).encode())
+        self.control.send(json.dumps(request, default=str).encode())
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
             deadline = time.monotonic() + seconds
@@ -213,10 +222,10 @@ class _ProcessSession:
         self.to_write, self.reply = memoryview(b""), bytearray()
         self.future: Future[Reply] | None = None
         self.expected = ""
-        self.deadline = 0.0
+        self.allowed = self.deadline = 0.0
         self.failed = ""
 
-    def ask(self, request: Mapping[str, Any]) -> Future[Reply]:
+    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Future[Reply]:
         future: Future[Reply] = Future()
         id = f"{self.number}.{next(self.requests)}"
         try:
@@ -224,7 +233,8 @@ class _ProcessSession:
         except (TypeError, ValueError, RecursionError):
             _fail(future, "a column of the data cannot be sent to its process as JSON")
             return future
-        self.exchanges.put(lambda: self._begin(line, id, future))
+        limit = self.seconds if seconds is None else seconds
+        self.exchanges.put(lambda: self._begin(line, id, future, limit))
         return future
 
     def close(self) -> None:
@@ -264,12 +274,12 @@ class _ProcessSession:
         except OSError:
             self.fail("its process ended before it answered")
 
-    def _begin(self, line: bytes, id: str, future: Future[Reply]) -> None:
+    def _begin(self, line: bytes, id: str, future: Future[Reply], seconds: float) -> None:
         if self.failed:
             _fail(future, self.failed)
             return
         self.to_write, self.future, self.expected = memoryview(line), future, id
-        self.deadline = time.monotonic() + self.seconds
+        self.allowed, self.deadline = seconds, time.monotonic() + seconds
         self.exchanges.watch(self)
 
     def _take(self) -> None:
@@ -363,7 +373,7 @@ class _Exchanges(threading.Thread):
         now = time.monotonic()
         for session in list(self._sessions):
             if session.future is not None and session.deadline <= now:
-                session.fail(_too_slow(session.seconds))
+                session.fail(_too_slow(session.allowed))
 
 
 def _too_slow(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 Decoding multiplies few rows by every weight, so reading the weights takes much of its time. The prepacked copy needs as
 much memory as the weights and takes about 0.1 s. Every decoder makes a new copy, so it always has the current weights.
+The adapter of a layer is merged into its copy.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from types import TracebackType
 
 import torch
 from torch import Tensor, nn
+
+from covey.llm.model.adapted_layers import adapted_layers, base_of, merged_weight
 
 ROWS = 64  # number of rows for which oneDNN chooses the memory format; other numbers work too
 
@@ -24,15 +27,18 @@ def packs(weight: Tensor) -> bool:
 
 
 def joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Concatenated weights and biases of linear layers with the same input."""
-    weights: list[Tensor] = [layer.weight for layer in layers]
+    """Concatenated weights, merged with their adapters, and biases of linear layers with the same input."""
+    weights = [merged_weight(layer) for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return torch.cat(weights).detach(), torch.cat(biases).detach() if biases else None
 
 
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
-    """The layers whose weights decoding on a CPU copies."""
-    return [layer for layer in module.modules() if type(layer) is nn.Linear]
+    """The layers whose weights decoding on a CPU copies, adapted ones as a whole."""
+    adapted = adapted_layers(module)
+    inside = {id(part) for layer in adapted.values() for part in layer.modules() if part is not layer}
+    linear = (part for part in module.modules() if type(base_of(part)) is nn.Linear and id(part) not in inside)
+    return list(linear)  # type: ignore[arg-type]
 
 
 def copy_bytes(weights: int, itemsize: int, device: str) -> int:

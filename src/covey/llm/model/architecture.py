@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from covey.llm.model.adapted_layers import is_adapted
+
 # Layers of RMSNorm, attention with rotary embedding, RMSNorm, SwiGLU, without scaling or capping.
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -23,8 +25,12 @@ def is_llama_like(module: PreTrainedModel) -> bool:
         and config.hidden_act == "silu"
         and kinds == {"full_attention"}
         and len({parameter.dtype for parameter in module.parameters()}) == 1  # the kernels support one type per model
-        and all(type(layer) is nn.Linear for layer in module.modules() if hasattr(layer, "in_features"))
+        and all(type(layer) is nn.Linear or is_adapted(layer) for layer in module.modules() if _is_linear(layer))
     )
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return hasattr(layer, "in_features")
 
 
 # Config fields of attention windows and chunks.
@@ -95,7 +101,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class LayerModules:
-    """The modules of one of transformers' decoder layers."""
+    """The modules of one of transformers' decoder layers. Linear layers may be adapted (`adapted_layers`)."""
 
     input_norm: Tensor
     qkv: list[nn.Linear]

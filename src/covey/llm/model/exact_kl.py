@@ -82,7 +82,7 @@ class _ExactKL(torch.autograd.Function):
         hidden, weight, bias, other_hidden, other_weight, other_bias, log_total, other_log_total, kl = ctx.saved_tensors
         logits = Logits(hidden, weight, bias, ctx.temperature)
         others = Logits(other_hidden, other_weight, other_bias, ctx.temperature)
-        gradients = LogitGradients(logits, ctx.kernels)
+        gradients = LogitGradients(logits, ctx.kernels, trains_head=ctx.needs_input_grad[1])
         for part in logits.by_token():
             z, other = logits.divided(EVERY, part), others.divided(EVERY, part)
             slope = other.neg_().add_(z).add_((other_log_total - log_total - kl)[:, None])
@@ -92,7 +92,7 @@ class _ExactKL(torch.autograd.Function):
         return *gradients.all(), None, None, None, None, None
 
 
-def buffer_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int) -> int:
+def buffer_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True) -> int:
     """Bytes that the backward pass of `exact_kl` holds if the reference has the policy's dimensions.
 
     These are two chunks of logits, the gradients of the policy, and the reference's hidden states.
@@ -100,14 +100,16 @@ def buffer_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int) ->
     Args:
         decisions, hidden, vocabulary: N, W and V.
         itemsize: bytes of a hidden state and of a weight.
+        trains_head: whether the output layer is trained.
     """
     chunks = 2 * chunk_bytes(decisions, vocabulary, itemsize)
-    return chunks + gradient_bytes(decisions, hidden, vocabulary, itemsize) + decisions * hidden * itemsize
+    gradients = gradient_bytes(decisions, hidden, vocabulary, itemsize, trains_head=trains_head)
+    return chunks + gradients + decisions * hidden * itemsize
 
 
-def returned_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int) -> int:
+def returned_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True) -> int:
     """Bytes of the gradients that the backward pass returns, [V, W] and [N, W]; arguments as in `buffer_bytes`.
 
     They exist until autograd has added the gradients of the other losses.
     """
-    return (vocabulary + decisions) * hidden * itemsize
+    return ((vocabulary if trains_head else 0) + decisions) * hidden * itemsize

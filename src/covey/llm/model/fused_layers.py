@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
+from covey.llm.model.adapted_layers import base_of, factors_of
 from covey.llm.model.architecture import Heads
 from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import Kernels, KernelSet
@@ -133,18 +134,27 @@ def _attention_forward(
 
 
 def _products(x_NW: Tensor, kernels: Kernels, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """Outputs of several linear layers with the same input."""
-    if any(layer.bias is not None for layer in layers):
-        return tuple(layer(x_NW) for layer in layers)
-    return _Products.apply(x_NW.contiguous(), kernels, *(layer.weight for layer in layers))
+    """Outputs of several linear layers with the same input, with the adapters that they use."""
+    factors = [factors_of(layer) for layer in layers]
+    bases = [base_of(layer) for layer in layers]
+    if any(one is not None for one in factors):
+        scalings = [0.0 if one is None else one.scaling for one in factors]
+        of_layers = [
+            (base.weight, base.bias, *((None, None) if one is None else one[:2]))
+            for base, one in zip(bases, factors, strict=True)
+        ]
+        return _AdaptedProducts.apply(x_NW.contiguous(), scalings, *(tensor for four in of_layers for tensor in four))
+    if any(base.bias is not None for base in bases):
+        return tuple(base(x_NW) for base in bases)
+    return _Products.apply(x_NW.contiguous(), kernels, *(base.weight for base in bases))
 
 
 class _Products(torch.autograd.Function):
-    """x W' for several weights, whose gradients are computed together."""
+    """x W' for several weights, whose gradients are computed together. Frozen weights need no x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kernels: Kernels, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, *weights)
         ctx.kernels = kernels
         return tuple(x @ weight.T for weight in weights)
 
@@ -159,8 +169,50 @@ class _Products(torch.autograd.Function):
                 dx.addmm_(d, weight)
         wanted = [i for i in range(len(ds)) if ctx.needs_input_grad[2 + i]]
         made = {i: torch.empty_like(weights[i]) for i in wanted}
-        ctx.kernels.weight_gradients(x, [ds[i] for i in wanted], list(made.values()))
+        if wanted:
+            ctx.kernels.weight_gradients(x, [ds[i] for i in wanted], list(made.values()))
         return dx, None, *(made.get(i) for i in range(len(ds)))
+
+
+class _AdaptedProducts(torch.autograd.Function):
+    """x W' + b + s (x A') B' for several frozen layers with low-rank adapters; gradients of x, A and B.
+
+    After x and every s come W, b, A and B of each layer; b is None without a bias, A and B without an adapter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scalings: list[float], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        outs, products = [], []
+        for number, scaling in enumerate(scalings):
+            frozen_MN, bias, a_RN, b_MR = tensors[4 * number : 4 * number + 4]
+            assert frozen_MN is not None
+            out, product = nn.functional.linear(x, frozen_MN, bias), None
+            if a_RN is not None and b_MR is not None:
+                product = x @ a_RN.T
+                out.addmm_(product, b_MR.T, alpha=scaling)
+            outs.append(out)
+            products.append(product)
+        ctx.save_for_backward(x, *tensors, *products)
+        ctx.scalings = scalings
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *ds: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, *saved = ctx.saved_tensors
+        dx = torch.zeros_like(x)
+        gradients: list[Tensor | None] = []
+        for number, (d, scaling) in enumerate(zip(ds, ctx.scalings, strict=True)):
+            frozen_MN, _, a_RN, b_MR = saved[4 * number : 4 * number + 4]
+            d = d.contiguous()
+            dx.addmm_(d, frozen_MN)
+            da_RN = db_MR = None
+            if a_RN is not None:
+                product = saved[4 * len(ds) + number]
+                dproduct = (d @ b_MR).mul_(scaling)
+                dx.addmm_(dproduct, a_RN)
+                da_RN, db_MR = dproduct.T @ x, (d.T @ product).mul_(scaling)
+            gradients += [None, None, da_RN, db_MR]
+        return dx, None, *gradients
 
 
 class Attention(torch.autograd.Function):

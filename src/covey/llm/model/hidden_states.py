@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from covey.data import Batch
+from covey.llm.model.adapted_layers import with_present_adapter
 from covey.llm.model.prefix_attention import PackedLayout, forward
 
 
@@ -54,9 +55,9 @@ def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -
         actions = int(batch.actions_BT.max()) + 1
         decided_N, index_D = (source_D * actions + actions_D).unique(return_inverse=True)
         return ActionHiddenStates(hidden_LW[decided_N // actions], decided_N % actions, index_D, position_D, batch)
-    rows = []
+    rows, compute = [], with_present_adapter(model, _row)
     for row, length in enumerate(row_lengths(batch)):
-        hidden_TW = checkpoint(_row, model, row_tokens(batch, row, length), length, use_reentrant=False)
+        hidden_TW = checkpoint(compute, model, row_tokens(batch, row, length), length, use_reentrant=False)
         rows.append(hidden_TW[batch.mask_BT[row, :length]])
     return ActionHiddenStates(
         torch.cat(rows), actions_D, torch.arange(len(position_D), device=position_D.device), position_D, batch

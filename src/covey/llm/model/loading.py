@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from covey.config import ConfigError
+from covey.config import ConfigError, LoRAConfig
+from covey.config.adapter_folder import read_adapter_config
 from covey.config.model_sources import (
+    ADAPTER_CONFIG_FILE,
     MODEL_CONFIG_FILE,
     ModelKind,
     ModelSource,
@@ -23,6 +25,7 @@ from covey.config.model_sources import (
 )
 from covey.llm.memory.dimensions import read_gguf_config
 from covey.llm.model.architecture import is_llama_like
+from covey.llm.model.base_identity import check_base, checksum_of_base
 from covey.llm.model.chat import Chat, end_ids_of
 from covey.llm.model.checks import check_forward, check_tokenizer, check_weights
 from covey.llm.model.conversion import converted, embedded_file
@@ -34,6 +37,7 @@ from covey.llm.model.folder import (
 )
 from covey.llm.model.foreign_files import read_model_config
 from covey.llm.model.hub import cached_folder, download
+from covey.llm.model.lora import Adapter, add_adapter, merge_adapter
 from covey.llm.model.pretrained import (
     build,
     check_causal,
@@ -80,6 +84,10 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
         ConfigError: if nothing has this name, or it is no complete causal language model.
     """
     source = locate_model(resolve_checkpoint(name))
+    if holds_adapter(source):
+        loaded, adapter = load_adapted_checkpoint(source, dtype=dtype, device=device)
+        merge_adapter(adapter.model)
+        return loaded
     described = describe_model(model_folder(source), name, has_weights=source.kind is not ModelKind.CHECKPOINT)
     with _weights(source, described) as tensors:
         module, misfits = build(type(described.module), described.config, tensors, dtype, name)
@@ -96,6 +104,31 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
     module.to(device)  # type: ignore[arg-type]  # transformers hides torch's signature
     align(module)
     return _ready(module, described.tokenizer, str(described.folder), name)
+
+
+def holds_adapter(source: ModelSource) -> bool:
+    """True for a checkpoint of a run with LoRA, which holds the adapter alone."""
+    folder = source.description
+    return source.kind is ModelKind.CHECKPOINT and folder is not None and (folder / ADAPTER_CONFIG_FILE).is_file()
+
+
+def load_adapted_checkpoint(
+    source: ModelSource, *, dtype: torch.dtype, device: torch.device
+) -> tuple[LoadedModel, Adapter]:
+    """Load the base model of a run with LoRA, and add the adapter of a checkpoint to it.
+
+    Raises:
+        ConfigError: if the base model is not found or has changed, or the checkpoint is damaged.
+    """
+    folder, origin = source.description, source.origin
+    assert folder is not None
+    assert origin is not None
+    base = str(origin.config_tables["model"])
+    loaded = load_model(base, dtype=dtype, device=device)
+    check_base(folder, checksum_of_base(loaded.module), "put them back as they were")
+    adapter = add_adapter(loaded.module, read_adapter_config(folder, LoRAConfig()))
+    load_checkpoint_weights(adapter.parameters, origin, "optimizer", "start from that run's model/")
+    return loaded, adapter
 
 
 def describe_model(folder: Path, name: str, *, has_weights: bool = True) -> Description:

@@ -83,7 +83,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
         logits = Logits(hidden, weight, bias, ctx.temperature)
         kernels: Kernels | None = ctx.kernels
-        gradients = LogitGradients(logits, kernels)
+        gradients = LogitGradients(logits, kernels, trains_head=ctx.needs_input_grad[1])
         grad_logprobs, grad_entropy = (None if g is None else g.contiguous() for g in (grad_logprobs, grad_entropy))
         for part in logits.by_token():
             if kernels is not None:
@@ -162,17 +162,22 @@ EVERY = slice(None)
 
 
 class LogitGradients:
-    """Accumulates the gradients of hidden states, weight and bias from the gradients of chunks of logits."""
+    """Accumulates the gradients of hidden states, weight and bias from the gradients of chunks of logits.
 
-    def __init__(self, logits: Logits, kernels: Kernels | None) -> None:
+    Those of weight and bias are None if the output layer is not trained.
+    """
+
+    def __init__(self, logits: Logits, kernels: Kernels | None, *, trains_head: bool) -> None:
         self.logits, self.kernels = logits, kernels
         self.hidden = torch.zeros_like(logits.hidden, dtype=logits.exact)
-        self.weight = torch.empty_like(logits.weight)
-        self.bias = None if logits.bias is None else torch.empty_like(logits.bias)
+        self.weight = torch.empty_like(logits.weight) if trains_head else None
+        self.bias = None if logits.bias is None or not trains_head else torch.empty_like(logits.bias)
 
     def add(self, tokens: slice, gradient: Tensor) -> None:
         """Add a chunk; `gradient` is that of W h + b for all decisions and these tokens, in the dtype of W."""
         self.hidden += gradient @ self.logits.weight[tokens]
+        if self.weight is None:
+            return
         if self.kernels is None:
             torch.mm(gradient.T, self.logits.hidden, out=self.weight[tokens])
         else:
@@ -180,7 +185,7 @@ class LogitGradients:
         if self.bias is not None:
             self.bias[tokens] = gradient.sum(dim=0)
 
-    def all(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def all(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Gradients of the hidden states, the weight and the bias."""
         return self.hidden.to(self.logits.hidden.dtype), self.weight, self.bias
 
@@ -196,13 +201,20 @@ def chunk_bytes(decisions: int, vocabulary: int, itemsize: int) -> int:
     return chunk_size(decisions, vocabulary) * (itemsize + (0 if itemsize == EXACT_BYTES else EXACT_BYTES))
 
 
-def gradient_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int) -> int:
-    """Bytes of `LogitGradients` without a bias: [N, W] in fp32 and [V, W] of `itemsize` bytes."""
-    return decisions * hidden * EXACT_BYTES + vocabulary * hidden * itemsize
+def gradient_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True) -> int:
+    """Bytes of `LogitGradients` without a bias: [N, W] in fp32, and [V, W] of `itemsize` bytes if it is trained."""
+    return decisions * hidden * EXACT_BYTES + (vocabulary * hidden * itemsize if trains_head else 0)
 
 
 def buffer_bytes(
-    decisions: int, hidden: int, vocabulary: int, itemsize: int, *, native: bool, has_entropy_bonus: bool
+    decisions: int,
+    hidden: int,
+    vocabulary: int,
+    itemsize: int,
+    *,
+    native: bool,
+    has_entropy_bonus: bool,
+    trains_head: bool = True,
 ) -> int:
     """Largest number of bytes that `token_logprobs` holds at a time, in the forward or in the backward pass.
 
@@ -213,8 +225,9 @@ def buffer_bytes(
         itemsize: bytes of a hidden state and of a weight.
         native: whether covey's kernels compute what follows the product.
         has_entropy_bonus: whether a gradient flows through the entropy.
+        trains_head: whether the output layer is trained.
     """
-    gradients = gradient_bytes(decisions, hidden, vocabulary, itemsize)
+    gradients = gradient_bytes(decisions, hidden, vocabulary, itemsize, trains_head=trains_head)
     if native:
         return chunk_size(decisions, vocabulary) * itemsize + gradients
     probabilities = chunk_size(decisions, vocabulary) * EXACT_BYTES

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.config import ConfigError
+from covey.llm.model.adapted_layers import with_present_adapter
 from covey.llm.model.fused_layers import PendingResidual
 
 CACHES = ("past_key_values", "layer_past")  # names of a layer's argument for keys and values of earlier tokens
@@ -59,7 +60,8 @@ def _recomputed(
         return forward(layer, pending, *rest, **kwargs)
 
     inputs = hidden if is_pending else (hidden,)
-    return checkpoint(compute, *inputs, *args, use_reentrant=False, preserve_rng_state=False)
+    recomputed = with_present_adapter(layer, compute)
+    return checkpoint(recomputed, *inputs, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def input_bytes(hidden: int, itemsize: int, *, fused: bool) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from covey.config import MachineError
+from covey.llm.model.adapted_layers import whole_parameters
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer, OtherWeights
 
@@ -25,7 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def gathered(module: nn.Module, dtype: torch.dtype, keep: bool = True) -> dict[str, Tensor]:
-    """The parameters of a module by name, whole and on the CPU; a tied parameter is there once.
+    """The parameters of a module by name, whole, merged with its adapter, and on the CPU; a tied one is there once.
 
     If they are sharded, every rank must call it.
 
@@ -34,7 +35,7 @@ def gathered(module: nn.Module, dtype: torch.dtype, keep: bool = True) -> dict[s
         keep: False on ranks that only take part.
     """
     found: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in whole_parameters(module):
         own = parameter.detach()
         whole = own.full_tensor() if isinstance(own, DTensor) else own
         if keep:

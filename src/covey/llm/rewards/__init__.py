@@ -2,6 +2,7 @@
 
 numeric, digits, ...      the built-in rewards, one file each, in the table `covey.config.builtin_rewards`
 answer_text, read_number  the marked answer of a completion, and the number that it states
+environment               the reward of a conversation's environment
 units, plain_numbers      the length of a completion; answers that are plain numbers, for `math`
 one_by_one                calls a function of a pool for each completion on its own
 runner                    the interface of calls; calls in this process

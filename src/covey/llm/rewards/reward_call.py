@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+ENVIRONMENTS = "environments"  # argument with the attributes of the conversations' environments, as objects
 FAILURES_ALLOWED = 0.2  # fraction of a step's rollouts that may have no reward
 LONGEST_MESSAGE = 300  # characters of an exception in a message
 LARGEST_METRIC = 1e300  # so that the sum over a step is finite
@@ -149,6 +150,7 @@ def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any], global
     parameters = inspect.signature(function).parameters.values()
     given = {
         **arguments,
+        **{name: [SimpleNamespace(**item) for item in arguments[name]] for name in arguments if name == ENVIRONMENTS},
         "trainer_state": SimpleNamespace(global_step=global_step),
         "log_metric": log.log_metric,
         "log_extra": log.log_extra,

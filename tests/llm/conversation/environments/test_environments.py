@@ -1,15 +1,12 @@
-"""The built-in environments, their tasks, and the examples for a warm start."""
+"""The built-in environments: replies, rewards, and what they make of any text of a model."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import pickle
-import random
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -17,20 +14,15 @@ from hypothesis import strategies as st
 
 from covey.config import ConfigError
 from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
-from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.environments import maze as mazes
 from covey.llm.conversation.environments.calculator import Calculator, shown
 from covey.llm.conversation.environments.guess_number import GuessNumber
 from covey.llm.conversation.environments.maze import Maze
 from covey.llm.conversation.environments.python import Python
 from covey.llm.conversation.environments.search import Search
-from covey.llm.conversation.tool_calls import ToolCall, read_calls
-from covey.llm.conversation.tool_prompt import call_format
+from covey.llm.conversation.tool_calls import ToolCall
 from covey.llm.conversation.tools import ToolError, call_tool, describe_tools
-from covey.llm.conversation.warm_start import calculator_examples, write_examples
-from covey.llm.tasks import Arithmetic, GuessNumberTask, Lookup, MazeTask
-from covey.llm.tasks.generated import is_held_out
-from helpers.chat_models import CHAT_MODELS, chat_of
+from covey.llm.tasks import Lookup, MazeTask
 from helpers.sandboxes import any_backend
 
 TEXTS = {"a.txt": "Cats sleep all day.", "b.md": "Dogs run. Dogs bark.", "sub/c.txt": "A dog slept."}
@@ -226,6 +218,7 @@ def test_a_guess_that_excludes_nothing_earns_nothing() -> None:
         "Reply with a number."
     ] * 2
     assert [reward for _, reward, _ in replies[1:]] == [0, 0, 0, 0]
+    assert play(3, ["5", "7"])[1] == ("Lower.", 0, False)
 
 
 def test_the_last_guess_ends_the_game() -> None:
@@ -304,58 +297,3 @@ def test_mazes_of_the_task_can_be_solved_and_are_paid_one() -> None:
             _, reward, done = maze.step(best)
             total += reward
         assert total == pytest.approx(1)
-
-
-# ---- tasks ----
-
-TASKS: list[Any] = [GuessNumberTask(), MazeTask(), Lookup()]
-
-
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_draws_depend_on_their_arguments_alone_and_never_meet_held_out_problems(task: Any) -> None:
-    first = task.draw(3, 5, 6)
-    random.seed(7)
-    assert task.draw(3, 5, 3, first=3) == first[3:]
-    assert task.draw(3, 6, 6) != first
-    held_out = {json.dumps(start.columns) for start in task.held_out(8)}
-    assert len(held_out) == 8
-    assert not held_out & {json.dumps(start.columns) for step in range(20) for start in task.draw(0, step, 10)}
-
-
-def test_a_maze_that_cannot_be_left_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"set task\.moves to twice the size"):
-        MazeTask(size=8, moves=5)
-    with pytest.raises(ConfigError, match="make the task larger"):
-        GuessNumberTask(highest=28).held_out(1)
-
-
-# ---- warm start ----
-
-
-@pytest.mark.parametrize("name", CHAT_MODELS)
-def test_examples_of_the_calculator_are_conversations_that_the_model_can_write(name: str) -> None:
-    chat = chat_of(name)
-    format, encoder = call_format(chat, CALCULATOR_TOOLS), ConversationEncoder(chat)
-    rows = calculator_examples(chat, count=3, seed=1)
-    assert rows == calculator_examples(chat, count=3, seed=1)
-    assert rows != calculator_examples(chat, count=3, seed=2)
-    for row in rows:
-        *prompt, turn, reply, answer = row["messages"]
-        left, right = map(int, prompt[-1]["content"].rpartition("What is ")[2].rstrip("?").split(" + "))
-        assert answer == {"role": "assistant", "content": str(left + right)}
-        assert (reply["role"], reply["content"]) == ("user" if name == "gemma" else "tool", str(left + right))
-        assert not is_held_out(f"arithmetic {sorted((1, [number]) for number in (left, right))}")
-        written = chat.tokenizer.decode(encoder.turn(turn)[:-1])  # without the end token
-        [call] = read_calls(written, format).calls
-        assert call == ToolCall("calculate", {"expression": f"{left} + {right}"}, call.id)
-        encoded = encoder.conversation(row["messages"], row.get("tools", ()))
-        assert set(encoded.decided) == {False, True}
-
-
-def test_examples_are_written_as_lines_of_json(tmp_path: Path) -> None:
-    rows = calculator_examples(chat_of("smollm"), count=2, task=Arithmetic(digits=(2,), operators=("-",)))
-    write_examples(tmp_path / "examples.jsonl", rows)
-    assert [json.loads(line) for line in (tmp_path / "examples.jsonl").read_text().splitlines()] == rows
-    assert rows[0]["messages"][2]["content"].startswith('```tool\n{"name": "calculate", "arguments": {"expression": "')
-    with pytest.raises(ConfigError, match="at least one example"):
-        calculator_examples(chat_of("smollm"), count=0)

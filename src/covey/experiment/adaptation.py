@@ -1,0 +1,135 @@
+"""What a run on a language model trains: all weights, or an adapter (LoRA) of frozen weights.
+
+| part             | all weights                 | an adapter                                                          |
+|------------------|-----------------------------|---------------------------------------------------------------------|
+| reference        | a copy of the model         | the model without its adapter, or with a copy of the adapter        |
+| critic's decoder | a copy, or the policy's     | the policy's with an adapter of its own, or as the policy uses it   |
+| saved            | `model/`                    | `model/` with merged weights, `adapter/` in peft's format           |
+
+The reference has a copy of the adapter if the run begins with an adapter, or refreshes its reference.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from covey.config import RunConfig
+from covey.config.adapter_folder import adapter_folder, resolved
+from covey.llm.critic import AdapterCritic, LanguageCritic
+from covey.llm.model.base_identity import BASE_FILE, check_base, checksum_of_base, save_base
+from covey.llm.model.lora import (
+    CRITIC,
+    REFERENCE,
+    Adapter,
+    AdapterWeights,
+    add_adapter,
+    copy_adapter,
+    load_adapter,
+    save_adapter,
+    save_adapter_config,
+)
+from covey.llm.policy import LanguagePolicy
+from covey.tracking.run_store import ADAPTER_FOLDER
+
+
+class Adaptation(Protocol):
+    """The trained part of a policy's model."""
+
+    def reference(self, policy: LanguagePolicy) -> LanguagePolicy:
+        """The policy as it is now, to be evaluated while the policy changes."""
+
+    def critic(self, policy: LanguagePolicy, trunk: str) -> LanguageCritic:
+        """A new critic; `trunk` is critic.trunk."""
+
+    def check_architecture(self, folder: Path) -> None:
+        """Refuse to resume a run with other frozen weights; `folder` is that of `save_architecture`.
+
+        Raises:
+            ConfigError: if they have changed.
+        """
+
+    def save_architecture(self, folder: Path) -> None:
+        """Write what a checkpoint needs besides config and tokenizer of the model."""
+
+    def folders(self) -> list[tuple[str, Callable[[Path], None]]]:
+        """Further folders of a finished run, and functions that write them."""
+
+
+class AllWeights:
+    """All weights of the model are trained; implements `Adaptation`."""
+
+    def reference(self, policy: LanguagePolicy) -> LanguagePolicy:
+        return LanguagePolicy(
+            copy.deepcopy(policy.module).requires_grad_(False),
+            temperature=policy.temperature,
+            microbatch_tokens=policy.microbatch_tokens,
+            backend=policy.backend,
+        )
+
+    def critic(self, policy: LanguagePolicy, trunk: str) -> LanguageCritic:
+        return LanguageCritic(policy, own_trunk=trunk == "own")
+
+    def check_architecture(self, folder: Path) -> None:
+        """All weights are in the checkpoints."""
+
+    def save_architecture(self, folder: Path) -> None:
+        """Nothing to write."""
+
+    def folders(self) -> list[tuple[str, Callable[[Path], None]]]:
+        return []
+
+
+@dataclass(frozen=True)
+class AdapterOnly:
+    """An adapter is trained; implements `Adaptation`."""
+
+    adapter: Adapter
+    base: str  # the name of the model whose weights are frozen
+    seed: int
+    copies_reference: bool  # the reference has an adapter too
+
+    def reference(self, policy: LanguagePolicy) -> LanguagePolicy:
+        if not self.copies_reference:
+            return policy.with_outputs(weights=AdapterWeights(policy.module, None))
+        copied = add_adapter(policy.module, self.adapter.lora, REFERENCE)
+        copy_adapter(self.adapter, copied)
+        copied.parameters.requires_grad_(False)
+        return policy.with_outputs(weights=copied.weights(), trained=copied.parameters)
+
+    def critic(self, policy: LanguagePolicy, trunk: str) -> LanguageCritic:
+        if trunk == "policy":
+            return LanguageCritic(policy, own_trunk=False)
+        return AdapterCritic(policy, add_adapter(policy.module, self.adapter.lora, CRITIC, seed=self.seed))
+
+    def check_architecture(self, folder: Path) -> None:
+        if (folder / BASE_FILE).is_file():
+            fix = "put them back as they were, or start a new run"
+            check_base(folder, checksum_of_base(self.adapter.model), fix)
+
+    def save_architecture(self, folder: Path) -> None:
+        save_adapter_config(self.adapter, self.base, folder)
+        save_base(self.base, checksum_of_base(self.adapter.model), folder)
+
+    def folders(self) -> list[tuple[str, Callable[[Path], None]]]:
+        return [(ADAPTER_FOLDER, partial(save_adapter, self.adapter, self.base))]
+
+
+def adapt(policy: LanguagePolicy, config: RunConfig) -> tuple[LanguagePolicy, Adaptation]:
+    """The policy that a run trains, and its trained part. With LoRA it is the model of `policy` with an adapter.
+
+    Raises:
+        ConfigError: if the targets or the adapter with which training begins do not fit the model.
+    """
+    if not config.lora.is_used:
+        return policy, AllWeights()
+    adapter = add_adapter(policy.module, resolved(config.lora), seed=config.seed)
+    if config.lora.adapter:
+        load_adapter(adapter, adapter_folder(config.lora.adapter))
+    copies = bool(config.lora.adapter or config.reference.refresh_every or config.iteration.steps)
+    adapted = policy.with_outputs(trained=adapter.parameters)
+    return adapted, AdapterOnly(adapter, config.model, config.seed, copies)

@@ -1,0 +1,148 @@
+"""Linear layers with a low-rank adapter (LoRA, arXiv 2106.09685): y = x W' + b + s (x A') B' with s = alpha / rank.
+
+peft wraps the frozen layer; its adapters have names. Nothing here imports peft, so all code may ask for a layer's
+weights, with or without an adapter.
+
+Shapes: N inputs and M outputs of a layer, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Factors(NamedTuple):
+    """The adapter that a layer uses at present."""
+
+    a_RN: Tensor
+    b_MR: Tensor
+    scaling: float
+
+
+def is_adapted(layer: nn.Module) -> bool:
+    """True for a layer of peft around a frozen linear layer."""
+    return hasattr(layer, "base_layer")
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """The adapted layers of a model by path."""
+    return {path: layer for path, layer in module.named_modules() if is_adapted(layer)}
+
+
+def base_of(layer: Any) -> Any:
+    """The layer without its adapter."""
+    return getattr(layer, "base_layer", layer)
+
+
+def factors_of(layer: Any) -> Factors | None:
+    """The adapter that a layer uses at present; None if it has none, or adapters are off."""
+    if not is_adapted(layer) or layer.disable_adapters:
+        return None
+    (name,) = layer.active_adapters
+    return Factors(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+
+
+@contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Context manager after which a module uses the adapter that it used before."""
+    before = _selection(module)
+    try:
+        yield
+    finally:
+        _select(before)
+
+
+def with_present_adapter(module: nn.Module, compute: Callable[P, T]) -> Callable[P, T]:
+    """`compute`, which reads the module, with the adapter that the module uses now, at whatever time it is called.
+
+    A backward pass computes parts of a forward pass again, and the module may use another adapter then.
+    """
+    present = _selection(module)
+    if not present:
+        return compute
+
+    def computed(*arguments: P.args, **options: P.kwargs) -> T:
+        with restored(module):
+            _select(present)
+            return compute(*arguments, **options)
+
+    return computed
+
+
+Selection = list[tuple[Any, Any, bool]]  # a layer, the names of its adapters in use, whether adapters are off
+
+
+def _selection(module: nn.Module) -> Selection:
+    layers = adapted_layers(module).values()
+    return [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
+
+
+def _select(selection: Selection) -> None:
+    # peft's own methods set `requires_grad` too, on which optimizers and autograd's graphs rely.
+    for layer, active, off in selection:
+        layer._active_adapter, layer._disable_adapters = active, off
+
+
+@torch.no_grad()
+def merged_weight(layer: Any) -> Tensor:
+    """W + s B A, computed in fp32 and rounded once; W itself without an adapter. It is [N, M] if W is (GPT-2)."""
+    weight: Tensor = base_of(layer).weight.detach()
+    factors = factors_of(layer)
+    if factors is None:
+        return weight
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    a_RN, b_MR = (factor.detach().to(exact) for factor in factors[:2])
+    product = b_MR @ a_RN
+    if layer.fan_in_fan_out:
+        product = product.T
+    return torch.add(weight.to(exact), product, alpha=factors.scaling).to(weight.dtype)
+
+
+def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model, and their names, as they are after its adapter was merged into them. The weights of
+    one layer at a time are computed.
+    """
+    layers = adapted_layers(module)
+    if not layers:
+        yield from module.named_parameters()
+        return
+    for name, parameter in module.named_parameters():
+        path, _, field = name.rpartition(".base_layer.")
+        if path in layers:
+            yield f"{path}.{field}", merged_weight(layers[path]) if field == "weight" else parameter
+        elif not _is_factor(name, layers):
+            yield name, parameter
+
+
+def base_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model without its adapters, and their names without them."""
+    layers = adapted_layers(module)
+    for name, parameter in module.named_parameters():
+        path, _, field = name.rpartition(".base_layer.")
+        if not _is_factor(name, layers):
+            yield f"{path}.{field}" if path in layers else name, parameter
+
+
+def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of the module, as it is after its adapter was merged."""
+    layers = adapted_layers(module)
+    merged: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        path, _, field = name.rpartition(".base_layer.")
+        if path in layers:
+            merged[f"{path}.{field}"] = merged_weight(layers[path]) if field == "weight" else tensor
+        elif not _is_factor(name, layers):
+            merged[name] = tensor
+    return merged
+
+
+def _is_factor(name: str, layers: Mapping[str, Any]) -> bool:
+    return name.partition(".lora_")[0] in layers
