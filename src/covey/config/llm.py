@@ -13,6 +13,7 @@ from covey.config.conversation import ConversationConfig
 from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
+from covey.config.sft import SFTConfig
 from covey.config.tasks import TASK_CONFIGS
 
 EMBEDDED_MODELS = ("smollm2-135m",)
@@ -307,6 +308,7 @@ class RunConfig(RunBase):
     cluster: ClusterConfig = config_field(ClusterConfig(), "[cluster] table")
     checkpoint: CheckpointConfig = config_field(CheckpointConfig(), "[checkpoint] table")
     record: RecordConfig = config_field(RecordConfig(), "[record] table")
+    sft: SFTConfig = config_field(SFTConfig(), "[sft] table")
 
     @property
     def has_conversations(self) -> bool:

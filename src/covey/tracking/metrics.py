@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from covey.tracking.metric import Metric
 from covey.tracking.sampler_metrics import SAMPLER_METRICS
+from covey.tracking.sft_metrics import SFT_METRICS
 
 PAGE_HEAD = """# Metrics
 
@@ -261,6 +262,7 @@ METRICS: dict[str, Metric] = _glossary(
         "0; otherwise rollouts of different tasks are compared with each other",
     ),
     *SAMPLER_METRICS,
+    *SFT_METRICS,
     Metric(
         "update/optimizer_steps",
         "count",
