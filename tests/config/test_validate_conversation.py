@@ -13,6 +13,7 @@ from covey.config import (
     ConversationConfig,
     EvaluationConfig,
     LossConfig,
+    ProcessConfig,
     RewardConfig,
     RunConfig,
     SamplingConfig,
@@ -30,6 +31,10 @@ def test_what_can_work_is_allowed():
     validate(replace(GOOD, algorithm="ppo", rewards=(RewardConfig(name="environment"), RewardConfig(name="numeric"))))
     validate(replace(GOOD, algorithm="dapo"))
     validate(replace(GOOD, conversation=ConversationConfig(environment="calculator")))
+    by_turn = replace(GOOD, loss=LossConfig(credit="process_by_step"))
+    validate(by_turn)
+    validate(replace(by_turn, rewards=(RewardConfig(name="environment"), RewardConfig(name="numeric"))))
+    validate(replace(by_turn, rewards=(RewardConfig(function=f"{FILE}:by_turn", per_step=True),)))
 
 
 @pytest.mark.parametrize(
@@ -58,8 +63,10 @@ def test_what_cannot_work_is_refused(fields, message):
     ("fields", "message"),
     [
         ({"evaluation": EvaluationConfig(token_limits=(8, 16))}, "evaluation.token_limits is set"),
-        ({"loss": LossConfig(credit="process"), "rewards": (RewardConfig(function=f"{FILE}:Guess", per_step=True),)},
-         "loss.credit is 'process'"),
+        ({"loss": LossConfig(credit="process"), "rewards": (RewardConfig(name="numeric"),)},
+         "loss.credit is 'process', but no reward is paid by turn: use an environment with step(message)"),
+        ({"loss": LossConfig(credit="process"), "algorithm": "ppo"}, "ppo already credits every token"),
+        ({"process": ProcessConfig(boundary="sentence")}, "process.boundary is set, which conversations"),
         ({"conversation": ConversationConfig(), "rewards": (RewardConfig(name="environment"),)},
          "the reward environment is that of a conversation's environment"),
         ({"sampling": SamplingConfig(overlong_tokens=513)}, "set it to at most 512"),

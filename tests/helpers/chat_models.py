@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from covey.llm.model.chat import Chat
+from helpers.tiny_models import tiny_tokenizer
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -381,3 +382,16 @@ def chat_of(name: str) -> Chat:
     tokenizer = chat_tokenizer(name)
     ends = frozenset(tokenizer.convert_tokens_to_ids(end) for end in CHAT_MODELS[name].ends)
     return Chat(tokenizer, ends)
+
+
+BRACKETS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<end>{% else %}[{{ m.content }}]{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def tiny_chat() -> Chat:
+    """One token per character, in a template of conversations."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = BRACKETS
+    return Chat(tokenizer, frozenset({1}))

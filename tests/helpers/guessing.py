@@ -118,3 +118,14 @@ class Stubborn(Guess):
 
     def reset(self, seed=0):
         raise RuntimeError("never")
+
+
+def by_turn(completions, steps, **columns):
+    """A reward for each turn: the share of digits in it."""
+    return [[sum(map(str.isdigit, text)) / max(len(text), 1) for text in texts] for texts in steps]
+
+
+def last(completions, **columns):
+    """The last digit of the model in a conversation."""
+    turns = [[message["content"] for message in messages if message["role"] == "assistant"] for messages in completions]
+    return [float(texts[-1][-1]) for texts in turns]

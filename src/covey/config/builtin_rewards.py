@@ -18,6 +18,7 @@ class BuiltInReward:
     function: str  # module:function, with TRL's signature
     binary: bool = False  # always 1 (right) or 0 (wrong), so that its mean is an accuracy
     per_step: bool = False  # a number for each reasoning step, else one for the whole completion
+    per_turn: bool = False  # of a conversation: the sum of the environment's rewards for the turns
     options: tuple[str, ...] = ()  # fields of RewardConfig that are its keyword arguments; only it may set them
     required: Mapping[str, str] = field(default_factory=dict)  # options without a default -> an example, in TOML
     own_process: bool = False  # it may hang, so it is called in a process that can be ended
@@ -99,7 +100,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         workers=None,
         runner="covey.llm.rewards.code:code_runner",
     ),
-    "environment": BuiltInReward("covey.llm.rewards.environment:environment"),
+    "environment": BuiltInReward("covey.llm.rewards.environment:environment", per_turn=True),
     "countdown": BuiltInReward("covey.llm.rewards.countdown:countdown", binary=True, tasks=("countdown",)),
     "step_numbers": BuiltInReward(
         "covey.llm.rewards.step_numbers:step_numbers",

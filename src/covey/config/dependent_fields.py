@@ -20,6 +20,7 @@ from covey.config.rewards import RewardConfig
 from covey.config.tasks import TASK_CONFIGS
 from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, largest_divisor
 from covey.config.validate_collection import NOT_BY_GROUP
+from covey.config.validate_process import may_pay_steps
 from covey.config.validate_rewards import check_normalization
 
 Config = RunConfig | ControlConfig
@@ -187,6 +188,10 @@ def _has_step_rewards(config: RunConfig) -> bool:
     return any(reward.is_per_step for reward in config.rewards)
 
 
+def _has_boundaries(config: RunConfig) -> bool:
+    return _has_step_rewards(config) and not config.has_conversations
+
+
 def _cannot_normalize_each(config: RunConfig) -> bool:
     try:
         check_normalization(config.loss, config.algorithm)
@@ -271,12 +276,18 @@ RULES: dict[type, list[Rule]] = {
     RunConfig: [
         *_shared(RunConfig),
         Rule("rewards", ("task",), _rewards),
-        Rule("loss.credit", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
+        Rule(
+            "loss.credit", ("rewards", "conversation.environment"),
+            _if(lambda config: not may_pay_steps(config), default),
+        ),
         Rule(
             "loss.normalize_rewards", ("algorithm", "loss.credit", "loss.kl_estimator"),
             _if(_cannot_normalize_each, default),
         ),
-        Rule("process.boundary", ("rewards",), _if(lambda config: not _has_step_rewards(config), default)),
+        Rule(
+            "process.boundary", ("rewards", "conversation.environment"),
+            _if(lambda config: not _has_boundaries(config), default),
+        ),
         Rule("token_budget", ("steps",), _scaled_budget),
         Rule("reference.refresh_every", ("steps",), _scaled_steps),
         Rule("iteration.steps", ("steps",), _iteration_steps),

@@ -82,9 +82,10 @@ class LossConfig(LossBase):
     )
     credit: str = config_field(
         "outcome",
-        "what is compared within a group: whole completions (outcome), or reasoning steps: each with all steps of the "
-        "group (process), with the same step of the siblings (process_by_step), or its rewards to go with theirs "
-        "(process_return_to_go); steps need a reward with per_step = true",
+        "what is compared within a group: whole rollouts (outcome), or reasoning steps, in a conversation the turns of "
+        "the model: each with all steps of the group (process), with the same step of the siblings (process_by_step), "
+        "or its rewards to go with theirs (process_return_to_go); steps need a reward with per_step = true, turns that "
+        "or the reward of an environment with step(message)",
         choices=("outcome", "process", "process_by_step", "process_return_to_go"),
     )
     normalize_rewards: str = config_field(

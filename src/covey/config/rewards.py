@@ -98,7 +98,8 @@ class RewardFields:
     )
     per_step: bool = config_field(
         False,
-        "your own function returns a list for each completion, with a number for each reasoning step",
+        "your own function returns a list for each completion, with a number for each reasoning step, or for "
+        "each turn of the model in a conversation",
         advanced=True,
     )
 
@@ -126,6 +127,11 @@ class RewardFields:
     def is_per_step(self) -> bool:
         """True for a reward of reasoning steps, False for one of whole completions."""
         return self.per_step or (self.built_in is not None and self.built_in.per_step)
+
+    @property
+    def is_per_turn(self) -> bool:
+        """True for the rewards that the environment of a conversation pays for each turn."""
+        return self.built_in is not None and self.built_in.per_turn
 
     @property
     def is_binary(self) -> bool:

@@ -68,9 +68,8 @@ def _refuse_parts_of_completions(config: RunConfig) -> None:
     """Refuse what reads a rollout as one completion."""
     refused = {
         "evaluation.token_limits is set": bool(config.evaluation.token_limits),
-        f"loss.credit is {config.loss.credit!r}": config.loss.credit != "outcome",
         "iteration.steps is set": config.iteration.steps > 0,
-        "a reward is paid by step": any(reward.is_per_step for reward in config.rewards),
+        "process.boundary is set": config.process != type(config.process)(),
         "a reward is a reward model": any(reward.model for reward in config.rewards),
     }
     for fault, found in refused.items():

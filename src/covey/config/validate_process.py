@@ -35,10 +35,20 @@ def check_process(config: RunConfig, *, other_rewards: bool = False) -> None:
     if other_rewards:
         return
     step_rewards = [reward for reward in config.rewards if reward.is_per_step]
-    if by_step and not step_rewards:
-        raise ConfigError(no_step_reward(credit))
-    if boundary != type(config.process)().boundary and not step_rewards:
+    if by_step and not may_pay_steps(config):
+        raise ConfigError((no_turn_reward if config.has_conversations else no_step_reward)(credit))
+    if boundary != type(config.process)().boundary and not (step_rewards or config.has_conversations):
         raise ConfigError("process.boundary is set, but no reward is paid by step: take it out, or add per_step = true")
+
+
+def may_pay_steps(config: RunConfig) -> bool:
+    """False if no reward is paid by reasoning step, or by turn of a conversation.
+
+    Without [[rewards]], the environment of a conversation may pay, which is known when it is loaded.
+    """
+    if any(reward.is_per_step for reward in config.rewards):
+        return True
+    return config.has_conversations and (not config.rewards or any(reward.is_per_turn for reward in config.rewards))
 
 
 def no_step_reward(credit: str) -> str:
@@ -46,6 +56,14 @@ def no_step_reward(credit: str) -> str:
     return (
         f"loss.credit is {credit!r}, but no reward is paid by step: add [[rewards]] with per_step = true and a "
         "function, or choose credit = 'outcome'"
+    )
+
+
+def no_turn_reward(credit: str) -> str:
+    """Message for a run that compares the turns of conversations although no reward is paid by turn."""
+    return (
+        f"loss.credit is {credit!r}, but no reward is paid by turn: use an environment with step(message) and the "
+        "reward environment, add [[rewards]] with per_step = true and a function, or choose credit = 'outcome'"
     )
 
 

@@ -68,8 +68,8 @@ class Rollout:
     environment: Mapping[str, Any] | None = None  # of a conversation: public attributes of its environment at the end
     failure: str = ""  # of a conversation: why its environment failed, so that it cannot be graded
     step_rewards: Any = None  # a sequence: reward of each action, 0 if undecided; None: one reward for the rollout
-    step_texts: Sequence[str] | None = None  # the texts of the reasoning steps
-    step_ends: Sequence[int] | None = None  # last decision of each reasoning step, ascending; None: one step
+    step_texts: Sequence[str] | None = None  # the texts of the reasoning steps, or of a conversation's turns
+    step_ends: Sequence[int] | None = None  # last decision of each such step, ascending; None: one step
     reward: float | None = None  # None: grading failed, and the rollout is excluded from its group
     reward_parts: dict[str, float | None] = field(default_factory=dict)
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # reward -> column -> value, by `log_extra`

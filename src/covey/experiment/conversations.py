@@ -16,7 +16,7 @@ from covey.llm.conversation.sampler import ConversationSampler, environment_seed
 from covey.llm.conversation.styles import StepStyle, ToolStyle
 from covey.llm.conversation.tools import Tool
 from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses, Environments, Session
-from covey.llm.grader import right_rollout
+from covey.llm.grader import RewardGrader, right_rollout
 from covey.llm.sampler import LanguageSampler
 
 DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
@@ -31,6 +31,9 @@ class RolloutKind(Protocol):
 
     def example(self, start: Start) -> Rollout:
         """A rollout with which rewards are tried."""
+
+    def pays_steps(self, grader: RewardGrader) -> bool:
+        """Whether a reward is paid by reasoning step, or by turn."""
 
     def notes(self) -> Sequence[str]:
         """Notes for the user."""
@@ -49,6 +52,9 @@ class Completions:
 
     def example(self, start: Start) -> Rollout:
         return right_rollout(start)
+
+    def pays_steps(self, grader: RewardGrader) -> bool:
+        return grader.splitter is not None
 
     def notes(self) -> Sequence[str]:
         return ()
@@ -91,6 +97,10 @@ class Conversations:
         first, second = (self._try(start.index, lambda session: self._play(session, start, answer)) for _ in range(2))
         self._repeats &= (first.messages, first.turn_rewards) == (second.messages, second.turn_rewards)
         return first
+
+    def pays_steps(self, grader: RewardGrader) -> bool:
+        by_environment = self._style == "step" and any(reward.per_turn for reward in grader.rewards)
+        return by_environment or grader.splitter is not None
 
     def notes(self) -> Sequence[str]:
         if self._repeats:

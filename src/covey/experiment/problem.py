@@ -8,7 +8,7 @@ from typing import Any
 
 from covey.config import ConfigError, RunConfig
 from covey.config.fields import plural
-from covey.config.validate_process import no_step_reward
+from covey.config.validate_process import no_step_reward, no_turn_reward
 from covey.data import Start, Task
 from covey.experiment.build import Reward
 from covey.experiment.conversations import COMPLETIONS, RolloutKind
@@ -71,8 +71,9 @@ def build_problem(
     grader = build_grader(
         rewards or config.rewards, default, _shaping(config), config.process.boundary, config.device, config.precision
     )
-    if config.loss.credit != "outcome" and grader.splitter is None:
-        raise ConfigError(no_step_reward(config.loss.credit))
+    if config.loss.credit != "outcome" and not kind.pays_steps(grader):
+        grader.close()
+        raise ConfigError((no_turn_reward if config.has_conversations else no_step_reward)(config.loss.credit))
     try:
         held_out = list(task.held_out(config.evaluation.problems))[: config.evaluation.problems]
         if not held_out:

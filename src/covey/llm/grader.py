@@ -49,7 +49,8 @@ class RewardGrader:
     is None, if all its rewards are None, or one is NaN or infinite, raised an exception or timed out.
 
     With a step reward, completions are split into steps. The reward of a step belongs to the decision that ends it, a
-    reward of the whole completion to the last decision; `reward` is the sum of all.
+    reward of the whole completion to the last decision; `reward` is the sum of all. The steps of a conversation are the
+    turns of the model, also without a step reward.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], boundary: str = "line") -> None:
@@ -147,16 +148,19 @@ class RewardGrader:
         return failed
 
     def _assign_step_rewards(self, rollout: Rollout, parts: Mapping[str, RewardResult]) -> None:
-        """Fill in the reward of each decision, if the decisions that end a step are known."""
+        """Fill in the reward of each decision, if the decisions that end a step or a turn are known."""
         if rollout.step_ends is None:
             return
         earned = [0.0] * len(rollout.actions)
         for reward in self.rewards:
             verdict = parts[reward.name]
-            if verdict.steps:
-                for end, number in zip(rollout.step_ends, verdict.steps, strict=True):
+            if verdict.value is None:
+                continue
+            numbers = rollout.turn_rewards if reward.per_turn and rollout.turn_rewards else verdict.steps
+            if numbers:
+                for end, number in zip(rollout.step_ends, numbers, strict=True):
                     earned[end] += reward.weight * number
-            elif verdict.value is not None:
+            else:
                 earned[rollout.step_ends[-1]] += reward.weight * verdict.value
         rollout.step_rewards = earned
 

@@ -26,7 +26,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics of graded rollouts: rewards, lengths, end reasons."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.decisions for rollout in rollouts]
-    steps = [len(ends) for ends in present(rollout.step_ends for rollout in rollouts)]
+    steps = [len(ends) for ends in present(one.step_ends for one in rollouts if one.messages is None)]
     of_truncated = present(rollout.reward for rollout in rollouts if rollout.end.is_limit)
     logged: dict[str, list[float]] = {}
     for group in groups:

@@ -15,16 +15,11 @@ from covey.llm.conversation.tools import Tool, describe_tools
 from covey.llm.conversation.workers import EnvironmentThreads
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
-from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
-from helpers.chat_models import chat_of
+from helpers.chat_models import chat_of, tiny_chat
 from helpers.guessing import Faulty
-from helpers.tiny_models import tiny_model, tiny_tokenizer
+from helpers.tiny_models import tiny_model
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<end>{% else %}[{{ m.content }}]{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}={% endif %}"
-)
 STARTS = [Start(0, [{"role": "user", "content": "1+2"}], {"answer": "3"}), Start(1, "7-5", {"answer": "2"})]
 
 
@@ -38,12 +33,6 @@ class Echo:
     def step(self, message):
         self.turns += 1
         return f"{len(message)} (a)", float(len(message)), self.turns == self.last
-
-
-def tiny_chat():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return Chat(tokenizer, frozenset({1}))
 
 
 def sampler_of(kind="llama", environment=Echo, seconds=60.0, **settings):

@@ -48,6 +48,7 @@ class Conversation:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._decided: list[bool] = []
+        self._turn_ends: list[int] = []  # last decision of each turn
         self._between: tuple[int, ...] = ()  # what follows the last turn, if the model goes on
         self._end = EndReason.LENGTH
         self._version = 0
@@ -121,6 +122,7 @@ class Conversation:
             decided=self._decided,
             messages=self.messages,
             turn_rewards=self.turn_rewards,
+            step_ends=self._turn_ends,
             environment=self._attributes,
             failure=self.failure,
             version=self._version,
@@ -131,6 +133,7 @@ class Conversation:
         self._tokens += [*self._between, *completion.tokens]
         self._logprobs += [0.0] * before + completion.logprobs
         self._decided += [False] * before + [True] * len(completion.tokens)
+        self._turn_ends.append(len(self._tokens) - 1)
         self._between, self._version = (), completion.version
 
     def _continue(self, answer: Answer, completion: Completion, *, ended: bool) -> Continuation | None:

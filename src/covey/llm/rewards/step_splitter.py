@@ -69,9 +69,13 @@ class StepSplitter:
     def split(self, rollout: Rollout) -> list[str]:
         """The texts of a rollout's steps, whose concatenation is its text. Sets `step_ends` if the tokens are known.
 
+        The steps of a conversation are the turns of the model, whose ends the sampler has set.
+
         Raises:
             RewardCallError: if the boundary function fails. InvalidRewardOutput: if it returns invalid positions.
         """
+        if rollout.messages is not None:
+            return [str(message["content"]) for message in rollout.messages if message["role"] == "assistant"]
         positions = self._positions(rollout.text)
         if self.chat is not None:
             ended = rollout.actions[-1] in self.chat.end_ids

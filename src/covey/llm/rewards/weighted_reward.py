@@ -38,6 +38,7 @@ class WeightedReward:
     timeout_seconds: float = 10.0
     shaping: bool = False  # added by the run: counts only if one of the user's rewards has a value
     per_step: bool = False  # a number for each reasoning step of a completion
+    per_turn: bool = False  # the sum of `Rollout.turn_rewards`, each of which is paid at the end of its turn
     binary: bool = False  # always 1 (right) or 0 (wrong), so its mean is an accuracy
     one_by_one: bool = False  # `timeout_seconds` is the deadline of one completion
 
@@ -90,6 +91,7 @@ class WeightedReward:
             config.score,
             config.timeout_seconds,
             per_step=config.is_per_step,
+            per_turn=config.is_per_turn,
             binary=config.is_binary,
             one_by_one=built_in is not None and built_in.one_by_one,
         )
