@@ -102,6 +102,8 @@ NOT_RUN = {
         "covey reward-model train abcd.jsonl --held-out held_out.jsonl --overlap drop --model runs/prm2 "
         "--run-dir runs/prm3 --epochs 2 --batch-size 16 --learning-rate 6e-5 --warmup-steps 5 --seed 2",
         "covey train prm.toml --run-dir runs/prm_grpo",
+        "covey sft calculator_grpo",
+        "covey train calculator_grpo --model runs/calculator_grpo_sft-001/model",
     ),
     "takes minutes with the embedded model",
 )
