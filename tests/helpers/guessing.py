@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import random
 import subprocess
@@ -129,3 +130,73 @@ def last(completions, **columns):
     """The last digit of the model in a conversation."""
     turns = [[message["content"] for message in messages if message["role"] == "assistant"] for messages in completions]
     return [float(texts[-1][-1]) for texts in turns]
+
+
+class Steady:
+    """Answers every turn alike; the reward depends on the message."""
+
+    def reset(self, **columns):
+        return "Go"
+
+    def step(self, message):
+        return "ok", float(sum(map(ord, message)) % 7), False
+
+
+class Breaking(Steady):
+    """Does what the column `fault` says: method, moment (of a turn, from 1; 0: reset) and argument."""
+
+    def reset(self, fault, **columns):
+        self.turns = 0
+        self._fault = fault
+        return self._at(0) or "Go"
+
+    def step(self, message):
+        self.turns += 1
+        found = self._at(self.turns)
+        reply, reward, done = super().step(message)
+        return found if isinstance(found, tuple) else (reply if found is None else found, reward, done)
+
+    def _at(self, turn):
+        name, moment, argument = self._fault
+        return getattr(self, f"do_{name}")(argument) if turn == moment else None
+
+    def do_raise(self, error):
+        raise getattr(builtins, error)("broken\nin two lines")
+
+    def do_recursion(self, _):
+        return self.do_recursion(_)
+
+    def do_hang(self, _):
+        time.sleep(1000)
+
+    def do_busy(self, _):
+        while True:
+            pass
+
+    def do_exit(self, code):
+        os._exit(code)
+
+    def do_kill(self, number):
+        os.kill(os.getpid(), number)
+
+    def do_close(self, _):
+        os.closerange(3, 100)
+        return "closed"
+
+    def do_return(self, value):
+        return value if not isinstance(value, list) else tuple(value)
+
+    def do_reply(self, reply):
+        return reply * 2**20 if reply == "x" else reply
+
+    def do_number(self, value):
+        return ("ok", float(value), False)
+
+    def do_bytes(self, _):
+        return (b"ok", 0.0, False)
+
+    def do_attribute(self, _):
+        type(self).reward = property(lambda self: 1 / 0)
+
+    def do_print(self, _):
+        print("printed " * 10_000)

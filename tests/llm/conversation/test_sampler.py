@@ -15,6 +15,7 @@ from covey.llm.conversation.tools import Tool, describe_tools
 from covey.llm.conversation.workers import EnvironmentThreads
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
+from covey.llm.model.stop_strings import stop_strings
 from covey.llm.policy import LanguagePolicy
 from helpers.chat_models import chat_of, tiny_chat
 from helpers.guessing import Faulty
@@ -137,6 +138,27 @@ def test_a_call_for_all_rollouts_gives_those_of_several_calls():
     parts = [sampler.sample(STARTS, 2, step=3, first_rollout=first) for first in (0, 2)]
     for number, group in enumerate(whole):
         assert group.rollouts == [*parts[0][number].rollouts, *parts[1][number].rollouts]
+
+
+def test_a_stop_string_ends_a_turn_which_the_template_then_ends():
+    chat = tiny_chat()
+    sampler = sampler_of(stop=stop_strings(chat, tuple("abcdefghijkl")), total_tokens=100)
+    encoder = ConversationEncoder(chat)
+    stopped = 0
+    for rollout in rollouts_of(sampler.sample(STARTS, 8, step=1)):
+        contents = [message["content"] for message in rollout.messages if message["role"] == "assistant"]
+        first = 0
+        for end, content, reply in zip(rollout.step_ends[:-1], contents, rollout.messages[1::2], strict=False):
+            by_text = content[-1:] in tuple("abcdefghijkl")
+            stopped += by_text
+            assert chat.decode(rollout.actions[first : end + 1 - (rollout.actions[end] == 1)]) == content
+            between = encoder.after_turn([reply], ended=rollout.actions[end] == 1)
+            first = end + 1 + len(between)
+            assert tuple(rollout.actions[end + 1 : first]) == between
+            assert (between[0] == 1) == (rollout.actions[end] != 1), "the end token that the model did not write"
+            if by_text:
+                assert rollout.actions[end] != 1
+    assert stopped > 10
 
 
 class Waiting(Echo):
