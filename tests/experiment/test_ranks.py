@@ -60,7 +60,7 @@ def files_of(run: Path) -> dict[str, str]:
     """Everything that a run leaves and that its seed determines: file -> hash, metrics apart from times."""
     found = {
         str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for folder in ("model", "critic", "rollouts", "held_out")
+        for folder in ("model", "critic", "adapter", "rollouts", "held_out")
         for path in sorted((run / folder).rglob("*"))
         if path.is_file()
     }
