@@ -120,6 +120,7 @@ CASES = (
         recompute=True,
         rank=16,
     ),
+    Case("llama-small, LoRA of rank 16", "llama-small", 8, 8, 50, 32, 1024, rank=16),
     Case("gpt2-small, LoRA of rank 16", "gpt2-small", 8, 8, 50, 16, 1024, rank=16),
     Case("135m, two optimizer steps", "smollm2-135m", 8, 8, 50, 24, 1024, minibatches=2),
     Case("135m, two shards", "smollm2-135m", 8, 8, 50, 12, 512, shards=2),
