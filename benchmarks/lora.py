@@ -5,8 +5,8 @@
     .venv/bin/python benchmarks/lora.py --show benchmarks/results/lora-cpu-DATE.json                       the table
 
 Rank 0 trains all weights. Every run is a process of its own, one after the other, with the recipe arithmetic_grpo and
-`--token-budget` sampled tokens, so all runs of a table have seen the same number of tokens. The accuracy is that on held-out
-problems with greedy answers. A finished run is written to the output at once, and a run that is there is not repeated.
+`--token-budget` sampled tokens, so all runs of a table have seen the same number of tokens. The accuracy is that of
+greedy answers to held-out problems. A finished run is written to the output at once, and is not repeated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -102,7 +101,7 @@ def figures(run: Path) -> dict[str, Any]:
     parts = {part: median(step[f"time/{part}"] for step in timed) for part in ("sample", "prepare", "update")}
     mismatch = [step["mismatch/kl"] for step in steps if "mismatch/kl" in step]
     return {
-        "accuracy": {name: value for name, value in summary.items() if "held_out" in name},
+        "evaluations": summary["evaluations"],
         "steps": len(steps),
         "sampled_tokens": summary["decisions_sampled"],
         "seconds": summary["seconds"],
@@ -141,8 +140,8 @@ def show(runs: Sequence[dict[str, Any]]) -> None:
 
 
 def accuracy(run: dict[str, Any]) -> float:
-    """Held-out accuracy after training, at the first token limit."""
-    return float(run["accuracy"].get("held_out_score", math.nan))
+    """Held-out accuracy after training, at the recipe's first token limit."""
+    return float(run["evaluations"][0]["after"]["score"])
 
 
 if __name__ == "__main__":
