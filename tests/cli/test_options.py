@@ -77,7 +77,7 @@ def test_a_printed_recipe_is_a_recipe(capsys: pytest.CaptureFixture[str], tmp_pa
         ("evaluate runs/x", "there is no command 'evaluate'"),
         (
             "frobnicate",
-            "commands: train, iterate, check, plan, eval, compare, diagnose, sample, export, watch, serve, "
+            "commands: train, iterate, sft, check, plan, eval, compare, diagnose, sample, export, watch, serve, "
             "reward-model, runs, show, report, recipes, completion",
         ),
         ("cartpole_grpo", "cartpole_grpo is a recipe, not a command: write covey train cartpole_grpo"),

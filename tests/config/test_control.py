@@ -163,7 +163,7 @@ def test_a_field_of_the_other_world_is_named_as_such(tmp_path: Path) -> None:
     assert f"('policy' {control})" in message(tmp_path, "[policy]\nhidden = [3]\n")
     for option in ("--task", "--model", "--mask-truncated", "--sampling.group-size"):
         assert f"unknown field {option}: it {language}" in message(tmp_path, ENVIRONMENT, option, "1")
-    for option in ("--environment", "--horizon", "--rollouts.kind"):
+    for option in ("--environment.id", "--horizon", "--rollouts.kind"):
         assert f"unknown field {option}: it {control}" in message(tmp_path, task, option, "1")
 
 

@@ -214,15 +214,14 @@ def _command(
 
 
 def _stop_at(moment: Moment) -> None:
-    from covey.data import StepRecord
     from covey.experiment.reward_model_folder import RewardModelFolder
     from covey.tracking.run_store import RunStore
 
-    record, record_of_reward_model = RunStore.record, RewardModelFolder.record
+    record, record_of_reward_model = RunStore.record_metrics, RewardModelFolder.record
 
-    def recorded(store: RunStore, step: StepRecord) -> None:
-        record(store, step)
-        if step.step == moment.step:
+    def recorded(store: RunStore, step: int, metrics: Mapping[str, float]) -> None:
+        record(store, step, metrics)
+        if step == moment.step:
             signal_after(moment.calls, moment.signal)
 
     def recorded_of_reward_model(folder: RewardModelFolder, metrics: dict[str, Any]) -> None:
@@ -230,7 +229,7 @@ def _stop_at(moment: Moment) -> None:
         if metrics["step"] == moment.step and "loss" in metrics:
             signal_after(moment.calls, moment.signal)
 
-    RunStore.record = recorded  # type: ignore[method-assign]
+    RunStore.record_metrics = recorded  # type: ignore[method-assign]
     RewardModelFolder.record = recorded_of_reward_model  # type: ignore[method-assign]
 
 

@@ -22,7 +22,7 @@ from covey.tracking.reports import return_report, score_report
 from covey.tracking.run_folder import check_new_file
 from covey.tracking.run_store import CONFIG_FILE, write_records
 
-EVALUATED = ("model", "task", "rewards", "sampling", "chat")  # the tables of a language model's run that it uses
+EVALUATED = ("model", "task", "rewards", "sampling", "chat", "conversation")  # tables of a run that it uses
 LANGUAGE_OPTIONS = (
     "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *TRUNCATION, *MACHINE_FIELDS[1:]
 )  # fmt: skip
@@ -93,6 +93,7 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
             tables["task"] = run["task"]
         if "task" in run and arguments.task in (None, run["task"]["name"]):
             tables["rewards"] = run["rewards"]
+            tables["conversation"] = run["conversation"]
             problems = problems or str(run["evaluation"]["problems"])
     tables["model"] = arguments.model
     if not arguments.task and "task" not in tables:

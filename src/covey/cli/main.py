@@ -22,6 +22,7 @@ from covey.cli.report import report_command
 from covey.cli.reward_model import reward_model_command
 from covey.cli.runs import runs_command
 from covey.cli.serve import serve_command
+from covey.cli.sft import sft_command
 from covey.cli.show import show_command
 from covey.cli.watch import watch_command
 from covey.config import (
@@ -206,6 +207,7 @@ def completion_command(arguments: argparse.Namespace, _fields: list[str]) -> Non
 COMMANDS = {
     "train": train_command,
     "iterate": train_command,
+    "sft": sft_command,
     "check": check_command,
     "plan": plan_command,
     "eval": eval_command,

@@ -10,18 +10,20 @@ from typing import Any, NoReturn
 
 from covey.cli.diagnose import add_diagnose_options
 from covey.cli.export import add_export_options
+from covey.cli.field_help import field_line, field_options, fields_help
 from covey.cli.numbers import number
 from covey.cli.report import add_report_options
 from covey.cli.reward_model_options import add_actions
 from covey.cli.runs import DEFAULT_ACTION, add_runs_options
 from covey.cli.serve import add_serve_options
+from covey.cli.sft import add_sft_options
 from covey.cli.show import add_show_options
 from covey.cli.truncation import MOST_TOKENS, add_chat_options, add_truncation
 from covey.cli.watch import add_watch_options
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.fields import command, did_you_mean
 from covey.config.files import shortened
-from covey.config.recipe import FieldHelp, describe_fields, split_overrides
+from covey.config.recipe import describe_fields, split_overrides
 from covey.config.recipe_files import packaged_recipes
 from covey.config.terminal import fitted, width_of
 
@@ -31,6 +33,7 @@ COLDEST, HOTTEST = 1e-4, 1e4  # limits of a temperature above 0
 TAKE_FIELDS = (
     "train",
     "iterate",
+    "sft",
     "check",
     "plan",
     "eval",
@@ -198,6 +201,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     options: tuple[tuple[str, Callable[[Parser], dict[str, Any] | None], str], ...] = (
         ("train", _train_options, "train a language model, or an agent in an environment"),
         ("iterate", _iterate_options, "train a policy and its reward model in turn (iterative GRPO)"),
+        ("sft", add_sft_options, "train a language model on given completions, as a warm start"),
         ("check", _check_options, "check a recipe without training"),
         ("plan", _plan_options, "predict memory, and the throughput of a cluster, without loading the model"),
         ("eval", _eval_options, "measure a model on held-out problems, or an agent over many episodes"),
@@ -253,7 +257,7 @@ def _check_options(command: Parser) -> None:
 def _plan_options(command: Parser) -> None:
     from covey.cli.plan import add_plan_options
 
-    lines = {row.name: _field_line(option, row) for option, row in field_options(RunConfig)}
+    lines = {row.name: field_line(option, row) for option, row in field_options(RunConfig)}
     command.epilog = "\n".join(
         ["fields of a recipe that matter most; the others (`covey train --help`) are options too:"]
         + [lines[name] for name in PLANNED_FIELDS]
@@ -350,51 +354,3 @@ class _HelpAll(argparse.Action):
 def _add_fields_help(command: Parser) -> None:
     command.epilog = fields_help(advanced=False)
     command.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every field of a recipe and exit")
-
-
-def fields_help(*, advanced: bool) -> str:
-    """The fields of both kinds of recipe with type, default and meaning, for `--help`.
-
-    Args:
-        advanced: include the fields that few runs set.
-    """
-    language = _fields_of(RunConfig, "fields of a recipe for language models (one with a table [task])", advanced)
-    control = _fields_of(ControlConfig, "fields of a recipe for control (one with a table [environment])", advanced)
-    how = "Every field can be given as --field value (lists with commas)."
-    if not advanced:
-        how += " --help-all shows the other fields."
-    return "\n".join([how, "", *language, "", "", *control])
-
-
-def field_options(root: type) -> list[tuple[str, FieldHelp]]:
-    """Every field of a kind of recipe with the option that sets it; fields of [[rewards]] have none."""
-    rows = describe_fields(root)
-    plain = [row for row in rows if not row.section.startswith(("task", "rewards"))]
-    shared = {row.name for row in plain if sum(other.name == row.name for other in plain) > 1}
-    ambiguous = shared | {row.name for row in plain if not row.section}
-    return [(_option(row, dotted=bool(row.section) and row.name in ambiguous), row) for row in rows]
-
-
-def _fields_of(root: type, title: str, advanced: bool) -> list[str]:
-    lines, section = [f"==== {title} ===="], None
-    for option, row in field_options(root):
-        if row.advanced and not advanced:
-            continue
-        if row.section != section:
-            section = row.section
-            where = {"": "top level", "rewards": "[[rewards]], in the recipe file only"}
-            lines += ["", where.get(section, f"[{section}]")]
-        lines.append(_field_line(option, row))
-    return lines
-
-
-def _option(row: FieldHelp, *, dotted: bool) -> str:
-    if row.section == "rewards":
-        return row.name
-    name = row.name.replace("_", "-")
-    return f"--{row.section.split()[0]}.{name}" if dotted else f"--{name}"
-
-
-def _field_line(option: str, row: FieldHelp) -> str:
-    default = f" [{row.default}]" if row.default not in ("", '""', "[]") else ""
-    return fitted(f"  {option:<28} {row.text} ({row.type}){default}", width_of(sys.stdout), " " * 29)

@@ -30,6 +30,7 @@ from covey.config.control import (
     PolicyConfig,
     RolloutsConfig,
 )
+from covey.config.conversation import ConversationConfig
 from covey.config.llm import (
     EMBEDDED_MODELS,
     ClusterConfig,
@@ -47,13 +48,17 @@ from covey.config.llm import (
 from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
+from covey.config.sft import SFTConfig
 from covey.config.tasks import (
     TASK_CONFIGS,
     ArithmeticConfig,
     CodeFunctionsConfig,
     CountdownConfig,
     DatasetConfig,
+    GuessNumberConfig,
     HumanEvalConfig,
+    LookupConfig,
+    MazeConfig,
     ReasoningGymConfig,
     RunningTotalConfig,
     WordProblemsConfig,
@@ -62,10 +67,12 @@ from covey.config.tasks import (
 __all__ = [
     "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "TRACKERS", "ArithmeticConfig", "ChatConfig",
     "CheckpointConfig", "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig",
-    "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "CountdownConfig", "CriticConfig",
-    "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "HumanEvalConfig", "IterationConfig", "LoRAConfig",
-    "LossBase", "LossConfig", "MachineError", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig",
+    "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "ConversationConfig", "CountdownConfig",
+    "CriticConfig", "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "GuessNumberConfig", "HumanEvalConfig",
+    "IterationConfig", "LoRAConfig", "LookupConfig", "LossBase", "LossConfig", "MachineError", "MazeConfig",
+    "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig",
     "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig",
+    "SFTConfig",
     "SamplerConfig", "SamplerLost", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig",
     "config_field",
 ]  # fmt: skip

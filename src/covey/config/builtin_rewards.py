@@ -99,6 +99,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         workers=None,
         runner="covey.llm.rewards.code:code_runner",
     ),
+    "environment": BuiltInReward("covey.llm.rewards.environment:environment"),
     "countdown": BuiltInReward("covey.llm.rewards.countdown:countdown", binary=True, tasks=("countdown",)),
     "step_numbers": BuiltInReward(
         "covey.llm.rewards.step_numbers:step_numbers",

@@ -25,7 +25,7 @@ from covey.config.validate_rewards import check_normalization
 Config = RunConfig | ControlConfig
 
 # Tasks in which many answers are right, so that no reward can compare with a column of right answers.
-OTHER_ANSWERS = ("countdown", "code_functions", "human_eval")
+OTHER_ANSWERS = ("countdown", "code_functions", "human_eval", "guess_number", "maze")
 
 
 @dataclass(frozen=True)

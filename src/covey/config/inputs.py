@@ -34,7 +34,7 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
             names += [str(file) for file in data_files(folder, path)] if folder.is_dir() else [path]
     rewards = () if own_rewards else config.rewards
     names += [reward.judge_prompt_file for reward in rewards]
-    functions = [config.process.boundary, *(reward.function for reward in rewards)]
+    functions = [config.conversation.source, config.process.boundary, *(reward.function for reward in rewards)]
     sources = (function.rpartition(":")[0] for function in functions)
     names += [source for source in sources if source.endswith(".py")]
     names += [name for reward in rewards if reward.model for name in model_files(reward.model)]

@@ -9,9 +9,11 @@ from typing import Any
 from covey.config.builtin_rewards import PROCESS_MIB
 from covey.config.chat import ChatConfig
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
+from covey.config.conversation import ConversationConfig
 from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
+from covey.config.sft import SFTConfig
 from covey.config.tasks import TASK_CONFIGS
 
 EMBEDDED_MODELS = ("smollm2-135m",)
@@ -292,6 +294,7 @@ class RunConfig(RunBase):
         0, "sampled tokens after which the run ends; 0: no limit", min=0, max=2**53, advanced=True
     )
     sampling: SamplingConfig = config_field(SamplingConfig(), "[sampling] table")
+    conversation: ConversationConfig = config_field(ConversationConfig(), "[conversation] table")
     chat: ChatConfig = config_field(ChatConfig(), "[chat] table")
     loss: LossConfig = config_field(LossConfig(), "[loss] table")
     update: UpdateConfig = config_field(UpdateConfig(), "[update] table")
@@ -305,6 +308,17 @@ class RunConfig(RunBase):
     cluster: ClusterConfig = config_field(ClusterConfig(), "[cluster] table")
     checkpoint: CheckpointConfig = config_field(CheckpointConfig(), "[checkpoint] table")
     record: RecordConfig = config_field(RecordConfig(), "[record] table")
+    sft: SFTConfig = config_field(SFTConfig(), "[sft] table")
+
+    @property
+    def has_conversations(self) -> bool:
+        """True if rollouts are conversations with an environment."""
+        return bool(self.conversation.environment)
+
+    @property
+    def rollout_limit(self) -> int:
+        """The most tokens of a rollout after its prompt."""
+        return self.conversation.total_tokens if self.has_conversations else self.sampling.max_new_tokens
 
     @property
     def max_resamples(self) -> int:
@@ -322,5 +336,5 @@ class RunConfig(RunBase):
     def overlong_tokens(self) -> int:
         """sampling.overlong_tokens, or the algorithm's default if it is unset."""
         fraction = DAPO_OVERLONG_FRACTION if self.algorithm == "dapo" else 0.0
-        default = round(fraction * self.sampling.max_new_tokens)
+        default = round(fraction * self.rollout_limit)
         return default if self.sampling.overlong_tokens is None else self.sampling.overlong_tokens

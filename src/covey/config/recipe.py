@@ -13,12 +13,14 @@ from typing import Any
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RewardConfig, RunConfig
 from covey.config.dependent_fields import follow
-from covey.config.fields import describe_type, did_you_mean, get_type_hints, plain_type
+from covey.config.fields import command, describe_type, did_you_mean, get_type_hints, plain_type
 from covey.config.files import read_toml
 from covey.config.foreign_names import answer
 from covey.config.recipe_files import find_recipe
 from covey.config.recipe_writing import plain, to_toml
+from covey.config.sft import SFT_TABLE
 from covey.config.validate import validate
+from covey.config.validate_sft import validate_sft
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +66,23 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), *, labels: bool
     return config
 
 
+def read_sft_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and check a recipe for supervised fine-tuning, as `read_recipe`; it needs no task.
+
+    A field that another table has too is that of [sft]: `--epochs 3`.
+
+    Raises:
+        ConfigError: one line that names the mistake and the fix.
+    """
+    tables = read_tables(path)
+    apply_overrides(tables, split_overrides(overrides), sft=True)
+    config = config_from_dict(tables)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{path} is a recipe for control, and {command('sft')} trains language models: name another")
+    validate_sft(config)
+    return config
+
+
 def _with_dependents(written: dict[str, Any], config: Config, given: list[str]) -> Config:
     """Adjust the recipe fields that depend on fields given on the command line, and log them in one line."""
     try:
@@ -105,8 +124,10 @@ def split_overrides(tokens: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> list[str]:
+def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]], *, sft: bool = False) -> list[str]:
     """Write command-line values into a recipe's tables, in place; returns the dotted names of their fields.
+
+    A name without its table is a field of [sft] only with `sft`, also if another table has it.
 
     Raises:
         ConfigError: for a field that does not exist, is ambiguous, or whose value cannot be read as its type.
@@ -119,7 +140,7 @@ def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]]) ->
         pairs = _choose_task(tables, pairs)
     hints = _known_fields(root, tables)
     for name, value in pairs:
-        dotted = _resolve(name, hints, root, tables)
+        dotted = _resolve(name, hints, root, tables, sft=sft)
         section, _, leaf = dotted.rpartition(".")
         table = tables.setdefault(section, {}) if section else tables
         if not isinstance(table, dict):
@@ -186,7 +207,7 @@ def _known_fields(root: type, tables: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any]) -> str:
+def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any], *, sft: bool) -> str:
     """The dotted name of the field that a command-line name refers to."""
     shown = name.replace("_", "-")
     if name in hints:
@@ -194,6 +215,8 @@ def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any
     if f"{name}.id" in hints:  # --environment NAME, as --task NAME
         return f"{name}.id"
     matches = [dotted for dotted in hints if dotted.rpartition(".")[2] == name]
+    of_sft = [dotted for dotted in matches if dotted.startswith(f"{SFT_TABLE}.")]
+    matches = of_sft if sft and of_sft else [dotted for dotted in matches if dotted not in of_sft]
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -205,7 +228,8 @@ def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any
         task = str(tables["task"].get("name"))
         if others and task in TASK_CONFIGS:
             raise ConfigError(f"--{shown} belongs to the task {others[0]}, and this run's task is {task}")
-    elsewhere = _elsewhere(name.partition(".")[0], root)
+    table, dot, _ = name.partition(".")
+    elsewhere = _elsewhere(table, root, is_table=bool(dot))
     if elsewhere:
         raise ConfigError(f"unknown field --{shown}: it is {elsewhere}")
     if foreign := _foreign_name(name, root):
@@ -227,10 +251,11 @@ def _foreign_name(key: str, root: type) -> str:
     return answer(key, known, other)
 
 
-def _elsewhere(key: str, root: type) -> str:
+def _elsewhere(key: str, root: type, *, is_table: bool = False) -> str:
     """The other kind of recipe that has this table or field, in words; '' if none does or this kind does too."""
     for kind in (root, *WORLDS):
-        if key in get_type_hints(kind) or _homes(key, kind):
+        homes = {*_homes(key, kind)} - {SFT_TABLE}
+        if key in get_type_hints(kind) or (homes and not is_table):
             return "" if kind is root else f"for {WORLDS[kind]}; a table [environment] makes a recipe one for control"
     return ""
 
@@ -310,8 +335,8 @@ def _refuse_unknown(table: dict[str, Any], hints: dict[str, Any], where: str, ro
             continue
         if key in get_type_hints(root) and key not in sections_of(root):
             advice = f" ('{key}' belongs at the top, before the first [table])"
-        elif _homes(key, root):
-            advice = f" ('{key}' belongs in [{_homes(key, root)[0]}])"
+        elif (homes := _homes(key, root)) and not (homes == [SFT_TABLE] and _foreign_name(key, root)):
+            advice = f" ('{key}' belongs in [{homes[0]}])"
         elif _elsewhere(key, root):
             advice = f" ('{key}' is {_elsewhere(key, root)})"
         elif foreign := _foreign_name(key, root):

@@ -64,6 +64,24 @@ class CodeFunctionsConfig:
 
 
 @dataclass(frozen=True)
+class GuessNumberConfig:
+    highest: int = config_field(100, "numbers are from 1 to this one", min=20, max=1_000_000)
+    guesses: int = config_field(7, "guesses of a game", min=1, max=100)
+
+
+@dataclass(frozen=True)
+class MazeConfig:
+    size: int = config_field(4, "a maze has this many rows and columns", min=3, max=20)
+    moves: int = config_field(10, "moves of a walk; at least the size", min=3, max=200)
+
+
+@dataclass(frozen=True)
+class LookupConfig:
+    documents: int = config_field(10, "texts of a row, one of which has the answer", min=1, max=200)
+    instruction: str = config_field("Search the texts.", "sentence added to the question", advanced=True)
+
+
+@dataclass(frozen=True)
 class HumanEvalConfig:
     held_out_fraction: float = config_field(
         0.5,
@@ -123,6 +141,9 @@ TASK_CONFIGS: dict[str, type] = {
     "word_problems": WordProblemsConfig,
     "running_total": RunningTotalConfig,
     "code_functions": CodeFunctionsConfig,
+    "guess_number": GuessNumberConfig,
+    "maze": MazeConfig,
+    "lookup": LookupConfig,
     "human_eval": HumanEvalConfig,
     "dataset": DatasetConfig,
     "reasoning_gym": ReasoningGymConfig,

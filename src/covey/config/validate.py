@@ -34,6 +34,7 @@ from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.validate_cluster import check_cluster
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
+from covey.config.validate_conversation import check_conversation
 from covey.config.validate_iteration import check_iteration
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_lora import check_lora
@@ -140,6 +141,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool, lab
     check_normalization(config.loss, config.algorithm)
     check_process(config, other_rewards=own_rewards or labels)
     check_sampler(config)
+    check_conversation(config)
     check_iteration(config, own_rewards=own_rewards)
     check_lora(config)
     locate_model(config.model)

@@ -15,7 +15,7 @@ def check_collection(config: RunConfig) -> None:
         ConfigError: one line that names the field and the fix.
     """
     sampling, algorithm = config.sampling, config.algorithm
-    _check_overlong(sampling)
+    _check_overlong(config)
     _check_schedule(sampling, config.steps)
     for name, wanted in (("adaptive", sampling.adaptive), ("max_resamples", config.max_resamples > 0)):
         if wanted and algorithm in NOT_BY_GROUP:
@@ -50,8 +50,8 @@ def check_credit(credit: str, algorithm: str, decision: str) -> None:
         )
 
 
-def _check_overlong(sampling: SamplingConfig) -> None:
-    tokens, limit = sampling.overlong_tokens, sampling.max_new_tokens
+def _check_overlong(config: RunConfig) -> None:
+    tokens, limit = config.sampling.overlong_tokens, config.rollout_limit
     if tokens is not None and tokens > limit:
         raise ConfigError(
             f"sampling.overlong_tokens ({tokens}) are the last ones of max_new_tokens ({limit}): set it to at most "

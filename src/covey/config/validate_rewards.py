@@ -29,7 +29,7 @@ def check_rewards(config: RunConfig) -> None:
     for number, reward in enumerate(config.rewards, start=1):
         where = f"[[rewards]] number {number}"
         check_reward(reward, where)
-        most = config.sampling.max_new_tokens
+        most = config.rollout_limit
         counts_tokens = reward.name == "length" and reward.unit == "tokens" and not reward.length_both_sides
         if counts_tokens and reward.length_target >= most:
             raise ConfigError(

@@ -36,8 +36,8 @@ def check_size(config: RunConfig) -> None:
     rollouts *= 1 + config.max_resamples
     _refuse_above(rollouts * ROLLOUT_BYTES, f"a step of {rollouts:,} rollouts", "sampling.prompts_per_step, group_size")
     _refuse_above(
-        rollouts * sampling.max_new_tokens * TOKEN_BYTES,
-        f"a step of {rollouts:,} rollouts of {sampling.max_new_tokens:,} tokens",
+        rollouts * config.rollout_limit * TOKEN_BYTES,
+        f"a step of {rollouts:,} rollouts of {config.rollout_limit:,} tokens",
         "sampling.prompts_per_step, group_size or max_new_tokens",
     )
 

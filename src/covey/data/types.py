@@ -63,6 +63,10 @@ class Rollout:
     end: EndReason
     text: str = ""  # the completion as text, for the rewards
     decided: Sequence[bool] | None = None  # for each action, whether the policy decided it; None: all of them
+    messages: Sequence[Mapping[str, Any]] | None = None  # of a conversation: the chat after the prompt
+    turn_rewards: Sequence[float] | None = None  # of a conversation: the environment's reward for each turn
+    environment: Mapping[str, Any] | None = None  # of a conversation: public attributes of its environment at the end
+    failure: str = ""  # of a conversation: why its environment failed, so that it cannot be graded
     step_rewards: Any = None  # a sequence: reward of each action, 0 if undecided; None: one reward for the rollout
     step_texts: Sequence[str] | None = None  # the texts of the reasoning steps
     step_ends: Sequence[int] | None = None  # last decision of each reasoning step, ascending; None: one step

@@ -9,6 +9,7 @@ from covey.config import RunConfig, RunError
 from covey.config.model_sources import find_origin
 from covey.config.recipe import config_from_dict
 from covey.data import Group, Start
+from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.evaluate_llm import answer_records, answers, nothing_scored, scores_of, unscored
 from covey.experiment.llm import build_machine, load_policy
 from covey.experiment.problem import build_problem, fit_prompts
@@ -55,14 +56,19 @@ def evaluate_model(
         ConfigError: as `build_problem` and `load_policy` do.
         RunError: if no answer has a score.
     """
-    problem = build_problem(config)
+    kind = build_rollout_kind(config)
+    try:
+        problem = build_problem(config, kind=kind)
+    except BaseException:
+        kind.close()
+        raise
     try:
         loaded = load_policy(config, build_machine(config.device, config.precision, config.threads))
         left_out: list[str] = []
         problem = fit_prompts(
             problem, config, loaded.chat, loaded.policy.module.config, left_out.append, training=False
         )
-        sampler = replace(loaded.sampler, temperature=temperature, truncation=truncation)
+        sampler = replace(kind.sampler(loaded.sampler), temperature=temperature, truncation=truncation)
         groups: list[Group] = []
         with Display() as display, display.progress("answering", len(problem.held_out)) as advance:
             for piece in answers(sampler, problem.held_out, samples):
@@ -70,11 +76,12 @@ def evaluate_model(
                 advance(len(piece))
     finally:
         problem.grader.close()
+        kind.close()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     missing = len(rollouts) - len(scores_of(rollouts))
     if missing == len(rollouts):
         raise RunError(nothing_scored(problem.grader))
-    notes = problem.notes(config.evaluation.problems, "--problems")
+    notes = [*problem.notes(config.evaluation.problems, "--problems"), *kind.notes()]
     return ModelEvaluation(
         groups,
         SCORE_KINDS[problem.grader.score_kind],

@@ -25,6 +25,7 @@ from covey.experiment.build import (
     build_kl_coefficient,
     build_learners,
 )
+from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.divided_weights import Models, divide
 from covey.experiment.evaluate_llm import HeldOut
 from covey.experiment.external_sampler import build_generator, describe_sampler
@@ -145,7 +146,13 @@ class LLMBuilder:
         self.team = team
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
-        self.problem = build_problem(config, task, rewards)
+        self.kind = build_rollout_kind(config)
+        self._open.callback(self.kind.close)
+        try:
+            self.problem = build_problem(config, task, rewards, self.kind)
+        except BaseException:
+            self._open.close()
+            raise
         self._prompts_checked = False  # True if the lengths of the prompts were checked
         found = find_chat(self.config.model) if isinstance(self.problem.task, PromptDataset) else None
         if found is not None:
@@ -159,7 +166,7 @@ class LLMBuilder:
         try:
             self.problem = fit_prompts(self.problem, self.config, chat, model_config, note)
         except ConfigError:
-            self.problem.grader.close()
+            self.close()
             raise
         self._prompts_checked = True
         return self.problem
@@ -170,7 +177,7 @@ class LLMBuilder:
 
     @property
     def notes(self) -> list[str]:
-        return self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
+        return [*self.problem.notes(self.config.evaluation.problems, "evaluation.problems"), *self.kind.notes()]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
@@ -245,11 +252,11 @@ class LLMBuilder:
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
         loaded = load_policy(self.config, self.chosen)
         loaded.policy, loaded.adaptation = adapt(loaded.policy, self.config)
+        loaded.sampler = self.kind.sampler(loaded.sampler)
         loaded.adaptation.check_architecture(store.shared_dir / ARCHITECTURE_FOLDER)
-        module, tokenizer = loaded.policy.module, loaded.chat.tokenizer
 
         def save(folder: Path) -> None:
-            save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER)
+            save_architecture(loaded.policy.module, loaded.chat.tokenizer, folder / ARCHITECTURE_FOLDER)
             loaded.adaptation.save_architecture(folder / ARCHITECTURE_FOLDER)
 
         write_folders(store.run_dir, save)

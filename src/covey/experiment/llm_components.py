@@ -82,7 +82,7 @@ def build_llm_algorithm(config: RunConfig, reward_weights: Mapping[str, float]) 
     algorithm = build_algorithm(
         config.algorithm,
         replace(loss, kl_coefficient=config.kl_coefficient),
-        max_length=config.sampling.max_new_tokens,
+        max_length=config.rollout_limit,
         entropy_coefficient=loss.entropy_coefficient,
         credit=outcome_of_each_reward(reward_weights) if each else CREDITS[loss.credit],
         gamma=loss.gamma,

@@ -107,7 +107,7 @@ def plan_memory(
         f"Predicted memory of {model} ({size.parameters / 1e6:,.1f} million weights) in {place.precision} on "
         f"{place.device}, in GiB",
         f"{plural(sampling.prompts_per_step, 'prompt')} x {plural(sampling.group_size, 'completion')} a step, "
-        f"{prompt_tokens} + {plural(sampling.max_new_tokens, 'token')}, at most "
+        f"{prompt_tokens} + {plural(first.rollout_limit, 'token')}, at most "
         f"{plural(first.update.microbatch_tokens, 'token')} in a microbatch",
     ]
     advice = _advice(columns, place, planned, _next_command(model, fields))
@@ -293,7 +293,7 @@ def _differences(update: UpdateConfig, changed: UpdateConfig) -> Iterator[tuple[
 
 def _smaller_updates(config: RunConfig) -> Iterator[UpdateConfig]:
     """Updates with ever smaller microbatches, then with recomputed layers, then with 8-bit moments."""
-    update, shortest = config.update, config.sampling.max_new_tokens
+    update, shortest = config.update, config.rollout_limit
     halves = [update.microbatch_tokens]
     while halves[-1] > shortest:
         halves.append(halves[-1] // 2)

@@ -11,6 +11,7 @@ from covey.config.fields import plural
 from covey.config.validate_process import no_step_reward
 from covey.data import Start, Task
 from covey.experiment.build import Reward
+from covey.experiment.conversations import COMPLETIONS, RolloutKind
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.model.chat import Chat
 from covey.llm.rewards.weighted_reward import WeightedReward
@@ -44,13 +45,19 @@ class Problem:
         return notes
 
 
-def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = ()) -> Problem:
+def build_problem(
+    config: RunConfig,
+    task: Any = None,
+    rewards: Sequence[Reward | WeightedReward] = (),
+    kind: RolloutKind = COMPLETIONS,
+) -> Problem:
     """Build task and grader, and test both on a few prompts before a model is loaded.
 
     Args:
         config: has the task and the rewards, unless they are given.
         task: a task of a script, in any form that `task_of` takes.
         rewards: Python functions with TRL's signature, of a script.
+        kind: of the rollouts.
 
     Raises:
         ConfigError: if the data, the task or a reward is invalid.
@@ -58,7 +65,7 @@ def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward 
     if task is None and config.task is None:
         raise ConfigError("there is no task: add a [task] table, or call run(config, task=...)")
     task = build_task(config.task) if task is None else task_of(task)
-    default = getattr(task, "default_rewards", ())
+    default = kind.default_rewards or getattr(task, "default_rewards", ())
     if not (rewards or config.rewards or default):
         raise ConfigError("there is no reward: add a [[rewards]] table, or call run(config, rewards=[...])")
     grader = build_grader(
@@ -70,7 +77,7 @@ def build_problem(config: RunConfig, task: Any = None, rewards: Sequence[Reward 
         held_out = list(task.held_out(config.evaluation.problems))[: config.evaluation.problems]
         if not held_out:
             raise ConfigError("the task has no held-out problem, and evaluation needs at least one")
-        grader.check(task.draw(config.seed, 1, 2, first=0, before=0))
+        grader.check(task.draw(config.seed, 1, 2, first=0, before=0), kind.example)
     except ConfigError:
         grader.close()
         raise
@@ -94,8 +101,8 @@ def fit_prompts(
         ConfigError: naming the first prompt that is too long; a line of a file by its number.
     """
     drop, sampling = config.sampling.long_prompts == "drop", config.sampling
-    limit = PromptLimit(chat, model_config, sampling.max_new_tokens, drop)
-    longest = max(sampling.max_new_tokens, *config.evaluation.token_limits, 0)
+    limit = PromptLimit(chat, model_config, config.rollout_limit, drop)
+    longest = max(config.rollout_limit, *config.evaluation.token_limits, 0)
     evaluated = replace(limit, max_new_tokens=longest)
     task = problem.task
     if isinstance(task, PromptDataset):
@@ -111,4 +118,4 @@ def _shaping(config: RunConfig) -> list[WeightedReward]:
     """Reward terms that the config adds to the user's rewards: the penalty of overlong completions."""
     if not config.overlong_tokens:
         return []
-    return [WeightedReward.overlong(config.sampling.max_new_tokens, config.overlong_tokens)]
+    return [WeightedReward.overlong(config.rollout_limit, config.overlong_tokens)]

@@ -21,6 +21,7 @@ from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
 from covey.config.inputs import input_checksums
 from covey.config.recipe_writing import config_to_dict, write_config
+from covey.config.sft import SFT_ALGORITHM
 from covey.config.validate import validate
 from covey.data import Observer, Task, Team
 from covey.experiment import advice
@@ -124,6 +125,10 @@ def resume(
     rewards, own = _listed(rewards), check_observers(observers)
     with joined_ranks(), open_store(team_of(0), run_dir, resume=True) as store, _faults_of_run(store):
         origin, config, notes = read_beginning(store.shared_dir)
+        if config.algorithm == SFT_ALGORITHM:
+            raise ConfigError(
+                f"{run_dir} is a supervised training: continue it with {command('sft', '--resume', run_dir)}"
+            )
         validate(config, own_task=task is not None, own_rewards=bool(rewards))
         check_ranks(config)
         inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))

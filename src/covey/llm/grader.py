@@ -160,13 +160,13 @@ class RewardGrader:
                 earned[rollout.step_ends[-1]] += reward.weight * verdict.value
         rollout.step_rewards = earned
 
-    def check(self, starts: Sequence[Start]) -> None:
-        """Call the rewards on up to two starts, with the right answer (or "0") as the completion.
+    def check(self, starts: Sequence[Start], example: Callable[[Start], Rollout] | None = None) -> None:
+        """Call the rewards on up to two starts, with the right answer (or "0") as the completion, or with an `example`.
 
         Raises:
             ConfigError: if a function cannot be loaded, raises, hangs, or returns something unusable.
         """
-        groups = [Group(start, [_right_rollout(start)]) for start in starts[:2]]
+        groups = [Group(start, [(example or right_rollout)(start)]) for start in starts[:2]]
         try:
             self._cut([group.rollouts[0] for group in groups], len(groups))
         except GradingError as error:
@@ -251,6 +251,7 @@ def _form_of_completions(start: Start) -> str:
     return "; a completion is a list with one message here, because the prompt is a chat: completion[0]['content']"
 
 
-def _right_rollout(start: Start) -> Rollout:
+def right_rollout(start: Start) -> Rollout:
+    """A rollout with the right answer, or "0" if the data has none."""
     text = str(start.columns.get("answer", "0"))
     return Rollout(context=(), actions=(0,), behavior_logprobs=(0.0,), end=EndReason.STOP, text=text)

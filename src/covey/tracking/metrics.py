@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from covey.tracking.metric import Metric
 from covey.tracking.sampler_metrics import SAMPLER_METRICS
+from covey.tracking.sft_metrics import SFT_METRICS
 
 PAGE_HEAD = """# Metrics
 
@@ -241,7 +242,27 @@ METRICS: dict[str, Metric] = _glossary(
         "absent: prompts and max_new_tokens fit the model's positions",
     ),
     Metric("groups/failed_rollouts", "count", "rollouts whose grading failed; they leave their group", "0"),
+    Metric(
+        "conversation/turns",
+        "turns",
+        "mean number of turns of the model in a conversation",
+        "follows the task; at the recipe's conversation.turns, most conversations are cut",
+    ),
+    Metric(
+        "conversation/tool_calls",
+        "calls",
+        "mean number of tool calls in a conversation, without those that cannot be read",
+        "rises while the model learns to use a tool; stays 0 for environments without tools",
+    ),
+    Metric("conversation/failed", "count", "conversations whose environment failed; they leave their group", "0"),
+    Metric(
+        "conversation/different_prompts",
+        "count",
+        "groups whose conversations began with different observations, because the environment is not repeatable",
+        "0; otherwise rollouts of different tasks are compared with each other",
+    ),
     *SAMPLER_METRICS,
+    *SFT_METRICS,
     Metric(
         "update/optimizer_steps",
         "count",

@@ -23,7 +23,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,8 +114,13 @@ class RunStore:
             for group, rollout, credit in record.rollouts():
                 file.write(encode(rollout_record(record.step, group, rollout, credit)) + b"\n")
         self._unsynced.append(path)
+        self.record_metrics(record.step, record.metrics)
+
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of a finished step."""
+        self.check()
         with faults_of(self.run_dir / METRICS_FILE), open(self.run_dir / METRICS_FILE, "ab") as file:
-            file.write(encode({"step": record.step, **record.metrics}) + b"\n")
+            file.write(encode({"step": step, **metrics}) + b"\n")
         self.began = True
 
     def record_evaluation(self, step: int, answers: Sequence[dict[str, Any]]) -> None:
@@ -150,6 +155,21 @@ class RunStore:
         Raises:
             MachineError: if the files cannot be read or written.
         """
+        notes = self.rewind_metrics(step)
+        for folder in (HELD_OUT_FOLDER, ROLLOUTS_FOLDER):
+            with faults_of(self.run_dir / folder):
+                for file in (self.run_dir / folder).glob("step_*.jsonl"):
+                    number = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
+                    if number and int(number[1]) > step and not file.is_dir():
+                        file.unlink()
+        with faults_of(self.run_dir / ROLLOUTS_FOLDER):
+            unread = [number for number in range(1, step + 1) if not _has_rollouts(self.rollouts_path(number), number)]
+        if unread:
+            notes.append(f"{ROLLOUTS_FOLDER}/ has lost those of {_steps_in_words(unread)}; training does not need them")
+        return notes
+
+    def rewind_metrics(self, step: int) -> list[str]:
+        """`rewind` of a run without rollouts."""
         self._forget_stop()
         path = self.run_dir / METRICS_FILE
         with faults_of(path):
@@ -164,16 +184,6 @@ class RunStore:
             write_atomically(path.with_name(f"{METRICS_FILE}.damaged"), b"\n".join(lines) + b"\n")
             notes[-1] += f" (the damaged file is kept as {METRICS_FILE}.damaged)"
         write_records(path, [kept[number] for number in sorted(kept)])
-        for folder in (HELD_OUT_FOLDER, ROLLOUTS_FOLDER):
-            with faults_of(self.run_dir / folder):
-                for file in (self.run_dir / folder).glob("step_*.jsonl"):
-                    number = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
-                    if number and int(number[1]) > step and not file.is_dir():
-                        file.unlink()
-        with faults_of(self.run_dir / ROLLOUTS_FOLDER):
-            unread = [number for number in range(1, step + 1) if not _has_rollouts(self.rollouts_path(number), number)]
-        if unread:
-            notes.append(f"{ROLLOUTS_FOLDER}/ has lost those of {_steps_in_words(unread)}; training does not need them")
         return notes
 
     def last_recorded(self) -> int:

@@ -82,7 +82,7 @@ def predict(
         for parameters in (trained_parameters(size, config), critic_weights)
     )
     prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
-    decisions, fed = rows * config.sampling.max_new_tokens, config.sampling.max_new_tokens - 1
+    decisions, fed = rows * config.rollout_limit, config.rollout_limit - 1
     fused = device == "cpu" and size.has_kernels
     activations = activation_bytes(
         size, width, prompts, rows, prompt_tokens, fed, fused=fused, recomputed=config.update.recompute
@@ -140,13 +140,13 @@ def largest_microbatch(config: RunConfig, prompt_tokens: int, ranks: int = 1) ->
     """(prompts, rollouts) of the microbatch with the most tokens, cut as `LanguagePolicy.microbatches` cuts."""
     return max(
         microbatches_of_shard(config, prompt_tokens, ranks),
-        key=lambda shape: shape[0] * prompt_tokens + shape[1] * config.sampling.max_new_tokens,
+        key=lambda shape: shape[0] * prompt_tokens + shape[1] * config.rollout_limit,
     )
 
 
 def microbatches_of_shard(config: RunConfig, prompt_tokens: int, ranks: int = 1) -> list[tuple[int, int]]:
     """(prompts, rollouts) of every microbatch of a minibatch's largest shard."""
-    size, tokens = largest_group(config), prompt_tokens + config.sampling.max_new_tokens
+    size, tokens = largest_group(config), prompt_tokens + config.rollout_limit
     groups = -(-_groups_of_a_minibatch(config) // (config.cluster.shards or ranks))
     rows = [
         Row(number, number // size, tokens, prompt_tokens if number % size else 0) for number in range(groups * size)
@@ -229,7 +229,7 @@ def _sampling(
         requests=-(-config.sampling.prompts_per_step // ranks),
         completions=largest_group(config),
         max_rows=config.sampling.rows_at_once,
-        max_new_tokens=config.sampling.max_new_tokens,
+        max_new_tokens=config.rollout_limit,
         prompt_tokens=prompt_tokens,
         native=device == "cpu" and size.has_kernels,
     )

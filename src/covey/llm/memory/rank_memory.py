@@ -85,4 +85,4 @@ def rollout_bytes(config: RunConfig) -> int:
     """Bytes of the rollouts of a step in the host's memory of every rank, at the token limit, and of their batch."""
     cell = TOKEN_ID_BYTES + LOGPROB_BYTES + CELL_BYTES
     cell += CRITIC_CELL_BYTES if config.algorithm not in CRITIC_FREE else 0
-    return config.sampling.prompts_per_step * largest_group(config) * config.sampling.max_new_tokens * cell
+    return config.sampling.prompts_per_step * largest_group(config) * config.rollout_limit * cell

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from covey.config import ChatConfig, ConfigError
 from covey.config.chat import template_options
 from covey.llm.model.chat_templates import TemplateFailed, render
 
-Message = dict[str, str]
+Message = Mapping[str, Any]
 NO_ADDITIONS = ChatConfig()
 
 
@@ -55,9 +55,11 @@ class Chat:
         """The same model's chat with a system prompt, examples and switches of the template."""
         return Chat(self.tokenizer, self.end_ids, self.embedded, config)
 
-    def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+    def encode(self, prompt: str | Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
         """Token ids of a prompt: a string is encoded unchanged, messages by the model's chat template. The config's
         system prompt and examples come before messages.
+
+        `tools` are JSON schemas of functions, which the template shows to the model.
 
         Tokens that a tokenizer appends to a text, such as an end token, are left out, because a completion follows.
 
@@ -78,10 +80,10 @@ class Chat:
             if self._appended and tuple(ids[-len(self._appended) :]) == self._appended:
                 ids = ids[: -len(self._appended)]
         else:
-            ids = self._rendered(self.config.added_to(prompt), answer_begins=True)
+            ids = self._rendered(self.config.added_to(prompt), answer_begins=True, tools=tools)
         if not ids:
             raise ConfigError("a prompt is empty: a model needs at least one token to continue from")
-        return self._checked(ids)
+        return self.check_ids(ids)
 
     def encode_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a chat that ends with the model's answer, by the model's chat template.
@@ -89,15 +91,15 @@ class Chat:
         Raises:
             ConfigError: if the model has no chat template, or it cannot render the messages.
         """
-        return self._checked(self._rendered(messages, answer_begins=False))
+        return self.check_ids(self._rendered(messages, answer_begins=False))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of a text within a sequence, without the tokens that a tokenizer adds at its ends."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._checked(ids) if ids else ()
+        return self.check_ids(ids) if ids else ()
 
-    def _rendered(self, messages: Sequence[Message], *, answer_begins: bool) -> Any:
-        text = self.render(messages, answer_begins=answer_begins)
+    def _rendered(self, messages: Sequence[Message], *, answer_begins: bool, tools: Sequence[Message] = ()) -> Any:
+        text = self.render(messages, answer_begins=answer_begins, tools=tools)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ConfigError(
@@ -106,7 +108,12 @@ class Chat:
             )
         return ids
 
-    def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
+    def check_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids, if the model has an embedding for each.
+
+        Raises:
+            ConfigError: if it has not.
+        """
         if self.embedded is not None and max(ids) >= self.embedded:
             token = self.tokenizer.convert_ids_to_tokens(max(ids))
             raise ConfigError(
@@ -124,7 +131,7 @@ class Chat:
                 return tuple(whole[begin + len(plain) :])
         return ()
 
-    def render(self, messages: Sequence[Message], *, answer_begins: bool = True) -> str:
+    def render(self, messages: Sequence[Message], *, answer_begins: bool = True, tools: Sequence[Message] = ()) -> str:
         """Render the text of a chat, up to the beginning of the model's answer, or with it among the messages.
 
         Raises:
@@ -136,14 +143,14 @@ class Chat:
                 "use an instruction-tuned model, or prompts that are plain strings"
             )
         try:
-            template = self.tokenizer.get_chat_template()
+            template = self.tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
         except ValueError as error:
             raise ConfigError(
                 f"the model has several chat templates and none is called 'default' ({error}): name one of them so"
             ) from error
         known = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return render(template, known, self._variables, answer_begins=answer_begins)
+            return render(template, known, self._variables, answer_begins=answer_begins, tools=tools)
         except TemplateFailed as error:
             raise ConfigError(
                 f"the model's chat template {error} (the roles are {_roles(messages)}): change the prompts or the "

@@ -50,6 +50,7 @@ def render(
     special_tokens: Mapping[str, Any],
     *,
     answer_begins: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Render the text of a chat.
 
@@ -59,6 +60,7 @@ def render(
         special_tokens: name in templates -> the tokenizer's special token.
         answer_begins: the text ends with the beginning of the model's answer, which follows the messages; if False, the
             answer is among the messages.
+        tools: JSON schemas of the functions that the model may call.
 
     Raises:
         TemplateFailed: if the template does not parse, refuses the messages, does not end or needs too much memory.
@@ -68,6 +70,7 @@ def render(
         "messages": list(messages),
         "special_tokens": dict(special_tokens),
         "answer_begins": answer_begins,
+        "tools": list(tools),
     }
     if not isinstance(template, str):
         raise TemplateFailed("is no text")
@@ -82,6 +85,7 @@ def reply_to(request: Mapping[str, Any]) -> dict[str, str]:
         rendered: Any = render_jinja_template(
             conversations=[request["messages"]],
             chat_template=request["template"],
+            tools=request["tools"] or None,
             add_generation_prompt=request["answer_begins"],
             **request["special_tokens"],
         )

@@ -183,6 +183,21 @@ def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
         return None
 
 
+def load_chat(name: str) -> tuple[Chat, PreTrainedConfig]:
+    """The chat and the config of a model without its weights.
+
+    Raises:
+        ConfigError: as `load_model`, for a fault of the config or the tokenizer.
+    """
+    source = locate_model(resolve_checkpoint(name))
+    described = describe_model(model_folder(source), name, has_weights=source.kind is not ModelKind.CHECKPOINT)
+    has_file = (described.folder / GENERATION_FILE).is_file()
+    generation = read_generation_config(described.folder, name) if has_file else None
+    end_ids = end_ids_of(described.config, generation, described.tokenizer)
+    embedding: Any = described.module.get_input_embeddings()
+    return Chat(described.tokenizer, end_ids, len(embedding.weight)), described.config
+
+
 def resolve_checkpoint(name: str) -> str:
     """`name` in a form that is valid in any working directory; for the folder of a stopped run its newest checkpoint.
 

@@ -2,10 +2,12 @@
 
 numeric, digits, ...      the built-in rewards, one file each, in the table `covey.config.builtin_rewards`
 answer_text, read_number  the marked answer of a completion, and the number that it states
+environment               the reward of a conversation's environment
 units, plain_numbers      the length of a completion; answers that are plain numbers, for `math`
 one_by_one                calls a function of a pool for each completion on its own
 runner                    the interface of calls; calls in this process
 reward_process            calls in a process of its own, the `worker`
+supervised_process        a process of the user's code under a supervisor
 group_calls               the calls for the groups of a step, started while others are sampled
 pool                      several processes of one function, and calls in the background
 worker                    the process in which a user's function runs

@@ -15,8 +15,15 @@ _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion: the string itself, or the content of its chat messages."""
-    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
+    """The text of a completion: the string itself, or the content of its chat messages; of a conversation the last turn
+    of the model.
+    """
+    if isinstance(completion, str):
+        return completion
+    if len(completion) > 1:
+        turns = [message for message in completion if message.get("role") == "assistant"]
+        completion = turns[-1:] or completion
+    return "".join(message["content"] for message in completion)
 
 
 def column_of(columns: dict[str, Any], name: str) -> Any:

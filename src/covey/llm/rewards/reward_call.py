@@ -17,12 +17,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+ENVIRONMENTS = "environments"  # argument with the attributes of the conversations' environments, as objects
 FAILURES_ALLOWED = 0.2  # fraction of a step's rollouts that may have no reward
 LONGEST_MESSAGE = 300  # characters of an exception in a message
 LARGEST_METRIC = 1e300  # so that the sum over a step is finite
 LONGEST_NAME = 100  # characters in the name of a logged metric or column
 _OWN_NAMES = ("reward_call.py", "worker.py", "runner.py", "reward_process.py", "adapters.py")
 _OWN_FILES = {str(Path(__file__).with_name(name)) for name in _OWN_NAMES}
+_OWN_FILES |= {str(Path(__file__).parents[1] / "conversation" / name) for name in ("environment.py", "tools.py")}
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -148,6 +150,7 @@ def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any], global
     parameters = inspect.signature(function).parameters.values()
     given = {
         **arguments,
+        **{name: [SimpleNamespace(**item) for item in arguments[name]] for name in arguments if name == ENVIRONMENTS},
         "trainer_state": SimpleNamespace(global_step=global_step),
         "log_metric": log.log_metric,
         "log_extra": log.log_extra,

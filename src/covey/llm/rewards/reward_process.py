@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import json
 import os
 import secrets
 import selectors
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +22,10 @@ from covey.llm.rewards.reward_call import (
     checked_positions,
     checked_values,
     one_line,
-    printable,
 )
+from covey.llm.rewards.supervised_process import MOST_OUTPUT_CHARACTERS, SupervisedProcess
 
 LOAD_LEAST_SECONDS = 10.0  # to import the function's file, which may import torch; longer if a call's deadline is
-MOST_OUTPUT_CHARACTERS = 1 << 18  # printed output of one call; the rest is left out
 
 T = TypeVar("T")
 
@@ -181,31 +177,14 @@ def _results(reply: dict[str, Any], count: int, step_counts: Sequence[int] | Non
     return Results(checked_values(reply["results"], count, step_counts), log.metrics, log.extras)
 
 
-class _Worker:
-    """A started process: supervisor and worker, with the pipes to them."""
+class _Worker(SupervisedProcess):
+    """A started process with the pipes to it."""
 
     def __init__(self) -> None:
-        self.mark = secrets.token_hex(16)
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
-        # Run by its path and with -P, so that neither the package nor this folder is imported by accident. In its own
-        # session it does not receive the terminal's Ctrl-C.
-        self.supervisor = subprocess.Popen(
-            [sys.executable, "-P", worker.__file__, str(requests), str(replies)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            pass_fds=(requests, replies),
-            start_new_session=True,
-            # With the same hashes in every process, a function that iterates over a set gives the same results again.
-            env=os.environ | {worker.MARK: self.mark, "PYTHONHASHSEED": "0"},
-        )
-        os.close(requests)
-        os.close(replies)
+        super().__init__(worker.__file__, (requests, replies))
         os.set_blocking(self.requests, False)
-        assert self.supervisor.stdout is not None
-        self.output = _Output(self.supervisor.stdout.fileno())
 
     def exchange(self, line: bytes, seconds: float) -> bytes:
         """Send a line and return the next one, under one deadline; output in the meantime is printed to stderr.
@@ -240,66 +219,6 @@ class _Worker:
                         selector.unregister(self.output.descriptor)
         return bytes(reply)
 
-    def end(self) -> None:
-        """End the supervisor, which first ends its descendants; if it was killed itself, find them by their mark."""
-        self.interrupt()
-        if sys.platform.startswith("linux"):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.supervisor.wait(2 * worker.END_SECONDS)
-        if self.supervisor.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.supervisor.pid, signal.SIGKILL)
-            self.supervisor.wait()
-        if self.supervisor.returncode < 0:
-            worker.end_marked(self.mark)
-        self.output.drain()
-        assert self.supervisor.stdout is not None
-        self.supervisor.stdout.close()
+    def close_pipes(self) -> None:
         os.close(self.requests)
         os.close(self.replies)
-
-    def interrupt(self) -> None:
-        """Make the supervisor end the worker, so that a thread that waits for a reply finds the pipe closed."""
-        assert self.supervisor.stdin is not None
-        self.supervisor.stdin.close()
-        self.supervisor.send_signal(signal.SIGCONT)  # the function may have stopped it
-
-    def last_words(self) -> str:
-        """Description of the exit status after `end`; the supervisor exits with the worker's."""
-        code = self.supervisor.returncode
-        if code < 0:
-            return f"its process was killed by {signal.Signals(-code).name}"
-        if code == worker.BROKEN:
-            return "its process cannot reply any more: a function must not close files that it did not open"
-        return f"its process ended by itself with exit code {code}"
-
-
-class _Output:
-    """Copies the function's output to stderr, without control characters and at most `left` bytes."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor, self.left = descriptor, MOST_OUTPUT_CHARACTERS
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        os.set_blocking(descriptor, False)
-
-    def pass_on(self) -> bool:
-        """Print the available output; False at its end."""
-        try:
-            read = os.read(self.descriptor, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not self.left:
-            return bool(read)
-        text = printable(self._decoder.decode(read).replace("\r\n", "\n"))
-        rest = len(text) - self.left
-        self.left = max(-rest, 0)
-        text = text if rest < 0 else text[: len(text) - rest] + "\n(further output of the function is left out)\n"
-        with contextlib.suppress(OSError, ValueError):  # the reader of stderr may be gone
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        return bool(read)
-
-    def drain(self) -> None:
-        """Print the remaining output."""
-        while self.pass_on():
-            pass

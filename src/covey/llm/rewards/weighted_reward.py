@@ -102,21 +102,24 @@ class WeightedReward:
 
     def evaluate(self, groups: Sequence[Group], seconds: float) -> list[RewardResult]:
         """Call the function once for all rollouts of `groups`; returns the results, and stores logs in the groups."""
+        if not any(_gradable(groups)):
+            return self.received(Results([], {}, {}), groups)
         return self.received(self.caller.call(*self._call(groups, seconds)), groups)
 
     def start(self, groups: Sequence[Group]) -> Future[Results] | None:
         """Start a call for all rollouts of `groups` in the background, if the function runs outside this process."""
-        return self.caller.start(*self._call(groups, self.timeout_seconds))
+        return self.caller.start(*self._call(groups, self.timeout_seconds)) if any(_gradable(groups)) else None
 
     def _call(self, groups: Sequence[Group], seconds: float) -> tuple[dict[str, Any], int, float, list[int] | None]:
         """The arguments of `RewardRunner.call`."""
-        rows = [(group.start, rollout) for group in groups for rollout in group.rollouts]
+        rows = _gradable(groups)
         columns = dict.fromkeys(name for start, _ in rows for name in start.columns)
         arguments = {
             "prompts": [start.prompt for start, _ in rows],
             "completions": [completion_of(start, rollout) for start, rollout in rows],
             "completion_ids": [list(rollout.actions) for _, rollout in rows],
             **{name: [start.columns.get(name) for start, _ in rows] for name in columns},
+            **_of_conversations([rollout for _, rollout in rows]),
             **self.options,
         }
         counts = None
@@ -127,15 +130,20 @@ class WeightedReward:
 
     def received(self, results: Results, groups: Sequence[Group]) -> list[RewardResult]:
         """The results of a call, by rollout; stores its logs in the groups."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rollouts = [rollout for _, rollout in _gradable(groups)]
         for metric, numbers in results.metrics.items():
             groups[0].logged.setdefault(f"{self.name}/{metric}", []).extend(numbers)
         for column, values in results.extras.items():
             for rollout, value in zip(rollouts, values, strict=True):
                 rollout.extras.setdefault(self.name, {})[column] = value
-        return [
+        found = (
             RewardResult(None, results.errors[row]) if row in results.errors else _result_of(result, binary=self.binary)
             for row, result in enumerate(results.values)
+        )
+        return [
+            RewardResult(None, rollout.failure) if rollout.failure else next(found)
+            for group in groups
+            for rollout in group.rollouts
         ]
 
 
@@ -179,8 +187,25 @@ def _built_in_runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunne
     return InProcess(load_function(reward.function))
 
 
+def _gradable(groups: Sequence[Group]) -> list[tuple[Start, Rollout]]:
+    """The rollouts of the groups, without conversations whose environment failed."""
+    return [(group.start, rollout) for group in groups for rollout in group.rollouts if not rollout.failure]
+
+
+def _of_conversations(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """Arguments of rewards over conversations; empty for other rollouts."""
+    if any(rollout.messages is None for rollout in rollouts):
+        return {}
+    return {
+        "turn_rewards": [list(rollout.turn_rewards or ()) for rollout in rollouts],
+        "environments": [dict(rollout.environment or {}) for rollout in rollouts],
+    }
+
+
 def completion_of(start: Start, rollout: Rollout) -> Any:
-    """A completion in TRL's form: messages if the prompt is messages, else a string."""
+    """A completion in TRL's form: messages if the prompt is messages, else a string; of a conversation all messages."""
+    if rollout.messages is not None:
+        return list(rollout.messages)
     return rollout.text if isinstance(start.prompt, str) else [{"role": "assistant", "content": rollout.text}]
 
 

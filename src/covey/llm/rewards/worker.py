@@ -68,16 +68,21 @@ else:  # run by its path, so that neither the package nor this folder is on the 
 def main() -> NoReturn:
     """Serve requests from one file descriptor, `sys.argv[1]`, with replies to another, `sys.argv[2]`."""
     requests, replies = int(sys.argv[1]), int(sys.argv[2])
+    run_supervised(lambda: _Server(requests, replies).serve())
+
+
+def run_supervised(serve: Callable[[], NoReturn]) -> NoReturn:
+    """Fork: this process becomes the supervisor, the child serves."""
     adopt_orphans()
     supervisor = os.getpid()
     worker = os.fork()
     if worker:
         _supervise(worker)
     try:
-        _prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        end_with_parent()
         if os.getppid() != supervisor:
             os._exit(BROKEN)
-        _Server(requests, replies).serve()
+        serve()
     except BaseException as error:
         with contextlib.suppress(BaseException):
             print(reward_call.one_line(error), file=sys.stderr, flush=True)
@@ -95,13 +100,7 @@ class _Server:
         self.requests, self.replies = os.fdopen(requests, "rb", closefd=False), replies
         self.pipe = _identity(replies)
         self.function: Callable[..., Any] | None = None
-        # The function's standard input is empty, because the supervisor needs its own.
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # if memory runs out, the kernel ends this process and not the run
+        prepare_worker()
 
     def serve(self) -> NoReturn:
         while line := self.requests.readline():
@@ -156,6 +155,21 @@ class _Server:
         view = memoryview(line)
         while view:
             view = view[os.write(self.replies, view) :]
+
+
+def prepare_worker() -> None:
+    """Give the worker an empty standard input, because the supervisor needs its own, and make it end before the run."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # if memory runs out, the kernel ends this process and not the run
+
+
+def end_with_parent() -> None:
+    """End this process if its parent ends, on Linux."""
+    _prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _limit_resources(address_space: int) -> None:

@@ -12,7 +12,10 @@ from covey.config import (
     ConfigError,
     CountdownConfig,
     DatasetConfig,
+    GuessNumberConfig,
     HumanEvalConfig,
+    LookupConfig,
+    MazeConfig,
     ReasoningGymConfig,
     RewardConfig,
     RunningTotalConfig,
@@ -23,14 +26,16 @@ from covey.llm.tasks.arithmetic import Arithmetic
 from covey.llm.tasks.code_functions import CodeFunctions
 from covey.llm.tasks.countdown import Countdown
 from covey.llm.tasks.dataset import PromptDataset, Rows
+from covey.llm.tasks.games import GuessNumberTask, MazeTask
 from covey.llm.tasks.human_eval import HumanEval
+from covey.llm.tasks.lookup import Lookup
 from covey.llm.tasks.reasoning_gym import ReasoningGym
 from covey.llm.tasks.running_total import RunningTotal
 from covey.llm.tasks.word_problems import WordProblems
 
 __all__ = [
-    "Arithmetic", "CodeFunctions", "Countdown", "HumanEval", "PromptDataset", "ReasoningGym", "Rows", "RunningTotal",
-    "WordProblems", "build_task", "default_rewards", "task_of",
+    "Arithmetic", "CodeFunctions", "Countdown", "GuessNumberTask", "HumanEval", "Lookup", "MazeTask", "PromptDataset",
+    "ReasoningGym", "Rows", "RunningTotal", "WordProblems", "build_task", "default_rewards", "task_of",
 ]  # fmt: skip
 
 _TASKS: dict[type, Callable[..., Task]] = {
@@ -39,6 +44,9 @@ _TASKS: dict[type, Callable[..., Task]] = {
     WordProblemsConfig: WordProblems,
     RunningTotalConfig: RunningTotal,
     CodeFunctionsConfig: CodeFunctions,
+    GuessNumberConfig: GuessNumberTask,
+    MazeConfig: MazeTask,
+    LookupConfig: Lookup,
     HumanEvalConfig: HumanEval,
     DatasetConfig: PromptDataset,
     ReasoningGymConfig: ReasoningGym,

@@ -30,6 +30,7 @@ class Problem:
     question: str
     columns: dict[str, Any]
     examples: tuple[tuple[str, str], ...] = ()  # questions and answers before it, as earlier turns of the chat
+    hidden: str = ""  # what differs between problems with the same question, as the number to guess
 
 
 def is_held_out(key: str) -> bool:
@@ -61,12 +62,12 @@ class GeneratedTask(ABC):
             ConfigError: if it has none.
         """
         rng = random.Random(stable_hash("held out"))
-        found: dict[str, Problem] = {}
+        found: dict[tuple[str, str], Problem] = {}
         fruitless = 0
         while len(found) < count:
             problem = self.problem(rng)
-            if is_held_out(problem.key) and problem.question not in found:
-                found[problem.question] = problem
+            if is_held_out(problem.key) and (problem.question, problem.hidden) not in found:
+                found[problem.question, problem.hidden] = problem
                 fruitless = 0
             elif (fruitless := fruitless + 1) > GIVE_UP_AFTER:
                 break

@@ -1,0 +1,85 @@
+"""The command `covey sft`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from covey.cli.field_help import field_line
+from covey.config import ConfigError
+from covey.config.fields import command
+from covey.config.files import user_path
+from covey.config.recipe import describe_fields, read_sft_recipe
+from covey.config.recipe_files import find_recipe
+from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE
+from covey.config.sft_data import read_rows, split_examples
+from covey.config.validate_sft import is_function
+from covey.runtime.interrupts import EXIT_CODE
+from covey.tracking.run_folder import check_run_dir, claim_run_dir, next_run_dir
+
+# Fields of other tables that a supervised training uses.
+OTHER_FIELDS = (
+    "model", "seed", "run_dir", "device", "precision", "threads", "chat.system_prompt", "update.weight_decay",
+    "update.beta1", "update.beta2", "update.max_grad_norm", "update.eight_bit_moments", "update.microbatch_tokens",
+    "update.recompute", "checkpoint.every", "checkpoint.keep",
+)  # fmt: skip
+
+DOTTED = {"checkpoint.every": "checkpoint.every"}  # which another table has too
+
+
+def add_sft_options(parser: Any) -> None:
+    """Add the options of `covey sft`."""
+    parser.usage = "covey sft RECIPE [--field value ...]\n       covey sft --resume RUN_DIR"
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
+    parser.add_argument(
+        "--resume", metavar="RUN_DIR", help="continue a stopped training, exactly from its last checkpoint"
+    )
+    rows = {f"{row.section}.{row.name}" if row.section else row.name: row for row in describe_fields()}
+    own = [row for row in rows.values() if row.section == SFT_TABLE]
+    parser.epilog = "\n".join(
+        [
+            "Trains the recipe's model on given completions, before covey train. A prompt, a tool's reply and the text",
+            "of the chat template are not trained. Every field can be given as --field value.",
+            "",
+            "[sft]",
+            *(field_line(_option(row.name), row) for row in own),
+            "",
+            "fields of other tables that are used",
+            *(field_line(_option(DOTTED.get(name, rows[name].name)), rows[name]) for name in OTHER_FIELDS),
+        ]
+    )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
+    """`covey sft`; returns the exit code of a stopped training, which has printed how to continue."""
+    if arguments.resume:
+        if arguments.recipe or fields:
+            what = arguments.recipe or fields[0]
+            raise ConfigError(f"a resumed training keeps the settings that it began with: leave out {what}")
+        run_dir = user_path(arguments.resume)
+        check_run_dir(run_dir, resume=True)
+        from covey.experiment.sft import resume_sft
+
+        return EXIT_CODE if resume_sft(run_dir) is None else None
+    if not arguments.recipe:
+        raise ConfigError(f"name a recipe, such as: {command('sft', 'my.toml')}")
+    config = read_sft_recipe(arguments.recipe, fields)
+    name = f"{find_recipe(arguments.recipe).stem.removesuffix('_sft')}_sft"
+    check_run_dir(config.run_dir or next_run_dir(name))
+    sft = config.sft
+    if sft.data not in EXAMPLES_BY_NAME and not is_function(sft.data):
+        split_examples(sft, read_rows(sft, sft.data))  # before torch is loaded
+    from covey.experiment.advice import Launch
+    from covey.experiment.sft import train_sft
+
+    launch = Launch.of_command(arguments.recipe, fields)
+
+    def folder() -> str | Path:
+        return config.run_dir or claim_run_dir(name)
+
+    return EXIT_CODE if train_sft(config, folder, launch) is None else None

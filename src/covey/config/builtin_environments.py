@@ -1,0 +1,11 @@
+"""The table of built-in environments of conversations."""
+
+from __future__ import annotations
+
+BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
+    "calculator": "covey.llm.conversation.environments.calculator:Calculator",
+    "python": "covey.llm.conversation.environments.python:Python",
+    "search": "covey.llm.conversation.environments.search:Search",
+    "guess_number": "covey.llm.conversation.environments.guess_number:GuessNumber",
+    "maze": "covey.llm.conversation.environments.maze:Maze",
+}

@@ -1,0 +1,78 @@
+"""Rules of the [conversation] table."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from covey.config.assignments import read_assignments
+from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
+from covey.config.common import ConfigError
+from covey.config.conversation import ConversationConfig
+from covey.config.fields import did_you_mean
+from covey.config.function_source import check_function_name
+from covey.config.llm import RunConfig
+
+
+def check_conversation(config: RunConfig) -> None:
+    """Refuse conversations that cannot work, and fields of [conversation] in any other run.
+
+    Raises:
+        ConfigError: one line that names the field and the fix.
+    """
+    conversation = config.conversation
+    uses = [reward for reward in config.rewards if reward.name == "environment"]
+    if not conversation.environment:
+        if conversation != ConversationConfig():
+            item = next(item for item in fields(conversation) if getattr(conversation, item.name) != item.default)
+            raise ConfigError(
+                f"conversation.{item.name} is set, but conversation.environment is not, so rollouts are single "
+                "completions: name an environment, or take the table out"
+            )
+        if uses:
+            raise ConfigError(
+                "the reward environment is that of a conversation's environment: set conversation.environment"
+            )
+        return
+    if ":" not in conversation.environment:
+        if conversation.environment not in BUILT_IN_ENVIRONMENTS:
+            names = list(BUILT_IN_ENVIRONMENTS)
+            raise ConfigError(
+                f"conversation.environment: there is no environment {conversation.environment!r}"
+                f"{did_you_mean(conversation.environment, names)}; there are {', '.join(names)}, and your own as "
+                "file.py:Class"
+            )
+    else:
+        check_function_name(conversation.environment, "conversation.environment")
+    environment_options(conversation)
+    if config.sampling.max_new_tokens > conversation.total_tokens:
+        raise ConfigError(
+            f"sampling.max_new_tokens ({config.sampling.max_new_tokens}), the limit of one turn, is above "
+            f"conversation.total_tokens ({conversation.total_tokens}), the limit of all: lower it, or raise "
+            "total_tokens"
+        )
+    _refuse_parts_of_completions(config)
+
+
+def environment_options(conversation: ConversationConfig) -> dict[str, Any]:
+    """Name -> value of the keyword arguments of the environment's class.
+
+    Raises:
+        ConfigError: for an entry that is no TOML assignment.
+    """
+    example = '"results = 2" or \'folder = "texts"\''
+    return read_assignments(conversation.options, "conversation.options", example=example, taken=())
+
+
+def _refuse_parts_of_completions(config: RunConfig) -> None:
+    """Refuse what reads a rollout as one completion."""
+    refused = {
+        "evaluation.token_limits is set": bool(config.evaluation.token_limits),
+        f"loss.credit is {config.loss.credit!r}": config.loss.credit != "outcome",
+        "iteration.steps is set": config.iteration.steps > 0,
+        "a reward is paid by step": any(reward.is_per_step for reward in config.rewards),
+        "a reward is a reward model": any(reward.model for reward in config.rewards),
+    }
+    for fault, found in refused.items():
+        if found:
+            raise ConfigError(f"{fault}, which conversations do not support: take it out, or conversation.environment")

@@ -1,0 +1,73 @@
+"""Validate a recipe for supervised fine-tuning, before anything heavy is loaded."""
+
+from __future__ import annotations
+
+from covey.config.arrow_file import check_arrow, is_arrow
+from covey.config.chat import check_chat
+from covey.config.common import ConfigError
+from covey.config.fields import check_fields, did_you_mean, missing_file
+from covey.config.files import user_path
+from covey.config.function_source import check_function_name
+from covey.config.llm import RunConfig
+from covey.config.model_sources import locate_model
+from covey.config.sft import EXAMPLES_BY_NAME, SFTConfig
+from covey.config.validate_size import check_threads
+
+
+def validate_sft(config: RunConfig) -> None:
+    """Refuse a supervised training that cannot work.
+
+    Raises:
+        ConfigError: one line that names the field and the fix.
+    """
+    check_fields(config)
+    check_chat(config.chat)
+    check_threads(config.threads)
+    if config.lora.is_used:
+        raise ConfigError(
+            "covey sft trains all weights, and [lora] asks for an adapter: give --lora.rank 0 (and take lora.adapter "
+            "out); covey train can begin an adapter on the trained model"
+        )
+    _check_columns(config.sft)
+    _check_source(config.sft.data)
+    if config.sft.held_out_path:
+        _check_file(config.sft.held_out_path, "sft.held_out_path")
+    locate_model(config.model)
+
+
+def is_function(data: str) -> bool:
+    """True if the examples are those of a Python function, `file.py:function` or `module:function`."""
+    return ":" in data and not user_path(data, "sft.data: ").exists()
+
+
+def _check_columns(sft: SFTConfig) -> None:
+    names = {
+        name: getattr(sft, name) for name in ("prompt_column", "completion_column", "messages_column", "tools_column")
+    }
+    for name, column in names.items():
+        if not column:
+            raise ConfigError(f"sft.{name} is empty: name a column")
+        if list(names.values()).count(column) > 1:
+            raise ConfigError(f"sft.{name} is {column!r}, which another field of [sft] names too: name two columns")
+
+
+def _check_source(data: str) -> None:
+    if not data:
+        raise ConfigError(
+            'no examples: set data = "examples.jsonl" in [sft], or give --data; the rows have a prompt and a '
+            "completion, or messages"
+        )
+    if data in EXAMPLES_BY_NAME:
+        return
+    if is_function(data):
+        check_function_name(data, "sft.data")
+    else:
+        _check_file(data, "sft.data")
+
+
+def _check_file(name: str, where: str) -> None:
+    path = user_path(name, f"{where}: ")
+    if not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"{where}: {missing_file(path, name)}{did_you_mean(name, list(EXAMPLES_BY_NAME))}")
+    if is_arrow(path):
+        check_arrow(path, f"{where}: {name}")

@@ -1,0 +1,172 @@
+"""Conversations of a run: its environments, tried before the model is loaded, and the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from covey.config import ConfigError, RewardConfig, RunConfig
+from covey.config.files import user_path
+from covey.config.validate_conversation import environment_options
+from covey.data import Rollout, Start
+from covey.llm.conversation.conversation import transcript
+from covey.llm.conversation.encoding import ConversationEncoder
+from covey.llm.conversation.sampler import ConversationSampler, environment_seed
+from covey.llm.conversation.styles import StepStyle, ToolStyle
+from covey.llm.conversation.tools import Tool
+from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses, Environments, Session
+from covey.llm.grader import right_rollout
+from covey.llm.sampler import LanguageSampler
+
+DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
+
+
+class RolloutKind(Protocol):
+    """What a rollout of a run is: a completion, or a conversation."""
+
+    @property
+    def default_rewards(self) -> tuple[RewardConfig, ...]:
+        """Rewards in place of the task's own, if the recipe has none."""
+
+    def example(self, start: Start) -> Rollout:
+        """A rollout with which rewards are tried."""
+
+    def notes(self) -> Sequence[str]:
+        """Notes for the user."""
+
+    def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
+        """The sampler of these rollouts with the settings of `sampler`."""
+
+    def close(self) -> None:
+        """End what runs beside this process."""
+
+
+class Completions:
+    """Rollouts of one turn."""
+
+    default_rewards: tuple[RewardConfig, ...] = ()
+
+    def example(self, start: Start) -> Rollout:
+        return right_rollout(start)
+
+    def notes(self) -> Sequence[str]:
+        return ()
+
+    def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
+        return sampler
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+COMPLETIONS = Completions()
+
+
+class Conversations:
+    """Conversations with the environments of a run."""
+
+    def __init__(self, config: RunConfig, environments: Environments) -> None:
+        """Describe an environment.
+
+        Raises:
+            ConfigError: if it cannot be made, or has a tool without a description.
+        """
+        self._config, self._environments = config.conversation, environments
+        self._repeats = True
+        self._tried = False
+        described = self._try(0, lambda session: session.ask({"do": "describe"}, DESCRIBE_SECONDS).result())
+        self._style = described["style"]
+        self._tools = [Tool(schema["function"]["name"], schema) for schema in described["tools"]]
+        step = self._style == "step"
+        self.default_rewards = (RewardConfig(name="environment"),) if step else ()
+
+    def example(self, start: Start) -> Rollout:
+        """The right answer as a turn, in two environments, whose replies should be the same.
+
+        Raises:
+            ConfigError: if the environment fails.
+        """
+        answer = right_rollout(start)
+        first, second = (self._try(start.index, lambda session: self._play(session, start, answer)) for _ in range(2))
+        self._repeats &= (first.messages, first.turn_rewards) == (second.messages, second.turn_rewards)
+        return first
+
+    def notes(self) -> Sequence[str]:
+        if self._repeats:
+            return ()
+        return (
+            f"environment {self._config.environment} is not repeatable: two with the same columns and the same message "
+            "answered differently, so a resumed run may differ from an uninterrupted one, and the rollouts of a group "
+            "may not begin alike; its numbers should come from `random`, or from the columns",
+        )
+
+    def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
+        """The sampler of conversations.
+
+        Raises:
+            ConfigError: if the model's chat template cannot continue a conversation.
+        """
+        style = StepStyle(sampler.chat) if self._style == "step" else ToolStyle(sampler.chat, self._tools)
+        ConversationEncoder(sampler.chat).check((style.reply_role,))
+        return ConversationSampler(
+            **vars(sampler),
+            environments=self._environments,
+            style=style,
+            turns=self._config.turns,
+            total_tokens=self._config.total_tokens,
+        )
+
+    def close(self) -> None:
+        self._environments.close()
+
+    def _try(self, index: int, use: Callable[[Session], Any]) -> Any:
+        session = self._environments.open(environment_seed(0, 0, index))
+        try:
+            return use(session)
+        except EnvironmentFailed as error:
+            raise ConfigError(f"environment {self._config.environment}, in a dry run: {error}") from None
+        finally:
+            session.close()
+
+    def _play(self, session: Session, start: Start, answer: Rollout) -> Rollout:
+        observation = session.ask({"do": "reset", "columns": dict(start.columns)}).result()["text"]
+        messages = [{"role": "user", "content": observation}] if observation else []
+        messages.append({"role": "assistant", "content": answer.text})
+        reward = 0.0
+        if self._style == "step":
+            reply = session.ask({"do": "step", "message": answer.text}).result()
+            messages.append({"role": "user", "content": reply["text"]})
+            reward = reply["reward"]
+        end = session.ask({"do": "end"}).result()
+        return replace(
+            answer,
+            text=transcript(messages),
+            messages=messages,
+            turn_rewards=[reward + (end["reward"] or 0.0)],
+            environment=end["attributes"],
+        )
+
+
+def build_rollout_kind(config: RunConfig) -> RolloutKind:
+    """The kind of rollouts of a run; the environments of conversations are started and described.
+
+    Raises:
+        ConfigError: if an environment cannot be loaded.
+    """
+    settings = config.conversation
+    if not config.has_conversations:
+        return COMPLETIONS
+    source, _, name = settings.source.rpartition(":")
+    environments = EnvironmentProcesses(
+        f"{user_path(source) if source.endswith('.py') else source}:{name}",
+        settings.timeout_seconds,
+        settings.reply_characters,
+        environment_options(settings),
+    )
+    try:
+        environments.start()
+        return Conversations(config, environments)
+    except ConfigError:
+        environments.close()
+        raise

@@ -1,0 +1,221 @@
+"""Tokens of a conversation: prompt, what the model writes, and the text of the chat template between turns.
+
+What the model wrote is never decoded and encoded again. After one of its turns, the template's own text and the reply
+are appended as tokens:
+
+    <|im_start|>user\\nWhat is 2+3?<|im_end|>\\n<|im_start|>assistant\\n     the prompt
+    I add.<|im_end|>                                                      a turn of the model
+    \\n<|im_start|>user\\nGo on.<|im_end|>\\n<|im_start|>assistant\\n         `after_turn`: the template and the reply
+    5<|im_end|>                                                           the next turn
+
+The text that follows a turn is found by rendering a conversation whose turn is a marker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.config import ConfigError
+from covey.llm.conversation.plain_text import ControlTokenInText, Part, PlainTextEncoder
+from covey.llm.model.chat import Chat, Message
+
+TURN = "coveyturn7"  # stands for a turn of the model, so a template must leave it unchanged
+REPLY = "coveyreply{}z"  # stands for the content of a reply
+# Contents that a template may change, as by JSON, or strip.
+SAMPLES = ("5", 'He said "no"\\n', "two\nlines\n\n", "  spaces  ", "{{ x }}", "<tag>ü</tag>", "'", "null", "")
+
+
+class ReplyNotEncodable(Exception):
+    """A reply that cannot follow a turn; one line with the reason."""
+
+
+@dataclass(frozen=True)
+class EncodedConversation:
+    """A conversation as tokens; `decided` marks the actions that the model writes, with the end token of each turn."""
+
+    prompt: tuple[int, ...]
+    actions: tuple[int, ...]
+    decided: tuple[bool, ...]
+
+
+class ConversationEncoder:
+    """Encodes turns and replies with the chat template of a model."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self._plain = PlainTextEncoder(chat.tokenizer, chat.end_ids)
+        self._pieces: dict[tuple[str, ...], list[str]] = {}
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that no text of an environment becomes."""
+        return self._plain.control_ids
+
+    def check(self, roles: Sequence[str] = ("user",)) -> None:
+        """Encode sample replies of each role.
+
+        Raises:
+            ConfigError: if the model has no chat template, or one that does not continue a conversation by appending.
+        """
+        for role in roles:
+            for sample in SAMPLES:
+                try:
+                    self.after_turn([{"role": role, "content": sample}], ended=True)
+                except ReplyNotEncodable as error:
+                    if sample:  # the reply is refused when it occurs
+                        raise ConfigError(
+                            f"the model's chat template cannot continue a conversation with the reply {sample!r} of "
+                            f"the role {role!r}: it {error}; change the template, or use another model"
+                        ) from None
+
+    def after_turn(self, replies: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+        """Token ids between a turn of the model and its next one: the rest of the turn, replies, beginning of the next.
+
+        Args:
+            replies: messages of the roles user and tool, at least one.
+            ended: the turn has its end token; otherwise the template's end token comes first.
+
+        Raises:
+            ReplyNotEncodable: if the template changes its own text with the content of a reply, or a reply would become
+                a control token. ConfigError: if the template refuses the messages.
+        """
+        try:
+            ids = self._plain.encode(self._parts(replies))
+        except ControlTokenInText as error:
+            raise ReplyNotEncodable(f"cannot be used: {error}") from None
+        return self.chat.check_ids(ids[self._closing(ids) if ended else 0 :]) if ids else ()
+
+    def turn(self, message: Message) -> tuple[int, ...]:
+        """Token ids of a given turn of the model as it would write it, with the end token.
+
+        Raises:
+            ConfigError: if the template writes the turn in another place than after its beginning of an answer.
+        """
+        first = {"role": "user", "content": "u"}
+        beginning = self.chat.render([first], answer_begins=True)
+        whole = self.chat.render([first, message], answer_begins=False)
+        if whole.startswith(beginning):
+            text = whole[len(beginning) :]
+        elif message.get("tool_calls"):
+            raise ConfigError(
+                "the model's chat template writes tool calls elsewhere than after its beginning of an answer: give the "
+                "text that the model must write as the content of the message"
+            )
+        else:
+            marked = self.chat.render([first, {"role": "assistant", "content": TURN}], answer_begins=False)
+            text = str(message["content"]) + self._after_marker(marked)
+        together, before = self.chat.encode_text(beginning + text), self.chat.encode_text(beginning)
+        joined = together[: len(before)] == before
+        return self._with_end(together[len(before) :] if joined else self.chat.encode_text(text))
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> EncodedConversation:
+        """`encode_conversation`, for several conversations."""
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns or turns[0] == 0:
+            raise ConfigError("a conversation needs a prompt, and after it a message of the role 'assistant'")
+        actions: list[int] = []
+        decided: list[bool] = []
+        for begin, end in zip(turns, [*turns[1:], None], strict=True):
+            turn = self.turn(messages[begin])
+            actions += turn
+            decided += [True] * len(turn)
+            replies = messages[begin + 1 : end]
+            if end is None:
+                break
+            if not replies:
+                raise ConfigError("a conversation has two messages of the role 'assistant' in a row: join them")
+            try:
+                between = self.after_turn(replies, ended=True)
+            except ReplyNotEncodable as error:
+                raise ConfigError(f"a conversation cannot be encoded: the model's chat template {error}") from None
+            actions += between
+            decided += [False] * len(between)
+        prompt = self.chat.encode(messages[: turns[0]], tools)
+        return EncodedConversation(prompt, tuple(actions), tuple(decided))
+
+    def _with_end(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The turn up to its last end token, if only white space follows it; otherwise an end token is appended."""
+        last = max((place for place, id in enumerate(ids) if id in self.chat.end_ids), default=None)
+        if last is not None and not str(self.chat.tokenizer.decode(list(ids[last + 1 :]))).strip():
+            return tuple(ids[: last + 1])
+        end = self.chat.tokenizer.eos_token_id
+        return (*ids, end if end in self.chat.end_ids else min(self.chat.end_ids))
+
+    def _closing(self, ids: Sequence[int]) -> int:
+        """The number of tokens that end the turn: white space and an end token of the model."""
+        for place, id in enumerate(ids):
+            if id in self.chat.end_ids:
+                return place + 1
+            if id in self._plain.control_ids or str(self.chat.tokenizer.decode([id])).strip():
+                break
+        return 0
+
+    def _parts(self, replies: Sequence[Message]) -> list[Part]:
+        """The text after a turn: pieces of the template, and between them the contents as it renders them."""
+        pieces = self._template_pieces(replies)
+        parts: list[Part] = [(pieces[0], True)]
+        for number, reply in enumerate(replies):
+            others = [
+                reply if place == number else dict(other, content=REPLY.format(place))
+                for place, other in enumerate(replies)
+            ]
+            # The same text as of the markers, with the content in the place of this one.
+            before = "".join(pieces[k] + REPLY.format(k) for k in range(number)) + pieces[number]
+            after = pieces[number + 1] + "".join(
+                REPLY.format(k) + pieces[k + 1] for k in range(number + 1, len(replies))
+            )
+            text = self._render_after(others)
+            fits = len(text) >= len(before) + len(after) and text.startswith(before) and text.endswith(after)
+            if not fits:
+                raise ReplyNotEncodable("writes other text of its own for this content")
+            parts += [(text[len(before) : len(text) - len(after)], False), (pieces[number + 1], True)]
+        return parts
+
+    def _template_pieces(self, replies: Sequence[Message]) -> list[str]:
+        """The template's own text before, between and after the contents of replies of these roles and names."""
+        shape = tuple(json.dumps({**reply, "content": ""}, sort_keys=True, default=str) for reply in replies)
+        if shape not in self._pieces:
+            markers = [REPLY.format(place) for place in range(len(replies))]
+            rest = self._render_after(
+                [dict(reply, content=marker) for reply, marker in zip(replies, markers, strict=True)]
+            )
+            pieces = []
+            for marker in markers:
+                if rest.count(marker) != 1:
+                    raise ReplyNotEncodable("does not write the content of a reply exactly once")
+                before, _, rest = rest.partition(marker)
+                pieces.append(before)
+            if len(self._pieces) > 1000:  # identifiers of tool calls differ
+                self._pieces.clear()
+            self._pieces[shape] = [*pieces, rest]
+        return self._pieces[shape]
+
+    def _render_after(self, replies: Sequence[Message]) -> str:
+        """The text after the model's turn in a conversation of a question, the turn and these replies."""
+        turn = {"role": "assistant", "content": TURN}
+        return self._after_marker(self.chat.render([{"role": "user", "content": "u"}, turn, *replies]))
+
+    def _after_marker(self, text: str) -> str:
+        _, marker, after = text.partition(TURN)
+        if not marker:
+            raise ConfigError(
+                "the model's chat template leaves out an earlier answer of the model, so a conversation cannot be "
+                "continued: change the template, or use another model"
+            )
+        return after
+
+
+def encode_conversation(
+    chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> EncodedConversation:
+    """Encode a given conversation as if the model had written its assistant messages.
+
+    The prompt is the conversation up to the first message of the assistant that only messages of other roles precede.
+
+    Raises:
+        ConfigError: if there is no assistant message after a prompt, or the chat template cannot encode it.
+    """
+    return ConversationEncoder(chat).conversation(messages, tools)

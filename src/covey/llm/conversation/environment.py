@@ -1,0 +1,169 @@
+"""Environments: objects of a user's class that answer the model, in one of two styles.
+
+step     step(message: str) -> (reply, reward, done): called with the text of every turn
+tools    public methods with type hints and a docstring are tools, which the model calls (TRL's environments)
+
+Both may have `reset(**columns)`, called once with the columns of the data. It returns the first observation, which
+follows the prompt, or None. The `reward` attribute of an environment with tools is its reward at the end.
+
+This file imports the standard library only, so that the process of an environment starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from covey.llm.rewards.reward_call import one_line, shown
+
+LONGEST_ATTRIBUTE = 1 << 16  # characters of an attribute in JSON that rewards can read
+MOST_ATTRIBUTES = 100
+
+
+class WrongEnvironment(Exception):
+    """A class or an object that is no environment, or returned something unusable; one line with the reason."""
+
+
+def style_of(kind: Any) -> str:
+    """ "step" or "tools".
+
+    Raises:
+        WrongEnvironment: if the class has neither.
+    """
+    if callable(getattr(kind, "step", None)):
+        return "step"
+    own = [name for name in dir(kind) if not name.startswith("_") and name not in ("reset", "close")]
+    if any(callable(getattr(kind, name, None)) for name in own):
+        return "tools"
+    raise WrongEnvironment(
+        f"{getattr(kind, '__name__', kind)!s} is no environment: it needs a method step(message) that returns a reply, "
+        "a reward and whether the conversation is over, or public methods that are tools"
+    )
+
+
+class HostedEnvironment:
+    """An environment of one conversation, served by requests: dicts of JSON's types.
+
+    >>> hosted.answer({"do": "reset", "columns": {"secret": 7}})
+    {'text': 'Guess a number from 1 to 10.'}
+    >>> hosted.answer({"do": "step", "message": "5"})
+    {'text': 'higher', 'reward': 0.0, 'done': False}
+    >>> hosted.answer({"do": "end"})
+    {'attributes': {'secret': 7, 'guesses': 1}, 'reward': None}
+    """
+
+    def __init__(self, kind: Callable[[], Any], reply_characters: int) -> None:
+        """`kind` is the class; `reply_characters` is the longest reply, of which the rest is left out."""
+        self._kind, self._limit = kind, reply_characters
+        self._environment: Any = None
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to a request. If the environment raises, it is {"failed": one line}."""
+        try:
+            reply = self._answer(request)
+            json.dumps(reply)
+        except WrongEnvironment as error:
+            return {"failed": str(error)}
+        except BaseException as error:
+            return {"failed": one_line(error)}
+        return reply
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self._environment is None:
+            self._environment = self._kind()
+        environment = self._environment
+        match request["do"]:
+            case "describe":
+                return self._describe()
+            case "reset":
+                return {"text": self._reset(request["columns"])}
+            case "step":
+                return self._step(request["message"])
+            case "call":
+                return {"texts": [self._call(call) for call in request["calls"]]}
+        reward = getattr(environment, "reward", None)
+        return {"attributes": _attributes(environment), "reward": None if callable(reward) else _number(reward)}
+
+    def _describe(self) -> dict[str, Any]:
+        style = style_of(self._environment)
+        if style == "step":
+            return {"style": style, "tools": []}
+        tools = importlib.import_module("covey.llm.conversation.tools")
+        return {"style": style, "tools": [tool.schema for tool in tools.describe_tools(self._environment)]}
+
+    def _reset(self, columns: Mapping[str, Any]) -> str | None:
+        reset = getattr(self._environment, "reset", None)
+        if reset is None:
+            return None
+        first = reset(**_accepted(reset, columns))
+        return None if first is None else self._text(first, "reset")
+
+    def _step(self, message: str) -> dict[str, Any]:
+        found = self._environment.step(message)
+        if not isinstance(found, (tuple, list)) or len(found) != 3:
+            raise WrongEnvironment(f"step returned {shown(found)} instead of a reply, a reward and whether it is over")
+        reply, reward, done = found
+        number = _number(reward)
+        if number is None and reward is not None:
+            raise WrongEnvironment(f"step returned the reward {shown(reward)}: a finite number is needed")
+        if not isinstance(done, int) and type(done).__name__ not in ("bool", "bool_"):
+            raise WrongEnvironment(f"step returned {shown(done)} as the third value: True or False is needed")
+        text = "" if reply is None and done else self._text(reply, "step")
+        return {"text": text, "reward": number or 0.0, "done": bool(done)}
+
+    def _call(self, call: Mapping[str, Any]) -> str:
+        tools = importlib.import_module("covey.llm.conversation.tools")
+        calls = importlib.import_module("covey.llm.conversation.tool_calls")
+        checked = calls.ToolCall(call["name"], call["arguments"])  # the run has checked it
+        return self._text(tools.run_tool(self._environment, checked), call["name"])
+
+    def _text(self, value: Any, method: str) -> str:
+        """A reply without lone surrogates, cut at the limit."""
+        if not isinstance(value, str):
+            raise WrongEnvironment(f"{method} returned {shown(value)} instead of a text")
+        left_out = len(value) - self._limit
+        text = value[: self._limit].encode("utf-8", "replace").decode()
+        return f"{text} ... ({left_out:,} more characters)" if left_out > 0 else text
+
+
+def _accepted(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that a method takes."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(columns)
+    for name, parameter in parameters.items():
+        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+        if required and name not in columns:
+            there = ", ".join(columns) or "no columns"
+            raise WrongEnvironment(f"reset asks for {name!r}, but the data has only {there}")
+    return {name: value for name, value in columns.items() if name in parameters}
+
+
+def _attributes(environment: Any) -> dict[str, Any]:
+    """Public attributes of JSON's types, for rewards over the conversation."""
+    found: dict[str, Any] = {}
+    for name, value in list(getattr(environment, "__dict__", {}).items()):
+        if name.startswith("_") or len(found) == MOST_ATTRIBUTES:
+            continue
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            continue
+        if len(text) <= LONGEST_ATTRIBUTE:
+            found[name] = json.loads(text)
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    if value is None or isinstance(value, (str, bytes, bytearray)):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None

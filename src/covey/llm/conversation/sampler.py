@@ -1,0 +1,160 @@
+"""Sampler of conversations: the model and an environment take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from covey.config.data_file import stable_hash
+from covey.data import Group, Start
+from covey.llm.conversation.conversation import Conversation, Limits
+from covey.llm.conversation.encoding import ConversationEncoder
+from covey.llm.conversation.workers import Environments, Reply
+from covey.llm.generation.generator import Completion, GenerationRequest
+from covey.llm.sampler import LanguageSampler, completions_of
+
+if TYPE_CHECKING:
+    from covey.llm.conversation.styles import Style
+    from covey.llm.generation.turns import Continuation, TurnGenerator
+
+
+@dataclass
+class Counts:
+    """What happened in the conversations since the last call of `metrics`."""
+
+    conversations: int = 0
+    turns: int = 0
+    calls: int = 0
+    failed: int = 0
+    different_prompts: int = 0  # groups whose first observations differ
+
+    def add(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.different_prompts += len({rollout.context for rollout in group.rollouts}) > 1
+            for rollout in group.rollouts:
+                messages = rollout.messages or ()
+                self.conversations += 1
+                self.turns += len(rollout.turn_rewards or ())
+                self.calls += sum(len(message.get("tool_calls", ())) for message in messages)
+                self.failed += bool(rollout.failure)
+
+    def metrics(self) -> dict[str, float]:
+        if not self.conversations:
+            return {}
+        return {
+            "conversation/turns": self.turns / self.conversations,
+            "conversation/tool_calls": self.calls / self.conversations,
+            "conversation/failed": float(self.failed),
+            "conversation/different_prompts": float(self.different_prompts),
+        }
+
+
+@dataclass
+class ConversationSampler(LanguageSampler):
+    """Samples `group_size` conversations from every start; implements `covey.data.Sampler`.
+
+    `max_new_tokens` is the limit of one turn. The environments of a group are reset with the same columns and the same
+    seed of the global random generators, a function of (seed, step, start).
+    """
+
+    environments: Environments = None  # type: ignore[assignment]  # the fields before it have defaults
+    style: Style = None  # type: ignore[assignment]
+    turns: int = 8
+    total_tokens: int = 512  # of a conversation after its prompt
+    _counts: Counts = field(default_factory=Counts, init=False)
+
+    def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
+        """Groups in the order of `starts`. A conversation whose environment fails has a `failure`."""
+        encoder = ConversationEncoder(self.chat)
+        limits = Limits(self.turns, self.max_new_tokens, self.total_tokens)
+        opened = [
+            [Conversation(self._open(start, step), self.style, encoder, limits) for _ in range(group_size)]
+            for start in starts
+        ]
+        every = [conversation for conversations in opened for conversation in conversations]
+        try:
+            self._reset(starts, opened)
+            contexts = self._converse(starts, opened, step, first_rollout, limits)
+            ends = [None if one.failure else one.session.ask({"do": "end"}) for one in every]
+            for conversation, end in zip(every, ends, strict=True):
+                if end is not None:
+                    conversation.finish(end)
+        finally:
+            for conversation in every:
+                conversation.session.close()
+        groups = [
+            Group(start, [one.rollout(context) for one, context in zip(*both, strict=True)])
+            for start, *both in zip(starts, opened, contexts, strict=True)
+        ]
+        self._counts.add(groups)
+        for group in groups:
+            self.ready(group)
+        return groups
+
+    def truncated(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
+        """The groups themselves: conversations are evaluated at their own limits only."""
+        return list(groups)
+
+    def metrics(self) -> dict[str, float]:
+        counts, self._counts = self._counts, Counts()
+        return super().metrics() | counts.metrics()
+
+    def _open(self, start: Start, step: int) -> Any:
+        return self.environments.open(environment_seed(self.seed, step, start.index))
+
+    def _reset(self, starts: Sequence[Start], opened: Sequence[Sequence[Conversation]]) -> None:
+        """Reset all environments. One that fails has the prompt of a sibling, so that its rollout has tokens."""
+        resets: list[list[Future[Reply]]] = [
+            [one.session.ask({"do": "reset", "columns": dict(start.columns)}) for one in conversations]
+            for start, conversations in zip(starts, opened, strict=True)
+        ]
+        for start, conversations, replies in zip(starts, opened, resets, strict=True):
+            for conversation, reply in zip(conversations, replies, strict=True):
+                conversation.begin(start.prompt, reply)
+            sound = next((one for one in conversations if not one.failure), conversations[0])
+            for conversation in conversations:
+                if conversation.failure:
+                    conversation.prompt = sound.prompt
+
+    def _converse(
+        self,
+        starts: Sequence[Start],
+        opened: Sequence[Sequence[Conversation]],
+        step: int,
+        first_rollout: int,
+        limits: Limits,
+    ) -> list[list[tuple[int, ...]]]:
+        """Generate all turns; returns the prompts. Neighbours with equal prompts are one request."""
+        settings = self.settings(limits.first_turn)
+        requests: list[GenerationRequest] = []
+        asked: list[Sequence[Conversation]] = []
+        contexts: list[list[tuple[int, ...]]] = []
+        for start, conversations in zip(starts, opened, strict=True):
+            contexts.append([])
+            for messages, same in groupby(conversations, key=lambda one: one.prompt):
+                part = list(same)
+                key = self._key(start, step, first_rollout + len(contexts[-1]))
+                prompt = self.style.encode(messages)
+                requests.append(GenerationRequest(prompt, len(part), key, settings))
+                asked.append(part)
+                contexts[-1] += [prompt] * len(part)
+
+        def respond(number: int, index: int, completion: Completion) -> Future[Continuation | None]:
+            return asked[number][index].answer(completion)
+
+        generator: TurnGenerator = self.generator  # type: ignore[assignment]
+        for failure in generator.converse(requests, respond, limits.tokens):
+            if failure is not None:
+                completions_of(failure)  # raises
+        return contexts
+
+
+def environment_seed(seed: int, step: int, index: int) -> int:
+    """Seed of the global random generators in the process of an environment.
+
+    Held-out starts, of step 0, have the same environments for every seed of a run.
+    """
+    return stable_hash("environment", seed if step else 0, step, index) % 2**63

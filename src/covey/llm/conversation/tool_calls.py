@@ -1,0 +1,301 @@
+"""Tool calls in the text of a turn, in the formats of the common chat templates.
+
+| format | a call |
+|---|---|
+| hermes | `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`: Hermes, Qwen 2.5 and 3, SmolLM3 |
+| smollm | `<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>`: SmolLM2, all calls in one list |
+| qwen_xml | `<tool_call><function=add><parameter=a>1</parameter></function></tool_call>`: Qwen3-Coder, Qwen 3.5 |
+| llama3 | `{"name": "add", "parameters": {"a": 1}}` as the whole turn, `<|python_tag|>` before it or not |
+| mistral | `[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}` for each call |
+| fenced | a fenced code block with the language `tool`, which has a JSON object as in hermes; for all other templates |
+
+The text must have the special tokens (`[TOOL_CALLS]` is one) and no end token. A call that cannot be read is an error,
+which is a message for the model. This module imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT_ID = "000000000"  # of a call without one; Mistral's templates accept only nine letters and digits
+FORMATS = ("hermes", "smollm", "qwen_xml", "llama3", "mistral", "fenced")
+MOST_CALLS = 64  # in one turn; further ones are not read
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool by the model."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None  # if the format has one
+
+    def message(self) -> dict[str, Any]:
+        """The call as an entry of `tool_calls` in a chat message."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"type": "function", "id": self._valid_id, "function": function}
+
+    def reply(self, content: str) -> dict[str, Any]:
+        """The chat message of the role tool with the result of this call."""
+        return {"role": "tool", "name": self.name, "tool_call_id": self._valid_id, "content": content}
+
+    @property
+    def _valid_id(self) -> str:
+        return self.id if self.id is not None and re.fullmatch("[A-Za-z0-9]{9}", self.id) else DEFAULT_ID
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A turn of the model: its text without the calls, the calls in their order, and a message for each bad call."""
+
+    content: str
+    calls: tuple[ToolCall, ...]
+    errors: tuple[str, ...]
+
+    def message(self) -> dict[str, Any]:
+        """The turn as a chat message of the role assistant."""
+        calls = {"tool_calls": [call.message() for call in self.calls]} if self.calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
+
+
+def find_format(template: str | None) -> str:
+    """The format of the calls that a chat template shows to the model; `fenced` if it shows none that is known.
+
+    A model whose format is `fenced` is told of its tools by `tool_prompt.with_tools`.
+    """
+    text = template or ""
+    if "<tool_call>" in text:
+        return "qwen_xml" if "<function=" in text else "hermes"
+    if "[TOOL_CALLS]" in text:
+        return "mistral"
+    if "<|start_header_id|>" in text and "ipython" in text and "parameters" in text:
+        return "llama3"
+    return "fenced"
+
+
+def read_calls(text: str, format: str) -> ParsedTurn:
+    """Read the calls in the text of a turn. Never raises, whatever the text.
+
+    A call inside of the model's thinking (`<think>`) is no call. The end mark of the last call may be missing.
+    """
+    begin = _end_of_thinking(text)
+    reader = _Reader(text[begin:], format)
+    _READERS[format](reader)
+    content = text[:begin] + "".join(reader.content)
+    return ParsedTurn(content.strip(), tuple(reader.calls), tuple(reader.errors))
+
+
+def write_calls(calls: Sequence[ToolCall], format: str) -> str:
+    """The text of calls as a model with this format writes them, for examples."""
+    arguments = "parameters" if format == "llama3" else "arguments"
+    objects = [_json({"name": call.name, arguments: call.arguments}) for call in calls]
+    match format:
+        case "hermes":
+            return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
+        case "smollm":
+            return f"<tool_call>[{', '.join(objects)}]</tool_call>"
+        case "qwen_xml":
+            return "\n".join(map(_xml_call, calls))
+        case "llama3":
+            return "; ".join(objects)
+        case "mistral":
+            return "".join(f"[TOOL_CALLS]{call.name}[ARGS]{_json(call.arguments)}" for call in calls)
+        case _:
+            return "\n".join(f"```tool\n{text}\n```" for text in objects)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _xml_call(call: ToolCall) -> str:
+    parameters = [
+        f"<parameter={name}>\n{value if isinstance(value, str) else _json(value)}\n</parameter>\n"
+        for name, value in call.arguments.items()
+    ]
+    return f"<tool_call>\n<function={call.name}>\n{''.join(parameters)}</function>\n</tool_call>"
+
+
+class RawText(str):
+    """An argument of a format without types; a tool with another type than string gets it read as JSON."""
+
+    __slots__ = ()
+
+
+class _CannotRead(Exception):
+    """A call is wrong; the text says how, for the model."""
+
+
+class _Reader:
+    """Takes calls and text from a turn, from left to right."""
+
+    def __init__(self, text: str, format: str) -> None:
+        self.text, self.format, self.place = text, format, 0
+        self.content: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.errors: list[str] = []
+
+    def skip_to(self, mark: re.Pattern[str]) -> re.Match[str] | None:
+        """Move behind the next mark; the text before it, or all that is left, is content."""
+        found = mark.search(self.text, self.place) if len(self.calls) + len(self.errors) < MOST_CALLS else None
+        self.content.append(self.text[self.place : found.start() if found else len(self.text)])
+        self.place = found.end() if found else len(self.text)
+        return found
+
+    def take(self, mark: re.Pattern[str]) -> re.Match[str] | None:
+        """The mark if it is next, after white space; moves behind it."""
+        found = mark.match(self.text, _SPACE.match(self.text, self.place).end())  # type: ignore[union-attr]
+        self.place = found.end() if found else self.place
+        return found
+
+    def take_json(self) -> Any:
+        """The JSON value that is next; raises _CannotRead if there is none."""
+        begin = _SPACE.match(self.text, self.place).end()  # type: ignore[union-attr]
+        try:
+            value, self.place = _DECODER.raw_decode(self.text, begin)
+        except json.JSONDecodeError as error:
+            raise _CannotRead(f"it is no valid JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:
+            raise _CannotRead(f"it is no valid JSON: {str(error)[:100]}") from None
+        return value
+
+    def take_call(self, end: re.Pattern[str], read: Callable[[], Iterable[ToolCall]]) -> None:
+        """Take calls up to the end mark, or an error; a call with an error is left out up to the mark."""
+        try:
+            calls = list(read())
+            if not self.take(end) and not _SPACE_TO_END.match(self.text, self.place):
+                raise _CannotRead("there is other text after it")
+            self.calls += calls
+        except _CannotRead as error:
+            found = end.search(self.text, self.place)
+            self.place = found.end() if found else len(self.text)
+            self.errors.append(
+                f"Error: a tool call cannot be read: {error}. Write calls like this: {_EXAMPLES[self.format]}"
+            )
+
+    def take_objects(self) -> list[ToolCall]:
+        """A JSON object with a call, or a list of them."""
+        value = self.take_json()
+        return [_call_of(entry) for entry in (value if isinstance(value, list) else [value])]
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_SPACE, _SPACE_TO_END = re.compile(r"\s*"), re.compile(r"\s*\Z")
+_TAG, _END_TAG = re.compile("<tool_call>"), re.compile("</tool_call>")
+_FENCE, _END_FENCE = re.compile(r"^ {0,3}```tool[ \t]*$\n?", re.MULTILINE), re.compile(r"```")
+_LLAMA_CALL = re.compile(r'\s*+(<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)"\s*:)')
+_PYTHON_TAG, _SEMICOLON, _END = re.compile(r"<\|python_tag\|>"), re.compile(";"), re.compile(r"\Z")
+_TOOL_CALLS, _NAME = (
+    re.compile(r"\[TOOL_CALLS\]"),
+    re.compile(r"([^\s\[\]{}]+)\s*(?:\[CALL_ID\]([^\s\[\]{}]*))?\s*\[ARGS\]"),
+)
+_NEXT_MISTRAL = re.compile(r"(?=\[TOOL_CALLS\])|\Z")
+_FUNCTION, _END_FUNCTION = re.compile(r"<function=([^<>\n]+)>"), re.compile("</function>")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(?:\n)?(.*?)(?:\n)?</parameter>", re.DOTALL)
+_THOUGHT_END = re.compile(r"^</think>", re.MULTILINE)
+
+
+def _end_of_thinking(text: str) -> int:
+    """Where the answer begins; the beginning of the thinking may be in the prompt, which the template wrote."""
+    if text.lstrip().startswith("<think>"):
+        end = text.find("</think>")
+        return end + len("</think>") if end >= 0 else len(text)
+    found = _THOUGHT_END.search(text)
+    return found.end() if found else 0
+
+
+def _call_of(value: Any) -> ToolCall:
+    """The call of an object with name and arguments, as OpenAI's or in the function of one."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = {"id": value.get("id"), **value["function"]}
+    if not isinstance(value, dict):
+        raise _CannotRead("it is no JSON object")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        raise _CannotRead("it has no name of a tool")
+    given = value.get("id")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return ToolCall(name, _arguments(arguments), given if isinstance(given, str) else None)
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):  # JSON in JSON, as OpenAI has it
+        try:
+            value = _DECODER.decode(value)
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise _CannotRead("its arguments are no JSON object")
+    return value
+
+
+def _read_tags(reader: _Reader) -> None:
+    while reader.skip_to(_TAG):
+        reader.take_call(_END_TAG, reader.take_objects)
+
+
+def _read_fences(reader: _Reader) -> None:
+    while reader.skip_to(_FENCE):
+        reader.take_call(_END_FENCE, reader.take_objects)
+
+
+def _read_llama(reader: _Reader) -> None:
+    found = _LLAMA_CALL.match(reader.text)
+    if not found:
+        if reader.skip_to(_PYTHON_TAG):
+            reader.take_call(_END, reader.take_objects)
+        return
+    reader.place = found.end()
+
+    def objects() -> Iterable[ToolCall]:
+        yield from reader.take_objects()
+        while reader.take(_SEMICOLON):
+            yield from reader.take_objects()
+
+    reader.take_call(_END, objects)
+
+
+def _read_mistral(reader: _Reader) -> None:
+    def calls() -> Iterable[ToolCall]:
+        named = reader.take(_NAME)
+        if not named:
+            yield from reader.take_objects()
+            return
+        yield ToolCall(named[1], _arguments(reader.take_json()), named[2] or None)
+
+    while reader.skip_to(_TOOL_CALLS):
+        reader.take_call(_NEXT_MISTRAL, calls)
+
+
+def _read_xml(reader: _Reader) -> None:
+    def calls() -> Iterable[ToolCall]:
+        if not (named := reader.take(_FUNCTION)):
+            raise _CannotRead("it has no <function=NAME>")
+        arguments = {}
+        while parameter := reader.take(_PARAMETER):
+            arguments[parameter[1].strip()] = RawText(parameter[2])
+        if not reader.take(_END_FUNCTION):
+            raise _CannotRead("it has no </function> after its parameters")
+        yield ToolCall(named[1].strip(), arguments)
+
+    while reader.skip_to(_TAG):
+        reader.take_call(_END_TAG, calls)
+
+
+_READERS: Mapping[str, Callable[[_Reader], None]] = {
+    "hermes": _read_tags,
+    "smollm": _read_tags,
+    "qwen_xml": _read_xml,
+    "llama3": _read_llama,
+    "mistral": _read_mistral,
+    "fenced": _read_fences,
+}
+_EXAMPLES = {format: write_calls([ToolCall("NAME", {"ARGUMENT": "VALUE"})], format) for format in FORMATS}

@@ -1,0 +1,206 @@
+"""`covey sft`: a training from the command line, its folder, its resume after SIGKILL, its mistakes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from helpers.run_helpers import Moment, covey, files
+from helpers.tiny_models import tiny_folder
+
+RECIPE = """
+model = "tiny"
+precision = "fp32"
+threads = 1
+
+[sft]
+data = "data.jsonl"
+epochs = 2
+batch_size = 4
+learning_rate = 1e-2
+warmup_steps = 2
+
+[checkpoint]
+every = 2
+"""
+STEPS = 10  # of two epochs over 18 examples
+CLOCKED = {"metrics.jsonl", "summary.json", "covey.lock", "origin.json", "config.toml"}
+
+
+def lines(path: Path, *rows: Any) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    tiny_folder(folder / "tiny")
+    (folder / "sums.toml").write_text(RECIPE)
+    pairs = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(1, 6) for b in range(4)]
+    lines(folder / "data.jsonl", *pairs)
+    return folder
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in found]
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> tuple[Path, str]:
+    """A training that was not interrupted, and what it said."""
+    code, said = covey("sft", "sums.toml", cwd=place)
+    assert code == 0, said
+    return place / "runs" / "sums_sft-001", said
+
+
+def test_a_training_lowers_the_held_out_loss_and_leaves_a_run_that_others_start_from(whole, place):
+    run_dir, said = whole
+    metrics = metrics_of(run_dir)
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in metrics if "sft/held_out_loss" in line] == [5, 10]
+    assert metrics[0]["learning_rate"] == pytest.approx(5e-3)
+    assert metrics[-1]["sft/epoch"] == 2
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["examples"] == {"training": 18, "held_out": 2}
+    assert summary["decisions_trained"] == sum(line["sft/decisions"] for line in metrics)
+    losses = summary["held_out_loss"]
+    assert losses["after"] == metrics[-1]["sft/held_out_loss"] < losses["before"] / 1.5
+    _, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert said.splitlines()[-1] == "Next: covey train RECIPE --model runs/sums_sft-001/model"
+    for words, shown in (
+        (["runs"], "sums_sft-001  finished  10/10"),
+        (["report", run_dir], "has the report"),
+        (["sample", run_dir, "1+1=", "--n", "1", "--max-new-tokens", "2"], ""),
+        (["export", run_dir, place / "exported"], ""),
+    ):
+        code, printed = covey(*words, cwd=place)
+        assert code == 0, printed
+        assert shown in printed
+
+
+def test_a_recipe_with_a_task_gives_the_whole_command_that_goes_on(place):
+    recipe = RECIPE + '[task]\nname = "arithmetic"\n[[rewards]]\nname = "numeric"\n[sampling]\ngroup_size = 2\n'
+    (place / "both.toml").write_text(recipe)
+    words = ["--epochs", "1", "--learning-rate", "1e-3", "--batch-size", "20", "--held-out-fraction", "0"]
+    code, said = covey("sft", "both.toml", *words, "--run-dir", "warm", cwd=place)
+    assert code == 0, said
+    assert said.splitlines()[-1] == "Next: covey train both.toml --model warm/model"
+    [line] = metrics_of(place / "warm")
+    assert line["learning_rate"] == pytest.approx(5e-4)  # of a warm-up of two steps
+    assert json.loads((place / "warm" / "summary.json").read_text())["held_out_loss"] == {"before": None, "after": None}
+    short = ["--steps", "1", "--prompts-per-step", "2", "--evaluation.problems", "2", "--max-new-tokens", "2"]
+    code, said = covey("train", "both.toml", "--model", "warm/model", *short, "--run-dir", "trained", cwd=place)
+    assert code == 0, said
+
+
+def assert_same(run_dir: Path, expected: Path) -> None:
+    """The same bits, but for clocks and paths."""
+    assert metrics_of(run_dir) == metrics_of(expected)
+    made, wanted = files(run_dir), files(expected)
+    assert made.keys() == wanted.keys()
+    assert "model/model.safetensors" in made
+    for name in wanted.keys() - CLOCKED:
+        if not name.endswith("manifest.json"):
+            assert made[name] == wanted[name], name
+    [one, other] = (json.loads((folder / "summary.json").read_text()) for folder in (run_dir, expected))
+    for key in ("steps", "loss", "held_out_loss", "decisions_trained"):
+        assert one[key] == other[key]
+
+
+LATER = [pytest.param(*moment, marks=(pytest.mark.slow, pytest.mark.ci_sample)) for moment in ((1, 0), (6, 900))]
+
+
+@pytest.mark.parametrize(("step", "calls"), [(3, 40), *LATER])
+def test_a_killed_training_ends_with_the_same_bits(step, calls, whole, place):
+    run_dir = place / f"killed-{step}"
+    moment = Moment(step, calls)
+    code, said = covey("sft", "sums.toml", "--run-dir", run_dir, cwd=place, moment=moment)
+    assert code == -signal.SIGKILL, said
+    code, said = covey("train", "--resume", run_dir, cwd=place)
+    assert code == 2
+    assert f"is a supervised training: continue it with covey sft --resume {run_dir}" in said
+    code, said = covey("sft", "--resume", run_dir, cwd=place)
+    assert code == 0, said
+    assert "resuming after step" in said
+    assert_same(run_dir, whole[0])
+
+
+def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
+    run_dir = place / "stopped"
+    moment = Moment(4, 0, signal.SIGINT)
+    code, said = covey("sft", "sums.toml", "--run-dir", "stopped", cwd=place, moment=moment)
+    assert code == 130, said
+    assert said.splitlines()[-1] == "stopped after step 4. Go on with: covey sft --resume stopped"
+    code, said = covey("sft", "--resume", "stopped", "--epochs", "9", cwd=place)
+    assert code == 2
+    assert "a resumed training keeps the settings" in said
+    data = (place / "data.jsonl").read_text()
+    (place / "data.jsonl").write_text(data.replace("5+1=", "5-1="))
+    code, said = covey("sft", "--resume", "stopped", cwd=place)
+    (place / "data.jsonl").write_text(data)
+    assert code == 2
+    assert "the examples of data.jsonl have changed since the training began" in said
+    code, said = covey("sft", "--resume", "stopped", cwd=place)
+    assert code == 0, said
+    assert_same(run_dir, whole[0])
+    code, said = covey("sft", "--resume", "stopped", cwd=place)
+    assert code == 2
+    assert "is finished: its model is" in said
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "told"),
+    [
+        ([], [], "bad.jsonl is empty"),
+        ([{"prompt": "1"}], [], "bad.jsonl line 1: there is no 'completion'"),
+        ([{"question": "1", "completion": "2"}], [], "bad.jsonl line 1: there is no 'prompt'"),
+        ([{"prompt": "1", "completion": " "}], [], "bad.jsonl line 1: 'completion' is empty"),
+        ([{"prompt": "1", "completion": "2"}], [], "bad.jsonl has only one prompt"),
+        ([{"prompt": "1", "completion": "2" * 300}, {"prompt": "2", "completion": "2"}], [], "at most 256 are trained"),
+        ([{"messages": [{"role": "user", "content": "1"}]}], [], "no message of the role 'assistant'"),
+        ([{"messages": [{"role": "assistant", "content": "1"}]}], [], "begins with the role 'assistant'"),
+        ([{"messages": "1"}], [], "'messages' must be a list of chat messages"),
+        ([{"prompt": "1", "completion": "2"}], ["--data", "absent.jsonl"], "there is no file absent.jsonl"),
+        ([{"prompt": "1", "completion": "2"}], ["--data", "data.py:rows"], "there is no file data.py"),
+        ([{"prompt": "1", "completion": "2"}], ["--data", ""], "no examples: set data"),
+        ([{"prompt": "1", "completion": "2"}], ["--lora.rank", "4"], "covey sft trains all weights"),
+        ([{"prompt": "1", "completion": "2"}], ["--epochs", "0"], "sft.epochs must be at least 1"),
+        ([{"prompt": "1", "completion": "2"}], ["--prompt-column", "completion"], "another field of [sft] names too"),
+    ],
+)
+def test_a_mistake_is_one_line_before_the_model_is_loaded(rows, words, told, place):
+    lines(place / "bad.jsonl", *rows)
+    weights = place / "tiny" / "model.safetensors"
+    content = weights.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    weights.write_bytes(content[:begin] + b"\xff" * (len(content) - begin))  # NaN, which is refused when it is loaded
+    before = {*(place / "runs").glob("*")}
+    try:
+        code, said = covey("sft", "sums.toml", "--data", "bad.jsonl", *words, cwd=place)
+    finally:
+        weights.write_bytes(content)
+    assert code == 2, said
+    [line] = said.strip().splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+    assert {*(place / "runs").glob("*")} == before
+
+
+def test_examples_of_a_function_and_other_recipes(place):
+    (place / "rows.py").write_text("def rows():\n    return [{'q': f'{n}+1=', 'a': str(n + 1)} for n in range(5)]\n")
+    words = ["--data", "rows.py:rows", "--prompt-column", "q", "--completion-column", "a", "--epochs", "1"]
+    code, said = covey("sft", "sums.toml", *words, "--run-dir", "of-function", cwd=place)
+    assert code == 0, said
+    code, said = covey("sft", "cartpole_grpo", cwd=place)
+    assert code == 2
+    assert "is a recipe for control" in said
+    code, said = covey("train", "sums.toml", "--batch-size", "4", cwd=place)
+    assert code == 2
+    assert "unknown field --batch-size" in said, "a field of [sft] has no effect in covey train"

@@ -1,0 +1,229 @@
+"""Tool calls are read as chat templates write them; a text that is no call, or a broken one, never raises."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from covey.llm.conversation.tool_calls import (
+    DEFAULT_ID,
+    FORMATS,
+    MOST_CALLS,
+    ParsedTurn,
+    ToolCall,
+    find_format,
+    read_calls,
+    write_calls,
+)
+from covey.llm.model.chat_templates import render
+from helpers.tool_templates import FORMATS as FORMAT_OF
+from helpers.tool_templates import SPECIAL, TEMPLATES
+
+USER = {"role": "user", "content": "u"}
+MARKS = (
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "```tool\n", "```", "<|python_tag|>",
+    "<function=add>", "</function>", "<parameter=a>", "</parameter>", "<think>", "\n</think>", "[", "]", "{", "}", ";",
+    '{"name": "add", "arguments": {"a": 1}}', '"name"', ":", "1", " ", "\n", "add", "NaN", "\\", '"', "ü", "\ud800",
+)  # fmt: skip
+text = st.text(max_size=8) | st.lists(st.sampled_from(MARKS[:-1]), max_size=3).map("".join)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=5,
+)
+names = st.sampled_from(["add", "run_python", "f2"])
+calls = st.lists(st.builds(ToolCall, names, st.dictionaries(text, values, max_size=3)), min_size=1, max_size=3)
+plain_calls = st.lists(
+    st.builds(
+        ToolCall, names, st.dictionaries(st.sampled_from("abc"), st.text("a1 <>{}\"'\\é", max_size=9).map(str.strip))
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def rendered(name: str, turn: ParsedTurn) -> str:
+    """The turn as the template writes it, without its end token."""
+    begin = render(TEMPLATES[name], [USER], SPECIAL)
+    whole = render(TEMPLATES[name], [USER, turn.message()], SPECIAL, answer_begins=False)
+    common = begin if whole.startswith(begin) else begin.rstrip("\n")
+    assert whole.startswith(common)
+    written = whole[len(common) :]
+    for end in ("<|im_end|>\n", "<|eot_id|>", "</s>"):
+        written = written.removesuffix(end)
+    return written
+
+
+def without_ids(calls: tuple[ToolCall, ...]) -> list[tuple[str, dict]]:
+    return [(call.name, call.arguments) for call in calls]
+
+
+def check_round_trip(name: str, calls: list[ToolCall]) -> None:
+    given = calls[:1] if name == "llama3" else calls
+    found = read_calls(rendered(name, ParsedTurn("", tuple(given), ())), FORMAT_OF[name])
+    assert found.errors == ()
+    assert found.content.replace("<think>", "").replace("</think>", "").strip() == ""
+    assert without_ids(found.calls) == without_ids(tuple(given))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_format_is_found_in_the_template(name: str) -> None:
+    assert find_format(TEMPLATES[name]) == FORMAT_OF[name]
+
+
+def test_a_model_without_a_template_writes_fenced_calls() -> None:
+    assert find_format(None) == "fenced"
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "hermes3", "llama3", "mistral", "mistral_small"])
+@settings(max_examples=20)
+@given(calls)
+@example([ToolCall("add", {"a": "</tool_call>", "b": "[TOOL_CALLS]"}), ToolCall("add", {})])
+@example([ToolCall("add", {"a": "\n</think>\n", "b": '"}]', "c": [1.5, None, {"d": True}]})])
+def test_calls_that_a_template_writes_are_read_back(name: str, calls: list[ToolCall]) -> None:
+    check_round_trip(name, calls)
+
+
+@settings(max_examples=20)
+@given(plain_calls)
+def test_calls_in_xml_are_read_back(calls: list[ToolCall]) -> None:
+    check_round_trip("qwen3_coder", calls)
+
+
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "qwen_xml"])
+@settings(max_examples=25)
+@given(calls)
+@example([ToolCall("add", {"a": "```"}), ToolCall("add", {"a": "</tool_call>\n```tool\n"})])
+def test_calls_that_covey_writes_are_read_back(format: str, calls: list[ToolCall]) -> None:
+    found = read_calls(write_calls(calls, format), format)
+    assert without_ids(found.calls) == without_ids(tuple(calls))
+    assert (found.content, found.errors) == ("", ())
+
+
+@settings(max_examples=20)
+@given(plain_calls)
+def test_calls_that_covey_writes_in_xml_are_read_back(calls: list[ToolCall]) -> None:
+    found = read_calls(write_calls(calls, "qwen_xml"), "qwen_xml")
+    assert (without_ids(found.calls), found.errors) == (without_ids(tuple(calls)), ())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(MARKS) | st.text(max_size=5), max_size=25).map("".join))
+@example("")
+@example('<tool_call>{"name": "add", "arguments": ' + '{"a":' * 50_000)
+@example('{"name": "add", "parameters": {"a": ' + "9" * 5000 + "}}")
+@example('[TOOL_CALLS] [{"name": "add", "arguments": {"a": NaN}}]')
+@example("[TOOL_CALLS]add[ARGS]" + "[" * 50_000)
+@example("```tool\n" + "9" * 5000)
+@example(" " * 100_000)
+@example("<tool_call>" * 20_000)
+@example("<tool_call><function=add>" + "<parameter=a>" * 5000)
+def test_no_text_raises(format: str, text: str) -> None:
+    found = read_calls(text, format)
+    assert all(isinstance(call.name, str) and isinstance(call.arguments, dict) for call in found.calls)
+    assert all(error.startswith("Error: ") for error in found.errors)
+    assert len(found.calls) + len(found.errors) <= MOST_CALLS or found.calls
+
+
+@pytest.mark.parametrize(
+    ("format", "written"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}'),  # no end
+        ("hermes", '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "add"}</tool_call>'),
+        ("hermes", '<tool_call>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}</tool_call>'),
+        ("hermes", '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>'),
+        ("smollm", '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>'),
+        ("llama3", ' {"name": "add", "parameters": {"a": 1}}'),
+        ("llama3", '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1}}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]'),
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}'),
+        ("mistral", '[TOOL_CALLS]add [ARGS] {"a": 1}'),
+        ("fenced", '```tool\n{"name": "add", "arguments": {"a": 1}}\n```'),
+        ("fenced", '```tool\n{"name": "add", "arguments": {"a": 1}}'),
+    ],
+)  # fmt: skip
+def test_variants_of_a_call(format: str, written: str) -> None:
+    for before in ("", "I add.\n") if format != "llama3" else ("",):
+        found = read_calls(before + written, format)
+        assert without_ids(found.calls) == [("add", {"a": 1})]
+        assert (found.content, found.errors) == (before.strip(), ())
+    assert found.calls[0].id in (None, "abcdefghi")
+
+
+@pytest.mark.parametrize(
+    ("format", "written", "reason"),
+    [
+        ("hermes", '<tool_call>{"name": "add", </tool_call>', "it is no valid JSON: Expecting property name"),
+        ("hermes", "<tool_call>add(1, 2)</tool_call>", "it is no valid JSON: Expecting value"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "it has no name of a tool"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "its arguments are no JSON object"),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+            "it is no valid JSON: NaN is no number",
+        ),
+        ("hermes", '<tool_call>{"name": "add"} and more</tool_call>', "there is other text after it"),
+        ("smollm", "<tool_call>[7]</tool_call>", "it is no JSON object"),
+        ("qwen_xml", "<tool_call>add</tool_call>", "it has no <function=NAME>"),
+        ("qwen_xml", "<tool_call><function=add><parameter=a>1</tool_call>", "it has no </function>"),
+        ("llama3", '{"name": "add", "parameters": {"a": 1}', "it is no valid JSON"),
+        ("llama3", '<|python_tag|>search.call(query="x")', "it is no valid JSON"),
+        ("mistral", "[TOOL_CALLS]add(1)", "it is no valid JSON"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]1", "its arguments are no JSON object"),
+        ("fenced", "```tool\nadd(1, 2)\n```", "it is no valid JSON"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_answered_with_its_reason_and_the_format(
+    format: str, written: str, reason: str
+) -> None:
+    found = read_calls(written, format)
+    assert found.calls == ()
+    [error] = found.errors
+    assert error.startswith(f"Error: a tool call cannot be read: {reason}")
+    assert read_calls(error.partition("Write calls like this: ")[2], format).calls[0].name == "NAME"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "text", ["The answer is 42.", "", '{"answer": 42}', "```python\nprint(1)\n```", "`tool` {}", "[1, 2]"]
+)
+def test_other_text_is_content(format: str, text: str) -> None:
+    assert read_calls(text, format) == ParsedTurn(text, (), ())
+
+
+def test_a_broken_call_does_not_hide_the_next_one() -> None:
+    good = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    found = read_calls(f"a{good}b<tool_call>oops</tool_call>c{good}d", "hermes")
+    assert (found.content, len(found.calls), len(found.errors)) == ("abcd", 2, 1)
+
+
+def test_a_call_within_the_thinking_is_no_call() -> None:
+    call = write_calls([ToolCall("add", {})], "hermes")
+    for thought in (f"<think>\n{call}\n</think>\n", f"I could write {call}\n</think>\n"):
+        assert read_calls(thought, "hermes").calls == ()
+        assert read_calls(thought + call, "hermes").calls == (ToolCall("add", {}),)
+    assert read_calls(f"<think>\n{call}", "hermes").calls == ()
+
+
+def test_a_turn_has_a_limited_number_of_calls() -> None:
+    call = ToolCall("add", {})
+    assert len(read_calls(write_calls([call] * (MOST_CALLS + 5), "fenced"), "fenced").calls) == MOST_CALLS
+
+
+def test_messages_have_an_id_that_every_template_accepts() -> None:
+    assert ToolCall("add", {}, "call 1").reply("3")["tool_call_id"] == DEFAULT_ID
+    call = ToolCall("add", {"a": 1}, "abcdefghi")
+    assert call.reply("3") == {"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": "3"}
+    assert ParsedTurn("I add.", (call,), ()).message() == {
+        "role": "assistant",
+        "content": "I add.",
+        "tool_calls": [{"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": 1}}}],
+    }
+    assert "tool_calls" not in ParsedTurn("5", (), ()).message()

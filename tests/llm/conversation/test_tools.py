@@ -1,0 +1,319 @@
+"""Tools: schemas of an environment's methods, and calls with checked arguments."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.config import ConfigError
+from covey.llm.conversation.tool_calls import RawText, ToolCall, read_calls
+from covey.llm.conversation.tool_prompt import call_format, with_tools
+from covey.llm.conversation.tools import Tool, ToolError, call_tool, check_call, describe_tools, run_tool, text_of
+from helpers.chat_models import CHAT_MODELS, chat_of
+
+
+class Base:
+    def first(self) -> None:
+        """Do nothing."""
+
+
+class Shop(Base):
+    """An environment with tools of all kinds."""
+
+    rate = 1.5
+
+    @property
+    def owner(self) -> str:
+        raise AssertionError("a property is no tool")
+
+    def reset(self, **columns: Any) -> None:
+        self.sold: list[str] = []
+
+    def sell(self, item: str, count: int = 1, price: float | None = None) -> str:
+        """Sell an item.
+
+        Args:
+            item: name of the item
+            count: number of items
+            price: of each
+        """
+        return f"{count} {item} at {price}"
+
+    def paint(
+        self, color: Literal["red", "blue"], parts: list[int], labels: dict[str, str], size: tuple[int, str]
+    ) -> Any:
+        """Paint parts.
+
+        Args:
+            color: the color
+            parts: numbers of the parts
+            labels: of the parts
+            size: number and unit
+        """
+        return [color, parts, labels, size]
+
+    @staticmethod
+    def ring(loud: bool) -> bool:
+        """Ring the bell.
+
+        Args:
+            loud: or not
+        """
+        return loud
+
+    def either(self, value: list[int] | int) -> Any:
+        """Take a number or several.
+
+        Args:
+            value: the numbers
+        """
+        return value
+
+    def fail(self, kind: str) -> str:
+        """Fail.
+
+        Args:
+            kind: of the failure
+        """
+        if kind == "model":
+            raise ToolError("the shop is closed")
+        raise KeyError(kind)
+
+    def _hidden(self, x):
+        pass
+
+
+SHOP = Shop()
+TOOLS = describe_tools(SHOP)
+
+
+def called(name: str, **arguments: Any) -> str:
+    return call_tool(SHOP, ToolCall(name, arguments), TOOLS)
+
+
+def test_public_methods_are_tools_in_the_order_of_their_definition() -> None:
+    assert [tool.name for tool in TOOLS] == ["first", "sell", "paint", "ring", "either", "fail"]
+    assert describe_tools(Shop) == TOOLS
+    assert TOOLS[1].schema == {
+        "type": "function",
+        "function": {
+            "name": "sell",
+            "description": "Sell an item.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "item": {"type": "string", "description": "name of the item"},
+                    "count": {"type": "integer", "description": "number of items"},
+                    "price": {"type": "number", "nullable": True, "description": "of each"},
+                },
+                "required": ["item"],
+            },
+            "return": {"type": "string"},
+        },
+    }
+
+
+def test_an_environment_without_methods_has_no_tools() -> None:
+    class Game:
+        def reset(self) -> None: ...
+
+        def step(self, message): ...
+
+        def close(self) -> None: ...
+
+    assert describe_tools(Game()) == []
+
+
+def no_docstring(self, x: int) -> int:
+    return x
+
+
+def no_hint(self, x) -> int:
+    """Take x.
+
+    Args:
+        x: a number
+    """
+    return int(x)
+
+
+def no_description(self, x: int) -> int:
+    """Take x."""
+    return x
+
+
+def unknown_type(self, x: asyncio.Queue) -> int:
+    """Take x.
+
+    Args:
+        x: a queue
+    """
+    return 0
+
+
+def unresolved(self, x: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
+    """Take x.
+
+    Args:
+        x: of a type that is not defined
+    """
+    return 0
+
+
+def many(self, *numbers: int) -> int:
+    """Take numbers.
+
+    Args:
+        numbers: all
+    """
+    return 0
+
+
+async def later(self, x: int) -> int:
+    """Take x.
+
+    Args:
+        x: a number
+    """
+    return x
+
+
+@pytest.mark.parametrize("method", [no_docstring, no_hint, no_description, unknown_type, unresolved, many, later])
+def test_a_method_that_cannot_be_described_is_named(method: Any) -> None:
+    kind = type("Mine", (), {"method": method})
+    with pytest.raises(ConfigError, match=r"^the tool Mine\.method ") as caught:
+        describe_tools(kind())
+    assert "\n" not in str(caught.value)
+
+
+def test_calls() -> None:
+    assert called("sell", item="tea", count=2, price=1) == "2 tea at 1"
+    assert called("sell", item="tea", price=None) == "1 tea at None"
+    assert (
+        called("paint", color="red", parts=[1], labels={"a": "ü"}, size=[2, "m"])
+        == '["red", [1], {"a": "ü"}, [2, "m"]]'
+    )
+    assert called("ring", loud=True) == "true"
+    assert called("first") == "null"
+    assert called("either", value=[1, 2]) == "[1, 2]"
+    assert called("either", value=3) == "3"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("buy", {}, "there is no tool 'buy'; the tools are: first, sell, paint, ring, either, fail"),
+        ("_hidden", {"x": 1}, "there is no tool '_hidden'"),
+        ("reset", {}, "there is no tool 'reset'"),
+        ("x" * 500, {}, f"there is no tool '{'x' * 57}...'"),
+        ("sell", {}, "sell needs the argument 'item'"),
+        ("sell", {"item": "tea", "amount": 2}, "sell has no argument 'amount'; its arguments are: item, count, price"),
+        ("first", {"a": 1}, "first has no argument 'a'; its arguments are: none"),
+        ("sell", {"item": 5}, "the argument 'item' of sell must be a string, and is an integer"),
+        ("sell", {"item": "a", "count": 2.5}, "the argument 'count' of sell must be an integer, and is a number"),
+        ("sell", {"item": "a", "count": True}, "the argument 'count' of sell must be an integer, and is true or false"),
+        ("sell", {"item": "a", "count": "2"}, "the argument 'count' of sell must be an integer, and is a string"),
+        ("sell", {"item": "a", "count": None}, "the argument 'count' of sell must be an integer, and is null"),
+        ("sell", {"item": "a", "price": "1"}, "the argument 'price' of sell must be a number or null, and is a string"),
+        ("ring", {"loud": 1}, "the argument 'loud' of ring must be true or false, and is an integer"),
+        ("either", {"value": "x"}, "the argument 'value' of either must be a list, and is a string or must be an int"),
+        ("paint", {"color": "green"}, "the argument 'color' of paint must be one of \"red\", \"blue\""),
+        ("paint", {"parts": [1, "b"]}, "the argument 'parts' of paint has an entry 2 that must be an integer"),
+        ("paint", {"labels": {"a": 1}}, "the argument 'labels' of paint has an entry 'a' that must be a string"),
+        ("paint", {"size": [1]}, "the argument 'size' of paint must have 2 entries, and has 1"),
+        ("fail", {"kind": "model"}, "the shop is closed"),
+    ],
+)  # fmt: skip
+def test_a_mistake_of_the_model_is_answered(name: str, arguments: dict[str, Any], message: str) -> None:
+    assert called(name, **arguments).startswith(f"Error: {message}")
+
+
+def test_a_failure_of_the_tool_is_raised() -> None:
+    with pytest.raises(KeyError):
+        called("fail", kind="tool")
+
+
+def test_checking_and_running_are_separate_so_that_a_worker_needs_no_schemas() -> None:
+    call = check_call(TOOLS, ToolCall("ring", {"loud": False}))
+    assert run_tool(SHOP, call) == "false"
+    with pytest.raises(ToolError):
+        check_call(TOOLS, ToolCall("ring", {}))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "written", "value"),
+    [("count", "3", 3), ("price", "1.5", 1.5), ("price", "None", None), ("item", "3", "3"), ("item", "True", "True")],
+)
+def test_arguments_of_a_format_without_types_are_read_by_the_schema(parameter: str, written: str, value: Any) -> None:
+    text = f"<tool_call>\n<function=sell>\n<parameter={parameter}>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    [call] = read_calls(text, "qwen_xml").calls
+    arguments = check_call(TOOLS, ToolCall("sell", {"item": "a"} | call.arguments)).arguments
+    assert arguments[parameter] == value
+    assert type(arguments[parameter]) is type(value)
+    if parameter == "count":
+        with pytest.raises(ToolError, match="must be an integer, and is a string"):
+            check_call(TOOLS, ToolCall("sell", {"item": "a", "count": RawText("three")}))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.sampled_from([*(tool.name for tool in TOOLS[:-1]), "no"]),
+    st.dictionaries(
+        st.sampled_from(["item", "count", "price", "color", "parts", "labels", "size", "loud", "value", "z"]), values
+    ),
+)
+@settings(max_examples=100)
+def test_no_arguments_of_a_model_raise(name: str, arguments: dict[str, Any]) -> None:
+    assert isinstance(called(name, **arguments), str)
+
+
+def test_results_of_every_type_become_text() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    assert text_of("a\nb") == "a\nb"
+    assert text_of({"a": [1, 2.5, None]}) == '{"a": [1, 2.5, null]}'
+    assert text_of(loop) == "[[...]]"
+    assert text_of({1}) == "{1}"
+    assert text_of(b"x") == "b'x'"
+
+
+# ---- the prompt ----
+
+
+@pytest.mark.parametrize("name", CHAT_MODELS)
+def test_every_model_reads_of_its_tools_exactly_once(name: str) -> None:
+    chat = chat_of(name)
+    tools = [Tool(tool.name, tool.schema) for tool in TOOLS]
+    format = call_format(chat, tools)
+    prompt, schemas = with_tools(chat, [{"role": "user", "content": "Hello"}], tools, format)
+    text = chat.render(prompt, tools=schemas)
+    assert bool(schemas) == (format != "fenced")
+    assert text.count("Sell an item.") == 1
+    assert text.count("Hello") == 1
+    if format == "fenced":
+        assert "```tool\n" in text
+        assert "- sell(item: string, count: integer, price: number): Sell an item." in text
+
+
+def test_a_system_message_stays_before_the_description_of_the_tools() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    prompt, _ = with_tools(chat_of("smollm"), [system, {"role": "user", "content": "Hello"}], TOOLS, "fenced")
+    assert [message["role"] for message in prompt] == ["system", "user"]
+    assert prompt[0]["content"].startswith("Be brief.\n\nYou can call these tools:\n- first(): Do nothing.")
+
+
+def test_without_tools_the_prompt_is_unchanged() -> None:
+    assert with_tools(chat_of("smollm"), [{"role": "user", "content": "Hello"}], [], "fenced") == (
+        [{"role": "user", "content": "Hello"}],
+        [],
+    )

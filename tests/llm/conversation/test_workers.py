@@ -1,0 +1,187 @@
+"""Environments in processes: replies under deadlines, and faults that stay in their own conversation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from covey.config import ConfigError
+from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses, EnvironmentThreads
+from helpers import guessing
+
+FILE = str(Path(guessing.__file__))
+FAULTS = {
+    "raise too bad": r"^RuntimeError: too bad \(guessing.py line \d+\)$",
+    "hang": "took longer than 1.5 s for one call",
+    "die 7": "its process ended before it answered",
+    "kill": "its process ended before it answered",
+    "exit": "SystemExit: 3",
+    "number": "step returned int 42 instead of a text",
+    "reward nan": "returned the reward float nan: a finite number is needed",
+    "reward text": "returned the reward str 'high'",
+    "two": "instead of a reply, a reward and whether it is over",
+    "done": "str 'no' as the third value: True or False",
+}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    found = EnvironmentProcesses(f"{FILE}:Faulty", 1.5, 1000)
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=["processes", "threads"])
+def environments(request, processes):
+    return processes if request.param == "processes" else EnvironmentThreads(guessing.Faulty, 1.5, 1000)
+
+
+def say(session, message):
+    return session.ask({"do": "step", "message": message}).result(60)
+
+
+def test_a_conversation(environments):
+    session = environments.open(0)
+    assert session.ask({"do": "describe"}).result(60)["style"] == "step"
+    assert session.ask({"do": "reset", "columns": {"other": 1}}).result(60)["text"] is None
+    reply = say(session, "hello")
+    assert (reply["text"], reply["reward"], reply["done"]) == ("got hello", 0.5, False)
+    reply = say(session, "reward none")
+    assert (reply["text"], reply["reward"], reply["done"]) == ("", 0.0, False)
+    end = session.ask({"do": "end"}).result(60)
+    assert end["attributes"] == {"log": ["hello", "reward none"]}, "public attributes that JSON has"
+    assert end["reward"] is None
+    session.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_ends_its_own_conversation_alone(processes, fault):
+    sessions = [processes.open(0) for _ in range(3)]
+    answers = [
+        session.ask({"do": "step", "message": message})
+        for session, message in zip(sessions, ("a", fault, "b"), strict=True)
+    ]
+    with pytest.raises(EnvironmentFailed, match=FAULTS[fault]) as failed:
+        answers[1].result(60)
+    assert "\n" not in str(failed.value)
+    assert [answers[place].result(60)["text"] for place in (0, 2)] == ["got a", "got b"]
+    assert say(sessions[0], "again")["text"] == "got again"
+    for session in sessions:
+        session.close()
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("die 7", "kill")])
+def test_a_fault_in_a_thread(fault):
+    session = EnvironmentThreads(guessing.Faulty, 1.5, 1000).open(0)
+    with pytest.raises(EnvironmentFailed, match=FAULTS[fault]):
+        say(session, fault)
+
+
+def test_a_fault_in_reset(environments):
+    session = environments.open(0)
+    with pytest.raises(EnvironmentFailed, match="RuntimeError: at once"):
+        session.ask({"do": "reset", "columns": {"fault": "raise at once"}}).result(60)
+
+
+def test_after_a_fault_every_request_fails(processes):
+    session = processes.open(0)
+    with pytest.raises(EnvironmentFailed):
+        say(session, "die 1")
+    with pytest.raises(EnvironmentFailed, match="its process ended"):
+        say(session, "hello")
+
+
+def test_replies_have_a_largest_size(environments):
+    session = environments.open(0)
+    assert say(session, "huge 1000")["text"] == "x" * 1000
+    assert say(session, "huge 3000000")["text"] == "x" * 1000 + " ... (2,999,000 more characters)"
+    assert say(session, "surrogate")["text"] == "a?b"
+
+
+def test_a_forked_child_of_an_environment_does_not_reply(processes):
+    session = processes.open(0)
+    assert say(session, "fork")["text"] == "of the parent"
+    assert say(session, "hello")["text"] == "got hello"
+
+
+def test_conversations_share_nothing_and_have_the_same_random_numbers(processes):
+    first, second, other = processes.open(3), processes.open(3), processes.open(4)
+    assert say(first, "shared")["text"] == say(second, "shared")["text"] == "1"
+    numbers = [say(session, "random")["text"] for session in (first, second, other)]
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
+def alive(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_end(process):
+    deadline = time.monotonic() + 60
+    while alive(process):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_processes_of_an_environment_end_with_it(processes):
+    closed, hanging = processes.open(0), processes.open(0)
+    children = [int(say(session, "child")["text"]) for session in (closed, hanging)]
+    assert all(map(alive, children))
+    closed.close()
+    with pytest.raises(EnvironmentFailed):
+        say(hanging, "hang")
+    for child in children:
+        wait_for_end(child)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_killed_worker_is_started_again():
+    processes = EnvironmentProcesses(f"{FILE}:Faulty", 60.0, 1000)
+    session = processes.open(0)
+    child = int(say(session, "child")["text"])
+    os.kill(processes._worker.supervisor.pid, signal.SIGKILL)
+    with pytest.raises(EnvironmentFailed, match="its process ended"):
+        say(session, "hang")
+    processes._worker.supervisor.wait()
+    assert say(processes.open(0), "hello")["text"] == "got hello"
+    processes.close()
+    wait_for_end(child)
+
+
+def test_output_goes_to_stderr(processes, capfd):
+    session = processes.open(0)
+    assert say(session, "print covey \x1b[31mred")["text"] == "printed"
+    processes.close()
+    assert "covey \\x1b[31mred" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{FILE}:Nothing", "Nothing is no environment: it needs a method step"),
+        (f"{FILE}:Absent", "has no function 'Absent'"),
+        ("no_such_module:Guess", "ModuleNotFoundError"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(name, message):
+    processes = EnvironmentProcesses(name, 5.0, 1000)
+    with pytest.raises(ConfigError, match=message) as refused:
+        processes.start()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_class_in_python_that_is_no_environment_is_refused():
+    with pytest.raises(ConfigError, match="Nothing is no environment"):
+        EnvironmentThreads(guessing.Nothing, 1.0, 10)
+
+
+def test_a_column_without_json_fails_the_conversation(processes):
+    with pytest.raises(EnvironmentFailed, match="cannot be sent"):
+        processes.open(0).ask({"do": "reset", "columns": {"columns": object()}}).result(60)

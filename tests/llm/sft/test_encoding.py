@@ -1,0 +1,144 @@
+"""The tokens of examples, and which of them are trained."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from covey.config import ChatConfig, ConfigError
+from covey.config.sft import SFTConfig
+from covey.config.sft_data import check_rows
+from covey.llm.conversation.warm_start import calculator_examples
+from covey.llm.model.chat import Chat
+from covey.llm.sft.encoding import ExampleEncoder, encode_examples, longest_example
+from covey.llm.sft.function_rows import read_function
+from helpers.chat_models import CHAT_MODELS, chat_of
+from helpers.tiny_models import tiny_tokenizer
+
+QUESTION = {"role": "user", "content": "What is 17 + 25?"}
+ANSWER = {"role": "assistant", "content": "It is 42."}
+
+
+def examples_of(*rows, **fields):
+    return check_rows(SFTConfig(**fields), [(f"row {number}", row) for number, row in enumerate(rows, start=1)])
+
+
+def encode(chat, row):
+    [example] = examples_of(row)
+    return ExampleEncoder(chat).encode(example)
+
+
+def trained(chat, encoded):
+    """The texts of the stretches that are trained, with control tokens."""
+    texts, run = [], []
+    for token, decided in zip((*encoded.actions, None), (*encoded.decided, False), strict=True):
+        if decided:
+            run.append(token)
+        elif run:
+            texts.append(chat.tokenizer.decode(run))
+            run = []
+    return texts
+
+
+def test_a_text_is_completed_by_its_tokens_and_an_end_token():
+    chat = Chat(tiny_tokenizer(), frozenset({1}))
+    encoded = encode(chat, {"prompt": "1+2=", "completion": "3"})
+    assert encoded.prompt == chat.encode("1+2=")
+    assert encoded.actions == (*chat.encode_text("3"), 1)
+    assert encoded.decided == (True, True)
+    assert encoded.tokens == 6
+    again = encode(chat, {"prompt": "1+2=", "completion": "3<end>"})
+    assert again == encoded, "an end token that is there already is not appended"
+
+
+@pytest.mark.parametrize("name", CHAT_MODELS)
+def test_only_turns_of_the_assistant_are_trained_each_with_its_end_token(name):
+    chat, end = chat_of(name), CHAT_MODELS[name].ends[0]
+    again = {"role": "user", "content": "And 2 + 2?"}
+    four = {"role": "assistant", "content": "It is 4."}
+    encoded = encode(chat, {"messages": [QUESTION, ANSWER, again, four]})
+    first, second = trained(chat, encoded)
+    thinking = "<think>\n\n</think>\n\n" if name == "qwen3" else ""  # which its template writes before every answer
+    assert (first.strip(), second.strip()) == (f"{thinking}It is 42.{end}", f"{thinking}It is 4.{end}")
+    assert encoded.prompt == chat.encode([QUESTION])
+    assert encoded.decided[-1]
+    whole = chat.tokenizer.decode(encoded.prompt + encoded.actions)
+    assert "And 2 + 2?" in whole
+    pair = encode(chat, {"prompt": [QUESTION], "completion": "It is 42."})
+    assert trained(chat, pair) == trained(chat, encoded)[:1]
+    assert encode(chat, {"prompt": [QUESTION, ANSWER, again], "completion": [four]}).prompt == chat.encode(
+        [QUESTION, ANSWER, again]
+    ), "an answer within a prompt is not trained"
+
+
+@pytest.mark.parametrize("name", [name for name, kind in CHAT_MODELS.items() if name != "qwen3"])
+def test_calls_are_trained_and_replies_of_tools_are_not(name):
+    chat = chat_of(name)
+    for row in calculator_examples(chat, 2):
+        encoded = encode(chat, row)
+        answer = row["messages"][-1]["content"]
+        call, last = trained(chat, encoded)
+        assert "calculate" in call
+        assert answer in last
+        assert all(part not in call for part in ("What is", answer))
+        reply = chat.tokenizer.decode([t for t, d in zip(encoded.actions, encoded.decided, strict=True) if not d])
+        assert answer in reply
+        assert chat.encode(row["messages"][:-3], row.get("tools", ())) == encoded.prompt
+
+
+def test_the_chat_table_adds_to_the_prompt_as_it_does_in_training():
+    plain = chat_of("smollm")
+    chat = plain.with_config(ChatConfig(system_prompt="Be brief.", examples=("What is 1 + 1?", "2")))
+    row = {"messages": [QUESTION, ANSWER]}
+    encoded = encode(chat, row)
+    assert encoded.prompt == chat.encode([QUESTION]) != plain.encode([QUESTION])
+    assert encoded.actions == encode(plain, row).actions
+
+
+def test_long_examples_are_refused_or_dropped():
+    chat = Chat(tiny_tokenizer(), frozenset({1}))
+    examples = examples_of({"prompt": "1+2=", "completion": "3"}, {"prompt": "1+2=", "completion": "33"})
+    encoder = ExampleEncoder(chat)
+    assert len(encode_examples(examples, encoder, 7, drop=False)) == 2
+    with pytest.raises(ConfigError, match=r"row 2: prompt and completion have 7 tokens, and at most 6 are trained"):
+        encode_examples(examples, encoder, 6, drop=False)
+    assert len(encode_examples(examples, encoder, 6, drop=True)) == 1
+    with pytest.raises(ConfigError, match="every example has more than 5 tokens"):
+        encode_examples(examples, encoder, 5, drop=True)
+    config = SimpleNamespace(max_position_embeddings=64)
+    config.get_text_config = lambda: config
+    assert longest_example(config, 0) == 64
+    assert longest_example(config, 9) == 9
+    assert longest_example(config, 100) == 64
+
+
+def test_mistakes_of_encoding_name_the_row():
+    with pytest.raises(ConfigError, match="the model declares no end token"):
+        ExampleEncoder(Chat(tiny_tokenizer(), frozenset()))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"row 1: .*no chat template"):
+        encode(Chat(tokenizer, frozenset({1})), {"messages": [QUESTION, ANSWER]})
+    with pytest.raises(ConfigError, match=r"row 1: .*two messages of the role 'assistant' in a row"):
+        encode(chat_of("smollm"), {"messages": [QUESTION, ANSWER, ANSWER]})
+
+
+def test_rows_of_a_function(tmp_path):
+    file = tmp_path / "data.py"
+    file.write_text(
+        "print('loading')\n"
+        "def rows():\n    return ({'prompt': f'{n}+1=', 'completion': str(n + 1)} for n in range(3))\n"
+        "def none():\n    return []\n"
+        "def wrong():\n    return ['a']\n"
+        "def fails():\n    raise OSError('no such table')\n"
+    )
+    found = read_function(f"{file}:rows")
+    assert [row for _, row in found] == [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(3)]
+    assert found[1][0] == f"row 2 of {file}:rows"
+    with pytest.raises(ConfigError, match="none returned no rows"):
+        read_function(f"{file}:none")
+    with pytest.raises(ConfigError, match=r"wrong failed: TypeError: row 1 is of type str, and a dict is needed"):
+        read_function(f"{file}:wrong")
+    with pytest.raises(ConfigError, match="fails failed: OSError: no such table"):
+        read_function(f"{file}:fails")

@@ -1,0 +1,95 @@
+"""Loss and gradient of supervised training are those of transformers' own loss over the trained tokens."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+
+import pytest
+import torch
+
+from covey.core import schedules
+from covey.llm.policy import LanguagePolicy
+from covey.llm.sft.encoding import EncodedExample, batch_of
+from covey.runtime.optimizer import MasterAdamW
+from covey.train.supervised import SupervisedTrainer, mean_loss, shuffled_batches
+from helpers.tiny_models import PLAIN, SHARED, tiny_model
+
+IGNORED = -100  # transformers' label of a token without a loss
+ANSWER, REPLY = True, False
+PAIR = EncodedExample((5, 6, 7), (8, 9, 1), (ANSWER,) * 3)
+SIBLING = EncodedExample((5, 6, 7), (8, 10, 11, 1), (ANSWER,) * 4)
+CONVERSATION = EncodedExample(
+    (12, 13), (20, 21, 1, 30, 31, 32, 22, 1), (ANSWER, ANSWER, ANSWER, REPLY, REPLY, REPLY, ANSWER, ANSWER)
+)
+LONG = EncodedExample((40, 41, 42, 43, 44), tuple(range(50, 62)), (ANSWER,) * 12)
+EXAMPLES = [PAIR, SIBLING, CONVERSATION, LONG]
+
+
+def oracle(module, examples):
+    """The loss of transformers' own forward pass, row by row, with its gradients by name."""
+    module = copy.deepcopy(module)
+    count = sum(sum(example.decided) for example in examples)
+    total = 0.0
+    for example in examples:
+        tokens = torch.tensor([[*example.prompt, *example.actions]])
+        trained = [False] * len(example.prompt) + list(example.decided)
+        labels = torch.where(torch.tensor([trained]), tokens, IGNORED)
+        loss = module(input_ids=tokens, labels=labels).loss * int((labels != IGNORED).sum()) / count
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def trainer_of(module, microbatch_tokens=4096):
+    policy = LanguagePolicy(module, microbatch_tokens=microbatch_tokens)
+    return SupervisedTrainer(policy, MasterAdamW(module, 1e-3), schedules.constant(1e-3))
+
+
+@pytest.mark.parametrize("kind", [*SHARED, *PLAIN])
+def test_loss_and_gradient_are_those_of_transformers(kind):
+    module = tiny_model(kind)
+    expected, gradients = oracle(module, EXAMPLES)
+    for microbatch_tokens in (4096, 12):  # one microbatch, and several
+        trainer = trainer_of(copy.deepcopy(module), microbatch_tokens)
+        batch = batch_of(EXAMPLES)
+        assert len(list(trainer.policy.microbatches(batch))) >= (1 if microbatch_tokens > 12 else 3)
+        assert trainer._accumulate(batch) == pytest.approx(expected, rel=1e-5)
+        for name, parameter in trainer.policy.module.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=2e-6, msg=f"{kind} {name}")
+
+
+def test_the_held_out_loss_is_the_mean_over_the_tokens_of_all_batches():
+    module = tiny_model()
+    expected, _ = oracle(module, EXAMPLES)
+    policy = LanguagePolicy(module, microbatch_tokens=12)
+    batches = [batch_of(EXAMPLES[:3]), batch_of(EXAMPLES[3:])]
+    assert mean_loss(policy, batches) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_prompt_and_a_reply_have_no_influence_on_the_loss_but_as_context():
+    """The loss of the tokens after a reply depends on the reply, and a longer prompt adds no terms."""
+    policy = LanguagePolicy(tiny_model())
+    other = EncodedExample(CONVERSATION.prompt, (20, 21, 1, 30, 31, 33, 22, 1), CONVERSATION.decided)
+    assert batch_of([other]).mask_BT.sum() == 5
+    assert mean_loss(policy, [batch_of([other])]) != mean_loss(policy, [batch_of([CONVERSATION])])
+
+
+def test_training_learns_the_examples():
+    module = tiny_model()
+    trainer = trainer_of(module)
+    losses = [trainer.train_step(batch_of(EXAMPLES))["sft/loss"] for _ in range(60)]
+    assert losses[-1] < losses[0] / 5
+    assert trainer.step == 60
+
+
+def test_every_epoch_has_each_example_once_in_an_order_of_its_own_and_goes_on_anywhere():
+    items = list(range(10))
+    whole = list(shuffled_batches(items, 4, seed=3, epochs=3))
+    assert [len(batch) for batch in whole] == [4, 4, 2] * 3
+    epochs = [[*chain(*whole[begin : begin + 3])] for begin in (0, 3, 6)]
+    assert all(sorted(epoch) == items for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    for done in range(10):
+        assert list(shuffled_batches(items, 4, seed=3, epochs=3, done=done)) == whole[done:]
+    assert list(shuffled_batches(items, 4, seed=4, epochs=3)) != whole
