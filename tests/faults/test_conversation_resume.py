@@ -55,7 +55,9 @@ def recipe_of(folder: Path, environment: str, steps: int = STEPS) -> Path:
     return recipe
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=[pytest.mark.slow, pytest.mark.ci_sample])])
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_sigkill_and_resume_end_with_the_same_bits(folder, algorithm):
     whole, killed = folder / f"whole-{algorithm}", folder / f"killed-{algorithm}"
     words = ("train", recipe_of(folder, "Guess"), "--algorithm", algorithm)

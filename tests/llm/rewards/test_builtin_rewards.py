@@ -101,7 +101,7 @@ def test_long_hostile_completions_take_no_time_in_the_runs_own_process(function)
     began = time.process_time()
     for piece in HOSTILE:
         text = piece * (20_000 // len(piece))
-        columns = {"answer": ["5"], "numbers": [[1]], "target": [1]}
+        columns = {"answer": ["5"], "numbers": [[1]], "target": [1], "turn_rewards": [[0.5]]}
         if "steps" in inspect.signature(call).parameters:
             columns = {"answer": [[5]], "steps": [[text]]}
         taken = {name: value for name, value in OPTIONS.items() if name in inspect.signature(call).parameters}
