@@ -27,7 +27,15 @@ from rich.console import Console
 from rich.table import Table
 from shape import WORDS
 
-from covey.config import ClusterConfig, CriticConfig, EvaluationConfig, RunConfig, SamplingConfig, UpdateConfig
+from covey.config import (
+    ClusterConfig,
+    CriticConfig,
+    EvaluationConfig,
+    LoRAConfig,
+    RunConfig,
+    SamplingConfig,
+    UpdateConfig,
+)
 from covey.data import Start
 
 STEPS = 2
@@ -61,6 +69,7 @@ class Case:
     shards: int = 0
     recompute: bool = False
     eight_bit_moments: bool = False
+    rank: int = 0  # of an adapter (LoRA); 0: all weights are trained
 
     def config(self, algorithm: str, trunk: str = "own", **changes: Any) -> RunConfig:
         """The run, as `covey plan` and as the process that is measured sees it."""
@@ -80,6 +89,7 @@ class Case:
                 eight_bit_moments=self.eight_bit_moments,
             ),
             critic=CriticConfig(trunk=trunk),
+            lora=LoRAConfig(rank=self.rank),
             cluster=ClusterConfig(shards=self.shards),
             evaluation=EvaluationConfig(problems=1),
             show_rollouts_every=0,
@@ -97,6 +107,21 @@ CASES = (
     Case("135m, large microbatch", "smollm2-135m", 4, 8, 100, 128, 4096),
     Case("135m, large microbatch, recomputed", "smollm2-135m", 4, 8, 100, 128, 4096, recompute=True),
     Case("135m, few tokens each, 8-bit moments", "smollm2-135m", 8, 8, 50, 12, 512, eight_bit_moments=True),
+    Case("135m, few tokens each, LoRA of rank 16", "smollm2-135m", 8, 8, 50, 12, 512, rank=16),
+    Case("135m, large microbatch, LoRA of rank 16", "smollm2-135m", 4, 8, 100, 128, 4096, rank=16),
+    Case(
+        "135m, large microbatch, LoRA of rank 16, recomputed",
+        "smollm2-135m",
+        4,
+        8,
+        100,
+        128,
+        4096,
+        recompute=True,
+        rank=16,
+    ),
+    Case("llama-small, LoRA of rank 16", "llama-small", 8, 8, 50, 32, 1024, rank=16),
+    Case("gpt2-small, LoRA of rank 16", "gpt2-small", 8, 8, 50, 16, 1024, rank=16),
     Case("135m, two optimizer steps", "smollm2-135m", 8, 8, 50, 24, 1024, minibatches=2),
     Case("135m, two shards", "smollm2-135m", 8, 8, 50, 12, 512, shards=2),
     Case("135m, four shards", "smollm2-135m", 8, 8, 50, 12, 512, shards=4),
@@ -114,7 +139,12 @@ CASES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", default=["grpo", "ppo", "ppo:policy"], help="ppo:policy shares")
+    parser.add_argument(
+        "--algorithms",
+        nargs="+",
+        default=["grpo", "ppo", "ppo:policy"],
+        help="ppo:policy shares the trunk; ppo:adapter",
+    )
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--output", type=Path, default=None, help="a JSON file")
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # what this script tells the processes that it starts

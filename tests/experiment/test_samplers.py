@@ -128,6 +128,22 @@ def test_ranks_with_sharded_weights_and_servers_have_the_bits_of_one_process(
     assert two == one
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_servers_have_the_weights_merged_with_an_adapter(model: Path, tmp_path: Path, precision: str) -> None:
+    """If they had the weights without the adapter, their KL to the trainer would be that of the reference."""
+    lora = '\n[lora]\nrank = 2\nalpha = 400\ntargets = ["q_proj", "v_proj", "down_proj"]\n'
+    with serving(model, tmp_path, 1, ("--precision", precision)) as found:
+        table = lora + sampler_table([one.address for one in found], token_file(tmp_path))
+        recipe = write_recipe(tmp_path, "run", model, sampler=table, precision=precision)
+        code, said = covey("train", recipe, "--run-dir", tmp_path / "run", cwd=tmp_path)
+        assert code == 0, said
+    mismatch, distance = (metrics(tmp_path / "run", name)[-1] for name in ("mismatch/kl", "kl"))
+    assert distance > 1e-3
+    assert mismatch < distance * (1e-4 if precision == "fp32" else 0.1)
+
+
 def children_of(pid: int) -> set[int]:
     found: set[int] = set()
     for task in Path(f"/proc/{pid}/task").glob("*/children"):

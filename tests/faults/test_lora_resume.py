@@ -10,6 +10,7 @@ import pytest
 from helpers.run_helpers import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics, write_recipe
 from helpers.tiny_models import tiny_folder
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci_sample]
 STEPS = 6
 WORDS = {
     "grpo": ("--rank", "2", "--precision", "bf16"),
@@ -28,10 +29,7 @@ def recipe(folder: Path) -> Path:
     return write_recipe(folder, tiny_folder(folder / "model"), STEPS)
 
 
-LONG = [pytest.mark.slow, pytest.mark.ci_sample]
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind == "refreshed" else LONG) for kind in WORDS])
+@pytest.mark.parametrize("kind", WORDS)
 def test_sigkill_and_resume_end_with_the_same_bits(kind: str, folder: Path, recipe: Path) -> None:
     whole, run_dir = folder / f"whole-{kind}", folder / f"killed-{kind}"
     code, output = covey("train", recipe, *WORDS[kind], "--run-dir", whole, cwd=folder)
@@ -54,8 +52,6 @@ def test_sigkill_and_resume_end_with_the_same_bits(kind: str, folder: Path, reci
             assert made[name] == wanted[name], f"{part}/{name}"
 
 
-@pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_is_resumed_on_its_own_base_and_adapter_alone(folder: Path, recipe: Path, tmp_path: Path) -> None:
     model = tiny_folder(tmp_path / "model")
     words = ("--rank", "2", "--steps", "1", "--model", model, "--run-dir", "a")

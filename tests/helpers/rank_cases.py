@@ -22,6 +22,7 @@ from covey.config import (
     CheckpointConfig,
     ClusterConfig,
     CriticConfig,
+    LoRAConfig,
     ProcessConfig,
     ReferenceConfig,
     RewardConfig,
@@ -91,6 +92,11 @@ CASES = {
     "recomputed": case(update={"recompute": True}, loss={"kl_coefficient": 0.1}),
     "eight_bit_moments": case(update={"eight_bit_moments": True}),
     "ppo_trunk": case(algorithm="ppo", critic=CriticConfig(trunk="policy"), update={"critic_epochs": 1}),
+    "lora_grpo": case(lora=LoRAConfig(rank=2), loss={"kl_coefficient": 0.1}),
+    "lora_refreshed": case(lora=LoRAConfig(rank=2), reference=ReferenceConfig(1, 0.5), loss={"kl_coefficient": 0.1}),
+    "lora_ppo_adapter": case(
+        algorithm="ppo", lora=LoRAConfig(rank=2), critic=CriticConfig(trunk="adapter"), update={"critic_epochs": 1}
+    ),
     "ppo_process": case(algorithm="ppo", **STEPS),
     "grpo_inexact": case(cluster={"exact": False}, update=ONCE),
 }

@@ -73,7 +73,7 @@ def files_of(run: Path) -> dict[str, str]:
     """Everything that a run leaves and that its seed determines: file -> hash, metrics apart from times."""
     found = {
         str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for folder in ("model", "checkpoints", "rollouts", "held_out")
+        for folder in ("model", "adapter", "checkpoints", "rollouts", "held_out")
         for path in sorted((run / folder).rglob("*"))
         if (path.is_file() and "checkpoints" not in path.parts) or path.name.endswith(".safetensors")
     }

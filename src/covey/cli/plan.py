@@ -35,7 +35,9 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
         default=DEFAULT_PROMPT_TOKENS,
         help=f"length of a prompt, in tokens ({DEFAULT_PROMPT_TOKENS})",
     )
-    command.add_argument("--critic-trunk", choices=("own", "policy"), help="decoder of ppo's critic (show both)")
+    command.add_argument(
+        "--critic-trunk", choices=("own", "policy", "adapter"), help="decoder of ppo's critic (show two of them)"
+    )
     command.add_argument("--reward-model", metavar="MODEL", help="reward model whose weights are counted too")
     ranks = command.add_argument_group("memory of one rank (torchrun), with whole and with sharded weights")
     ranks.add_argument(
@@ -116,8 +118,9 @@ def _report_of_ranks(
     from covey.experiment.cluster.simulated_report import ClusterPlanner, plan_cluster
     from covey.experiment.plan import find_dimensions, read_configs
 
-    trunk = arguments.critic_trunk or "own"  # of ppo
-    (config,) = read_configs(fields_given, [algorithm], trunk, arguments.reward_model).values()
+    config = next(
+        iter(read_configs(fields_given, [algorithm], arguments.critic_trunk, arguments.reward_model).values())
+    )
     size = find_dimensions(arguments.model)
     planner = RankPlanner.of(size, config, DevicesConfig(**devices), arguments.ranks, arguments.prompt_tokens)
     if plan is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from covey.config import ConfigError, RunConfig, UpdateConfig
+from covey.config import ConfigError, LoRAConfig, RunConfig, UpdateConfig
 from covey.config.fields import plural
 from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
 from covey.config.validate import validate
@@ -22,6 +22,7 @@ from covey.runtime.device import choose_device, choose_precision, total_memory_b
 
 NAME_WIDTH, COLUMN_WIDTH = 28, 14
 SHARED = "ppo, shared"  # the column of a critic on the policy's trunk
+LORA_RANK = 16  # of the adapter that is proposed if a run with all weights does not fit
 TIGHT = 0.9  # a plan may use this fraction of a machine's memory; the rest is for other programs
 
 
@@ -179,16 +180,22 @@ def read_configs(
     fields: Sequence[str], algorithms: Sequence[str], critic_trunk: str | None, reward_model: str | None
 ) -> dict[str, RunConfig]:
     """The config of every column, by its title."""
+
+    def read(algorithm: str, trunk: str | None) -> RunConfig:
+        tables: dict[str, object] = {"algorithm": algorithm}
+        tables |= {"rewards": [{"model": reward_model}]} if reward_model else {}
+        words = ["--critic.trunk", trunk] if trunk else []
+        apply_overrides(tables, split_overrides([*fields, *words]))
+        config = config_from_dict(tables)
+        assert isinstance(config, RunConfig)
+        return config
+
     configs: dict[str, RunConfig] = {}
     for algorithm in algorithms:
-        trunks = [critic_trunk] if critic_trunk else ["own", "policy"]
+        own = "adapter" if read(algorithm, None).lora.is_used else "own"
+        trunks = [critic_trunk] if critic_trunk else [own, "policy"]
         for trunk in trunks if algorithm == "ppo" else [None]:
-            tables: dict[str, object] = {"algorithm": algorithm}
-            tables |= {"rewards": [{"model": reward_model}]} if reward_model else {}
-            words = ["--critic.trunk", trunk] if trunk else []
-            apply_overrides(tables, split_overrides([*fields, *words]))
-            config = config_from_dict(tables)
-            assert isinstance(config, RunConfig)
+            config = read(algorithm, trunk)
             validate(config, own_task=True)
             configs[SHARED if trunk == "policy" else algorithm] = config
     return configs
@@ -244,17 +251,34 @@ def _advice(
 
 def _what_to_lower(column: Column, planned: Callable[[RunConfig], MemoryPlan], room: int) -> str:
     """The largest microbatch with which a run fits, if necessary with the smallest number of rows at once, and, if no
-    microbatch is small enough, with recomputed layers and with 8-bit moments.
+    microbatch is small enough, with recomputed layers, with 8-bit moments and with LoRA.
     """
-    config = column.config
-    for changed in _smaller_updates(config):
-        few_rows = replace(config.sampling, rows_at_once=config.sampling.group_size)
-        for sampling in (config.sampling, few_rows):
+    whole = column.config
+    few_rows = replace(whole.sampling, rows_at_once=whole.sampling.group_size)
+    for config, lora_words in _smaller_models(whole):
+        for changed, sampling in itertools.product(_smaller_updates(config), (whole.sampling, few_rows)):
             if planned(replace(config, update=changed, sampling=sampling)).peak <= room:
-                words = [f"--{name} {value}" for name, value in _differences(config.update, changed)]
+                words = [*lora_words, *(f"--{name} {value}" for name, value in _differences(whole.update, changed))]
                 words += [f"--rows-at-once {sampling.rows_at_once}"] if sampling is few_rows else []
                 return f"With {' '.join(words)} {column.name} fits."
     return f"No microbatch is small enough for {column.name}: choose a smaller model."
+
+
+def _smaller_models(config: RunConfig) -> Iterator[tuple[RunConfig, list[str]]]:
+    """The run, and the run with LoRA if all weights are trained; the options that make it so."""
+    yield config, []
+    if not config.lora.is_used:
+        adapted = replace(config, lora=LoRAConfig(rank=LORA_RANK))
+        if config.algorithm == "ppo" and config.critic.trunk == "own":
+            yield (
+                replace(adapted, critic=replace(config.critic, trunk="adapter")),
+                [
+                    f"--rank {LORA_RANK}",
+                    "--trunk adapter",
+                ],
+            )
+        else:
+            yield adapted, [f"--rank {LORA_RANK}"]
 
 
 def _differences(update: UpdateConfig, changed: UpdateConfig) -> Iterator[tuple[str, str]]:

@@ -110,8 +110,8 @@ def recorded(patch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
     own = getattr(module, name)
 
     class Recorded(own):  # type: ignore[misc]
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             made.append(self)
 
     patch.setattr(module, name, Recorded)

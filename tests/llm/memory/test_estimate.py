@@ -423,7 +423,7 @@ def test_a_plan_that_does_not_fit_names_the_fix(monkeypatch: pytest.MonkeyPatch)
         "smollm2-135m", ["--precision", "bf16", "--device", "cpu", "--microbatch-tokens", tokens], algorithms=["grpo"]
     )
     assert "it fits" in smaller
-    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 2 << 30)
+    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 1 << 30)
     assert "choose a smaller model" in plan_memory("smollm2-135m", ["--device", "cpu"])
 
 

@@ -9,7 +9,13 @@ from functools import partial
 from covey.config import RunConfig
 from covey.config.fields import plural
 from covey.config.planning import DevicesConfig, check_planned_ranks, memory_size
-from covey.experiment.cluster.communication import Passes, Traffic, sharded_traffic, whole_weights_traffic
+from covey.experiment.cluster.communication import (
+    Passes,
+    Traffic,
+    handover_seconds,
+    sharded_traffic,
+    whole_weights_traffic,
+)
 from covey.experiment.cluster.throughput import TrainerSpeed, computing_seconds, evaluations_of_a_token
 from covey.experiment.plan import (
     COLUMN_WIDTH,
@@ -21,6 +27,7 @@ from covey.experiment.plan import (
     memory_table,
     process_bytes_of,
 )
+from covey.llm.memory.adapter_memory import trained_parameters
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.memory.estimate import (
     MemoryPlan,
@@ -77,8 +84,19 @@ class RankPlanner:
 
     @property
     def trained(self) -> int:
-        """Weights that are trained: of the policy and of a critic."""
-        return self.size.parameters + critic_weights_of(self.size, self.config)
+        """Numbers that are trained: of the policy and of a critic."""
+        return trained_parameters(self.size, self.config) + critic_weights_of(self.size, self.config)
+
+    @property
+    def computed(self) -> int:
+        """Weights with which a token is computed: of the policy and of a critic."""
+        trunk = self.size.trunk_parameters if self.config.critic.trunk == "adapter" else 0
+        return self.size.parameters + trunk + critic_weights_of(self.size, self.config)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Layouts of the weights; with LoRA every rank has whole weights."""
+        return (REPLICATED,) if self.config.lora.is_used else (REPLICATED, SHARDED_EXACT, SHARDED)
 
     @property
     def room(self) -> float:
@@ -120,14 +138,17 @@ class RankPlanner:
         passes = Passes(update.minibatches * update.epochs, microbatches, evaluations)
         given = self.trained, self.width, passes, self.devices, ranks
         if layout == REPLICATED:
-            return whole_weights_traffic(*given)
+            traffic = whole_weights_traffic(*given)
+            if not self.config.lora.is_used:
+                return traffic
+            return replace(traffic, weights=handover_seconds(self.size.parameters, self.width, self.devices))
         return sharded_traffic(*given, is_exact=layout == SHARDED_EXACT)
 
     def trainer(self, layout: str, ranks: int, completion_tokens: float) -> TrainerSpeed:
         """Seconds of an update on completions of this mean length."""
         sampling = self.config.sampling
         tokens = sampling.prompts_per_step * (largest_group(self.config) * completion_tokens + self.prompt_tokens)
-        computing = computing_seconds(self.trained, tokens, self.config, self.devices, ranks)
+        computing = computing_seconds(self.computed, tokens, self.config, self.devices, ranks)
         return TrainerSpeed(computing, self.traffic(layout, ranks))
 
     @property
@@ -137,6 +158,8 @@ class RankPlanner:
 
     def automatic(self, ranks: int) -> str:
         """The layout of `cluster.weights = "auto"` on `ranks` ranks."""
+        if self.config.lora.is_used:
+            return REPLICATED
         memory, shards = self.place.memory, shards_of_rank(self.config, ranks)
         whole = memory is None or fits_replicated(
             self.trained,
@@ -160,7 +183,7 @@ class RankPlanner:
 
 def plan_ranks(planner: RankPlanner, model: str, ranks: int) -> str:
     """The report."""
-    layouts = (REPLICATED, SHARDED_EXACT, SHARDED)
+    layouts = planner.layouts
     columns = [Column(layout, planner.config, planner.memory(layout, ranks)) for layout in layouts]
     place, sampling = planner.place, planner.config.sampling
     lines = [
@@ -229,7 +252,9 @@ def _notes(planner: RankPlanner, ranks: int) -> list[str]:
         f"links: {speed:g} GB/s a device (--{where}-link), weights to samplers {devices.weights_link:g} GB/s "
         "(--weights-link); latency is not counted",
     ]
-    if memory is not None:
+    if config.lora.is_used:
+        lines.append("with LoRA every rank has whole weights: FSDP2 does not shard them")
+    elif memory is not None:
         shards, chosen = shards_of_rank(config, ranks), planner.automatic(ranks)
         whole = replica_bytes(
             planner.trained,

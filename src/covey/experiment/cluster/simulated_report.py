@@ -9,7 +9,7 @@ from covey.config import ConfigError
 from covey.config.fields import plural
 from covey.config.planning import SimulationConfig
 from covey.experiment.cluster.lengths import Lengths, LogNormalLengths, recorded_lengths
-from covey.experiment.cluster.rank_report import SHARDED, SHARDED_EXACT, RankPlanner
+from covey.experiment.cluster.rank_report import RankPlanner
 from covey.experiment.cluster.simulation import (
     ONE_AHEAD,
     SYNCHRONOUS,
@@ -70,7 +70,7 @@ class ClusterPlanner:
         Raises:
             ConfigError: if none fits.
         """
-        layouts = dict.fromkeys((self.planner.chosen(self.ranks), SHARDED_EXACT, SHARDED))
+        layouts = dict.fromkeys((self.planner.chosen(self.ranks), *self.planner.layouts[1:]))
         for layout in layouts:
             if self.planner.memory(layout, self.ranks).peak <= self.planner.room:
                 return layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gguf import GGUFReader
 from huggingface_hub import try_to_load_from_cache
@@ -20,6 +20,7 @@ from covey.llm.generation.prepacked_linear import linear_layers
 from covey.llm.model.architecture import Heads, is_llama_like
 from covey.llm.model.folder import check_config
 from covey.llm.model.foreign_files import check_model_config, read_model_config, reading
+from covey.llm.model.lora import adaptable_paths
 from covey.llm.model.pretrained import config_of, skeleton
 
 SMOLLM2_135M = {
@@ -33,6 +34,14 @@ SMOLLM2_135M = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
+
+
+class LinearShape(NamedTuple):
+    """A linear layer below the output layer, to which an adapter may be added."""
+
+    path: str
+    inputs: int
+    outputs: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class Dimensions:
     has_head_norms: bool  # queries and keys are normalised too
     prepacked_parameters: int  # weights that decoding on a CPU copies (prepacks)
     has_kernels: bool  # covey's kernels support the model on a CPU
+    architecture: str  # class name of the model
+    linear: tuple[LinearShape, ...]
 
     @property
     def attention_heads(self) -> Heads:
@@ -121,7 +132,15 @@ def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions
         has_head_norms="q_norm" in names,
         prepacked_parameters=sum(layer.weight.numel() for layer in linear_layers(module)),
         has_kernels=is_llama_like(module),
+        architecture=type(module).__name__,
+        linear=tuple(_linear_shape(module, path) for path in adaptable_paths(module)),
     )
+
+
+def _linear_shape(module: nn.Module, path: str) -> LinearShape:
+    layer: Any = module.get_submodule(path)
+    rows, columns = layer.weight.shape
+    return LinearShape(path, *((columns, rows) if isinstance(layer, nn.Linear) else (rows, columns)))
 
 
 def _count(module: nn.Module) -> int:

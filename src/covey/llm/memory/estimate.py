@@ -16,6 +16,12 @@ from covey.llm import critic
 from covey.llm.generation import prepacked_linear
 from covey.llm.generation.sampling_bytes import sampling_bytes
 from covey.llm.memory import transformers_layers
+from covey.llm.memory.adapter_memory import (
+    activation_change,
+    adapter_parameters,
+    reference_parameters,
+    trained_parameters,
+)
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.model import exact_kl, fused_layers, hidden_states, logprobs, prefix_attention, recompute
 from covey.llm.model.microbatches import Row, split_rows
@@ -73,7 +79,7 @@ def predict(
     critic_weights = critic_weights_of(size, config)
     policy_state, critic_state = (
         state_bytes(parameters, width, eight_bit_moments=config.update.eight_bit_moments)
-        for parameters in (size.parameters, critic_weights)
+        for parameters in (trained_parameters(size, config), critic_weights)
     )
     prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
     decisions, fed = rows * config.rollout_limit, config.rollout_limit - 1
@@ -81,6 +87,8 @@ def predict(
     activations = activation_bytes(
         size, width, prompts, rows, prompt_tokens, fed, fused=fused, recomputed=config.update.recompute
     )
+    tokens = prompts * prompt_tokens + rows * fed
+    activations += activation_change(size, config, tokens, width, fused=fused, recomputed=config.update.recompute)
     if critic_weights and config.critic.trunk == "policy":
         activations += critic.head_input_bytes(decisions, size.hidden, width)
     copies = GradientTree.copies(shards_of_rank(config, ranks)) * max(policy_state.gradients, critic_state.gradients)
@@ -90,9 +98,10 @@ def predict(
         {
             "program": PROGRAM_BYTES[device],
             "weights": size.parameters * width,
+            "adapter": adapter_parameters(size, config) * width,
             "fp32 master weights": policy_state.masters,
             "optimizer moments": policy_state.moments,
-            "reference": size.parameters * width,
+            "reference": reference_parameters(size, config) * width,
             "critic's weights": critic_weights * width,
             "critic's master weights": critic_state.masters,
             "critic's moments": critic_state.moments,
@@ -190,17 +199,20 @@ def critic_weights_of(size: Dimensions, config: RunConfig) -> int:
     """Number of weights that the critic has besides those of the policy."""
     if config.algorithm in CRITIC_FREE:
         return 0
-    trunk = size.trunk_parameters if config.critic.trunk == "own" else 0
-    return trunk + critic.head_parameters(size.hidden)
+    trunks = {"own": size.trunk_parameters, "adapter": adapter_parameters(size, config), "policy": 0}
+    return trunks[config.critic.trunk] + critic.head_parameters(size.hidden)
 
 
 def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, decisions: int) -> int:
     """Bytes of `token_logprobs` and `exact_kl`; the gradients of the KL wait for those of the log-probabilities."""
     shape = decisions, size.hidden, size.vocabulary, width
-    has_entropy_bonus = bool(config.loss.entropy_coefficient)
-    needed = logprobs.buffer_bytes(*shape, native=device == "cpu", has_entropy_bonus=has_entropy_bonus)
+    has_entropy_bonus, trains_head = bool(config.loss.entropy_coefficient), not config.lora.is_used
+    needed = logprobs.buffer_bytes(
+        *shape, native=device == "cpu", has_entropy_bonus=has_entropy_bonus, trains_head=trains_head
+    )
     if config.loss.kl_estimator == "exact":
-        needed = max(needed + exact_kl.returned_bytes(*shape), exact_kl.buffer_bytes(*shape))
+        returned = exact_kl.returned_bytes(*shape, trains_head=trains_head)
+        needed = max(needed + returned, exact_kl.buffer_bytes(*shape, trains_head=trains_head))
     return needed
 
 

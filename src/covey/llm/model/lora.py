@@ -120,21 +120,34 @@ def target_paths(module: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if a name is that of no such layer.
     """
+    return choose_targets(adaptable_paths(module), targets, type(module).__name__)
+
+
+def adaptable_paths(module: PreTrainedModel) -> list[str]:
+    """The paths of the linear layers below the output layer."""
     head = module.get_output_embeddings()
     adapted = adapted_layers(module)
-    linear = [
+    return [
         path
         for path, part in module.named_modules()
         if (path in adapted or isinstance(part, LINEAR)) and part is not head and not _inside(path, adapted)
     ]
+
+
+def choose_targets(linear: Sequence[str], targets: Sequence[str], model: str) -> list[str]:
+    """Those of the paths of linear layers whose last parts are one of the targets; all if there is no target.
+
+    Raises:
+        ConfigError: if a target is no such layer. `model` is the name of the architecture.
+    """
     if not linear:
-        raise ConfigError(f"{type(module).__name__} has no linear layers that an adapter could be added to")
+        raise ConfigError(f"{model} has no linear layers that an adapter could be added to")
     found = {target: [path for path in linear if f".{path}".endswith(f".{target}")] for target in targets}
     for target, paths in found.items():
         if not paths:
             names = sorted({path.rpartition(".")[2] for path in linear})
             raise ConfigError(
-                f"lora.targets: {target!r} is no linear layer of {type(module).__name__} below its output layer: "
+                f"lora.targets: {target!r} is no linear layer of {model} below its output layer: "
                 f"choose among {', '.join(names)}"
             )
     chosen = {path for paths in found.values() for path in paths}
