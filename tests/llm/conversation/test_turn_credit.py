@@ -131,7 +131,6 @@ def test_gae_sees_the_reward_at_the_end_of_each_turn():
     [
         (f"{guessing.__file__}:Guess", (), True),
         (f"{guessing.__file__}:Guess", ("environment", "numeric"), True),
-        ("calculator", (), False),
         ("calculator", ("environment",), False),
     ],
 )
