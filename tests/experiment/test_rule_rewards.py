@@ -32,7 +32,8 @@ REWARDS = (
 
 @pytest.mark.parametrize("normalize", ["sum", "each"])
 def test_a_run_with_every_built_in_reward(normalize: str, tmp_path: Path) -> None:
-    others = {"code", "reasoning_gym"}  # they have runs of their own: with a sandbox, and on the package's problems
+    # They have runs of their own: with a sandbox, on the package's problems, and of conversations.
+    others = {"code", "reasoning_gym", "environment"}
     assert {reward.name for reward in REWARDS} == set(BUILT_IN_REWARDS) - others
     data = tmp_path / "data.jsonl"
     rows = [
