@@ -103,6 +103,7 @@ def _words(team: tuple[int, str], names: Sequence[str]) -> tuple[int, Sequence[s
     return team[0], names, team[1]
 
 
+@pytest.mark.slow  # the test below has its case, in CI too
 def test_two_ranks_have_the_bits_of_one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     compare(model, tmp_path_factory, [(2, "fsdp")], QUICK)
 

@@ -54,6 +54,8 @@ def label(folder: Path, data: str, recipe: str = "recipe.toml") -> tuple[int, st
     return code, said, [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_grades_and_pairs_of_the_same_completions(folder: Path) -> None:
     code, said, grades = label(folder, "grades")
     assert code == 0, said

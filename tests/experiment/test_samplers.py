@@ -64,6 +64,8 @@ def test_a_run_on_two_servers_has_the_bits_of_one_alone(
     assert "a-token-of-the-tests" not in said + (run / "config.toml").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_lost_server_changes_no_bit_and_without_any_the_run_is_resumed_later(
     servers: list[Serving], model: Path, folder: Path, alone: Path
 ) -> None:

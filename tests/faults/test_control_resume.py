@@ -75,7 +75,13 @@ def reproducible_summary(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=(pytest.mark.slow, pytest.mark.ci_sample) if number else ())
+        for number, name in enumerate(RUNS)
+    ],
+)
 def test_sigkill_and_resume_end_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """Anywhere in a step: sampling, updating, writing a checkpoint."""
     rng = random.Random(name)

@@ -47,7 +47,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("moment", list(MOMENTS))
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=() if moment == "the first step" else (pytest.mark.slow, pytest.mark.ci_sample))
+        for moment in MOMENTS
+    ],
+)
 def test_ctrl_c_ends_at_any_moment_with_a_command_that_works(moment: str, folder: Path) -> None:
     run_dir = f"run {list(MOMENTS).index(moment)}"
     code, output = covey("train", "tiny.toml", "--run-dir", run_dir, cwd=folder, moment=MOMENTS[moment])

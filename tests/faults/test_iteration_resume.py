@@ -65,6 +65,8 @@ def test_each_way_trains_measures_and_writes_what_it_promises(way: str, whole: C
 
 
 @pytest.mark.parametrize("way", SOME)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_killed_once_and_resumed_ends_with_the_same_bits(way: str, folder: Path, whole: Callable[[str], Path]) -> None:
     """Killed after step 4: while the reward model is measured or trained."""
     killed = folder / f"{way}-killed"

@@ -55,6 +55,8 @@ TABLES = [tables.recipes, tables.failing_rewards, tables.commands]
 
 
 @pytest.mark.parametrize("table", TABLES)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_some_malformed_inputs_are_one_line_each(table, forks: Forks, tmp_path: Path) -> None:
     check(forks, list(islice(table(), 0, None, 3)), tmp_path)
 

@@ -51,6 +51,8 @@ def test_the_same_recipe_with_ppo_trains_policy_and_critic(uninterrupted):
     assert saved == ({"value_head.safetensors"} | ({"config.json", "model.safetensors"} if trunk == "own" else set()))
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_sigkill_and_resume_end_with_the_same_bits(uninterrupted, folder, recipe):
     trunk, expected = uninterrupted
     run_dir = folder / f"killed-{trunk}"

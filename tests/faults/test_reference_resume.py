@@ -87,6 +87,8 @@ def whole(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
     expected, killed = whole[way], folder / f"{way}-killed"
     code, output = covey("train", f"{way}.toml", "--run-dir", killed, cwd=folder, moment=Moment(5))

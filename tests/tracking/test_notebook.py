@@ -144,6 +144,8 @@ print(json.dumps(result) == json.dumps(json.load(open(result.run_dir / "summary.
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_in_a_kernel_the_cell_has_one_panel_then_a_table_and_a_figure(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
