@@ -118,7 +118,7 @@ def test_conversations_share_nothing_and_have_the_same_random_numbers(processes)
 def alive(process):
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
