@@ -267,12 +267,16 @@ def test_a_file_that_misbehaves_while_it_is_imported_is_one_line_or_no_harm(stat
     path = tmp_path / "faulty.py"
     path.write_text(f"import os\n{statement}\ndef f(completions): return [float(len(t)) for t in completions]\n")
     one = build_grader([RewardConfig(function=f"{path}:f")], ())
-    if statement == "os.fork()":
-        assert rewards_of(one.grade([group("a", "bc")])) == [[1.0, 2.0]]
+    try:
+        graded = rewards_of(one.grade([group("a", "bc")]))
+    except GradingError as error:
+        assert statement != "os.fork()"
+        assert re.search(r"its process|cannot be loaded: SystemExit", str(error))
+        assert str(error).isprintable()
     else:
-        with pytest.raises(GradingError, match=r"its process|cannot be loaded: SystemExit") as caught:
-            one.grade([group("a", "bc")])
-        assert str(caught.value).isprintable()
+        # The process of a file that has killed its parent may answer before it is ended as well.
+        assert statement in ("os.fork()", "os.kill(os.getppid(), 9)")
+        assert graded == [[1.0, 2.0]]
     one.close()
 
 
