@@ -267,12 +267,15 @@ def test_a_file_that_misbehaves_while_it_is_imported_is_one_line_or_no_harm(stat
     path = tmp_path / "faulty.py"
     path.write_text(f"import os\n{statement}\ndef f(completions): return [float(len(t)) for t in completions]\n")
     one = build_grader([RewardConfig(function=f"{path}:f")], ())
+    said = ""
     try:
         graded = rewards_of(one.grade([group("a", "bc")]))
     except GradingError as error:
+        said = str(error)
+    if said:
         assert statement != "os.fork()"
-        assert re.search(r"its process|cannot be loaded: SystemExit", str(error))
-        assert str(error).isprintable()
+        assert re.search(r"its process|cannot be loaded: SystemExit", said)
+        assert said.isprintable()
     else:
         # The process of a file that has killed its parent may answer before it is ended as well.
         assert statement in ("os.fork()", "os.kill(os.getppid(), 9)")
