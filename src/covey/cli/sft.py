@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from covey.cli.field_help import field_line
-from covey.config import ConfigError
+from covey.cli.field_help import field_line, field_options
+from covey.config import ConfigError, RunConfig
 from covey.config.fields import command
 from covey.config.files import user_path
-from covey.config.recipe import describe_fields, read_sft_recipe
+from covey.config.recipe import read_sft_recipe
 from covey.config.recipe_files import find_recipe
 from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE
 from covey.config.sft_data import read_rows, split_examples
@@ -25,8 +25,6 @@ OTHER_FIELDS = (
     "update.recompute", "checkpoint.every", "checkpoint.keep",
 )  # fmt: skip
 
-DOTTED = {"checkpoint.every": "checkpoint.every"}  # which another table has too
-
 
 def add_sft_options(parser: Any) -> None:
     """Add the options of `covey sft`."""
@@ -35,24 +33,20 @@ def add_sft_options(parser: Any) -> None:
     parser.add_argument(
         "--resume", metavar="RUN_DIR", help="continue a stopped training, exactly from its last checkpoint"
     )
-    rows = {f"{row.section}.{row.name}" if row.section else row.name: row for row in describe_fields()}
-    own = [row for row in rows.values() if row.section == SFT_TABLE]
+    options = {f"{row.section}.{row.name}".lstrip("."): (option, row) for option, row in field_options(RunConfig)}
+    own = [(option.replace(f"{SFT_TABLE}.", ""), row) for option, row in options.values() if row.section == SFT_TABLE]
     parser.epilog = "\n".join(
         [
             "Trains the recipe's model on given completions, before covey train. A prompt, a tool's reply and the text",
             "of the chat template are not trained. Every field can be given as --field value.",
             "",
             "[sft]",
-            *(field_line(_option(row.name), row) for row in own),
+            *(field_line(option, row) for option, row in own),
             "",
             "fields of other tables that are used",
-            *(field_line(_option(DOTTED.get(name, rows[name].name)), rows[name]) for name in OTHER_FIELDS),
+            *(field_line(*options[name]) for name in OTHER_FIELDS),
         ]
     )
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
@@ -72,8 +66,8 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     name = f"{find_recipe(arguments.recipe).stem.removesuffix('_sft')}_sft"
     check_run_dir(config.run_dir or next_run_dir(name))
     sft = config.sft
-    if sft.data not in EXAMPLES_BY_NAME and not is_function(sft.data):
-        split_examples(sft, read_rows(sft, sft.data))  # before torch is loaded
+    is_file = sft.data not in EXAMPLES_BY_NAME and not is_function(sft.data)
+    examples = split_examples(sft, read_rows(sft, sft.data)) if is_file else None  # before torch is loaded
     from covey.experiment.advice import Launch
     from covey.experiment.sft import train_sft
 
@@ -82,4 +76,4 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     def folder() -> str | Path:
         return config.run_dir or claim_run_dir(name)
 
-    return EXIT_CODE if train_sft(config, folder, launch) is None else None
+    return EXIT_CODE if train_sft(config, folder, launch, examples) is None else None

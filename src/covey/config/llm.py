@@ -317,6 +317,13 @@ class RunConfig(RunBase):
         return bool(self.conversation.environment)
 
     @property
+    def copies_reference_adapter(self) -> bool:
+        """True if the reference is not the model without its adapter (LoRA), but has a copy of the adapter: the run
+        begins with an adapter, or refreshes its reference.
+        """
+        return bool(self.lora.adapter or self.reference.refresh_every or self.iteration.steps)
+
+    @property
     def rollout_limit(self) -> int:
         """The most tokens of a rollout after its prompt."""
         return self.conversation.total_tokens if self.has_conversations else self.sampling.max_new_tokens

@@ -21,7 +21,7 @@ from typing import Protocol
 from covey.config import RunConfig
 from covey.config.adapter_folder import adapter_folder, resolved
 from covey.llm.critic import AdapterCritic, LanguageCritic
-from covey.llm.model.base_identity import BASE_FILE, check_base, checksum_of_base, save_base
+from covey.llm.model.base_identity import BASE_FILE, check_base, save_base
 from covey.llm.model.lora import (
     CRITIC,
     REFERENCE,
@@ -109,11 +109,11 @@ class AdapterOnly:
     def check_architecture(self, folder: Path) -> None:
         if (folder / BASE_FILE).is_file():
             fix = "put them back as they were, or start a new run"
-            check_base(folder, checksum_of_base(self.adapter.model), fix)
+            check_base(folder, self.adapter.base_checksum, fix)
 
     def save_architecture(self, folder: Path) -> None:
         save_adapter_config(self.adapter, self.base, folder)
-        save_base(self.base, checksum_of_base(self.adapter.model), folder)
+        save_base(self.base, self.adapter.base_checksum, folder)
 
     def folders(self) -> list[tuple[str, Callable[[Path], None]]]:
         return [(ADAPTER_FOLDER, partial(save_adapter, self.adapter, self.base))]
@@ -130,6 +130,5 @@ def adapt(policy: LanguagePolicy, config: RunConfig) -> tuple[LanguagePolicy, Ad
     adapter = add_adapter(policy.module, resolved(config.lora), seed=config.seed)
     if config.lora.adapter:
         load_adapter(adapter, adapter_folder(config.lora.adapter))
-    copies = bool(config.lora.adapter or config.reference.refresh_every or config.iteration.steps)
     adapted = policy.with_outputs(trained=adapter.parameters)
-    return adapted, AdapterOnly(adapter, config.model, config.seed, copies)
+    return adapted, AdapterOnly(adapter, config.model, config.seed, config.copies_reference_adapter)

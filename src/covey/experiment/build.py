@@ -36,6 +36,7 @@ from covey.data import Critic, Policy, Team
 from covey.runtime.best_checkpoint import BestPinned, NothingPinned
 from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
 from covey.runtime.distributed import ALONE, ShardedTeam
+from covey.runtime.learning_rate import learning_rate_schedule
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.sharding import WHOLE, Weights
 from covey.tracking.console import Display
@@ -48,7 +49,6 @@ Evaluation = dict[str, Any]
 # A function with TRL's signature, a built-in reward's name, file.py:function, or a RewardConfig.
 Reward = Callable[..., Any] | RewardConfig | str
 
-SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {"linear": schedules.linear, "cosine": schedules.cosine}
 KL_ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "exact": kl.exact}
 
 
@@ -209,9 +209,7 @@ def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE, w
 
 def learning_rate(peak: float, update: UpdateBase, steps: int) -> schedules.Schedule:
     """The schedule of the learning rate."""
-    if update.schedule == "constant":
-        return schedules.constant(peak, warmup_steps=update.warmup_steps)
-    return SCHEDULES[update.schedule](peak, steps=steps, warmup_steps=update.warmup_steps)
+    return learning_rate_schedule(update.schedule, peak, steps=steps, warmup_steps=update.warmup_steps)
 
 
 def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> UpdatePlan:

@@ -11,7 +11,6 @@ from covey.config.files import user_path
 from covey.config.validate_conversation import environment_options
 from covey.data import Rollout, Start
 from covey.llm.conversation.conversation import transcript
-from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed
 from covey.llm.conversation.styles import StepStyle, ToolStyle
 from covey.llm.conversation.tools import Tool
@@ -80,7 +79,6 @@ class Conversations:
         """
         self._config, self._environments = config.conversation, environments
         self._repeats = True
-        self._tried = False
         described = self._try(0, lambda session: session.ask({"do": "describe"}, DESCRIBE_SECONDS).result())
         self._style = described["style"]
         self._tools = [Tool(schema["function"]["name"], schema) for schema in described["tools"]]
@@ -118,14 +116,15 @@ class Conversations:
             ConfigError: if the model's chat template cannot continue a conversation.
         """
         style = StepStyle(sampler.chat) if self._style == "step" else ToolStyle(sampler.chat, self._tools)
-        ConversationEncoder(sampler.chat).check((style.reply_role,))
-        return ConversationSampler(
+        of_conversations = ConversationSampler(
             **vars(sampler),
             environments=self._environments,
             style=style,
             turns=self._config.turns,
             total_tokens=self._config.total_tokens,
         )
+        of_conversations.encoder.check((style.reply_role,))
+        return of_conversations
 
     def close(self) -> None:
         self._environments.close()

@@ -267,18 +267,13 @@ def _what_to_lower(column: Column, planned: Callable[[RunConfig], MemoryPlan], r
 def _smaller_models(config: RunConfig) -> Iterator[tuple[RunConfig, list[str]]]:
     """The run, and the run with LoRA if all weights are trained; the options that make it so."""
     yield config, []
-    if not config.lora.is_used:
-        adapted = replace(config, lora=LoRAConfig(rank=LORA_RANK))
-        if config.algorithm == "ppo" and config.critic.trunk == "own":
-            yield (
-                replace(adapted, critic=replace(config.critic, trunk="adapter")),
-                [
-                    f"--rank {LORA_RANK}",
-                    "--trunk adapter",
-                ],
-            )
-        else:
-            yield adapted, [f"--rank {LORA_RANK}"]
+    if config.lora.is_used:
+        return
+    adapted, words = replace(config, lora=LoRAConfig(rank=LORA_RANK)), [f"--rank {LORA_RANK}"]
+    if config.algorithm == "ppo" and config.critic.trunk == "own":
+        adapted = replace(adapted, critic=replace(config.critic, trunk="adapter"))
+        words.append("--trunk adapter")
+    yield adapted, words
 
 
 def _differences(update: UpdateConfig, changed: UpdateConfig) -> Iterator[tuple[str, str]]:

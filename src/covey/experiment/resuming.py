@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,27 @@ def restore_checkpoint(parts: Components, store: RunStore, display: Display, che
     display.resume(progress.step, read_metrics(store.run_dir))
     display.note(f"resuming after step {progress.step}")
     return progress
+
+
+def load_newest(checkpoints: CheckpointFolder, load: Callable[[dict[str, Any]], None]) -> int | None:
+    """Load the newest complete checkpoint of a training of one process; returns its step, None without one.
+
+    Raises:
+        ConfigError: if it belongs to another training.
+    """
+    latest = checkpoints.latest()
+    if latest is None:
+        return None
+    try:
+        load(checkpoints.load(latest))
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoints.folder(latest)} does not fit this training: delete it, and the one before is used"
+        ) from error
+    checkpoints.tidy(latest)
+    return latest
 
 
 def keep_best(parts: Components, progress: Progress, score: float) -> None:

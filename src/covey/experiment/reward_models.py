@@ -32,6 +32,7 @@ from covey.config.reward_models import (
     locate_reward_model,
 )
 from covey.experiment.llm import Machine, build_machine
+from covey.experiment.resuming import load_newest
 from covey.experiment.reward_model_folder import RELIABILITY_FILE, RewardModelFolder
 from covey.llm.model.loading import resolve_checkpoint
 from covey.llm.reward_models.evaluation import Quality, evaluate
@@ -45,7 +46,6 @@ from covey.llm.reward_models.examples import (
 from covey.llm.reward_models.loading import begin_reward_model, load_reward_model
 from covey.llm.reward_models.model import RewardModel
 from covey.llm.reward_models.training import Metrics, RewardModelTrainer, batches_per_epoch, train_epochs
-from covey.runtime.checkpoint import CheckpointError
 from covey.runtime.device import differences, environment
 from covey.runtime.interrupts import set_last_words, stop_requests
 from covey.tracking.console import Display
@@ -306,19 +306,7 @@ def _evaluate(
 
 def _restore(trainer: RewardModelTrainer, folder: RewardModelFolder, display: Display) -> None:
     """Load the newest complete checkpoint, and remove the records of later steps."""
-    checkpoints = folder.checkpoints
-    latest = checkpoints.latest()
-    if latest is not None:
-        try:
-            trainer.load_state_dict(checkpoints.load(latest))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise CheckpointError(
-                f"checkpoint {checkpoints.folder(latest)} does not fit this training: delete it, and the one before is "
-                "used"
-            ) from error
-        checkpoints.tidy(latest)
+    latest = load_newest(folder.checkpoints, trainer.load_state_dict)
     folder.rewind(-1 if latest is None else latest)
     display.note(f"resuming after step {trainer.step}")
 

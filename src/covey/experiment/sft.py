@@ -30,22 +30,22 @@ from covey.config.model_sources import ARCHITECTURE_FOLDER, CONFIG_FILE, MODEL_F
 from covey.config.recipe import config_from_dict
 from covey.config.recipe_writing import config_to_dict, write_config
 from covey.config.sft import SFT_ALGORITHM
+from covey.config.sft_data import Examples
 from covey.config.validate_sft import validate_sft
-from covey.core import schedules
-from covey.core.schedules import Schedule
 from covey.data import Batch
 from covey.experiment.advice import Launch
-from covey.experiment.build import SCHEDULES, build_checkpoints, build_optimizer
+from covey.experiment.build import build_checkpoints, build_optimizer
 from covey.experiment.llm import Machine, build_machine
+from covey.experiment.resuming import load_newest
 from covey.llm.generation.backend import find_kernels
 from covey.llm.model.loading import load_chat, load_model, resolve_checkpoint, save_architecture
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sft.encoding import EncodedExample, ExampleEncoder, batch_of, encode_examples, longest_example
 from covey.llm.sft.sources import read_source
-from covey.runtime.checkpoint import CheckpointError
 from covey.runtime.device import differences, environment, peak_memory_bytes
 from covey.runtime.interrupts import set_last_words, stop_requests
+from covey.runtime.learning_rate import learning_rate_schedule
 from covey.tracking.console import Display
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import ORIGIN_FILE, holds_run, write_atomically, write_folders
@@ -78,11 +78,14 @@ class Data:
         return (batch_of(self.held_out[begin : begin + size]) for begin in range(0, len(self.held_out), size))
 
 
-def train_sft(config: RunConfig, run_dir: Callable[[], str | Path], launch: Launch) -> dict[str, Any] | None:
+def train_sft(
+    config: RunConfig, run_dir: Callable[[], str | Path], launch: Launch, examples: Examples | None = None
+) -> dict[str, Any] | None:
     """Train a model on the examples of a recipe.
 
     Args:
         config: of a recipe.
+        examples: those of the config, if they have been read; None: they are read.
         run_dir: gives the new run folder.
         launch: the command that started it.
 
@@ -94,7 +97,7 @@ def train_sft(config: RunConfig, run_dir: Callable[[], str | Path], launch: Laun
     """
     validate_sft(config)
     config = replace(config, model=resolve_checkpoint(config.model))
-    data = read_data(config)
+    data = read_data(config, examples)
     steps = config.sft.epochs * batches_per_epoch(len(data.training), config.sft.batch_size)
     config = replace(config, algorithm=SFT_ALGORITHM, steps=steps)
     machine = build_machine(config.device, config.precision, config.threads)
@@ -138,15 +141,18 @@ def resume_sft(run_dir: Path) -> dict[str, Any] | None:
         return _Training(config, data, machine, store, launch, origin).run(resuming=True)
 
 
-def read_data(config: RunConfig) -> Data:
+def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
     """The examples of a config as tokens, for which only the tokenizer of the model is loaded.
+
+    Args:
+        examples: as of `train_sft`.
 
     Raises:
         ConfigError: for the first example that cannot be used.
     """
     chat, model_config = load_chat(config.model)
     chat = chat.with_config(config.chat)
-    examples = read_source(config, chat)
+    examples = read_source(config, chat) if examples is None else examples
     encoder, longest = ExampleEncoder(chat), longest_example(model_config, config.sft.max_tokens)
     drop = config.sft.long_examples == "drop"
     training, held_out = (
@@ -184,7 +190,10 @@ class _Training:
         set_last_words(lambda: f"interrupted. {self._how_to_continue()}")
         chat, policy = self._load()
         optimizer = build_optimizer(policy.module, replace(config.update, learning_rate=sft.learning_rate))
-        trainer = SupervisedTrainer(policy, optimizer, _learning_rate(config))
+        rate = learning_rate_schedule(
+            sft.schedule, sft.learning_rate, steps=config.steps, warmup_steps=sft.warmup_steps
+        )
+        trainer = SupervisedTrainer(policy, optimizer, rate)
         with outlasting_output(), display:
             if resuming:
                 self._restore(trainer)
@@ -253,18 +262,7 @@ class _Training:
 
     def _restore(self, trainer: SupervisedTrainer) -> None:
         """Load the newest complete checkpoint, and remove the records of later steps."""
-        latest = self.checkpoints.latest()
-        if latest is not None:
-            try:
-                trainer.load_state_dict(self.checkpoints.load(latest))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise CheckpointError(
-                    f"checkpoint {self.checkpoints.folder(latest)} does not fit this training: delete it, and the one "
-                    "before is used"
-                ) from error
-            self.checkpoints.tidy(latest)
+        load_newest(self.checkpoints, trainer.load_state_dict)
         for line in self.store.rewind_metrics(trainer.step):
             self.display.note(line)
         self.display.note(f"resuming after step {trainer.step}")
@@ -319,13 +317,6 @@ class _Training:
         if holds_run(self.store.run_dir):
             return f"Go on with: {command('sft', '--resume', self.store.run_dir)}"
         return f"Start again with: {command('sft', self.launch.recipe, *self.launch.fields)}"
-
-
-def _learning_rate(config: RunConfig) -> Schedule:
-    sft = config.sft
-    if sft.schedule == "constant":
-        return schedules.constant(sft.learning_rate, warmup_steps=sft.warmup_steps)
-    return SCHEDULES[sft.schedule](sft.learning_rate, steps=config.steps, warmup_steps=sft.warmup_steps)
 
 
 def _line(step: int, total: int, metrics: dict[str, float]) -> str:

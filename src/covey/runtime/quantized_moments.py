@@ -9,7 +9,7 @@ small moment that became 0 would make a step of any size.
 
 A row has the same codes in any part of a tensor, so ranks that divide the rows have the bits of one process.
 
-Shapes: R rows, C codes of a row, B blocks of a row, N numbers.
+Shapes: R rows, B blocks of a row, N numbers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, normalizers
 from transformers import ByT5Tokenizer
 
 from covey.config import ConfigError
-from covey.llm.conversation.encoding import ConversationEncoder, ReplyNotEncodable, encode_conversation
+from covey.llm.conversation.encoding import ConversationEncoder, ReplyNotEncodable
 from covey.llm.model.chat import Chat
 from helpers.chat_models import CHAT_MODELS, CHATML, chat_of
 from helpers.tiny_models import tiny_tokenizer
@@ -188,7 +188,7 @@ def test_a_template_without_end_tokens_is_continued_as_it_is():
 def test_a_given_conversation_is_encoded_as_if_the_model_had_written_it(name):
     chat = chat_of(name)
     messages = [QUESTION, answer("a b"), reply_of("user", "why?"), answer("The result is 42.")]
-    encoded = encode_conversation(chat, messages)
+    encoded = ConversationEncoder(chat).conversation(messages)
     assert encoded.prompt == chat.encode([QUESTION])
     ids = [*encoded.prompt, *encoded.actions]
     rendered = whole(chat, *messages, begins=False)
@@ -221,7 +221,9 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [
 def test_calls_of_tools_are_taught_in_the_format_of_the_template(name, text):
     chat = chat_of(name)
     messages = [QUESTION, CALL, reply_of("tool", "3"), answer("It is 3.")]
-    encoded = encode_conversation(chat, messages, tools=[{"type": "function", "function": {"name": "add"}}])
+    encoded = ConversationEncoder(chat).conversation(
+        messages, tools=[{"type": "function", "function": {"name": "add"}}]
+    )
     end = encoded.decided.index(False)
     taught = chat.tokenizer.decode(encoded.actions[:end])
     assert taught.removeprefix("<think>\n\n</think>\n\n").strip() == text
@@ -236,7 +238,7 @@ def test_calls_of_tools_are_taught_in_the_format_of_the_template(name, text):
 )  # fmt: skip
 def test_a_conversation_without_turns_is_refused(messages, message):
     with pytest.raises(ConfigError, match=message):
-        encode_conversation(chat_of("smollm"), messages)
+        ConversationEncoder(chat_of("smollm")).conversation(messages)
 
 
 def test_a_reply_that_changes_the_template_fails_alone():

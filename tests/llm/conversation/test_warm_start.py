@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from covey.llm.conversation.environments.calculator import Calculator
 from covey.llm.conversation.tool_calls import ToolCall, read_calls
 from covey.llm.conversation.tool_prompt import call_format
 from covey.llm.conversation.tools import describe_tools
-from covey.llm.conversation.warm_start import calculator_examples, write_examples
+from covey.llm.conversation.warm_start import calculator_examples
 from covey.llm.tasks import Arithmetic
 from covey.llm.tasks.generated import is_held_out
 from helpers.chat_models import CHAT_MODELS, chat_of
@@ -41,10 +40,9 @@ def test_examples_of_the_calculator_are_conversations_that_the_model_can_write(n
         assert set(encoded.decided) == {False, True}
 
 
-def test_examples_are_written_as_lines_of_json(tmp_path: Path) -> None:
+def test_examples_are_rows_of_json() -> None:
     rows = calculator_examples(chat_of("smollm"), count=2, task=Arithmetic(digits=(2,), operators=("-",)))
-    write_examples(tmp_path / "examples.jsonl", rows)
-    assert [json.loads(line) for line in (tmp_path / "examples.jsonl").read_text().splitlines()] == rows
+    assert json.loads(json.dumps(rows)) == rows
     assert rows[0]["messages"][2]["content"].startswith('```tool\n{"name": "calculate", "arguments": {"expression": "')
     with pytest.raises(ConfigError, match="at least one example"):
         calculator_examples(chat_of("smollm"), count=0)

@@ -14,13 +14,12 @@ The text that follows a turn is found by rendering a conversation whose turn is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from covey.config import ConfigError
 from covey.llm.conversation.plain_text import ControlTokenInText, Part, PlainTextEncoder
-from covey.llm.model.chat import Chat, Message
+from covey.llm.model.chat import Chat, Message, ToolSchema
 
 TURN = "coveyturn7"  # stands for a turn of the model, so a template must leave it unchanged
 REPLY = "coveyreply{}z"  # stands for the content of a reply
@@ -111,8 +110,14 @@ class ConversationEncoder:
         joined = together[: len(before)] == before
         return self._with_end(together[len(before) :] if joined else self.chat.encode_text(text))
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> EncodedConversation:
-        """`encode_conversation`, for several conversations."""
+    def conversation(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> EncodedConversation:
+        """Encode a given conversation as if the model had written its assistant messages.
+
+        The prompt is the conversation up to the first message of the assistant.
+
+        Raises:
+            ConfigError: if there is no assistant message after a prompt, or the chat template cannot encode it.
+        """
         turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns or turns[0] == 0:
             raise ConfigError("a conversation needs a prompt, and after it a message of the role 'assistant'")
@@ -141,8 +146,7 @@ class ConversationEncoder:
         last = max((place for place, id in enumerate(ids) if id in self.chat.end_ids), default=None)
         if last is not None and not str(self.chat.tokenizer.decode(list(ids[last + 1 :]))).strip():
             return tuple(ids[: last + 1])
-        end = self.chat.tokenizer.eos_token_id
-        return (*ids, end if end in self.chat.end_ids else min(self.chat.end_ids))
+        return (*ids, self.chat.end_id)
 
     def _closing(self, ids: Sequence[int]) -> int:
         """The number of tokens that end the turn: white space and an end token of the model."""
@@ -206,16 +210,3 @@ class ConversationEncoder:
                 "continued: change the template, or use another model"
             )
         return after
-
-
-def encode_conversation(
-    chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-) -> EncodedConversation:
-    """Encode a given conversation as if the model had written its assistant messages.
-
-    The prompt is the conversation up to the first message of the assistant that only messages of other roles precede.
-
-    Raises:
-        ConfigError: if there is no assistant message after a prompt, or the chat template cannot encode it.
-    """
-    return ConversationEncoder(chat).conversation(messages, tools)

@@ -22,6 +22,7 @@ from covey.llm.rewards.reward_call import one_line, shown
 
 LONGEST_ATTRIBUTE = 1 << 16  # characters of an attribute in JSON that rewards can read
 MOST_ATTRIBUTES = 100
+NO_TOOLS = frozenset({"reset", "step", "close"})  # public methods that the run calls, and the model does not
 
 
 class WrongEnvironment(Exception):
@@ -36,7 +37,7 @@ def style_of(kind: Any) -> str:
     """
     if callable(getattr(kind, "step", None)):
         return "step"
-    own = [name for name in dir(kind) if not name.startswith("_") and name not in ("reset", "close")]
+    own = [name for name in dir(kind) if not name.startswith("_") and name not in NO_TOOLS]
     if any(callable(getattr(kind, name, None)) for name in own):
         return "tools"
     raise WrongEnvironment(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +67,16 @@ class ConversationSampler(LanguageSampler):
     total_tokens: int = 512  # of a conversation after its prompt
     _counts: Counts = field(default_factory=Counts, init=False)
 
+    @cached_property
+    def encoder(self) -> ConversationEncoder:
+        """Encodes what follows a turn; it remembers the template's text."""
+        return ConversationEncoder(self.chat)
+
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """Groups in the order of `starts`. A conversation whose environment fails has a `failure`."""
-        encoder = ConversationEncoder(self.chat)
         limits = Limits(self.turns, self.max_new_tokens, self.total_tokens)
         opened = [
-            [Conversation(self._open(start, step), self.style, encoder, limits) for _ in range(group_size)]
+            [Conversation(self._open(start, step), self.style, self.encoder, limits) for _ in range(group_size)]
             for start in starts
         ]
         every = [conversation for conversations in opened for conversation in conversations]

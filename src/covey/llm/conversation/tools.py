@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.config import ConfigError
+from covey.llm.conversation.environment import NO_TOOLS
 from covey.llm.conversation.tool_calls import RawText, ToolCall
 
-NO_TOOLS = frozenset({"reset", "step", "close"})  # public methods that the run calls, and the model does not
 ERROR = "Error: "  # begins every message about a mistake of the model
 
 

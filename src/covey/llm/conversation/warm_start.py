@@ -8,8 +8,6 @@ assistant   579
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError
@@ -56,11 +54,6 @@ def calculator_examples(
         answer = {"role": "assistant", "content": str(start.columns["answer"])}
         rows.append({"messages": [*prompt, turn, reply, answer], **({"tools": schemas} if schemas else {})})
     return rows
-
-
-def write_examples(path: str | Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows to a JSONL file."""
-    Path(path).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def _expression(question: str) -> str:

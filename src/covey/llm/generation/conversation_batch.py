@@ -8,7 +8,7 @@ Shapes: R open completions, B branches, N completions of all prompts, T tokens o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from torch import Tensor
 
 from covey.llm.generation.batch import ContinuousBatch
 from covey.llm.generation.native_decoder import NativeDecoder, ParkedRow
-from covey.llm.generation.truncation import WHOLE, Truncation
-from covey.llm.model.stop_strings import StopStrings
-from covey.llm.native.bindings import KernelSet
 
 
 class ConversationBatch(ContinuousBatch):
@@ -27,23 +24,9 @@ class ConversationBatch(ContinuousBatch):
 
     decoder: NativeDecoder
 
-    def __init__(
-        self,
-        decoder: NativeDecoder,
-        prompts: Sequence[Sequence[int]],
-        uniforms_NT: NDArray[np.float64],
-        max_rows: int,
-        temperature: float,
-        end_ids: Collection[int],
-        kernels: KernelSet,
-        shared_prefix: int | None = None,
-        stop: StopStrings | None = None,
-        truncation: Truncation = WHOLE,
-    ) -> None:
-        """Args: as of `ContinuousBatch`. `max_rows` includes the conversations that wait."""
-        super().__init__(
-            decoder, prompts, uniforms_NT, max_rows, temperature, end_ids, kernels, shared_prefix, stop, truncation
-        )
+    def __init__(self, decoder: NativeDecoder, **arguments: Any) -> None:
+        """`arguments`: as of `ContinuousBatch`; `max_rows` includes the conversations that wait."""
+        super().__init__(decoder, **arguments)
         self.ended: list[int] = []  # conversations whose turn has ended; the caller empties it
         self.parked: dict[int, ParkedRow] = {}  # rows of the conversations that wait
         self.replies: dict[int, tuple[int, ...]] = {}  # tokens of the conversations that go on with the next step

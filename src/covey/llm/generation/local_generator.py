@@ -70,24 +70,11 @@ class LocalGenerator:
 
     def _conversation_batch(self, requests: list[GenerationRequest], max_tokens: int) -> ConversationBatch:
         """A batch of the first turns of conversations with up to `max_tokens` tokens after the prompt."""
-        settings, prompts = requests[0].settings, [request.prompt for request in requests]
-        tokens = max(max_tokens, settings.max_new_tokens)
-        fitting = settings.max_rows or self.rows_in_memory(prompts, tokens)
-        rows = rows_together(fitting, len(requests), requests[0].completions)
+        tokens = max(max_tokens, requests[0].settings.max_new_tokens)
+        rows = self._rows(requests, tokens)
         decoder = self.policy.backend.conversation_decoder(self.policy.module, rows, tokens)
         assert decoder is not None
-        return ConversationBatch(
-            decoder,
-            prompts,
-            np.concatenate([request_uniforms(request) for request in requests]),
-            rows,
-            settings.temperature,
-            settings.end_ids,
-            self.policy.backend.kernels,
-            settings.shared_prefix,
-            settings.stop,
-            settings.truncation,
-        )
+        return ConversationBatch(decoder, **self._arguments(requests, rows))
 
     def generate_by_settings(
         self, requests: Sequence[GenerationRequest], start: float, ready: Ready
@@ -143,22 +130,30 @@ class LocalGenerator:
         return [results[number] for number in numbers]
 
     def _batch(self, requests: list[GenerationRequest]) -> ContinuousBatch:
-        settings, completions = requests[0].settings, requests[0].completions
-        prompts = [request.prompt for request in requests]
-        fitting = settings.max_rows or self.rows_in_memory(prompts, settings.max_new_tokens)
-        rows = rows_together(fitting, len(requests), completions)
-        return ContinuousBatch(
-            self.policy.backend.decoder(self.policy.module, rows, settings.max_new_tokens),
-            prompts,
-            np.concatenate([request_uniforms(request) for request in requests]),
-            rows,
-            settings.temperature,
-            settings.end_ids,
-            self.policy.backend.kernels,
-            settings.shared_prefix,
-            settings.stop,
-            settings.truncation,
-        )
+        tokens = requests[0].settings.max_new_tokens
+        rows = self._rows(requests, tokens)
+        decoder = self.policy.backend.decoder(self.policy.module, rows, tokens)
+        return ContinuousBatch(decoder, **self._arguments(requests, rows))
+
+    def _rows(self, requests: list[GenerationRequest], tokens: int) -> int:
+        """Number of rows of a batch with up to `tokens` tokens after each prompt."""
+        fitting = requests[0].settings.max_rows or self.rows_in_memory([one.prompt for one in requests], tokens)
+        return rows_together(fitting, len(requests), requests[0].completions)
+
+    def _arguments(self, requests: list[GenerationRequest], rows: int) -> dict[str, Any]:
+        """The arguments of a batch besides its decoder."""
+        settings = requests[0].settings
+        return {
+            "prompts": [request.prompt for request in requests],
+            "uniforms_NT": np.concatenate([request_uniforms(request) for request in requests]),
+            "max_rows": rows,
+            "temperature": settings.temperature,
+            "end_ids": settings.end_ids,
+            "kernels": self.policy.backend.kernels,
+            "shared_prefix": settings.shared_prefix,
+            "stop": settings.stop,
+            "truncation": settings.truncation,
+        }
 
     def _run(
         self,

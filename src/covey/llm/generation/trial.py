@@ -17,7 +17,7 @@ from covey.config import ConfigError
 from covey.data import Batch
 from covey.llm.generation.decoder import Decoder
 from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
-from covey.llm.model.architecture import exact_length, is_llama_like, position_limit, vocabulary_of, windows_of
+from covey.llm.model.architecture import exact_length, is_llama_like, longest_row, vocabulary_of, windows_of
 from covey.llm.model.hidden_states import hidden_states_for_actions, row_lengths, row_tokens
 from covey.llm.model.plain_forward import PlainPasses, exact_logprobs, next_token_logits
 from covey.llm.model.prefix_attention import IMPLEMENTATION
@@ -42,8 +42,8 @@ class Trial:
             raise ConfigError(
                 f"{type(module).__name__} cannot be trained: beyond {exact[0]} tokens {exact[1]}; choose another model"
             )
-        limits = position_limit(module.config), None if exact is None else exact[0]
-        room = min((limit for limit in limits if limit is not None), default=1 << 62)
+        longest = longest_row(module.config)
+        room = 1 << 62 if longest is None else longest
         windows = [] if is_llama_like(module) else [size for size in windows_of(module.config) if size < room]
         tested = [window for window in windows if window <= min(MAX_TESTED_WINDOW, room - 14)]
         self.has_untested_window = len(tested) < len(windows)

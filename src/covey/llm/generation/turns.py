@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from covey.llm.generation.generator import Completion, GenerationFailure, GenerationRequest
-from covey.llm.model.architecture import exact_length, position_limit
+from covey.llm.model.architecture import longest_row
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,8 @@ class TurnGenerator(Protocol):
 
 def room(model_config: Any, tokens: int) -> int | None:
     """Number of tokens that a model with this config can append to `tokens` tokens; None: no limit."""
-    exact = exact_length(model_config)
-    limits = (position_limit(model_config), None if exact is None else exact[0])
-    known = [limit for limit in limits if limit is not None]
-    return max(min(known) - tokens, 0) if known else None
+    longest = longest_row(model_config)
+    return None if longest is None else max(longest - tokens, 0)
 
 
 @dataclass(frozen=True, eq=False)

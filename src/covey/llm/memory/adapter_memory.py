@@ -41,13 +41,10 @@ def trained_parameters(size: Dimensions, config: RunConfig) -> int:
 
 
 def reference_parameters(size: Dimensions, config: RunConfig) -> int:
-    """The numbers that the reference has besides those of the policy: a copy of the model, or of the adapter if it is
-    not 0 at the beginning or is refreshed.
-    """
+    """The numbers that the reference has besides those of the policy: a copy of the model, or of the adapter."""
     if not config.lora.is_used:
         return size.parameters
-    copies = config.lora.adapter or config.reference.refresh_every or config.iteration.steps
-    return adapter_parameters(size, config) if copies else 0
+    return adapter_parameters(size, config) if config.copies_reference_adapter else 0
 
 
 def activation_change(

@@ -8,7 +8,7 @@ Shapes: N inputs and M outputs of a layer, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -110,16 +110,7 @@ def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a model, and their names, as they are after its adapter was merged into them. The weights of
     one layer at a time are computed.
     """
-    layers = adapted_layers(module)
-    if not layers:
-        yield from module.named_parameters()
-        return
-    for name, parameter in module.named_parameters():
-        path, _, field = name.rpartition(".base_layer.")
-        if path in layers:
-            yield f"{path}.{field}", merged_weight(layers[path]) if field == "weight" else parameter
-        elif not _is_factor(name, layers):
-            yield name, parameter
+    return _merged(module, module.named_parameters())
 
 
 def base_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -133,15 +124,17 @@ def base_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of the module, as it is after its adapter was merged."""
+    return dict(_merged(module, state.items()))
+
+
+def _merged(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     layers = adapted_layers(module)
-    merged: dict[str, Tensor] = {}
-    for name, tensor in state.items():
+    for name, tensor in tensors:
         path, _, field = name.rpartition(".base_layer.")
         if path in layers:
-            merged[f"{path}.{field}"] = merged_weight(layers[path]) if field == "weight" else tensor
+            yield f"{path}.{field}", merged_weight(layers[path]) if field == "weight" else tensor
         elif not _is_factor(name, layers):
-            merged[name] = tensor
-    return merged
+            yield name, tensor
 
 
 def _is_factor(name: str, layers: Mapping[str, Any]) -> bool:

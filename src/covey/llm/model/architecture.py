@@ -140,3 +140,10 @@ def position_limit(config: Any) -> int | None:
     text = config.get_text_config()
     limits = (getattr(text, name, None) for name in POSITION_FIELDS)
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+
+def longest_row(config: Any) -> int | None:
+    """Longest row in tokens within both `position_limit` and `exact_length`; None without a limit."""
+    exact = exact_length(config)
+    limits = (position_limit(config), None if exact is None else exact[0])
+    return min((limit for limit in limits if limit is not None), default=None)

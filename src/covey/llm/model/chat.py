@@ -13,6 +13,7 @@ from covey.config.chat import template_options
 from covey.llm.model.chat_templates import TemplateFailed, render
 
 Message = Mapping[str, Any]
+ToolSchema = Mapping[str, Any]  # JSON schema of a function, as transformers' templates read it
 NO_ADDITIONS = ChatConfig()
 
 
@@ -51,11 +52,17 @@ class Chat:
         self.config = config
         self._template_options = template_options(config)
 
+    @property
+    def end_id(self) -> int:
+        """The token that ends a turn which has none: the tokenizer's end token, if it ends the model's completions."""
+        end = self.tokenizer.eos_token_id
+        return end if end in self.end_ids else min(self.end_ids)
+
     def with_config(self, config: ChatConfig) -> Chat:
         """The same model's chat with a system prompt, examples and switches of the template."""
         return Chat(self.tokenizer, self.end_ids, self.embedded, config)
 
-    def encode(self, prompt: str | Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
+    def encode(self, prompt: str | Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Token ids of a prompt: a string is encoded unchanged, messages by the model's chat template. The config's
         system prompt and examples come before messages.
 
@@ -98,7 +105,7 @@ class Chat:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self.check_ids(ids) if ids else ()
 
-    def _rendered(self, messages: Sequence[Message], *, answer_begins: bool, tools: Sequence[Message] = ()) -> Any:
+    def _rendered(self, messages: Sequence[Message], *, answer_begins: bool, tools: Sequence[ToolSchema] = ()) -> Any:
         text = self.render(messages, answer_begins=answer_begins, tools=tools)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
@@ -131,7 +138,9 @@ class Chat:
                 return tuple(whole[begin + len(plain) :])
         return ()
 
-    def render(self, messages: Sequence[Message], *, answer_begins: bool = True, tools: Sequence[Message] = ()) -> str:
+    def render(
+        self, messages: Sequence[Message], *, answer_begins: bool = True, tools: Sequence[ToolSchema] = ()
+    ) -> str:
         """Render the text of a chat, up to the beginning of the model's answer, or with it among the messages.
 
         Raises:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,11 @@ class Adapter:
     name: str
     parameters: nn.Module  # its matrices, by the names that peft's files have without their prefix
     lora: LoRAConfig
+
+    @cached_property
+    def base_checksum(self) -> str:
+        """The checksum of the frozen weights."""
+        return checksum_of_base(self.model)
 
     def weights(self) -> AdapterWeights:
         """The weights of the model with this adapter."""
@@ -221,7 +227,7 @@ def save_adapter(adapter: Adapter, base: str, folder: Path) -> None:
     save_adapter_config(adapter, base, folder)
     tensors = {f"{PREFIX}{name}": one.detach().cpu() for name, one in adapter.parameters.named_parameters()}
     save_file({name: one.contiguous() for name, one in tensors.items()}, folder / ADAPTER_WEIGHTS_FILE)
-    save_base(base, checksum_of_base(adapter.model), folder)
+    save_base(base, adapter.base_checksum, folder)
 
 
 @torch.no_grad()
@@ -248,7 +254,7 @@ def load_adapter(adapter: Adapter, folder: Path) -> None:
             f"{unlike[0]}: set model to the adapter's base"
         )
     if (folder / BASE_FILE).is_file():
-        check_base(folder, checksum_of_base(adapter.model), "set model to the adapter's base, which that file names")
+        check_base(folder, adapter.base_checksum, "set model to the adapter's base, which that file names")
     for name, tensor in saved.items():
         if not bool(tensor.isfinite().all()):
             raise ConfigError(f"lora.adapter: {path} holds numbers that are not finite ({name}): take another adapter")

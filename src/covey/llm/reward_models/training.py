@@ -12,10 +12,9 @@ from typing import Any
 
 from covey.config import RunError
 from covey.config.reward_models import RewardModelConfig
-from covey.core import schedules
-from covey.core.schedules import Schedule
 from covey.llm.reward_models.examples import EncodedExample, Objective
 from covey.llm.reward_models.model import RewardModel, microbatches
+from covey.runtime.learning_rate import learning_rate_schedule
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.rng import permutation
 
@@ -38,7 +37,9 @@ class RewardModelTrainer:
         self.optimizer = MasterAdamW(
             model.module, config.learning_rate, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm
         )
-        self.learning_rate = _learning_rate(config, total_steps)
+        self.learning_rate = learning_rate_schedule(
+            config.schedule, config.learning_rate, steps=total_steps, warmup_steps=config.warmup_steps
+        )
 
     def train_step(self, examples: Sequence[EncodedExample]) -> Metrics:
         """One optimizer step on a minibatch.
@@ -139,10 +140,3 @@ def _batches(
     order = [one for group in permutation(config.seed, iteration, epoch, len(groups)) for one in groups[group]]
     for begin in range(0, len(order), config.batch_size):
         yield order[begin : begin + config.batch_size]
-
-
-def _learning_rate(config: RewardModelConfig, steps: int) -> Schedule:
-    if config.schedule == "constant":
-        return schedules.constant(config.learning_rate, warmup_steps=config.warmup_steps)
-    falling = {"linear": schedules.linear, "cosine": schedules.cosine}[config.schedule]
-    return falling(config.learning_rate, steps=steps, warmup_steps=config.warmup_steps)

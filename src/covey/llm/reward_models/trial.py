@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from covey.llm.generation.trial import MIN_TOKENS, TOLERANCE, Trial, in_fp32, probe_batch
-from covey.llm.model.architecture import exact_length, position_limit, vocabulary_of
+from covey.llm.model.architecture import longest_row, vocabulary_of
 from covey.llm.model.hidden_states import hidden_states_for_actions, row_tokens
 from covey.llm.model.plain_forward import accepted
 from covey.llm.model.prefix_attention import IMPLEMENTATION
@@ -82,8 +82,7 @@ def longest_sequence(module: PreTrainedModel) -> int | None:
     Tables of learned positions may begin with rows that no token uses: RoBERTa's has 514 rows for 512 tokens. Such a
     table is the embedding that is asked for successive rows.
     """
-    exact = exact_length(module.config)
-    limits = [position_limit(module.config), None if exact is None else exact[0]]
+    limits = [longest_row(module.config)]
     end, count = module.config.get_text_config().eos_token_id, vocabulary_of(module)
     token = _ids(module, [count - 1])[0]
     last = end if isinstance(end, int) and 0 <= end < count else token  # BART needs one

@@ -7,24 +7,18 @@ messages                  the prompt, then turns of the assistant; the chat temp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from covey.config import ConfigError
 from covey.config.sft_data import Example
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.model.architecture import exact_length, position_limit
+from covey.llm.conversation.encoding import ConversationEncoder, EncodedConversation
+from covey.llm.model.architecture import longest_row
 from covey.llm.model.chat import Chat
 
 
-@dataclass(frozen=True)
-class EncodedExample:
+class EncodedExample(EncodedConversation):
     """An example as tokens; `decided` marks the actions that are trained."""
-
-    prompt: tuple[int, ...]
-    actions: tuple[int, ...]
-    decided: tuple[bool, ...]
 
     @property
     def tokens(self) -> int:
@@ -73,14 +67,12 @@ class ExampleEncoder:
     def _with_end(self, actions: Sequence[int]) -> tuple[int, ...]:
         if actions and actions[-1] in self.chat.end_ids:
             return tuple(actions)
-        end = self.chat.tokenizer.eos_token_id
-        return (*actions, end if end in self.chat.end_ids else min(self.chat.end_ids))
+        return (*actions, self.chat.end_id)
 
 
 def longest_example(model_config: Any, max_tokens: int) -> int | None:
     """The longest prompt with its completion, in tokens; `max_tokens` 0: the model's limit. None: there is no limit."""
-    exact = exact_length(model_config)
-    limits = (max_tokens or None, position_limit(model_config), None if exact is None else exact[0])
+    limits = (max_tokens or None, longest_row(model_config))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
