@@ -161,7 +161,7 @@ def test_a_group_with_the_keys_of_today_and_of_an_older_run(client: Client, fold
     assert (hostile["text"], hostile["steps"], hostile["undecided"]) == (HOSTILE, [["a", 1.0]], [[1, 2]])
     (_, old) = client.of_run(run, "/steps/1/groups/0").json["rollouts"]
     assert {name for name, value in old.items() if value is None} == {
-        "reward", "score", "advantage", "baseline", "extra", "undecided", "steps", "tokens"
+        "reward", "score", "advantage", "baseline", "extra", "undecided", "steps", "turns", "failure", "tokens"
     }  # fmt: skip
     assert (old["failed"], old["truncated"], old["version"]) == (True, True, 0)
 

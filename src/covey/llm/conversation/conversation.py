@@ -45,6 +45,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.turn_rewards: list[float] = []
         self.failure = ""
+        self.observation = ""  # the first one
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._decided: list[bool] = []
@@ -58,12 +59,12 @@ class Conversation:
         """Set the prompt, after which the first observation follows."""
         self.prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
-            observation = reset.result()["text"]
+            self.observation = reset.result()["text"] or ""
         except EnvironmentFailed as error:
             self.failure = f"{FAILED}{error}"
             return
-        if observation:
-            self.prompt = with_observation(self.prompt, observation)
+        if self.observation:
+            self.prompt = with_observation(self.prompt, self.observation)
 
     def answer(self, completion: Completion) -> Future[Continuation | None]:
         """Add a turn of the model, and ask for what follows; None if the conversation is over."""
@@ -121,6 +122,7 @@ class Conversation:
             text=transcript(self.messages),
             decided=self._decided,
             messages=self.messages,
+            observation=self.observation,
             turn_rewards=self.turn_rewards,
             step_ends=self._turn_ends,
             environment=self._attributes,
