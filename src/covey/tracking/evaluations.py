@@ -9,7 +9,7 @@ from typing import Any
 from covey.tracking.plain_files import Refused, TooLarge
 from covey.tracking.run_reader import RunReader, kind_of_run, number, prompt_text, table, text
 from covey.tracking.score_kinds import SCORE_KINDS
-from covey.tracking.turns import searched_text, turns_table
+from covey.tracking.turns import conversation_turns, searched_text
 
 Answers = dict[int, dict[str, Any]]  # of one evaluation at one token limit, by problem
 ORDERS = ("problem", "better", "worse")
@@ -129,7 +129,7 @@ def _answer(line: dict[str, Any] | None) -> dict[str, Any] | None:
         "tokens": number(line.get("tokens")),
         "truncated": line.get("truncated") is True,
         "extra": table(line.get("extra")) or None,
-        "turns": turns_table(line),
+        "turns": conversation_turns(line) or None,
         "failure": text(line.get("failure")) or None,
     }
 

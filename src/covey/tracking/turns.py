@@ -1,85 +1,77 @@
 """The turns of a recorded conversation, for display: `messages` and `turn_rewards` of a rollout or a held-out answer.
 
-Records may be damaged or written by others, so every value is checked, and a wrong one is left out or shown as JSON.
+Records may be damaged or written by others, so every value is checked, and one of another type is shown as JSON.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from covey.tracking.run_reader import number, table, text
 
 MODEL = "assistant"  # the role of the model
-ENVIRONMENT = "environment"  # of the first observation, which the model reads at the end of its prompt
+ENVIRONMENT = "environment"  # role of the first observation, which the model reads at the end of its prompt
+SHOWN_AT_FIRST = 40  # turns, where not all of them are asked for
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a tool: its arguments by name. A text is as it is, any other value JSON."""
+class Call(TypedDict):
+    """A call of a tool: name and text of each argument. A value that is no text is JSON."""
 
     name: str
-    arguments: tuple[tuple[str, str], ...]
+    arguments: list[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(TypedDict):
     """A message of a conversation."""
 
     role: str
+    name: str  # of the tool that replies
     text: str
-    name: str = ""  # of the tool that replies
-    calls: tuple[Call, ...] = ()
-    reward: float | None = None  # of a turn of the model; None if no turn of the conversation was paid
+    calls: list[Call]
+    reward: float | None  # of a turn of the model; None if no turn of the conversation was paid
 
 
 def conversation_turns(record: Mapping[str, Any]) -> list[Turn]:
-    """The turns of a rollout or a held-out answer, its first observation before them; [] if it is no conversation.
+    """The turns of a rollout or a held-out answer, the first observation before them; [] if it is no conversation.
 
-    The reward of a turn is its weighted sum if the record has `steps`, otherwise what the environment paid.
+    The reward of a turn is the weighted sum of its rewards if the record has `steps`, else what the environment paid.
     """
     messages = record.get("messages")
     if not isinstance(messages, list):
         return []
-    observation = text(record.get("observation"))
-    found = [Turn(ENVIRONMENT, observation)] if observation else []
     rewards = iter(_rewards(record))
+    found = []
+    if observation := text(record.get("observation")):
+        found.append(Turn(role=ENVIRONMENT, name="", text=observation, calls=[], reward=None))
     for message in map(table, messages):
-        role = text(message.get("role")) or "message"
-        calls = message.get("tool_calls")
+        role, calls = text(message.get("role")) or "message", message.get("tool_calls")
         found.append(
             Turn(
-                role,
-                shown(message.get("content")),
-                text(message.get("name")),
-                tuple(map(_call, calls)) if isinstance(calls, list) else (),
-                next(rewards, None) if role == MODEL else None,
+                role=role,
+                name=text(message.get("name")),
+                text=_shown(message.get("content")),
+                calls=list(map(_call, calls)) if isinstance(calls, list) else [],
+                reward=next(rewards, None) if role == MODEL else None,
             )
         )
     return found
 
 
-def turns_table(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The turns as values for JSON; None if the record has none."""
-    return [asdict(turn) for turn in conversation_turns(record)] or None
-
-
 def searched_text(record: Mapping[str, Any]) -> str:
-    """The text in which a rollout or an answer is searched: its completion.
+    """The text in which a rollout or an answer is searched: its completion, which has all turns and replies.
 
-    That of a conversation has all turns and replies. It shows arguments of calls as Python does, so those with line
-    ends and quotation marks follow as they are.
+    A first observation follows, and arguments of calls, which the completion shows with escapes as Python does.
     """
     completion, others = text(record.get("text")), list[str]()
     for turn in conversation_turns(record):
-        others += [turn.text] if turn.role == ENVIRONMENT else []
-        others += [value for call in turn.calls for _, value in call.arguments]
+        others += [turn["text"]] if turn["role"] == ENVIRONMENT else []
+        others += [value for call in turn["calls"] for _, value in call["arguments"]]
     return "\n".join([completion, *(other for other in others if other not in completion)])
 
 
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A text as it is, nothing as an empty text, any other value as JSON."""
     if value is None:
         return ""
@@ -89,9 +81,11 @@ def shown(value: Any) -> str:
 def _call(value: Any) -> Call:
     function = table(table(value).get("function"))
     arguments = function.get("arguments")
-    if not isinstance(arguments, dict):
-        return Call(shown(function.get("name")), (("", shown(arguments)),) if arguments else ())
-    return Call(shown(function.get("name")), tuple((name, shown(given)) for name, given in arguments.items()))
+    if isinstance(arguments, dict):
+        given = [(name, _shown(argument)) for name, argument in arguments.items()]
+    else:
+        given = [("", _shown(arguments))] if arguments else []
+    return Call(name=_shown(function.get("name")), arguments=given)
 
 
 def _rewards(record: Mapping[str, Any]) -> list[float | None]:

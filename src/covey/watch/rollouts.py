@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from covey.tracking.run_reader import LIMITS, Group, number, prompt_text, table, text
-from covey.tracking.turns import searched_text, turns_table
+from covey.tracking.turns import conversation_turns, searched_text
 
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 200, 400  # of a rollout in a list
 
@@ -62,7 +62,7 @@ def rollout(index: int, line: dict[str, Any]) -> dict[str, Any]:
         "extra": table(line.get("extra")) or None,
         "undecided": line.get("undecided"),
         "steps": line.get("steps"),
-        "turns": turns_table(line),
+        "turns": conversation_turns(line) or None,
         "failure": text(line.get("failure")) or None,
         "tokens": table(line.get("tokens")) or None,
     }
