@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from covey.llm.conversation.tool_calls import ToolCall, read_calls
 from covey.llm.conversation.tool_prompt import call_format, reply_message, with_tools
 from covey.llm.conversation.tools import ERROR, Tool, ToolError, check_call
-from covey.llm.model.chat import Chat, Message
+from covey.llm.model.chat import Chat, Message, ToolSchema
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class Style(Protocol):
     def reply_role(self) -> str:
         """The role of replies."""
 
+    def prompt(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
+        """The messages and the tools with which a prompt is rendered."""
+
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a prompt."""
 
@@ -58,6 +61,9 @@ class StepStyle:
     chat: Chat
 
     reply_role = "user"
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
+        return messages, ()
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return self.chat.encode(messages)
@@ -80,9 +86,11 @@ class ToolStyle:
         self.format = call_format(chat, tools)
         self.reply_role = str(reply_message(chat, ToolCall("t", {}), "")["role"])
 
+    def prompt(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
+        return with_tools(self.chat, messages, self.tools, self.format)
+
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        prompt, schemas = with_tools(self.chat, messages, self.tools, self.format)
-        return self.chat.encode(prompt, schemas)
+        return self.chat.encode(*self.prompt(messages))
 
     def read(self, tokens: Sequence[int]) -> Turn:
         parsed = read_calls(str(self.chat.tokenizer.decode(list(tokens))), self.format)
