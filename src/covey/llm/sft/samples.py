@@ -60,7 +60,7 @@ def select(
     """
     samples = 0
     highest: float | None = None
-    passed: dict[str, list[Sample]] = {}
+    passed: dict[str, dict[tuple[int, ...], Sample]] = {}  # by prompt, then by tokens
     for group in groups:
         for place, rollout in enumerate(group.rollouts):
             samples += 1
@@ -70,17 +70,17 @@ def select(
             if rollout.reward >= sft.min_reward:
                 where = f"sample {place + 1} of prompt {group.start.index + 1}"
                 sample = _sample(where, rollout, prompt_of(group.start.prompt, rollout.observation))
-                passed.setdefault(sample.content, []).append(sample)
+                passed.setdefault(sample.content, {}).setdefault(sample.example.actions, sample)
     if not passed:
         known = "none could be graded" if highest is None else f"the highest is {highest:g}"
         raise ConfigError(
             f"no example: of {plural(samples, 'sample')} none has a reward of at least {sft.min_reward:g} ({known}); "
             f"lower sft.min_reward{remedy}"
         )
-    kept = []
-    for same in passed.values():
-        different = list({sample.example.actions: sample for sample in reversed(same)}.values())[::-1]
-        kept += different if sft.keep == "all" else [max(different, key=lambda sample: sample.record["reward"])]
+    kept: list[Sample] = []
+    for different in passed.values():
+        best = max(different.values(), key=lambda sample: sample.record["reward"])
+        kept += different.values() if sft.keep == "all" else [best]
     return kept
 
 
