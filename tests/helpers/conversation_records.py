@@ -11,7 +11,7 @@ def conversation(
     """Entries of a rollout or a held-out answer: two turns of the model, of which the first calls a tool."""
     call = {"type": "function", "id": "000000000", "function": {"name": name, "arguments": {"expression": argument}}}
     messages = [
-        {"role": "assistant", "content": said, "tool_calls": [call]},
+        {"role": "assistant", "content": said, "tool_calls": [call], "unread_calls": [f"{argument}}}"]},
         {"role": "tool", "name": name, "tool_call_id": "000000000", "content": replied},
         {"role": "assistant", "content": f"{said} again"},
     ]

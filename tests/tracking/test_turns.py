@@ -15,16 +15,17 @@ from helpers.conversation_records import conversation
 
 def test_the_turns_of_a_conversation() -> None:
     assert conversation_turns(conversation()) == [
-        {"role": "environment", "name": "", "text": "Begin.", "calls": [], "reward": None},
+        {"role": "environment", "name": "", "text": "Begin.", "calls": [], "unread": [], "reward": None},
         {
             "role": "assistant",
             "name": "",
             "text": "I compute.",
             "calls": [{"name": "calculate", "arguments": [("expression", "12 +\n3")]}],
+            "unread": ["12 +\n3}"],
             "reward": 0.25,
         },
-        {"role": "tool", "name": "calculate", "text": "15", "calls": [], "reward": None},
-        {"role": "assistant", "name": "", "text": "I compute. again", "calls": [], "reward": 0.5},
+        {"role": "tool", "name": "calculate", "text": "15", "calls": [], "unread": [], "reward": None},
+        {"role": "assistant", "name": "", "text": "I compute. again", "calls": [], "unread": [], "reward": 0.5},
     ]
     assert conversation_turns({"text": "no conversation"}) == []
 
@@ -87,7 +88,7 @@ def test_damaged_messages_are_shown_as_far_as_they_can_be_read(message: Any, tex
     assert (turn["role"], turn["text"], turn["calls"]) == ("message", text, calls)
 
 
-@pytest.mark.parametrize("words", ["I compute. again", "[tool] 15", "12 +\n3", "Begin.", "calculate(expression="])
+@pytest.mark.parametrize("words", ["I compute. again", "[tool] 15", "12 +\n3", "3}", "Begin.", "calculate(expression="])
 def test_a_search_finds_turns_replies_and_arguments(words: str) -> None:
     assert words in searched_text(conversation())
 

@@ -142,13 +142,16 @@ class RolloutPrinter:
             if turn["reward"] is not None:
                 head.append(f"  reward {short(turn['reward'])}", "not dim")
             self._line(head)
-            if turn["text"] or not turn["calls"]:
+            if turn["text"] or not (turn["calls"] or turn["unread"]):
                 self._block(turn["text"], INDENT + TURN_INDENT)
             for call in turn["calls"]:
                 self._line(Text(f"{INDENT}{TURN_INDENT}calls ", "dim").append(_one_line(call["name"]), "bold"))
                 for name, value in call["arguments"]:
                     self._line(Text(f"{INDENT}{TURN_INDENT * 2}{_one_line(name)}:", "dim"))
                     self._block(value, INDENT + TURN_INDENT * 3)
+            for content in turn["unread"]:
+                self._line(Text(f"{INDENT}{TURN_INDENT}call that could not be read", "dim"))
+                self._block(content, INDENT + TURN_INDENT * 2)
         if len(turns) > len(shown):
             self._line(Text(f"{INDENT}... {len(turns) - len(shown):,} more turns (--full shows them)", "dim"))
 

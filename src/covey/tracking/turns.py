@@ -30,6 +30,7 @@ class Turn(TypedDict):
     name: str  # of the tool that replies
     text: str
     calls: list[Call]
+    unread: list[str]  # texts of calls that could not be read
     reward: float | None  # of a turn of the model; None if no turn of the conversation was paid
 
 
@@ -44,15 +45,17 @@ def conversation_turns(record: Mapping[str, Any]) -> list[Turn]:
     rewards = iter(_rewards(record))
     found = []
     if observation := text(record.get("observation")):
-        found.append(Turn(role=ENVIRONMENT, name="", text=observation, calls=[], reward=None))
+        found.append(Turn(role=ENVIRONMENT, name="", text=observation, calls=[], unread=[], reward=None))
     for message in map(table, messages):
-        role, calls = text(message.get("role")) or "message", message.get("tool_calls")
+        role = text(message.get("role")) or "message"
+        calls, unread = message.get("tool_calls"), message.get("unread_calls")
         found.append(
             Turn(
                 role=role,
                 name=text(message.get("name")),
                 text=_shown(message.get("content")),
                 calls=list(map(_call, calls)) if isinstance(calls, list) else [],
+                unread=list(map(_shown, unread)) if isinstance(unread, list) else [],
                 reward=next(rewards, None) if role == MODEL else None,
             )
         )
@@ -62,11 +65,13 @@ def conversation_turns(record: Mapping[str, Any]) -> list[Turn]:
 def searched_text(record: Mapping[str, Any]) -> str:
     """The text in which a rollout or an answer is searched: its completion, which has all turns and replies.
 
-    A first observation follows, and arguments of calls, which the completion shows with escapes as Python does.
+    A first observation follows, calls that could not be read, and arguments, which the completion shows with escapes
+    as Python does.
     """
     completion, others = text(record.get("text")), list[str]()
     for turn in conversation_turns(record):
         others += [turn["text"]] if turn["role"] == ENVIRONMENT else []
+        others += turn["unread"]
         others += [value for call in turn["calls"] for _, value in call["arguments"]]
     return "\n".join([completion, *(other for other in others if other not in completion)])
 

@@ -88,6 +88,7 @@ GET /api/runs/{id}/steps/{step}/groups/{group}
   TURN = {"role": "assistant" | "user" | "tool" | "environment" | ...,      "environment": its first observation
       "name": "" | "calculate",                      of the tool that replies
       "text": "...", "calls": [{"name": "calculate", "arguments": [["expression", "12 + 3"], ...]}, ...],
+      "unread": ["{...", ...],                       calls that could not be read
       "reward": 0.5 | null}                          null in all turns: none was paid
 
 GET /api/runs/{id}/rollouts?filter=best&text=apple&first=1&last=84&offset=0&limit=50

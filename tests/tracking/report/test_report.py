@@ -252,7 +252,8 @@ def test_conversations_have_their_turns(tmp_path: Path) -> None:
     shown = words(report(tmp_path, run)[1])
     expected = (
         "Failed: its environment failed: x environment Begin. assistant, reward 0.25 I compute. calls calculate "
-        "expression: 12 + 3 tool calculate 15 assistant, reward 0.50 I compute. again"
+        "expression: 12 + 3 call that could not be read: 12 + 3} tool calculate 15 assistant, reward 0.50 "
+        "I compute. again"
     )
     assert shown.count(expected) == 3
 

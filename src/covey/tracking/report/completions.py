@@ -30,13 +30,16 @@ def _turn(turn: Turn) -> Html:
     reward = turn["reward"]
     head = " ".join(filter(None, (one_line(turn["role"]), one_line(turn["name"]))))
     parts = [element("div", head, "" if reward is None else f", reward {short(reward)}", class_="label")]
-    parts += [pre(turn["text"], LONGEST_TEXT)] if turn["text"] or not turn["calls"] else []
+    only_calls = not turn["text"] and (turn["calls"] or turn["unread"])
+    parts += [] if only_calls else [pre(turn["text"], LONGEST_TEXT)]
     for call in turn["calls"][:MOST_CALLS]:
         parts.append(element("div", "calls ", element("code", one_line(call["name"])), class_="label"))
         for name, value in call["arguments"][:MOST_ARGUMENTS]:
             parts += [element("div", f"{one_line(name)}:", class_="label"), pre(value, LONGEST_TEXT)]
         if len(call["arguments"]) > MOST_ARGUMENTS:
             parts.append(_more(len(call["arguments"]) - MOST_ARGUMENTS, "argument"))
+    for content in turn["unread"][:MOST_CALLS]:
+        parts += [element("div", "call that could not be read:", class_="label"), pre(content, LONGEST_TEXT)]
     if len(turn["calls"]) > MOST_CALLS:
         parts.append(_more(len(turn["calls"]) - MOST_CALLS, "call"))
     return element("div", *parts, class_="turn model" if turn["role"] == MODEL else "turn")

@@ -26,11 +26,11 @@ export function turnList(turns, { find = "", texts = null } = {}) {
 
 export const modelTurns = (turns) => (turns ?? []).filter((turn) => turn.role === MODEL).length;
 
-function turnItem({ role, name, text, calls, reward }, find, written) {
+function turnItem({ role, name, text, calls, unread, reward }, find, written) {
   const paid = reward === null ? null : h("span", { class: "step-reward", data: { sign: reward > 0 ? "plus" : reward < 0 ? "minus" : "none" } }, `reward ${signed(reward)}`);
-  const shown = written ?? (text || !calls.length ? block(text, { find, label: "turn" }) : null);
+  const shown = written ?? (text || !(calls.length || unread.length) ? block(text, { find, label: "turn" }) : null);
   return h("li", { class: "turn", data: { by: role === MODEL ? "model" : "other" } },
-    h("p", { class: "turn-head" }, h("span", { class: "role" }, nodes(role), name ? [" ", h("code", {}, nodes(name))] : null), paid), shown, calls.map((call) => callBlock(call, find)));
+    h("p", { class: "turn-head" }, h("span", { class: "role" }, nodes(role), name ? [" ", h("code", {}, nodes(name))] : null), paid), shown, calls.map((call) => callBlock(call, find)), unread.map((call) => h("div", { class: "call" }, h("p", { class: "role" }, "call that could not be read"), block(call, { find, label: "call" }))));
 }
 
 function callBlock({ name, arguments: given }, find) {
