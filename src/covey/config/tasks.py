@@ -86,7 +86,7 @@ class EnvironmentTaskConfig:
     instruction: str = config_field("", "text of the prompt before the first observation of the environment")
     held_out_fraction: float = config_field(
         0.1,
-        "fraction that is held out for evaluation of prompts that the environment brings, if it brings no held-out ones",
+        "fraction of the prompts that an environment brings that is held out, if it brings no held-out ones",
         above=0,
         below=1,
         advanced=True,

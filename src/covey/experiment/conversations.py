@@ -97,7 +97,9 @@ class Conversations:
     def task(self, config: Any) -> Task:
         """The task of a config; the task environment has the rows of an adapter, if there are any."""
         if isinstance(config, EnvironmentTaskConfig):
-            rows: Prompts | None = self._try(0, lambda session: session.ask({"do": "rows"}, ROWS_SECONDS).result())["rows"]
+            rows: Prompts | None = self._try(0, lambda session: session.ask({"do": "rows"}, ROWS_SECONDS).result())[
+                "rows"
+            ]
             if rows is not None:
                 return EnvironmentRows(rows, config, f"environment {self._config.environment}")
         return build_task(config)

@@ -34,11 +34,12 @@ class Adapter(ABC):
 
     @classmethod
     def prepare(cls, **options: Any) -> None:
-        """Load what all conversations share, once, in the process that forks for each conversation.
+        """Load what all conversations share, once, in the process that forks for each; make an environment.
 
         Raises:
-            WrongEnvironment: if no environment can be made.
+            WrongEnvironment: if none can be made.
         """
+        cls(**options).close()
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         """The tools of the model, as `function_schema` makes them."""
@@ -63,6 +64,7 @@ class Adapter(ABC):
         """Reward that is paid at the end, once."""
         return None
 
+    @abstractmethod
     def close(self) -> None:
         """End the environment."""
 

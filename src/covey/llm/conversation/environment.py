@@ -4,9 +4,9 @@ step     step(message: str) -> (reply, reward, done): called with the text of ev
 tools    public methods with type hints and a docstring are tools, which the model calls (TRL's environments)
 respond  adapters of other libraries, which get every turn with its calls (`adapter.py`)
 
-Both styles may have `reset(**columns)`, called once with the columns of the data. It returns the first observation, which
-follows the prompt, or None. The `reward` attribute of an environment with tools is its reward at the end. `close()` is
-called after a conversation that did not fail.
+Both styles may have `reset(**columns)`, called once with the columns of the data. It returns the first observation,
+which follows the prompt, or None. The `reward` attribute of an environment with tools is its reward at the end.
+`close()` is called after a conversation that did not fail.
 
 This file imports the standard library only, so that the process of an environment starts in milliseconds.
 """
@@ -58,12 +58,16 @@ def check_options(kind: Callable[..., Any], options: Mapping[str, Any]) -> None:
         signature = inspect.signature(kind)
     except (TypeError, ValueError):  # a class in C
         return
+    parameters = signature.parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind not in _ANY]
+    unknown = [name for name in options if name not in names]
+    known = f"its options are {', '.join(names) or 'none'}"
+    if unknown and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+        raise WrongEnvironment(f"conversation.options: there is no option {unknown[0]!r}; {known}")
     try:
         signature.bind(**options)
     except TypeError as error:
-        named = [parameter for parameter in signature.parameters.values() if parameter.kind not in _ANY]
-        names = ", ".join(parameter.name for parameter in named) or "none"
-        raise WrongEnvironment(f"conversation.options: {error}; its options are {names}") from None
+        raise WrongEnvironment(f"conversation.options: {error}; {known}") from None
 
 
 class HostedEnvironment:

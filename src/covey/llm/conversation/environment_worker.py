@@ -1,7 +1,8 @@
 """The process in which environments run; `EnvironmentProcesses` starts it.
 
-The file of the environment is imported once, an adapter is prepared once, then the process forks for every conversation, so that an environment
-that hangs or dies ends its own conversation alone, and no conversation sees what another one changed:
+The file of the environment is imported once, and an adapter is prepared. Then the process forks for every conversation,
+so that an environment that hangs or dies ends its own conversation alone, and no conversation sees what another one
+changed:
 
     the run  <-- a socket for each conversation -->  a fork of the worker, with one environment
        \\__ a control socket: new conversations, ended ones __  the worker, which never runs a method of an environment

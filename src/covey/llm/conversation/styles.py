@@ -78,7 +78,7 @@ class ToolStyle:
     def __init__(self, chat: Chat, tools: Sequence[Tool]) -> None:
         self.chat, self.tools = chat, tools
         self.format = call_format(chat, tools)
-        self.reply_roles = (str(reply_message(chat, ToolCall("t", {}), "")["role"]),)
+        self.reply_roles: tuple[str, ...] = (str(reply_message(chat, ToolCall("t", {}), "")["role"]),)
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         prompt, schemas = with_tools(self.chat, messages, self.tools, self.format)

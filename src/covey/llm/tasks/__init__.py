@@ -37,7 +37,8 @@ from covey.llm.tasks.word_problems import WordProblems
 
 __all__ = [
     "Arithmetic", "CodeFunctions", "Countdown", "EnvironmentRows", "EnvironmentSeeds", "GuessNumberTask", "HumanEval",
-    "Lookup", "MazeTask", "PromptDataset", "Prompts", "ReasoningGym", "Rows", "RunningTotal", "WordProblems", "build_task", "default_rewards", "task_of",
+    "Lookup", "MazeTask", "PromptDataset", "Prompts", "ReasoningGym", "Rows", "RunningTotal", "WordProblems",
+    "build_task", "default_rewards", "task_of",
 ]  # fmt: skip
 
 _TASKS: dict[type, Callable[..., Task]] = {

@@ -68,8 +68,8 @@ class EnvironmentRows(PromptDataset):
         if config.instruction:
             raise ConfigError(f"task.instruction is set, but {source} brings prompts of its own: take it out")
         training, held_out = (
-            [row_of(f"{source}, {side.replace('_', '-')} row {number}", row) for number, row in enumerate(prompts[side])]
-            for side in ("training", "held_out")
+            [row_of(f"{source}, {name} row {number}", row) for number, row in enumerate(prompts[side])]
+            for side, name in (("training", "training"), ("held_out", "held-out"))
         )
         own = f"{source}, held-out rows" if held_out else ""
         self.config = DatasetConfig(source, held_out_path=own, held_out_fraction=config.held_out_fraction)

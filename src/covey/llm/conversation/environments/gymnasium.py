@@ -1,13 +1,13 @@
-"""The environment `gymnasium`: a Gymnasium environment whose observations and actions are text, or can be written as it.
+"""The environment `gymnasium`: a Gymnasium environment whose observations and actions can be text.
 
-    observation space          text that the model reads
-    Text                       the observation
-    any, render mode "ansi"    the rendered text; colours are written as brackets
-    Discrete and the like      the numbers as JSON
+observation space          text that the model reads
+Text                       the observation
+any, render mode "ansi"    the rendered text; colours are written as brackets
+Discrete and the like      the numbers as JSON
 
-    action space               what the model writes
-    Text                       the action
-    Discrete                   the name of an action (option `actions`), or its number
+action space               what the model writes
+Text                       the action
+Discrete                   the name of an action (option `actions`), or its number
 """
 
 from __future__ import annotations
@@ -42,21 +42,15 @@ class Gymnasium(Adapter):
         id: of a registered environment, or "module:id" to import the module that registers it.
         actions: names of the actions of a Discrete space, in their order; the model writes one of them.
         settings: other arguments of `gymnasium.make`.
+
+    Raises:
+        WrongEnvironment: if it cannot be made, or has other spaces.
     """
 
     def __init__(self, id: str, actions: Sequence[str] = (), **settings: Any) -> None:
         self._environment = _made(id, settings)
         self._names = _checked_names(id, self._environment.action_space, actions)
         self._text = _observation_text(id, self._environment)
-
-    @classmethod
-    def prepare(cls, **options: Any) -> None:
-        """Import the module of the environment, and try to make one.
-
-        Raises:
-            WrongEnvironment: if it cannot be made, or has other spaces.
-        """
-        cls(**options).close()
 
     def reset(self, seed: int | None = None, options: Mapping[str, Any] | None = None, **columns: Any) -> str:
         """Reset with the columns `seed` and `options`."""
@@ -77,7 +71,7 @@ class Gymnasium(Adapter):
 
     def _action(self, message: str) -> tuple[Any, str]:
         """The action, or a message for the model."""
-        space = self._environment.action_space
+        space: Any = self._environment.action_space
         text = message.strip()
         if isinstance(space, spaces.Text):
             return text, "" if space.contains(text) else _text_fault(space, text)

@@ -1,9 +1,9 @@
 """The environment `openenv`: an environment on an OpenEnv server.
 
-    action model of the server    what the model writes
-    one field                     its value: a text, or a number and the like in JSON
-    several fields                a JSON object
-    calls of MCP tools            calls of these tools; a turn without a call ends the conversation
+action model of the server    what the model writes
+one field                     its value: a text, or a number and the like in JSON
+several fields                a JSON object
+calls of MCP tools            calls of these tools; a turn without a call ends the conversation
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class OpenEnv(Adapter):
         schemas = self._schemas.get(url) or self._schemas.setdefault(url, self._address.schema())
         self._fields = _fields(schemas.get("action"))
         # Servers with MCP tools take calls of them, or actions of the base class, which has no field.
-        self._calls_tools = self._fields.keys() >= {"tool_name", "arguments"} or bool(schemas) and not self._fields
+        self._calls_tools = self._fields.keys() >= {"tool_name", "arguments"} or (bool(schemas) and not self._fields)
         self._action_field = "" if self._calls_tools else _action_field(action, schemas.get("action"), self._fields)
         _check_observation(observation, schemas)
         self.observation: Json = {}
@@ -117,7 +117,7 @@ class OpenEnv(Adapter):
             listed = None
         if not isinstance(listed, list) or not listed:
             raise WrongEnvironment(
-                f"the OpenEnv server at {self._address.http} has neither a field of actions nor tools that a model can use"
+                f"the OpenEnv server at {self._address.http} has neither fields of actions nor tools"
             )
         return [
             function_schema(str(tool.get("name")), str(tool.get("description", "")), tool.get("input_schema") or {})
@@ -167,6 +167,8 @@ class OpenEnv(Adapter):
                     f"{', '.join(self.observation) or 'no fields'}"
                 )
             return text_of(self.observation[self._observation_field])
+        if not shown:
+            return ""
         return text_of(next(iter(shown.values())) if len(shown) == 1 else shown)
 
 
@@ -185,7 +187,9 @@ def _action_field(given: str, schema: Any, fields: Mapping[str, Json]) -> str:
     if not isinstance(schema, dict):
         if given:
             return given
-        raise WrongEnvironment("the server does not tell the fields of its actions: name one in the option action")
+        raise WrongEnvironment(
+            "the server has no /schema: correct the option url, or name the field of its actions in the option action"
+        )
     if given and given not in fields:
         raise WrongEnvironment(f"the option action is {given!r}, but the server's actions have {', '.join(fields)}")
     required = [name for name in schema.get("required", ()) if name in fields]
@@ -196,9 +200,11 @@ def _action_field(given: str, schema: Any, fields: Mapping[str, Json]) -> str:
 def _check_observation(given: str, schemas: Json) -> None:
     known: dict[str, Json] = {}
     for name in ("observation", "reset_observation"):
-        known |= _fields(schemas.get(name))
+        known |= {field: kind for field, kind in _fields(schemas.get(name)).items() if field not in _NOT_SHOWN}
     if given and known and given not in known:
-        raise WrongEnvironment(f"the option observation is {given!r}, but the server's observations have {', '.join(known)}")
+        raise WrongEnvironment(
+            f"the option observation is {given!r}, but the server's observations have {', '.join(known)}"
+        )
 
 
 def _value(text: str, schema: Json) -> Any:

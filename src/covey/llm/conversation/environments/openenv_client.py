@@ -64,7 +64,9 @@ class Address:
         except ValueError:  # a port that is no number
             fits = False
         if not fits:
-            raise WrongEnvironment(f"the option url is {url!r}: give the address of an OpenEnv server, http://host:port")
+            raise WrongEnvironment(
+                f"the option url is {url!r}: give the address of an OpenEnv server, http://host:port"
+            )
         self.http = f"http{kinds[scheme]}://{rest}"
         self.websocket = f"ws{kinds[scheme]}://{rest}/ws"
 
@@ -199,7 +201,9 @@ def _read(content: str | bytes, where: str) -> Json:
         found = json.loads(content)
         if isinstance(found, dict):
             return found
-    raise WrongEnvironment(f"the server at {where} answered something other than a JSON object: it is no OpenEnv server")
+    raise WrongEnvironment(
+        f"the server at {where} answered something other than a JSON object: it is no OpenEnv server"
+    )
 
 
 def _checked(result: Json, where: str) -> Json:

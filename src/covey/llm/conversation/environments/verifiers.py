@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 from covey.llm.conversation.adapter import Adapter, Response, WrongEnvironment, function_schema
-from covey.llm.rewards.reward_call import one_line
+from covey.llm.rewards.reward_call import one_line, one_printable_line
 
 MODEL = "covey"  # the name of the model that the package's environments see
 Message = Any  # a message of verifiers
@@ -173,6 +174,7 @@ def _load(id: str, arguments: Mapping[str, Any]) -> Any:
     Raises:
         WrongEnvironment: if it cannot be loaded or used.
     """
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     try:
         import verifiers
 
@@ -184,9 +186,10 @@ def _load(id: str, arguments: Mapping[str, Any]) -> Any:
         ) from None
     try:
         environment = load(id, **arguments)
-    except BaseException as error:
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        raise WrongEnvironment(f"verifiers cannot load {id!r}: {one_line(error)}{_cause(cause, error)}") from None
+    except Exception as error:
+        text, cause = one_printable_line(str(error)), one_printable_line(str(error.__cause__ or ""))
+        reason = text if cause in text else f"{text} ({cause})"
+        raise WrongEnvironment(f"verifiers cannot load {id!r}: {reason}") from None
     if not isinstance(environment, base):
         raise WrongEnvironment(
             f"{id!r} is a {type(environment).__name__}: covey drives MultiTurnEnv of verifiers and its subclasses"
@@ -194,10 +197,6 @@ def _load(id: str, arguments: Mapping[str, Any]) -> Any:
     if environment.rubric.has_group_rewards:
         raise WrongEnvironment(f"the rubric of {id!r} has rewards of whole groups, which covey does not support")
     return environment
-
-
-def _cause(cause: BaseException, error: BaseException) -> str:
-    return "" if cause is error or str(cause) in str(error) else f" ({one_line(cause)})"
 
 
 def _no_model() -> Any:
@@ -264,4 +263,7 @@ def _row(row: Mapping[str, Any], side: str, place: int) -> dict[str, Any]:
             continue
         if value is not None:
             kept[name] = value
-    return kept | {"prompt": row["prompt"], "verifiers": {"side": side, "row": place}}
+    prompt = row["prompt"]
+    if not isinstance(prompt, str):  # a data set has a null for each key that another message has
+        prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    return kept | {"prompt": prompt, "verifiers": {"side": side, "row": place}}
