@@ -130,10 +130,11 @@ class Verifiers(Adapter):
         turn = state["trajectory"][-1]["completion"]
         said = [*self._prompt, *turn]
         if not await environment.is_completed(state):
+            before = [message.model_dump() for message in said]
             prompt = await environment.get_prompt_messages(state)
             if state.get("final_env_response") is None:
                 following = _normalized(prompt)
-                if following[: len(said)] != said:
+                if [message.model_dump() for message in following[: len(said)]] != before:
                     raise WrongEnvironment(
                         "its environment changes earlier messages of the conversation, which covey cannot train on"
                     )
