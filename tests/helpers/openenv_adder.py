@@ -1,4 +1,4 @@
-"""The server of an OpenEnv environment with MCP tools, for `make peers`."""
+"""The server of an OpenEnv environment with MCP tools, for `make environments`."""
 
 from __future__ import annotations
 

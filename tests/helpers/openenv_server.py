@@ -13,6 +13,7 @@ from websockets.sync.server import ServerConnection, serve
 
 ACTION = {"properties": {"metadata": {"type": "object"}, "step": {"type": "integer"}}, "required": ["step"]}
 OBSERVATION = {"properties": {"total": {"type": "integer"}, "word": {"type": "string"}, "done": {"type": "boolean"}}}
+TOOLS = {"action": {"properties": {"tool_name": {"type": "string"}, "arguments": {"type": "object"}}}}
 FAULTS = ("close", "garbage", "list", "no observation", "error", "slow", "full", "unknown", "binary")
 
 
@@ -64,6 +65,9 @@ class CounterServer:
                 continue
             if fault == "close":
                 return
+            if str(data.get("type")).endswith(("_tool", "_tools")):
+                total += use_tool(connection, data, total)
+                continue
             if fault:
                 commit(connection, fault)
                 continue
@@ -73,6 +77,23 @@ class CounterServer:
                 continue
             total += data["step"]
             seen(connection, total, "go on", float(total), total >= 10)
+
+
+def use_tool(connection: ServerConnection, data: dict, total: int) -> int:
+    """List the tools, or call `add`, which pays the sum so far and ends at 10; returns what was added."""
+    if data["type"] == "list_tools":
+        tool = {"name": "add", "description": "Add.", "input_schema": {"properties": {"n": {"type": "integer"}}}}
+        send(connection, "observation", {"observation": {"tools": [tool]}})
+        return 0
+    added = data["arguments"]["n"]
+    if added < 0:
+        faults = [{"loc": ["arguments", "n"], "msg": "Input should be positive"}]
+        send(connection, "error", {"code": "VALIDATION_ERROR", "errors": faults})
+        return 0
+    result = {"tool_name": "add", "result": total + added}
+    payload = {"observation": result, "reward": float(total + added), "done": total + added >= 10}
+    send(connection, "observation", payload)
+    return added
 
 
 def commit(connection: ServerConnection, fault: str) -> None:

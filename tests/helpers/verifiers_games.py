@@ -1,4 +1,4 @@
-"""Environments of the package verifiers, by its documented classes, for `make peers`."""
+"""Environments of the package verifiers, by its documented classes, for `make environments`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of OpenEnv servers: what a turn becomes, and faults of servers. `test_real_packages.py` has the real server."""
+"""The client of OpenEnv servers, and faults of servers. `test_real_packages.py` has the package's own server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.llm.conversation.environments import openenv_client
 from covey.llm.conversation.environments.openenv import OpenEnv, _tool_text, _value
 from covey.llm.conversation.environments.openenv_client import Address, RefusedAction
 from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses
-from helpers.openenv_server import FAULTS, CounterServer
+from helpers.openenv_server import FAULTS, TOOLS, CounterServer, send
 
 CLASS = "covey.llm.conversation.environments.openenv:OpenEnv"
 TWO = {"properties": {"row": {"type": "integer"}, "mark": {"type": "string"}}, "required": ["row", "mark"]}
@@ -164,6 +164,36 @@ def test_an_action_of_several_fields_is_a_json_object(other_server: CounterServe
         with pytest.raises(RefusedAction, match=r"a JSON object that has the fields row \(integer\), mark \(string\)"):
             board._action(text)
     assert OpenEnv(other_server.url, action="mark")._action(" 5 ") == {"mark": "5"}
+
+
+@pytest.mark.parametrize("other_server", [TOOLS, {"action": {"properties": {"metadata": {}}}}], indirect=True)
+def test_calls_of_tools_are_steps_until_the_episode_is_over(other_server: CounterServer) -> None:
+    OpenEnv.prepare(url=other_server.url)
+    counter = OpenEnv(other_server.url)
+    [tool] = counter.tool_schemas()
+    assert tool["function"]["parameters"]["properties"] == {"n": {"type": "integer"}}
+    counter.reset(seed=0)
+    calls = [{"name": "add", "arguments": {"n": n}} for n in (2, -1, 3, 6, 1)]
+    assert counter.respond("", calls[:3]) == Response(
+        ["2", "Error: arguments.n: Input should be positive", "5"], reward=2.0 + 5.0
+    )
+    assert counter.respond("", calls[3:]) == Response(["11", "Error: the episode is over"], reward=11.0, done=True)
+    assert counter.respond("It is 11.", []) == Response([], done=True)
+    counter.close()
+
+
+@pytest.mark.parametrize("other_server", [{"action": {"properties": {}}}], indirect=True)
+def test_a_server_with_neither_fields_nor_tools_is_refused(
+    other_server: CounterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("helpers.openenv_server.use_tool", no_tools)
+    with pytest.raises(WrongEnvironment, match="has neither fields of actions nor tools"):
+        OpenEnv.prepare(url=other_server.url)
+
+
+def no_tools(connection: Any, data: dict[str, Any], total: int) -> int:
+    send(connection, "observation", {"observation": {"tools": []}})
+    return 0
 
 
 @pytest.mark.parametrize(

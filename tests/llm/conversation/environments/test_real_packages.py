@@ -1,4 +1,4 @@
-"""Adapters with the real packages: servers of openenv, and environments of verifiers. `make peers` runs these tests."""
+"""Adapters with the real packages openenv and verifiers. `make environments` runs these tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covey.runtime.cache import cache_folder
 from helpers.run_helpers import covey
 from helpers.tiny_models import tiny_folder
 
-pytestmark = pytest.mark.peers
+pytestmark = pytest.mark.environments
 HELPERS = Path(helpers.__path__[0])
 OPENENV = "covey.llm.conversation.environments.openenv:OpenEnv"
 VERIFIERS = "covey.llm.conversation.environments.verifiers:Verifiers"
