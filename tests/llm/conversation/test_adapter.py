@@ -14,11 +14,17 @@ from covey.experiment.problem import build_problem
 from covey.llm.conversation.adapter import WrongEnvironment, function_schema
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.environment import HostedEnvironment, check_options, style_of
+from covey.llm.conversation.environments.gymnasium import Gymnasium
+from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import RespondStyle
 from covey.llm.conversation.tool_calls import ToolCall, write_calls
 from covey.llm.conversation.tools import Tool, ToolError, check_call
+from covey.llm.conversation.workers import EnvironmentThreads
+from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.policy import LanguagePolicy
 from helpers.chat_models import chat_of, tiny_chat
 from helpers.shop_adapter import PRICE, Shop
+from helpers.tiny_models import tiny_model
 
 PRICES = [Tool("price", function_schema("price", "Price of an item.", PRICE))]
 CONFIG = RunConfig(
@@ -152,6 +158,29 @@ def test_an_adapter_that_cannot_be_prepared_is_refused() -> None:
     wrong = replace(CONFIG, conversation=replace(CONFIG.conversation, options=("prices = []",)))
     with pytest.raises(ConfigError, match=r"Shop cannot be loaded: the option prices is empty$"):
         build_rollout_kind(wrong)
+
+
+class Lake(Gymnasium):
+    """A frozen lake without options."""
+
+    def __init__(self) -> None:
+        super().__init__("FrozenLake-v1", ["left", "down", "right", "up"], is_slippery=False)
+
+
+def test_conversations_of_a_model_with_an_adapter() -> None:
+    chat = tiny_chat()
+    sampler = ConversationSampler(
+        LocalGenerator(LanguagePolicy(tiny_model())), chat, seed=5, max_new_tokens=6, turns=3, total_tokens=150,
+        environments=EnvironmentThreads(Lake, 60.0, 100), style=RespondStyle(chat, []),
+    )  # fmt: skip
+    [group] = sampler.sample([Start(0, "Walk.", {"seed": 1})], 3, step=1)
+    assert len({rollout.context for rollout in group.rollouts}) == 1
+    for rollout in group.rollouts:
+        assert "[S]FFF\nFHFH" in chat.tokenizer.decode(list(rollout.context))
+        assert rollout.messages is not None
+        assert [message["role"] for message in rollout.messages] == ["assistant", "user"] * 3
+        assert rollout.messages[1]["content"] == "Reply with one of: left, down, right, up."
+        assert (rollout.turn_rewards, rollout.failure) == ([0.0] * 3, "")
 
 
 def test_a_small_model_is_told_of_the_tools() -> None:

@@ -80,12 +80,16 @@ class OpenEnv(Adapter):
         """
         cls._schemas.pop(options["url"], None)
         environment = cls(**options)
-        if environment._calls_tools:
-            cls._tools[options["url"]] = environment._list_tools()
+        cls._tools.pop(options["url"], None)
+        environment.tool_schemas()
         environment.close()
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        return self._tools.get(self._url, [])
+        if not self._calls_tools:
+            return []
+        if self._url not in self._tools:
+            self._tools[self._url] = self._list_tools()
+        return self._tools[self._url]
 
     def reset(self, seed: int | None = None, **columns: Any) -> str:
         """Begin an episode with the seed and the columns of the option `columns`."""

@@ -20,8 +20,8 @@ from websockets.sync.client import ClientConnection, connect
 from covey.llm.conversation.adapter import WrongEnvironment
 from covey.llm.rewards.reward_call import one_printable_line
 
-CONNECT_SECONDS = 5.0
-SCHEMA_SECONDS = 5.0
+CONNECT_SECONDS = 10.0
+SCHEMA_SECONDS = 10.0
 CAPACITY_SECONDS = 5.0  # in which a session of an ended conversation becomes free
 MOST_BYTES = 1 << 24  # of a message
 LONGEST_REASON = 300  # characters of a server's text in a message
