@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 
 from covey.config import ConfigError, ConversationConfig, EnvironmentTaskConfig, RewardConfig, RunConfig
+from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
 from covey.data import Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.problem import build_problem
 from covey.llm.conversation.adapter import WrongEnvironment, function_schema
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.environment import HostedEnvironment, check_options, style_of
-from covey.llm.conversation.environments.gymnasium import Gymnasium
 from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import RespondStyle
 from covey.llm.conversation.tool_calls import ToolCall, write_calls
 from covey.llm.conversation.tools import Tool, ToolError, check_call
-from covey.llm.conversation.workers import EnvironmentThreads
+from covey.llm.conversation.workers import EnvironmentProcesses
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.policy import LanguagePolicy
 from helpers.chat_models import chat_of, tiny_chat
@@ -160,20 +160,16 @@ def test_an_adapter_that_cannot_be_prepared_is_refused() -> None:
         build_rollout_kind(wrong)
 
 
-class Lake(Gymnasium):
-    """A frozen lake without options."""
-
-    def __init__(self) -> None:
-        super().__init__("FrozenLake-v1", ["left", "down", "right", "up"], is_slippery=False)
-
-
 def test_conversations_of_a_model_with_an_adapter() -> None:
     chat = tiny_chat()
+    options = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "is_slippery": False}
+    environments = EnvironmentProcesses(BUILT_IN_ENVIRONMENTS["gymnasium"], 60.0, 100, options)
     sampler = ConversationSampler(
         LocalGenerator(LanguagePolicy(tiny_model())), chat, seed=5, max_new_tokens=6, turns=3, total_tokens=150,
-        environments=EnvironmentThreads(Lake, 60.0, 100), style=RespondStyle(chat, []),
+        environments=environments, style=RespondStyle(chat, []),
     )  # fmt: skip
     [group] = sampler.sample([Start(0, "Walk.", {"seed": 1})], 3, step=1)
+    environments.close()
     assert len({rollout.context for rollout in group.rollouts}) == 1
     for rollout in group.rollouts:
         assert "[S]FFF\nFHFH" in chat.tokenizer.decode(list(rollout.context))
