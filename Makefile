@@ -119,7 +119,7 @@ $(ENVIRONMENTS)/environments-installed: $(STAMP) $(ENVIRONMENTS_LOCK)
 	$(call beside_venv,$(ENVIRONMENTS),$(ENVIRONMENTS_LOCK),openenv and verifiers)
 
 environments: $(ENVIRONMENTS)/environments-installed
-	@echo "Environments of openenv and verifiers: about three minutes on two cores"
+	@echo "Environments of openenv and verifiers: some minutes on two cores"
 	@$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/llm/conversation/environments
 
 clean:

@@ -129,7 +129,8 @@ class WebSocketClient:
             )
         except (WebSocketException, InvalidURI, OSError) as error:
             raise WrongEnvironment(
-                f"the OpenEnv server at {self._address.http} opens no session ({_short(error)})"
+                f"the OpenEnv server at {self._address.http} opens no session ({_short(error)}); an early version "
+                'without sessions needs the option transport = "http"'
             ) from None
 
     def _result(self, message: Json) -> Json:
