@@ -316,7 +316,7 @@ def test_a_call_that_cannot_be_read_is_answered_with_an_error():
     turn = style.read(chat.encode_text('<tool_call>{"name": "add", "arguments": {</tool_call>'))
     assert turn.request is None
     [reply] = style.take(turn, {}).replies
-    assert reply["content"].startswith("Error: ")
+    assert reply["content"].startswith("Error: a tool call cannot be read: ")
 
 
 def test_groups_whose_prompts_differ_are_counted():

@@ -102,7 +102,7 @@ class ToolStyle:
                 replies.append(None)
             except ToolError as error:
                 replies.append(self._reply(call, f"{ERROR}{error}"))
-        replies += [self._reply(ToolCall("error", {}), f"{ERROR}{text}") for text in parsed.errors]
+        replies += [self._reply(ToolCall("error", {}), text) for text in parsed.errors]
         calls = [{"name": call.name, "arguments": call.arguments} for call in checked]
         request = {"do": "call", "calls": calls} if calls else None
         return Turn(parsed.message(), request, tuple(replies), tuple(checked))
