@@ -1,32 +1,15 @@
-"""Runs of every kind, killed at random moments and resumed: the same bits, and the lock in force until the kill.
-
-A moment is a number of function calls after a step was recorded, so it is the same one every time.
-"""
+"""Runs of every kind, killed at random moments and resumed: the same bits, and the lock in force until the kill."""
 
 from __future__ import annotations
 
-import random
-import re
-import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from covey.config import ConfigError
 from covey.config.recipe_writing import write_config
-from covey.tracking.run_folder import FolderLock
 from helpers import toy_envs
-from helpers.run_helpers import (
-    CALLS_OF_A_STEP,
-    Moment,
-    assert_same_run,
-    covey,
-    reproducible_metrics,
-    start,
-    write_recipe,
-)
+from helpers.kills import Kills, anywhere
+from helpers.run_helpers import reproducible_metrics, write_recipe
 from helpers.tiny_models import tiny_folder
 
 STEPS = 8
@@ -46,7 +29,6 @@ KINDS = {
     "CartPole groups": {"rollouts": {"starts_per_step": 4, "group_size": 4}},
     "CartPole fragments": {"algorithm": "ppo", "rollouts": FRAGMENTS, "update": {"minibatches": 2, "critic_epochs": 2}},
 }
-MOST_IN_A_CHAIN = 10  # kills of one run
 
 
 @pytest.fixture(scope="module")
@@ -67,52 +49,12 @@ def train(kind: str, place: Path) -> list[object]:
     return ["train", recipe, *more]
 
 
-def is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        return False
-
-
-def kill_at(words: list[object], moment: Moment, run_dir: Path, place: Path) -> bool:
-    """Begin a command, stop it at the moment, see that its folder is locked, and kill it; False if it ended before."""
-    process = start(*words, cwd=place, moment=moment)
-    while process.poll() is None and not is_stopped(process.pid):
-        time.sleep(0.002)
-    if process.poll() is None:
-        with pytest.raises(ConfigError, match=re.escape(f"{run_dir} is being written by process {process.pid}: wait")):
-            FolderLock(run_dir)
-        process.send_signal(signal.SIGKILL)
-    code, output = process.ended()
-    assert code in (0, -signal.SIGKILL), output
-    return code != 0
-
-
 def kill_many_times(kind: str, kills: int, place: Path) -> None:
-    rng = random.Random(kind)
-    whole = place / f"{kind} whole"
-    if not whole.exists():
-        code, output = covey(*train(kind, place), "--run-dir", whole, cwd=place)
-        assert code == 0, output
-    metrics = reproducible_metrics(whole)
+    runs = Kills(kind, train(kind, place), STEPS, place)
+    metrics = reproducible_metrics(runs.whole)
     assert len(metrics) == STEPS
     assert len({line["loss"] for line in metrics}) > STEPS // 2, "the run learns something at every step"
-    done = 0
-    while done < kills:
-        run_dir = place / f"{kind} killed {done}"
-        words = [*train(kind, place), "--run-dir", run_dir]
-        for _ in range(min(rng.randint(1, MOST_IN_A_CHAIN), kills - done)):
-            saved = max([int(path.name[5:]) for path in run_dir.glob("checkpoints/step-*")], default=0)
-            first = min(saved + 1, STEPS - 1)
-            moment = Moment(rng.randint(first, STEPS - 1), rng.randrange(CALLS_OF_A_STEP), signal.SIGSTOP)
-            if not kill_at(words, moment, run_dir, place):
-                break
-            done += 1
-            words = ["train", "--resume", run_dir]
-        code, output = covey(*words, cwd=place) if words[1] == "--resume" else (0, "")
-        assert code == 0, output
-        assert_same_run(run_dir, whole)
-        shutil.rmtree(run_dir)
+    runs.kill([anywhere] * kills)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,6 +28,24 @@ class Guess:
         return ("yes" if done else "higher" if guess < self.secret else "lower"), float(done), done
 
 
+class Adder:
+    """A tool that adds up numbers to a total, which begins at random."""
+
+    def reset(self, **columns):
+        self.total = random.randint(0, 9)
+        self.reward = 0.0
+
+    def add(self, number: int) -> str:
+        """Add a number to the total.
+
+        Args:
+            number: a whole number
+        """
+        self.total += number
+        self.reward = float(self.total % 10 == 0)
+        return f"the total is {self.total}"
+
+
 class Faulty:
     """Does what the message or the column `fault` says."""
 
