@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from helpers import guessing
 from helpers.kills import Draw, Kills, anywhere, inside
-from helpers.run_helpers import covey
+from helpers.run_helpers import Moment, covey
 from helpers.tiny_models import calling_folder, tiny_folder
 
 STEPS = 4
@@ -118,6 +119,32 @@ def test_an_environment_that_is_not_repeatable_is_noticed(folder):
     )
     assert code == 0, output
     assert "Unrepeatable is not repeatable" in " ".join(output.split())
+    metrics = json.loads((folder / "unrepeatable" / "metrics.jsonl").read_text())
+    assert metrics["conversation/different_prompts"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("environment", ["Clock", "Unseeded"])
+def test_an_environment_with_a_clock_or_an_unseeded_generator_is_noticed(folder, environment):
+    code, output = covey("check", recipe_of(folder, environment), cwd=folder)
+    assert code == 0, output
+    assert f"{environment} is not repeatable" in " ".join(output.split())
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_an_environment_that_is_not_repeatable_in_later_turns_is_noticed_after_a_resume(folder):
+    run_dir = folder / "late"
+    code, output = covey("train", recipe_of(folder, "Late"), "--run-dir", run_dir, cwd=folder, moment=Moment(2))
+    assert code == -signal.SIGKILL
+    assert "not repeatable" not in output
+    code, output = covey("train", "--resume", run_dir, cwd=folder)
+    assert code == 0, output
+    said = " ".join(output.split())
+    assert "step 2 was sampled again, and its rollouts differ from those that were recorded before the resume" in said
+    assert "messages" in said
+    assert said.count("was sampled again") == 1
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,29 @@ class Unrepeatable(Guess):
         return f"Guess {self.secret}"
 
 
+class Clock(Guess):
+    """Tells the time."""
+
+    def step(self, message):
+        return str(time.time_ns()), 0.0, False
+
+
+class Unseeded(Guess):
+    """Draws its rewards from a generator of its own."""
+
+    def step(self, message):
+        return "ok", random.Random().random(), False
+
+
+class Late(Guess):
+    """Is not repeatable from its second turn on."""
+
+    def step(self, message):
+        self.guesses += 1
+        number = int.from_bytes(os.urandom(2), "big") if self.guesses > 1 else 0
+        return f"number {number}", number / 2**16, False
+
+
 class Stubborn(Guess):
     """Cannot be reset."""
 
