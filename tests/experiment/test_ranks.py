@@ -24,8 +24,8 @@ from covey.tracking.metrics import is_reproducible
 from covey.tracking.run_folder import holds_run
 from covey.tracking.run_store import read_metrics
 from helpers import rank_cases
-from helpers.rank_cases import IN_BF16, IN_FP32, QUICK, start_ranks
-from helpers.tiny_models import tiny_folder
+from helpers.rank_cases import CONVERSATIONS, IN_BF16, IN_FP32, QUICK, start_ranks
+from helpers.tiny_models import calling_folder, tiny_folder
 
 LIMIT = 1200  # seconds; for a hang
 
@@ -129,6 +129,28 @@ def test_every_algorithm_and_every_collector_has_the_bits_of_one(
     left_out = ("inexact",) if weights == "replicate" else ("inexact", "lora")  # LoRA is not for sharded weights
     compare(
         model, tmp_path_factory, [(size, weights)], [name for name in names if not any(one in name for one in left_out)]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "weights", "names"),
+    [
+        pytest.param(2, "replicate", ["conversation_tools_lora"], marks=pytest.mark.ci_sample),
+        (2, "replicate", list(CONVERSATIONS)),
+        (4, "replicate", list(CONVERSATIONS)),
+        (2, "fsdp", list(CONVERSATIONS)),
+    ],
+)
+def test_conversations_have_the_bits_of_one(
+    tmp_path_factory: pytest.TempPathFactory, size: int, weights: str, names: list[str]
+) -> None:
+    model = calling_folder(tmp_path_factory.mktemp("model") / "calling")
+    compare(
+        model,
+        tmp_path_factory,
+        [(size, weights)],
+        [name for name in names if weights == "replicate" or "lora" not in name],
     )
 
 

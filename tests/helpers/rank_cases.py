@@ -103,6 +103,27 @@ CASES = {
 IN_FP32 = [name for name, config in CASES.items() if config.precision == "fp32"]
 CASES |= {f"{name}_bf16": replace(CASES[name], precision="bf16") for name in IN_FP32 if name != "grpo"}
 IN_BF16 = [name for name in CASES if name not in IN_FP32]
+CONVERSATION = {"turns": 3, "total_tokens": 60}
+GUESS, ADDER = (
+    CONVERSATION | {"environment": f"{Path(__file__).with_name('guessing.py')}:{name}"} for name in ("Guess", "Adder")
+)
+CONVERSATIONS = {  # for a model that calls the tool of `Adder`
+    "conversation": case(conversation=GUESS, rewards=()),
+    "conversation_tools_ppo": case(
+        conversation=ADDER,
+        rewards=(RewardConfig(name="environment"), RewardConfig(name="digits")),
+        algorithm="ppo",
+        update={"critic_epochs": 1, "critic_learning_rate": 1e-3},
+    ),
+    "conversation_tools_lora": case(
+        conversation=ADDER,
+        rewards=(RewardConfig(name="environment"),),
+        lora=LoRAConfig(rank=2),
+        loss={"kl_coefficient": 0.1},
+        precision="bf16",
+    ),
+}
+CASES |= CONVERSATIONS
 QUICK = ("grpo_bf16",)
 
 
