@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers import guessing
 from helpers.rank_cases import start_ranks
 from helpers.run_helpers import LIMIT_SECONDS, Moment, covey, is_running, start
 from helpers.sampled_runs import files_of, sampler_table, write_recipe
 from helpers.samplers import Proxy, Serving, begin, is_generation, serving, token_file, wait_for
-from helpers.tiny_models import tiny_folder
+from helpers.tiny_models import calling_folder, tiny_folder
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -240,3 +241,24 @@ def test_the_embedded_model_on_two_servers_has_the_bits_of_one_alone(folder: Pat
             code, said = covey("train", recipe, "--run-dir", folder / name, cwd=folder)
             assert code == 0, said
     assert files_of(folder / "embedded") == files_of(folder / "embedded_alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.ci_sample), "bf16"])
+@pytest.mark.parametrize("lora", ["", "\n[lora]\nrank = 2\nalpha = 40\n"], ids=["whole", "lora"])
+def test_conversations_on_servers_are_those_of_one_process(tmp_path: Path, lora: str, precision: str) -> None:
+    """The servers compute a turn after a prefill of the turns before it, which has other last bits."""
+    model = calling_folder(tmp_path / "calling")
+    more = f'\n[conversation]\nenvironment = "{guessing.__file__}:Adder"\nturns = 3\ntotal_tokens = 60\n{lora}'
+    more += '[[rewards]]\nname = "environment"\n'
+    with serving(model, tmp_path, 2, ("--precision", precision)) as found:
+        table = sampler_table([one.address for one in found], token_file(tmp_path))
+        for name, sampler in {"alone": "", "served": table, "again": table}.items():
+            recipe = write_recipe(tmp_path, name, model, sampler=more + sampler, precision=precision)
+            code, said = covey("train", recipe, "--run-dir", tmp_path / name, cwd=tmp_path)
+            assert code == 0, said
+    print(metrics(tmp_path / "served", "mismatch/mean"), metrics(tmp_path / "alone", "mismatch/mean"))
+    print(metrics(tmp_path / "served", "conversation/turns"), metrics(tmp_path / "served", "conversation/tool_calls"))
+    one, two, three = (files_of(tmp_path / name) for name in ("alone", "served", "again"))
+    print([name for name in one if one[name] != two.get(name)])
+    print([name for name in one if three[name] != two.get(name)])

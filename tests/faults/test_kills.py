@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,11 +24,15 @@ CONTROL = {
     "checkpoint": {"every": 2},
 }
 FRAGMENTS = {"kind": "fragments", "environments": 4, "fragment_steps": 40, "reward_scaling": "running_std"}
-KINDS = {
+KINDS: dict[str, Any] = {
     "GRPO": [],
     "PPO with a critic": ["--algorithm", "ppo", "--critic-warmup-steps", "2", "--critic-epochs", "1"],
     "CartPole groups": {"rollouts": {"starts_per_step": 4, "group_size": 4}},
     "CartPole fragments": {"algorithm": "ppo", "rollouts": FRAGMENTS, "update": {"minibatches": 2, "critic_epochs": 2}},
+}
+ADAPTERS = {
+    "GRPO with an adapter": ["--rank", "2", "--refresh-every", "2", "--precision", "bf16"],
+    "PPO with adapters": ["--rank", "2", "--algorithm", "ppo", "--trunk", "adapter", "--critic-warmup-steps", "2"],
 }
 
 
@@ -38,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(kind: str, place: Path) -> list[object]:
     """The words of a new run of this kind."""
-    more = KINDS[kind]
+    more = (KINDS | ADAPTERS)[kind]
     recipe = place / f"{kind}.toml"
     if isinstance(more, dict):
         if not recipe.exists():
@@ -66,6 +71,12 @@ def test_killed_runs_end_with_the_same_bits(kind: str, place: Path) -> None:
 @pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_killed_ten_times_end_with_the_same_bits(kind: str, place: Path) -> None:
+    kill_many_times(kind, 10, place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_runs_with_adapters_killed_ten_times_end_with_the_same_bits(kind: str, place: Path) -> None:
     kill_many_times(kind, 10, place)
 
 
