@@ -108,16 +108,19 @@ CONVERSATION = {"turns": 3, "total_tokens": 60}
 GUESS, ADDER = (
     CONVERSATION | {"environment": f"{Path(__file__).with_name('guessing.py')}:{name}"} for name in ("Guess", "Adder")
 )
+FEW_PROBLEMS = {"problems": 140, "every": 3}  # each with a process; more than one piece, so that ranks divide them
 CONVERSATIONS = {  # for a model that calls the tool of `Adder`
-    "conversation": case(conversation=GUESS, rewards=()),
+    "conversation": case(conversation=GUESS, rewards=(), evaluation=FEW_PROBLEMS),
     "conversation_tools_ppo": case(
         conversation=ADDER,
+        evaluation=FEW_PROBLEMS,
         rewards=(RewardConfig(name="environment"), RewardConfig(name="digits")),
         algorithm="ppo",
         update={"critic_epochs": 1, "critic_learning_rate": 1e-3},
     ),
     "conversation_tools_lora": case(
         conversation=ADDER,
+        evaluation=FEW_PROBLEMS,
         rewards=(RewardConfig(name="environment"),),
         lora=LORA,
         loss={"kl_coefficient": 0.1},

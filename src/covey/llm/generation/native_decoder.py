@@ -48,6 +48,25 @@ class ParkedRow:
     decoded: int  # number of own tokens
 
 
+@dataclass(frozen=True, eq=False)
+class KeptRow:
+    """A copy of a row's keys and values, which stays when the decoder is gone."""
+
+    prompt: _SharedPrompt
+    keys: Tensor  # of its own tokens, [layers, K, padded tokens * padded D]
+    values: Tensor
+    decoded: int  # number of own tokens
+
+    @property
+    def own_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes of the prompt, which other rows may share."""
+        return self.prompt.keys.nbytes + self.prompt.values.nbytes
+
+
 def capacity(max_new_tokens: int) -> int:
     """Number of own tokens that a row has room for."""
     return padded(max_new_tokens)
@@ -180,9 +199,29 @@ class NativeDecoder:
         if self._unpark(row):
             slot = self.free.pop()
             self._copy(row.slot, slot, row.decoded)
-        self.prompts.append(row.prompt)
+        self._append(row.prompt, slot, row.decoded)
+
+    @torch.inference_mode()
+    def keep(self, row: int) -> KeptRow:
+        """A copy of a row."""
+        slot, decoded = int(self.slots_R[row]), int(self.decoded_R[row])
+        written = padded(decoded) * padded(self.heads.width)
+        keys, values = (own[:, slot, :, :written].clone() for own in (self.own_keys, self.own_values))
+        return KeptRow(self.prompts[row], keys, values, decoded)
+
+    @torch.inference_mode()
+    def restore(self, row: KeptRow) -> None:
+        """Append a kept row, which may be that of another decoder, to the batch."""
+        slot = self.free.pop()
+        self._make_room(row.decoded)
+        for own, kept in ((self.own_keys, row.keys), (self.own_values, row.values)):
+            own[:, slot, :, : kept.shape[-1]] = kept
+        self._append(row.prompt, slot, row.decoded)
+
+    def _append(self, prompt: _SharedPrompt, slot: int, decoded: int) -> None:
+        self.prompts.append(prompt)
         self.slots_R = torch.cat([self.slots_R, torch.tensor([slot], dtype=torch.int32)])
-        self.decoded_R = torch.cat([self.decoded_R, torch.tensor([row.decoded], dtype=torch.int32)])
+        self.decoded_R = torch.cat([self.decoded_R, torch.tensor([decoded], dtype=torch.int32)])
         self._update_prompt_pointers()
 
     def _unpark(self, row: ParkedRow) -> bool:
