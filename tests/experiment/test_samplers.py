@@ -289,8 +289,8 @@ def test_servers_of_conversations_have_the_weights_merged_with_an_adapter(tmp_pa
     assert all(gap < 1e-4 for gap in metrics(run, "mismatch/mean"))
     for step in (1, 2, 3):
         one, two = (
-            [json.loads(line)["messages"] for line in open(folder / "rollouts" / f"step_{step:06d}.jsonl")]
-            for folder in (alone, run)
+            [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+            for path in (folder / "rollouts" / f"step_{step:06d}.jsonl" for folder in (alone, run))
         )
         assert two == one
 

@@ -93,7 +93,7 @@ class TurnBatch(ContinuousBatch):
         """Append the rows of the next prompts to the batch, as long as the cache has them and rows are free."""
         if self.admitted == len(self.prompts):
             return
-        fed = [(token,) for token in self.fed_B.tolist()]
+        fed: list[tuple[int, ...]] = [(token,) for token in self.fed_B.tolist()]
         before = len(fed)
         while self._free_rows() >= self.group_size and (found := self._find(self.admitted)):
             length, row = found
