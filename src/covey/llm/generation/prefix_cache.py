@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from covey.llm.generation.batch import ContinuousBatch
-from covey.llm.generation.native_decoder import KeptRow, NativeDecoder
+from covey.llm.generation.native_decoder import KeptRow, NativeDecoder, keep, restore
 
 KEPT_BYTES = 1 << 30  # of keys and values that a server keeps
 
@@ -97,7 +97,7 @@ class TurnBatch(ContinuousBatch):
         before = len(fed)
         while self._free_rows() >= self.group_size and (found := self._find(self.admitted)):
             length, row = found
-            self.decoder.restore(row)
+            restore(self.decoder, row)
             numbers = np.arange(self.admitted * self.group_size, (self.admitted + 1) * self.group_size)
             self.open_R = np.append(self.open_R, numbers)
             self.branch_R = np.append(self.branch_R, np.full(len(numbers), len(fed)))
@@ -122,4 +122,4 @@ class TurnBatch(ContinuousBatch):
             own = self.tokens_NT[number, : self.lengths_N[number] - 1].tolist()  # the last was drawn, but not fed
             tokens = (*self.prompts[number // self.group_size], *own)
             if tokens not in self.cache:
-                self.cache.put(tokens, self.decoder.keep(branch))
+                self.cache.put(tokens, keep(self.decoder, branch))
