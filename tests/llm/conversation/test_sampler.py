@@ -303,7 +303,7 @@ def test_calls_become_requests_and_results_become_messages(name):
     assert [reply["content"] for reply in answer.replies] == [
         "3", "Error: the argument 'a' of add must be an integer, and is a string", "7",
     ]  # fmt: skip
-    assert {reply["role"] for reply in answer.replies} == {style.reply_role}
+    assert {reply["role"] for reply in answer.replies} == {*style.reply_roles}
     ConversationEncoder(chat).after_turn(answer.replies, ended=True)
     assert session.ask({"do": "end"}).result(60)["reward"] == 2.0
     last = style.read(chat.encode_text("It is 42."))

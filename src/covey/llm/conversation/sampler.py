@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from covey.config.data_file import stable_hash
 from covey.data import Group, Start
-from covey.llm.conversation.conversation import Conversation, Limits
+from covey.llm.conversation.conversation import Conversation, Limits, first_messages
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.workers import Environments, Reply
 from covey.llm.generation.generator import Completion, GenerationRequest
-from covey.llm.sampler import LanguageSampler, completions_of
+from covey.llm.model.chat import Message
+from covey.llm.sampler import GivenPrompt, LanguageSampler, completions_of
 
 if TYPE_CHECKING:
     from covey.llm.conversation.styles import Style
@@ -65,6 +66,9 @@ class ConversationSampler(LanguageSampler):
         for group in groups:
             self.ready(group)
         return groups
+
+    def prompt_of(self, prompt: str | Sequence[Message], observation: str) -> GivenPrompt:
+        return self.style.prompt(first_messages(prompt, observation))
 
     def truncated(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
         """The groups themselves: conversations are evaluated at their own limits only."""
