@@ -11,6 +11,7 @@ from covey.config.files import user_path
 from covey.config.validate_conversation import environment_options
 from covey.data import Rollout, Start
 from covey.llm.conversation.conversation import transcript
+from covey.llm.conversation.python_environment import copied_environment
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed
 from covey.llm.conversation.styles import StepStyle, ToolStyle
 from covey.llm.conversation.tools import Tool
@@ -157,8 +158,12 @@ class Conversations:
         )
 
 
-def build_rollout_kind(config: RunConfig) -> RolloutKind:
+def build_rollout_kind(config: RunConfig, environment: Any = None) -> RolloutKind:
     """The kind of rollouts of a run; the environments of conversations are started and described.
+
+    Args:
+        config: has the name of the environment, and its limits.
+        environment: the environment of a Python program, in the forms of `covey.Conversation`; None: the config's name.
 
     Raises:
         ConfigError: if an environment cannot be loaded.
@@ -166,12 +171,14 @@ def build_rollout_kind(config: RunConfig) -> RolloutKind:
     settings = config.conversation
     if not config.has_conversations:
         return COMPLETIONS
+    options = environment_options(settings)
     source, _, name = settings.source.rpartition(":")
     environments = EnvironmentProcesses(
-        f"{user_path(source) if source.endswith('.py') else source}:{name}",
+        f"{user_path(source)}:{name}" if source.endswith(".py") else settings.source,
         settings.timeout_seconds,
         settings.reply_characters,
-        environment_options(settings),
+        options,
+        None if environment is None else copied_environment(environment, settings.given_in_python, options),
     )
     try:
         environments.start()

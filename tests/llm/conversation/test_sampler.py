@@ -12,13 +12,13 @@ from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import StepStyle, ToolStyle
 from covey.llm.conversation.tools import Tool, describe_tools
-from covey.llm.conversation.workers import EnvironmentThreads
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.model.stop_strings import stop_strings
 from covey.llm.policy import LanguagePolicy
 from helpers.chat_models import chat_of, tiny_chat
 from helpers.guessing import Faulty
+from helpers.in_threads import EnvironmentThreads
 from helpers.tiny_models import tiny_model
 
 STARTS = [Start(0, [{"role": "user", "content": "1+2"}], {"answer": "3"}), Start(1, "7-5", {"answer": "2"})]
@@ -36,12 +36,12 @@ class Echo:
         return f"{len(message)} (a)", float(len(message)), self.turns == self.last
 
 
-def sampler_of(kind="llama", environment=Echo, seconds=60.0, **settings):
+def sampler_of(kind="llama", environment=Echo, **settings):
     policy = LanguagePolicy(tiny_model(kind))
     chat = tiny_chat()
     fields = {"seed": 5, "max_new_tokens": 6, "turns": 3, "total_tokens": 60} | settings
     return ConversationSampler(
-        LocalGenerator(policy), chat, environments=EnvironmentThreads(environment, seconds, 100),
+        LocalGenerator(policy), chat, environments=EnvironmentThreads(environment),
         style=StepStyle(chat), **fields,
     )  # fmt: skip
 
@@ -293,7 +293,7 @@ def test_calls_become_requests_and_results_become_messages(name):
     style = ToolStyle(chat, describe_tools(Sums()))
     prompt = chat.tokenizer.decode(list(style.encode([{"role": "user", "content": "17 + 25?"}])))
     assert "add" in prompt
-    session = EnvironmentThreads(Sums, 60.0, 100).open(0)
+    session = EnvironmentThreads(Sums).open(0)
     session.ask({"do": "reset", "columns": {}}).result(60)
     calls = [ToolCall("add", {"a": 1, "b": 2}), ToolCall("add", {"a": "x", "b": 2}), ToolCall("add", {"a": 3, "b": 4})]
     turn = style.read(chat.encode_text(write_calls(calls, style.format)))

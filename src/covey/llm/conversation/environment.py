@@ -57,9 +57,16 @@ class HostedEnvironment:
     {'attributes': {'secret': 7, 'guesses': 1}, 'reward': None}
     """
 
-    def __init__(self, kind: Callable[[], Any], reply_characters: int) -> None:
-        """`kind` is the class; `reply_characters` is the longest reply, of which the rest is left out."""
-        self._kind, self._limit = kind, reply_characters
+    def __init__(
+        self, kind: Callable[[], Any], reply_characters: int, schemas: list[dict[str, Any]] | None = None
+    ) -> None:
+        """
+        Args:
+            kind: the class, or a function that makes an environment.
+            reply_characters: the longest reply, of which the rest is left out.
+            schemas: of its tools, if they are known.
+        """
+        self._kind, self._limit, self._schemas = kind, reply_characters, schemas
         self._environment: Any = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,6 +82,7 @@ class HostedEnvironment:
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._environment is None:
+            _refuse_missing_arguments(self._kind)
             self._environment = self._kind()
         environment = self._environment
         match request["do"]:
@@ -91,8 +99,8 @@ class HostedEnvironment:
 
     def _describe(self) -> dict[str, Any]:
         style = style_of(self._environment)
-        if style == "step":
-            return {"style": style, "tools": []}
+        if style == "step" or self._schemas is not None:
+            return {"style": style, "tools": self._schemas or []}
         tools = importlib.import_module("covey.llm.conversation.tools")
         return {"style": style, "tools": [tool.schema for tool in tools.describe_tools(self._environment)]}
 
@@ -129,6 +137,21 @@ class HostedEnvironment:
         left_out = len(value) - self._limit
         text = value[: self._limit].encode("utf-8", "replace").decode()
         return f"{text} ... ({left_out:,} more characters)" if left_out > 0 else text
+
+
+def _refuse_missing_arguments(kind: Callable[[], Any]) -> None:
+    try:
+        signature = inspect.signature(kind)
+    except (TypeError, ValueError):  # of a class in C
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        name = getattr(getattr(kind, "func", kind), "__name__", "the environment")
+        raise WrongEnvironment(
+            f"{name} needs arguments ({error}): give them in conversation.options, such as options = ['size = 3'], or "
+            "in Python with functools.partial"
+        ) from None
 
 
 def _accepted(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
