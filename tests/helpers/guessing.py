@@ -105,6 +105,13 @@ class Nothing:
     """No environment."""
 
 
+class Sized(Guess):
+    """Needs an argument."""
+
+    def __init__(self, size):
+        self.size = size
+
+
 class Unrepeatable(Guess):
     """Draws its secret from the system."""
 

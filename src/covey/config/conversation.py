@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,8 @@ def with_conversation(config: Any, conversation: ConversationConfig | None) -> t
     Raises:
         ConfigError: if `conversation` is no `Conversation`.
     """
-    if conversation is None:
-        return config, None
+    if conversation is None or not is_dataclass(config) or isinstance(config, type):
+        return config, None  # `validate` refuses what is no config
     if not isinstance(conversation, ConversationConfig):
         name = _name_of(conversation)
         raise ConfigError(f"conversation is {name}: give covey.Conversation({name}), with its limits if you like")

@@ -171,14 +171,13 @@ def build_rollout_kind(config: RunConfig, environment: Any = None) -> RolloutKin
     settings = config.conversation
     if not config.has_conversations:
         return COMPLETIONS
-    options = environment_options(settings)
     source, _, name = settings.source.rpartition(":")
     environments = EnvironmentProcesses(
         f"{user_path(source)}:{name}" if source.endswith(".py") else settings.source,
         settings.timeout_seconds,
         settings.reply_characters,
-        options,
-        None if environment is None else copied_environment(environment, settings.given_in_python, options),
+        environment_options(settings),
+        None if environment is None else copied_environment(environment, settings.given_in_python),
     )
     try:
         environments.start()

@@ -39,7 +39,7 @@ def processes():
 @pytest.fixture(scope="module")
 def copies():
     """Of a class that only this program has."""
-    found = EnvironmentProcesses("Own", 1.5, 1000, copied=copied_environment(own_class(), "Own", {}))
+    found = EnvironmentProcesses("Own", 1.5, 1000, copied=copied_environment(own_class(), "Own"))
     yield found
     found.close()
 

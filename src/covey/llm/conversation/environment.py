@@ -41,8 +41,8 @@ def style_of(kind: Any) -> str:
     if any(callable(getattr(kind, name, None)) for name in own):
         return "tools"
     raise WrongEnvironment(
-        f"{getattr(kind, '__name__', kind)!s} is no environment: it needs a method step(message) that returns a reply, "
-        "a reward and whether the conversation is over, or public methods that are tools"
+        f"{getattr(kind, '__name__', type(kind).__name__)} is no environment: it needs a method step(message) that "
+        "returns a reply, a reward and whether the conversation is over, or public methods that are tools"
     )
 
 
@@ -82,7 +82,6 @@ class HostedEnvironment:
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._environment is None:
-            _refuse_missing_arguments(self._kind)
             self._environment = self._kind()
         environment = self._environment
         match request["do"]:
@@ -137,21 +136,6 @@ class HostedEnvironment:
         left_out = len(value) - self._limit
         text = value[: self._limit].encode("utf-8", "replace").decode()
         return f"{text} ... ({left_out:,} more characters)" if left_out > 0 else text
-
-
-def _refuse_missing_arguments(kind: Callable[[], Any]) -> None:
-    try:
-        signature = inspect.signature(kind)
-    except (TypeError, ValueError):  # of a class in C
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
-        name = getattr(getattr(kind, "func", kind), "__name__", "the environment")
-        raise WrongEnvironment(
-            f"{name} needs arguments ({error}): give them in conversation.options, such as options = ['size = 3'], or "
-            "in Python with functools.partial"
-        ) from None
 
 
 def _accepted(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,9 +75,9 @@ class _Server:
         try:
             with open(copied, "rb") as file:
                 if request["copied"]:
-                    self.kind, self.schemas = pickle.load(file)  # of the run itself
-                    return {}
-            kind = worker.load_function(request["load"])
+                    kind, self.schemas = pickle.load(file)  # of the run itself
+                else:
+                    kind = worker.load_function(request["load"])
             self.kind = functools.partial(kind, **request["options"])
             if isinstance(kind, type):
                 style_of(kind)

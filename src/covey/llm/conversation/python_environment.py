@@ -9,7 +9,7 @@ own child and are never written to a file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import PathFinder
@@ -24,16 +24,15 @@ from covey.llm.conversation.tools import describe_tools
 from covey.llm.rewards.reward_call import one_line
 
 
-def copied_environment(environment: Any, name: str, options: Mapping[str, Any]) -> bytes:
+def copied_environment(environment: Any, name: str) -> bytes:
     """An environment for `EnvironmentProcesses`: what makes one, and the schemas of its tools if they are known.
 
     Tools of a class are described here, because type hints in quotes may use names that are not copied.
 
     Args:
-        environment: a class, a function without required arguments that makes an environment, or a list of functions
+        environment: a class, a function that makes an environment, or a list of functions
             that are tools.
         name: of the environment in messages.
-        options: keyword arguments of the class or the function.
 
     Raises:
         ConfigError: if it is none of these, has a tool that cannot be described, or cannot be copied.
@@ -48,7 +47,7 @@ def copied_environment(environment: Any, name: str, options: Mapping[str, Any]) 
         schemas = [] if style == "step" else [tool.schema for tool in describe_tools(kind)]
     try:
         with _by_value(_modules_out_of_reach(environment)):
-            copied: bytes = cloudpickle.dumps((partial(make, **options) if options else make, schemas))
+            copied: bytes = cloudpickle.dumps((make, schemas))
             return copied
     except Exception as error:
         reason = one_line(error.with_traceback(None))
