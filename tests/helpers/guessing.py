@@ -207,3 +207,22 @@ class Breaking(Steady):
 
     def do_print(self, _):
         print("printed " * 10_000)
+
+
+class Greeting(Steady):
+    """The first observation has the length of the column."""
+
+    def reset(self, length):
+        return "o" * length
+
+
+class Dice:
+    """Tools without an observation."""
+
+    def roll(self, sides: int) -> int:
+        """Roll.
+
+        Args:
+            sides: number
+        """
+        return sides

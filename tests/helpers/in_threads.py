@@ -14,7 +14,7 @@ from covey.llm.rewards.runner import in_thread
 class EnvironmentThreads:
     """Environments of a class, each request in a thread and without a deadline; implements `Environments`."""
 
-    def __init__(self, kind: Callable[[], Any], reply_characters: int = 100) -> None:
+    def __init__(self, kind: Callable[[], Any], reply_characters: int = 1000) -> None:
         self._kind, self._reply_characters = kind, reply_characters
 
     def open(self, seed: int) -> _ThreadSession:

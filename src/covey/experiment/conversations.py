@@ -10,14 +10,17 @@ from covey.config import ConfigError, RewardConfig, RunConfig
 from covey.config.files import user_path
 from covey.config.validate_conversation import environment_options
 from covey.data import Rollout, Start
-from covey.llm.conversation.conversation import transcript
+from covey.llm.conversation.conversation import messages_of, transcript, with_observation
+from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.python_environment import copied_environment
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed
-from covey.llm.conversation.styles import StepStyle, ToolStyle
+from covey.llm.conversation.styles import StepStyle, Style, ToolStyle
 from covey.llm.conversation.tools import Tool
 from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses, Environments, Session
 from covey.llm.grader import RewardGrader, right_rollout
+from covey.llm.model.chat import Chat, Message
 from covey.llm.sampler import LanguageSampler
+from covey.llm.tasks.prompt_limit import PromptLimit
 
 DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
 
@@ -37,6 +40,16 @@ class RolloutKind(Protocol):
 
     def notes(self) -> Sequence[str]:
         """Notes for the user."""
+
+    def prompt_limit(self, chat: Chat, model_config: Any, new_tokens: int, *, drop: bool) -> PromptLimit:
+        """The check of the length of prompts; after `example`.
+
+        Args:
+            chat: encodes the prompts.
+            model_config: transformers' config of the model.
+            new_tokens: the most tokens after a prompt.
+            drop: prompts that are too long are dropped, not refused.
+        """
 
     def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
         """The sampler of these rollouts with the settings of `sampler`."""
@@ -59,6 +72,9 @@ class Completions:
     def notes(self) -> Sequence[str]:
         return ()
 
+    def prompt_limit(self, chat: Chat, model_config: Any, new_tokens: int, *, drop: bool) -> PromptLimit:
+        return PromptLimit(chat, model_config, new_tokens, drop)
+
     def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
         return sampler
 
@@ -80,6 +96,7 @@ class Conversations:
         """
         self._config, self._environments = config.conversation, environments
         self._repeats = True
+        self._observations: list[str] = []  # first ones of the environments that were tried
         described = self._try(0, lambda session: session.ask({"do": "describe"}, DESCRIBE_SECONDS).result())
         self._style = described["style"]
         self._tools = [Tool(schema["function"]["name"], schema) for schema in described["tools"]]
@@ -110,13 +127,36 @@ class Conversations:
             "may not begin alike; its numbers should come from `random`, or from the columns",
         )
 
+    def prompt_limit(self, chat: Chat, model_config: Any, new_tokens: int, *, drop: bool) -> PromptLimit:
+        """A prompt is encoded with the descriptions of the tools and the shortest first observation that was tried.
+        Longer observations of other rows fail their conversations.
+
+        Raises:
+            ConfigError: if the model's chat template cannot continue a conversation.
+        """
+        style = self._style_for(chat)
+        ConversationEncoder(chat).check((style.reply_role,))
+        observation = min(self._observations, key=len, default="")
+
+        def encode(prompt: Any) -> Sequence[int]:
+            messages = messages_of(prompt)
+            return style.encode(with_observation(messages, observation) if observation else messages)
+
+        sample: list[Message] = [{"role": "user", "content": "u"}]
+        of_tools = len(style.encode(sample)) - len(chat.encode(sample))
+        of_observation = len(encode(sample)) - len(style.encode(sample))
+        parts = [(of_tools, "the descriptions of tools"), (of_observation, "the environment's first observation")]
+        counted = [f"{count} for {what}" for count, what in parts if count]
+        additions = f" ({' and '.join(counted)})" if counted else ""
+        return PromptLimit(chat, model_config, new_tokens, drop, encode, "conversation.total_tokens", additions)
+
     def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
         """The sampler of conversations.
 
         Raises:
             ConfigError: if the model's chat template cannot continue a conversation.
         """
-        style = StepStyle(sampler.chat) if self._style == "step" else ToolStyle(sampler.chat, self._tools)
+        style = self._style_for(sampler.chat)
         of_conversations = ConversationSampler(
             **vars(sampler),
             environments=self._environments,
@@ -130,6 +170,9 @@ class Conversations:
     def close(self) -> None:
         self._environments.close()
 
+    def _style_for(self, chat: Chat) -> Style:
+        return StepStyle(chat) if self._style == "step" else ToolStyle(chat, self._tools)
+
     def _try(self, index: int, use: Callable[[Session], Any]) -> Any:
         session = self._environments.open(environment_seed(0, 0, index))
         try:
@@ -141,6 +184,7 @@ class Conversations:
 
     def _play(self, session: Session, start: Start, answer: Rollout) -> Rollout:
         observation = session.ask({"do": "reset", "columns": dict(start.columns)}).result()["text"]
+        self._observations.append(observation or "")
         messages = [{"role": "user", "content": observation}] if observation else []
         messages.append({"role": "assistant", "content": answer.text})
         reward = 0.0

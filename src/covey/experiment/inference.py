@@ -66,7 +66,7 @@ def evaluate_model(
         loaded = load_policy(config, build_machine(config.device, config.precision, config.threads))
         left_out: list[str] = []
         problem = fit_prompts(
-            problem, config, loaded.chat, loaded.policy.module.config, left_out.append, training=False
+            problem, config, loaded.chat, loaded.policy.module.config, left_out.append, kind=kind, training=False
         )
         sampler = replace(kind.sampler(loaded.sampler), temperature=temperature, truncation=truncation)
         groups: list[Group] = []

@@ -169,7 +169,7 @@ class LLMBuilder:
         if self._prompts_checked:
             return self.problem
         try:
-            self.problem = fit_prompts(self.problem, self.config, chat, model_config, note)
+            self.problem = fit_prompts(self.problem, self.config, chat, model_config, note, kind=self.kind)
         except ConfigError:
             self.close()
             raise

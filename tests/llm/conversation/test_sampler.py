@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate, decode_groups, encode_groups
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.sampler import ConversationSampler
@@ -332,3 +333,23 @@ def test_groups_whose_prompts_differ_are_counted():
     groups: list[Group] = sampler.sample(STARTS, 3, step=1)
     assert len({rollout.context for rollout in groups[0].rollouts}) == 2
     assert sampler.metrics()["conversation/different_prompts"] == 2
+
+
+def test_a_first_observation_that_is_too_long_fails_its_own_group():
+    """The tiny model knows 256 positions, and its tokens are characters."""
+    starts = with_columns(first="Go")
+    clean = sampler_of().sample(starts, 3, step=1)
+    sampler = sampler_of()
+    long = sampler.sample([Start(0, STARTS[0].prompt, {"first": "x" * 300}), starts[1]], 3, step=1)
+    assert long[1].rollouts == clean[1].rollouts
+    for rollout in long[0].rollouts:
+        assert rollout.failure.startswith("the first observation of its environment is too long: a prompt of 30")
+        assert "exceed the model's 256 positions" in rollout.failure
+        assert rollout.decisions > 0
+        assert rollout.context == sampler.chat.encode(STARTS[0].prompt)
+    assert sampler.metrics()["conversation/failed"] == 3
+
+
+def test_a_prompt_that_is_too_long_without_an_observation_is_refused():
+    with pytest.raises(ConfigError, match=r"a prompt of 303 tokens .* exceed the model's 256 positions"):
+        sampler_of().sample([Start(0, "x" * 300), STARTS[1]], 2, step=1)

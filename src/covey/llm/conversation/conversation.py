@@ -56,7 +56,7 @@ class Conversation:
 
     def begin(self, prompt: str | Sequence[Message], reset: Future[Reply]) -> None:
         """Set the prompt, after which the first observation follows."""
-        self.prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        self.prompt = messages_of(prompt)
         try:
             observation = reset.result()["text"]
         except EnvironmentFailed as error:
@@ -150,6 +150,11 @@ class Conversation:
             return None
         self._between = between
         return Continuation(between, min(left, self.limits.turn_tokens))
+
+
+def messages_of(prompt: str | Sequence[Message]) -> list[Message]:
+    """A prompt of the data as messages."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def with_observation(messages: Sequence[Message], observation: str) -> list[Message]:
