@@ -15,6 +15,7 @@ from covey.cli.numbers import number
 from covey.cli.report import add_report_options
 from covey.cli.reward_model_options import add_actions
 from covey.cli.runs import DEFAULT_ACTION, add_runs_options
+from covey.cli.sample import add_problem_options
 from covey.cli.serve import add_serve_options
 from covey.cli.sft import add_sft_options
 from covey.cli.show import add_show_options
@@ -317,12 +318,17 @@ def _compare_options(command: Parser) -> None:
 
 def _sample_options(command: Parser) -> None:
     command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
-    command.add_argument("prompt", metavar="PROMPT", help="the user's message")
+    command.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="the user's message (a held-out problem of the run)"
+    )
     command.add_argument("--n", type=number(int, 1, 10_000), default=4, help="number of answers (4)")
     command.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (1.0)")
     command.add_argument(
-        "--max-new-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="longest answer, in tokens (64)"
+        "--max-new-tokens",
+        type=number(int, 1, MOST_TOKENS),
+        help="longest answer, in tokens (64); in a conversation longest turn (the run's)",
     )
+    add_problem_options(command)
     add_chat_options(command)
     add_truncation(command)
     command.add_argument(

@@ -8,7 +8,9 @@ from typing import Any
 from covey.config import ConfigError
 from covey.config.fields import did_you_mean
 
-_NO_TURNS = "has no counterpart: an answer is one turn, without tools"
+_OF_RUN = "belongs to covey.run, because an answer of a trainer is one turn: run(config, task=..., conversation="
+_TOOLS = f"{_OF_RUN}covey.Conversation([your, functions]))"
+_ENVIRONMENT = f"{_OF_RUN}covey.Conversation(YourEnvironment))"
 _ALL_WEIGHTS = "has no counterpart: every weight is trained, as it is stored"
 _REWARD_MODEL = "has no counterpart: call the reward model in your reward_function"
 
@@ -27,9 +29,9 @@ TRL_NAMES: Mapping[str, str] = {
     "optimizers": "has no counterpart: AdamW is used, with learning_rate and max_grad_norm",
     "quantization_config": _ALL_WEIGHTS,
     "peft_config": _ALL_WEIGHTS,
-    "tools": _NO_TURNS,
-    "rollout_func": _NO_TURNS,
-    "environment_factory": _NO_TURNS,
+    "tools": _TOOLS,
+    "rollout_func": _ENVIRONMENT,
+    "environment_factory": _ENVIRONMENT,
     "config": "has no counterpart: give its fields by keyword, such as clip_epsilon (cliprange), kl_beta (kl_coef), "
     "gamma, lam, value_loss_coef (vf_coef), learning_rate and seed",
     "policy": "is actor_model",
