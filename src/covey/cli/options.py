@@ -166,25 +166,27 @@ def _field_names() -> set[str]:
 def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]:
     """Separate a command's own options and positionals from `--field value` and `--field=value`.
 
-    argparse alone would interpret a value that begins with a minus, as in `--operators -,+`, as an option.
+    argparse alone would interpret a value that begins with a minus, as in `--operators -,+`, as an option. Options come
+    first, because argparse takes an optional positional for missing if an option stands before it.
     """
+    options: list[str] = []
     own: list[str] = []
     fields: list[str] = []
     words = list(words)
     while words:
         word = words.pop(0)
         if word == "--":
-            return [*own, word, *words], fields
+            return [*options, *own, word, *words], fields
         name, equals, value = word.partition("=")
         option = command._option_string_actions.get(name.replace("_", "-"))
         following = []
         if word.startswith("--") and not equals and words and (option is None or option.nargs != 0):
             following = [words.pop(0)]
         if option:
-            own.append("=".join([name.replace("_", "-"), *([value] if equals else following)]))
+            options.append("=".join([name.replace("_", "-"), *([value] if equals else following)]))
         else:
             (fields if word.startswith("--") else own).extend([word, *following])
-    return own, fields
+    return [*options, *own], fields
 
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
