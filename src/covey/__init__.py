@@ -6,6 +6,11 @@ A language model, with a reward of your own:
 >>> from covey.llm.tasks import Arithmetic
 >>> run(RunConfig(steps=20), task=Arithmetic(digits=(2,)), rewards=[my_reward])
 
+With an environment of your own, which answers the model for several turns (docs/conversations.md):
+
+>>> from covey import Conversation
+>>> run(RunConfig(steps=20), task=rows, rewards=[my_reward], conversation=Conversation(MyEnvironment, turns=4))
+
 An agent in a Gymnasium environment, which pays its own rewards:
 
 >>> from covey import ControlConfig, EnvironmentConfig, RolloutsConfig
@@ -34,6 +39,8 @@ from covey.config import (
     ControlEvaluationConfig,
     ControlLossConfig,
     ControlUpdateConfig,
+    Conversation,
+    ConversationConfig,
     CountdownConfig,
     CriticConfig,
     DatasetConfig,
@@ -44,6 +51,7 @@ from covey.config import (
     HumanEvalConfig,
     IterationConfig,
     LookupConfig,
+    LoRAConfig,
     LossConfig,
     MazeConfig,
     PolicyConfig,
@@ -73,6 +81,8 @@ __all__ = [
     "ControlEvaluationConfig",
     "ControlLossConfig",
     "ControlUpdateConfig",
+    "Conversation",
+    "ConversationConfig",
     "CountdownConfig",
     "CriticConfig",
     "DatasetConfig",
@@ -84,6 +94,7 @@ __all__ = [
     "GuessNumberConfig",
     "HumanEvalConfig",
     "IterationConfig",
+    "LoRAConfig",
     "LookupConfig",
     "LossConfig",
     "MazeConfig",

@@ -15,6 +15,7 @@ from covey.config import (
     TASK_CONFIGS,
     ArithmeticConfig,
     ConfigError,
+    ConversationConfig,
     CountdownConfig,
     MachineError,
     RewardConfig,
@@ -45,7 +46,7 @@ class Build(types.ModuleType):
         self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> object:
-        if name not in ("run", "resume", "evaluate_model", "sample_model", "check"):
+        if name not in ("run", "resume", "evaluate_model", "sample_model", "sample_groups", "check"):
             raise AttributeError(name)
 
         def call(*args: object, **kwargs: object) -> object:
@@ -56,7 +57,14 @@ class Build(types.ModuleType):
             evaluation = types.SimpleNamespace(
                 scores=self.scores, kind=ACCURACY, notes=["a note"], records=lambda: answers
             )
-            results = {"evaluate_model": evaluation, "sample_model": ["one", "t\x1b[2Jwo\nlines"], "check": []}
+            record = {"prompt": "2+2=", "text": "4\x1b[2J", "reward": 1.0, "reward_parts": {"numeric": 1.0}}
+            sampled = types.SimpleNamespace(notes=["a note"], records=lambda: [record])
+            results = {
+                "sample_groups": sampled,
+                "evaluate_model": evaluation,
+                "sample_model": ["one", "t\x1b[2Jwo\nlines"],
+                "check": [],
+            }
             return results.get(name, {"run_dir": "runs/x"})
 
         return call
@@ -226,6 +234,51 @@ def test_sample_prints_every_answer_safely(build: Build, capsys: pytest.CaptureF
     assert main(["sample", "smollm2-135m", "x", "--top-a", "0.9"]) == 2
     assert "unknown option '--top-a'" in capsys.readouterr().err
     assert main(["sample", "smollm2-135m", "x", "--n", "0"]) == 2
+
+
+def test_sample_converses_with_an_environment(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sample", "smollm2-135m", "Find it.", "--environment", "guess_number", "--columns", '{"secret": 7}']
+    assert main([*words, "--max-new-tokens", "9", "--n", "3"]) == 0
+    [(name, (config, *rest), given)] = build.calls
+    assert (name, rest) == ("sample_groups", [3, 1.0, Truncation()])
+    assert given == {"prompt": "Find it.", "columns": {"secret": 7}, "problem": 0}
+    assert config.conversation == ConversationConfig("guess_number")
+    assert config.sampling.max_new_tokens == 9
+    shown = capsys.readouterr().out
+    assert "reward 1.00" in shown
+    assert "\x1b" not in shown
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["text"] == "4\x1b[2J"
+
+
+def test_sample_answers_a_held_out_problem_of_a_recipe(build: Build) -> None:
+    assert main(["sample", "smollm2-135m", "--recipe", "guess_number_grpo", "--problem", "3"]) == 0
+    [(_, (config, *_), given)] = build.calls
+    assert given == {"prompt": None, "columns": {}, "problem": 3}
+    assert config.has_conversations
+    assert config.task is not None
+    assert config.evaluation.problems > 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("smollm2-135m", "there is no prompt: give one, or --recipe"),
+        ("smollm2-135m x --problem 2", "--problem is for samples without a PROMPT"),
+        ("smollm2-135m x --columns {}", "--columns are for the environment of a PROMPT"),
+        ("smollm2-135m x --environment calculator --columns [1]", "--columns must be an object in JSON"),
+        ("smollm2-135m x --environment calculator --columns {", "--columns is not JSON"),
+        ("smollm2-135m x --environment calculatr", "did you mean 'calculator'?"),
+        ("smollm2-135m --recipe maze_grpo --environment none", "--environment none is for a PROMPT"),
+        ("smollm2-135m --recipe cartpole_grpo", "trains no language model"),
+    ],
+)
+def test_samples_that_cannot_be_are_one_line(
+    build: Build, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main(["sample", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert build.calls == []
 
 
 def test_check_prints_the_config_the_memory_and_what_to_do_next(

@@ -123,6 +123,13 @@ class Nothing:
     """No environment."""
 
 
+class Sized(Guess):
+    """Needs an argument."""
+
+    def __init__(self, size):
+        self.size = size
+
+
 class Unrepeatable(Guess):
     """Draws its secret from the system."""
 
@@ -241,3 +248,22 @@ class Breaking(Steady):
 
     def do_print(self, _):
         print("printed " * 10_000)
+
+
+class Greeting(Steady):
+    """The first observation has the length of the column."""
+
+    def reset(self, length):
+        return "o" * length
+
+
+class Dice:
+    """Tools without an observation."""
+
+    def roll(self, sides: int) -> int:
+        """Roll.
+
+        Args:
+            sides: number
+        """
+        return sides

@@ -12,8 +12,9 @@ from pathlib import Path
 import gymnasium
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from covey import ConfigError, GRPOLoss, GRPOTrainer, PPOLoss, PPOTrainer, compute_gae
+from covey import ConfigError, GRPOLoss, GRPOTrainer, LoRAConfig, PPOLoss, PPOTrainer, compute_gae
 from covey.data import Start
 from covey.llm.model.conversion import EMBEDDED
 from covey.llm.tasks import Arithmetic
@@ -437,6 +438,52 @@ def test_a_critic_from_a_model_of_its_own(tmp_path):
 def test_ppo_refuses_what_cannot_work(options, complaint):
     with pytest.raises(ConfigError, match=complaint):
         ppo_trainer(**options)
+
+
+# ---- an adapter, recomputation ----
+
+
+def test_lora_trains_an_adapter_alone_and_starts_at_the_reference(tmp_path):
+    trainer = grpo_trainer(prompts=["12", "34"], prompts_per_step=2, lora=LoRAConfig(rank=4), learning_rate=1e-2)
+    first = {name: weight.clone() for name, weight in trainer.model.named_parameters() if "lora" not in name}
+    metrics = trainer.training_step({"prompts": ["12", "34"]})
+    assert abs(metrics["kl"]) < 1e-6, "before the first update the policy is the reference"
+    for _ in range(3):
+        metrics = trainer.training_step({"prompts": ["12", "34"]})
+    assert metrics["kl"] > 1e-6
+    assert all(
+        bool((weight == first[name]).all()) for name, weight in trainer.model.named_parameters() if name in first
+    )
+    trainer.save(tmp_path)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    with torch.no_grad():
+        tokens = torch.tensor([[5, 6, 7]])
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits
+        torch.testing.assert_close(merged, trainer.model(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_recomputation_changes_no_bit():
+    plain, recomputed = (grpo_trainer(recompute=recompute, learning_rate=1e-2) for recompute in (False, True))
+    batch = {"prompts": ["12", "34"]}
+    for _ in range(2):
+        assert plain.training_step(batch)["loss"] == recomputed.training_step(batch)["loss"]
+    for one, other in zip(plain.model.parameters(), recomputed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: grpo_trainer(lora=LoRAConfig(rank=4, dropout=0.1)), "lora.dropout is 0.1: it must be 0"),
+        (lambda: grpo_trainer(lora=LoRAConfig(adapter="runs/x")), "a trainer begins with a new adapter"),
+        (lambda: grpo_trainer(lora=4), "lora must be covey.LoRAConfig"),
+        (lambda: grpo_trainer(lora=LoRAConfig(rank=-1)), "lora.rank must be at least 0"),
+        (lambda: ppo_trainer(lora=LoRAConfig(rank=4)), "PPOTrainer trains all weights"),
+    ],
+)
+def test_adapters_that_cannot_be_are_one_line(make, told):
+    with pytest.raises(ConfigError, match=told):
+        make()
 
 
 # ---- the page and the sweep ----

@@ -1,19 +1,16 @@
-"""`covey eval` and `covey sample`: a model without training."""
+"""The command `covey eval`."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from covey.cli.options import MACHINE_FIELDS
 from covey.cli.truncation import TRUNCATION, truncation_of
-from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, SamplingConfig
-from covey.config.chat import check_stop
-from covey.config.fields import check_fields, check_text
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig
 from covey.config.files import user_path
-from covey.config.model_sources import find_origin, locate_model
+from covey.config.model_sources import find_origin
 from covey.config.recipe import apply_overrides, config_from_dict, read_tables, root_of, split_overrides
 from covey.config.recipe_writing import config_to_dict
 from covey.config.terminal import say
@@ -170,37 +167,3 @@ def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Pa
     say(return_report(result, config.evaluation.expected_return))
     if advice := after_evaluation(saved.parent, trained, drawable=result["drawable"], drawn=arguments.render):
         say(advice)
-
-
-def sampling_config(model: str, max_new_tokens: int, seed: int) -> RunConfig:
-    """Config of samples from a model. If it is from a run, precision, [chat] table and stop strings are the run's."""
-    origin = find_origin(model)
-    run = None if origin is None else config_from_dict(origin.config_tables)
-    sampling = SamplingConfig(max_new_tokens=max_new_tokens)
-    if not isinstance(run, RunConfig):
-        return RunConfig(model=model, seed=seed, sampling=sampling)
-    sampling = replace(sampling, stop=run.sampling.stop)
-    return RunConfig(model=model, seed=seed, sampling=sampling, chat=run.chat, precision=run.precision)
-
-
-def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
-    """`covey sample`."""
-    check_text(arguments.prompt, "the prompt")
-    locate_model(arguments.model)
-    truncation = truncation_of(arguments, arguments.temperature, arguments.max_new_tokens)
-    config = sampling_config(arguments.model, arguments.max_new_tokens, arguments.seed)
-    if arguments.stop is not None:
-        config = replace(config, sampling=replace(config.sampling, stop=tuple(arguments.stop)))
-    if arguments.system_prompt is not None:
-        config = replace(config, chat=replace(config.chat, system_prompt=arguments.system_prompt))
-    check_fields(config)
-    check_stop(config.sampling.stop)
-    from covey.experiment.inference import sample_model
-    from covey.llm.generation.truncation import Truncation
-    from covey.tracking.console import printable
-
-    texts = sample_model(
-        config, arguments.prompt, arguments.n, arguments.temperature, truncation=Truncation(**truncation)
-    )
-    for number, text in enumerate(texts, start=1):
-        print(f"[{number}] {printable(text)}")

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 
 from covey.cli.diagnose import diagnose_command
 from covey.cli.export import export_command
-from covey.cli.inference import check_data, eval_command, sample_command
+from covey.cli.inference import check_data, eval_command
 from covey.cli.logs import set_up_output
 from covey.cli.options import OVERVIEW, parse
 from covey.cli.plan import plan_command
 from covey.cli.report import report_command
 from covey.cli.reward_model import reward_model_command
 from covey.cli.runs import runs_command
+from covey.cli.sample import sample_command
 from covey.cli.serve import serve_command
 from covey.cli.sft import sft_command
 from covey.cli.show import show_command

@@ -15,6 +15,7 @@ from covey.cli.numbers import number
 from covey.cli.report import add_report_options
 from covey.cli.reward_model_options import add_actions
 from covey.cli.runs import DEFAULT_ACTION, add_runs_options
+from covey.cli.sample import add_problem_options
 from covey.cli.serve import add_serve_options
 from covey.cli.sft import add_sft_options
 from covey.cli.show import add_show_options
@@ -165,25 +166,27 @@ def _field_names() -> set[str]:
 def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]:
     """Separate a command's own options and positionals from `--field value` and `--field=value`.
 
-    argparse alone would interpret a value that begins with a minus, as in `--operators -,+`, as an option.
+    argparse alone would interpret a value that begins with a minus, as in `--operators -,+`, as an option. Options come
+    first, because argparse takes an optional positional for missing if an option stands before it.
     """
+    options: list[str] = []
     own: list[str] = []
     fields: list[str] = []
     words = list(words)
     while words:
         word = words.pop(0)
         if word == "--":
-            return [*own, word, *words], fields
+            return [*options, *own, word, *words], fields
         name, equals, value = word.partition("=")
         option = command._option_string_actions.get(name.replace("_", "-"))
         following = []
         if word.startswith("--") and not equals and words and (option is None or option.nargs != 0):
             following = [words.pop(0)]
         if option:
-            own.append("=".join([name.replace("_", "-"), *([value] if equals else following)]))
+            options.append("=".join([name.replace("_", "-"), *([value] if equals else following)]))
         else:
             (fields if word.startswith("--") else own).extend([word, *following])
-    return own, fields
+    return [*options, *own], fields
 
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
@@ -317,12 +320,17 @@ def _compare_options(command: Parser) -> None:
 
 def _sample_options(command: Parser) -> None:
     command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
-    command.add_argument("prompt", metavar="PROMPT", help="the user's message")
+    command.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="the user's message (a held-out problem of the run)"
+    )
     command.add_argument("--n", type=number(int, 1, 10_000), default=4, help="number of answers (4)")
     command.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (1.0)")
     command.add_argument(
-        "--max-new-tokens", type=number(int, 1, MOST_TOKENS), default=64, help="longest answer, in tokens (64)"
+        "--max-new-tokens",
+        type=number(int, 1, MOST_TOKENS),
+        help="longest answer, in tokens (64); in a conversation longest turn (the run's)",
     )
+    add_problem_options(command)
     add_chat_options(command)
     add_truncation(command)
     command.add_argument(

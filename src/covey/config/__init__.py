@@ -30,7 +30,7 @@ from covey.config.control import (
     PolicyConfig,
     RolloutsConfig,
 )
-from covey.config.conversation import ConversationConfig
+from covey.config.conversation import Conversation, ConversationConfig
 from covey.config.llm import (
     EMBEDDED_MODELS,
     ClusterConfig,
@@ -68,10 +68,11 @@ from covey.config.tasks import (
 __all__ = [
     "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "TRACKERS", "ArithmeticConfig", "ChatConfig",
     "CheckpointConfig", "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig",
-    "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "ConversationConfig", "CountdownConfig",
-    "CriticConfig", "DatasetConfig", "EnvironmentConfig", "EnvironmentTaskConfig", "EvaluationConfig",
-    "GuessNumberConfig", "HumanEvalConfig", "IterationConfig", "LoRAConfig", "LookupConfig", "LossBase", "LossConfig",
-    "MachineError", "MazeConfig", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig",
+    "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "Conversation", "ConversationConfig",
+    "CountdownConfig", "CriticConfig", "DatasetConfig", "EnvironmentConfig", "EnvironmentTaskConfig",
+    "EvaluationConfig", "GuessNumberConfig", "HumanEvalConfig", "IterationConfig", "LoRAConfig", "LookupConfig",
+    "LossBase", "LossConfig", "MachineError", "MazeConfig", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig",
+    "RecordConfig",
     "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig",
     "SFTConfig",
     "SamplerConfig", "SamplerLost", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig",

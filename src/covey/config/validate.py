@@ -70,7 +70,12 @@ NOT_USED_BY = {
 
 
 def validate(
-    config: RunConfig | ControlConfig, *, own_task: bool = False, own_rewards: bool = False, labels: bool = False
+    config: RunConfig | ControlConfig,
+    *,
+    own_task: bool = False,
+    own_rewards: bool = False,
+    own_environment: bool = False,
+    labels: bool = False,
 ) -> None:
     """Refuse a run that cannot work: wrong types, values out of range, combinations that contradict each other.
 
@@ -79,6 +84,7 @@ def validate(
     Args:
         own_task: a script gives the task, so the config needs none.
         own_rewards: a script gives the rewards, so the config needs none.
+        own_environment: a script gives the environment of conversations, of which the config has the name.
         labels: completions or their steps are labelled, so process.boundary needs no step reward.
 
     Raises:
@@ -88,7 +94,7 @@ def validate(
     if isinstance(config, ControlConfig):
         _validate_control(config)
     else:
-        _validate_language(config, own_task, own_rewards, labels)
+        _validate_language(config, own_task, own_rewards, own_environment, labels)
     check_trackers(config.trackers)
 
 
@@ -102,6 +108,11 @@ def _check_tables(config: Any) -> None:
         value = getattr(config, name)
         if is_dataclass(table) and not isinstance(value, cast(Any, table)):
             raise ConfigError(f"{name} must be {cast(Any, table).__name__}(...) (is {toml_repr(value)})")
+    if isinstance(config, RunConfig) and not isinstance(config.conversation.environment, str):
+        raise ConfigError(
+            "the environment of a config is a name, such as file.py:Class; a class or a function is given to "
+            "run(config, conversation=covey.Conversation(...))"
+        )
     rewards = getattr(config, "rewards", ())
     for reward in rewards if isinstance(rewards, tuple | list) else (rewards,):
         if not isinstance(reward, RewardConfig):
@@ -111,7 +122,9 @@ def _check_tables(config: Any) -> None:
             )
 
 
-def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool, labels: bool) -> None:
+def _validate_language(
+    config: RunConfig, own_task: bool, own_rewards: bool, own_environment: bool, labels: bool
+) -> None:
     if config.task is None and not own_task:
         raise ConfigError(
             f'no task: add a [task] table with name = "arithmetic" (or {or_list(list(TASK_CONFIGS)[1:])}), '
@@ -141,7 +154,7 @@ def _validate_language(config: RunConfig, own_task: bool, own_rewards: bool, lab
     check_normalization(config.loss, config.algorithm)
     check_process(config, other_rewards=own_rewards or labels)
     check_sampler(config)
-    check_conversation(config)
+    check_conversation(config, own_environment=own_environment)
     check_iteration(config, own_rewards=own_rewards)
     check_lora(config)
     locate_model(config.model)

@@ -16,8 +16,11 @@ from covey.config.llm import RunConfig
 from covey.config.tasks import EnvironmentTaskConfig
 
 
-def check_conversation(config: RunConfig) -> None:
+def check_conversation(config: RunConfig, *, own_environment: bool) -> None:
     """Refuse conversations that cannot work, and fields of [conversation] in any other run.
+
+    Args:
+        own_environment: a script gives the environment, of which the config has the name.
 
     Raises:
         ConfigError: one line that names the field and the fix.
@@ -40,22 +43,8 @@ def check_conversation(config: RunConfig) -> None:
                 "the task environment has the prompts of a conversation's environment: set conversation.environment"
             )
         return
-    if ":" not in conversation.environment:
-        if conversation.environment not in BUILT_IN_ENVIRONMENTS:
-            names = list(BUILT_IN_ENVIRONMENTS)
-            raise ConfigError(
-                f"conversation.environment: there is no environment {conversation.environment!r}"
-                f"{did_you_mean(conversation.environment, names)}; there are {', '.join(names)}, and your own as "
-                "file.py:Class"
-            )
-        package = ENVIRONMENT_PACKAGES.get(conversation.environment)
-        if package is not None and find_spec(package) is None:
-            raise ConfigError(
-                f"the environment {conversation.environment} needs a package: pip install "
-                f'"covey[{conversation.environment}]"'
-            )
-    else:
-        check_function_name(conversation.environment, "conversation.environment")
+    if not own_environment:
+        _check_name(conversation)
     environment_options(conversation)
     if config.sampling.max_new_tokens > conversation.total_tokens:
         raise ConfigError(
@@ -64,6 +53,30 @@ def check_conversation(config: RunConfig) -> None:
             "total_tokens"
         )
     _refuse_parts_of_completions(config)
+
+
+def _check_name(conversation: ConversationConfig) -> None:
+    """Refuse an environment that a recipe cannot name, or that does not exist."""
+    if given := conversation.given_in_python:
+        raise ConfigError(
+            f"the environment {given} of this run was given in Python: call covey.run or covey.resume with "
+            f"conversation=covey.Conversation({given}, ...), or set conversation.environment to file.py:Class"
+        )
+    if ":" in conversation.environment:
+        check_function_name(conversation.environment, "conversation.environment")
+    elif conversation.environment not in BUILT_IN_ENVIRONMENTS:
+        names = list(BUILT_IN_ENVIRONMENTS)
+        raise ConfigError(
+            f"conversation.environment: there is no environment {conversation.environment!r}"
+            f"{did_you_mean(conversation.environment, names)}; there are {', '.join(names)}, and your own as "
+            "file.py:Class"
+        )
+    package = ENVIRONMENT_PACKAGES.get(conversation.environment)
+    if package is not None and find_spec(package) is None:
+        raise ConfigError(
+            f"the environment {conversation.environment} needs a package: pip install "
+            f'"covey[{conversation.environment}]"'
+        )
 
 
 def environment_options(conversation: ConversationConfig) -> dict[str, Any]:

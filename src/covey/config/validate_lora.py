@@ -22,6 +22,20 @@ def check_peft() -> None:
         raise ConfigError(INSTALL)
 
 
+def check_adapter(lora: LoRAConfig) -> None:
+    """Refuse an adapter without peft, and dropout.
+
+    Raises:
+        ConfigError: naming the fix.
+    """
+    check_peft()
+    if lora.dropout:
+        raise ConfigError(
+            f"lora.dropout is {lora.dropout:g}: it must be 0, because a ratio compares two evaluations of the same "
+            "tokens, and dropout would change each at random"
+        )
+
+
 def check_lora(config: RunConfig) -> None:
     """Refuse settings of [lora] that have no effect, or contradict others.
 
@@ -41,12 +55,7 @@ def check_lora(config: RunConfig) -> None:
                 '"policy"'
             )
         return
-    check_peft()
-    if lora.dropout:
-        raise ConfigError(
-            f"lora.dropout is {lora.dropout:g}: it must be 0, because a ratio compares two evaluations of the same "
-            "tokens, and dropout would change each at random"
-        )
+    check_adapter(lora)
     if lora.adapter:
         for name in ("rank", "alpha", "targets"):
             if getattr(lora, name) != getattr(default, name):

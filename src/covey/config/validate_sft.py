@@ -83,7 +83,7 @@ def _check_source(config: RunConfig) -> None:
         if data == SAMPLES:
             validate(config)
         else:
-            check_conversation(config)
+            check_conversation(config, own_environment=False)
         return
     if data in EXAMPLES_BY_NAME:
         return

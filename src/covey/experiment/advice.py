@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from covey.config import ControlConfig, RunConfig
+from covey.config import ControlConfig, ConversationConfig, RunConfig
 from covey.config.fields import command
 from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict, read_tables, split_overrides, training_command
@@ -39,6 +39,7 @@ class Launch:
     own_task: bool = False  # from Python: the task is an argument
     own_rewards: tuple[str, ...] = ()  # from Python: names of its reward functions, built-in ones quoted
     own_observers: bool = False  # from Python: it has observers
+    own_conversation: bool = False  # from Python: the conversation is an argument
 
     @classmethod
     def of_command(cls, recipe: str, fields: Sequence[str]) -> Launch:
@@ -48,11 +49,19 @@ class Launch:
 
     @classmethod
     def from_python(
-        cls, name: str, task: object, rewards: Sequence[object], observers: Sequence[object] = ()
+        cls,
+        name: str,
+        task: object,
+        rewards: Sequence[object],
+        observers: Sequence[object] = (),
+        conversation: object = None,
     ) -> Launch:
         """The launch of a call of `covey.run`."""
         names = tuple(repr(one) if isinstance(one, str) else str(getattr(one, "__name__", "")) for one in rewards)
-        return cls(name=name, own_task=task is not None, own_rewards=names, own_observers=bool(observers))
+        return cls(
+            name=name, own_task=task is not None, own_rewards=names, own_observers=bool(observers),
+            own_conversation=conversation is not None,
+        )  # fmt: skip
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Launch:
@@ -100,6 +109,8 @@ def start(launch: Launch, config: Config, changes: Mapping[str, Any], *, keep_fo
     if not launch.recipe:
         for name, value in ({} if keep_folder else {"run_dir": ""} | dict(changes)).items():
             config = _with(config, name, value)
+        if launch.own_conversation and isinstance(config, RunConfig):
+            config = replace(config, conversation=ConversationConfig())
         return _call("run", python_of(config), launch)
     dropped = {*changes, *(() if keep_folder else ("run_dir",))}
     kept = [pair for pair in split_overrides(launch.fields) if not any(_names(pair[0], field) for field in dropped)]
@@ -170,6 +181,8 @@ def _call(function: str, first: str, launch: Launch) -> str:
     if launch.own_rewards:
         named = all(name.isidentifier() or name[:1] in ("'", '"') for name in launch.own_rewards)
         arguments.append(f"rewards=[{', '.join(launch.own_rewards)}]" if named else "rewards=rewards")
+    if launch.own_conversation:
+        arguments.append("conversation=conversation")
     if launch.own_observers:
         arguments.append("observers=observers")
     if launch.name != PYTHON_NAME:

@@ -10,15 +10,18 @@ from covey.config import ConfigError, EnvironmentTaskConfig, RewardConfig, RunCo
 from covey.config.files import user_path
 from covey.config.validate_conversation import environment_options
 from covey.data import Rollout, Start, Task
-from covey.llm.conversation.conversation import transcript
+from covey.llm.conversation.conversation import first_messages, transcript
+from covey.llm.conversation.encoding import ConversationEncoder
+from covey.llm.conversation.python_environment import copied_environment
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed
 from covey.llm.conversation.styles import RespondStyle, StepStyle, Style, ToolStyle
 from covey.llm.conversation.tools import Tool
 from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses, Environments, Session
 from covey.llm.grader import RewardGrader, right_rollout
-from covey.llm.model.chat import Chat
+from covey.llm.model.chat import Chat, Message
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import EnvironmentRows, Prompts, build_task
+from covey.llm.tasks.prompt_limit import PromptLimit
 
 DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
 ROWS_SECONDS = 300.0  # to send the prompts of an adapter
@@ -42,6 +45,16 @@ class RolloutKind(Protocol):
 
     def notes(self) -> Sequence[str]:
         """Notes for the user."""
+
+    def prompt_limit(self, chat: Chat, model_config: Any, new_tokens: int, *, drop: bool) -> PromptLimit:
+        """The check of the length of prompts; after `example`.
+
+        Args:
+            chat: encodes the prompts.
+            model_config: transformers' config of the model.
+            new_tokens: the most tokens after a prompt.
+            drop: prompts that are too long are dropped, not refused.
+        """
 
     def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
         """The sampler of these rollouts with the settings of `sampler`."""
@@ -67,6 +80,9 @@ class Completions:
     def notes(self) -> Sequence[str]:
         return ()
 
+    def prompt_limit(self, chat: Chat, model_config: Any, new_tokens: int, *, drop: bool) -> PromptLimit:
+        return PromptLimit(chat, model_config, new_tokens, drop)
+
     def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
         return sampler
 
@@ -88,6 +104,7 @@ class Conversations:
         """
         self._config, self._environments = config.conversation, environments
         self._repeats = True
+        self._observations: list[str] = []  # first ones of the environments that were tried
         described = self._try(0, lambda session: session.ask({"do": "describe"}, DESCRIBE_SECONDS).result())
         self._style = described["style"]
         self._tools = [Tool(schema["function"]["name"], schema) for schema in described["tools"]]
@@ -128,6 +145,28 @@ class Conversations:
             "may not begin alike; its numbers should come from `random`, or from the columns",
         )
 
+    def prompt_limit(self, chat: Chat, model_config: Any, new_tokens: int, *, drop: bool) -> PromptLimit:
+        """A prompt is encoded with the descriptions of the tools and the shortest first observation that was tried.
+        Longer observations of other rows fail their conversations.
+
+        Raises:
+            ConfigError: if the model's chat template cannot continue a conversation.
+        """
+        style = self._style_for(chat)
+        ConversationEncoder(chat).check(style.reply_roles)
+        observation = min(self._observations, key=len, default="")
+
+        def encode(prompt: Any) -> Sequence[int]:
+            return style.encode(first_messages(prompt, observation))
+
+        sample: list[Message] = [{"role": "user", "content": "u"}]
+        of_tools = len(style.encode(sample)) - len(chat.encode(sample))
+        of_observation = len(encode(sample)) - len(style.encode(sample))
+        parts = [(of_tools, "the descriptions of tools"), (of_observation, "the environment's first observation")]
+        counted = [f"{count} for {what}" for count, what in parts if count]
+        additions = f" ({' and '.join(counted)})" if counted else ""
+        return PromptLimit(chat, model_config, new_tokens, drop, encode, "conversation.total_tokens", additions)
+
     def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
         """The sampler of conversations.
 
@@ -164,6 +203,7 @@ class Conversations:
 
     def _play(self, session: Session, start: Start, answer: Rollout) -> Rollout:
         observation = session.ask({"do": "reset", "columns": dict(start.columns)}).result()["text"]
+        self._observations.append(observation or "")
         messages = [{"role": "user", "content": observation}] if observation else []
         messages.append({"role": "assistant", "content": answer.text})
         reward = 0.0
@@ -181,8 +221,12 @@ class Conversations:
         )
 
 
-def build_rollout_kind(config: RunConfig) -> RolloutKind:
+def build_rollout_kind(config: RunConfig, environment: Any = None) -> RolloutKind:
     """The kind of rollouts of a run; the environments of conversations are started and described.
+
+    Args:
+        config: has the name of the environment, and its limits.
+        environment: the environment of a Python program, in the forms of `covey.Conversation`; None: the config's name.
 
     Raises:
         ConfigError: if an environment cannot be loaded.
@@ -192,10 +236,11 @@ def build_rollout_kind(config: RunConfig) -> RolloutKind:
         return COMPLETIONS
     source, _, name = settings.source.rpartition(":")
     environments = EnvironmentProcesses(
-        f"{user_path(source) if source.endswith('.py') else source}:{name}",
+        f"{user_path(source)}:{name}" if source.endswith(".py") else settings.source,
         settings.timeout_seconds,
         settings.reply_characters,
         environment_options(settings),
+        None if environment is None else copied_environment(environment, settings.given_in_python),
     )
     try:
         environments.start()

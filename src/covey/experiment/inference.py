@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
-from covey.config import RunConfig, RunError
+from covey.config import ConfigError, RunConfig, RunError
 from covey.config.model_sources import find_origin
 from covey.config.recipe import config_from_dict
-from covey.data import Group, Start
+from covey.data import Group, RolloutCredit, Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.evaluate_llm import answer_records, answers, nothing_scored, scores_of, unscored
 from covey.experiment.llm import build_machine, load_policy
 from covey.experiment.problem import build_problem, fit_prompts
 from covey.llm.generation.truncation import WHOLE, Truncation
+from covey.llm.grader import RewardGrader
 from covey.tracking.console import Display
+from covey.tracking.records import rollout_record
 from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
 
 
@@ -66,7 +70,7 @@ def evaluate_model(
         loaded = load_policy(config, build_machine(config.device, config.precision, config.threads))
         left_out: list[str] = []
         problem = fit_prompts(
-            problem, config, loaded.chat, loaded.policy.module.config, left_out.append, training=False
+            problem, config, loaded.chat, loaded.policy.module.config, left_out.append, kind=kind, training=False
         )
         sampler = replace(kind.sampler(loaded.sampler), temperature=temperature, truncation=truncation)
         groups: list[Group] = []
@@ -103,6 +107,73 @@ def sample_model(
     asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
     (group,) = sampler.sample([Start(0, asked)], n, step=0)
     return [rollout.text for rollout in group.rollouts]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Rollouts of one prompt."""
+
+    group: Group
+    notes: list[str]  # for the user
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rollouts as lines of a rollouts file."""
+        return [rollout_record(0, self.group, rollout, RolloutCredit(None, None)) for rollout in self.group.rollouts]
+
+
+def sample_groups(
+    config: RunConfig,
+    n: int,
+    temperature: float,
+    truncation: Truncation = WHOLE,
+    *,
+    prompt: str | None = None,
+    columns: Mapping[str, Any] = MappingProxyType({}),
+    problem: int = 0,
+) -> Sampled:
+    """Sample `n` completions or conversations of a prompt, or of a held-out problem, which are then graded.
+
+    Args:
+        config: model, conversation, chat, token limits, stop strings, seed and precision are used, of a held-out
+            problem also task and rewards.
+        n: number of rollouts.
+        temperature: 0 is greedy.
+        truncation: tokens that may not be drawn.
+        prompt: the user's message; None: the held-out problem.
+        columns: of the data, for the environment of `prompt`.
+        problem: the number of the held-out problem, from 0.
+
+    Raises:
+        ConfigError: as `build_problem` and `load_policy` do; if there is no such problem, or every environment failed.
+    """
+    kind = build_rollout_kind(config)
+    graders: list[RewardGrader] = []
+    notes: list[str] = []
+    try:
+        if prompt is not None:
+            start = Start(0, [{"role": "user", "content": prompt}], dict(columns))
+        else:
+            found = build_problem(config, kind=kind)
+            graders.append(found.grader)
+            if problem >= len(found.held_out):
+                raise ConfigError(f"there is no held-out problem {problem}: the last is {len(found.held_out) - 1}")
+            start = found.held_out[problem]
+        loaded = load_policy(config, build_machine("auto", config.precision, 0))
+        sampler = replace(kind.sampler(loaded.sampler), temperature=temperature, truncation=truncation)
+        (group,) = sampler.sample([start], n, step=0)
+        failures = [rollout.failure for rollout in group.rollouts if rollout.failure]
+        if len(failures) == n:
+            raise ConfigError(f"{failures[0]}{'' if graders else '; --columns gives the columns of the data'}")
+        notes += failures
+        for grader in graders:
+            grader.use_chat(loaded.chat)
+            ungraded = grader.grade_part([group], 5 * n)  # failures of all of them do not end it
+            notes += [ungraded.why] if ungraded.count > len(failures) else []
+    finally:
+        for grader in graders:
+            grader.close()
+        kind.close()
+    return Sampled(group, notes)
 
 
 def precision_of(model: str) -> str:

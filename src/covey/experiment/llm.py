@@ -135,9 +135,14 @@ class LLMBuilder:
     name = "language"
 
     def __init__(
-        self, config: RunConfig, task: Any = None, rewards: Sequence[Reward | WeightedReward] = (), team: Team = ALONE
+        self,
+        config: RunConfig,
+        task: Any = None,
+        rewards: Sequence[Reward | WeightedReward] = (),
+        team: Team = ALONE,
+        environment: Any = None,
     ) -> None:
-        """Build and test the task and the rewards before a model is loaded.
+        """Build and test the task, the environment and the rewards before a model is loaded.
 
         Raises:
             ConfigError: if the data, the task, a reward or the device is invalid.
@@ -146,7 +151,7 @@ class LLMBuilder:
         self.team = team
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
-        self.kind = build_rollout_kind(config)
+        self.kind = build_rollout_kind(config, environment)
         self._open.callback(self.kind.close)
         try:
             self.problem = build_problem(config, task, rewards, self.kind)
@@ -164,7 +169,7 @@ class LLMBuilder:
         if self._prompts_checked:
             return self.problem
         try:
-            self.problem = fit_prompts(self.problem, self.config, chat, model_config, note)
+            self.problem = fit_prompts(self.problem, self.config, chat, model_config, note, kind=self.kind)
         except ConfigError:
             self.close()
             raise

@@ -16,7 +16,7 @@ from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.model.chat import Chat
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import PromptDataset, task_of
-from covey.llm.tasks.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
+from covey.llm.tasks.prompt_limit import FittingTask, Note, refuse_first_starts
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,14 @@ def build_problem(
 
 
 def fit_prompts(
-    problem: Problem, config: RunConfig, chat: Chat, model_config: Any, note: Note, *, training: bool = True
+    problem: Problem,
+    config: RunConfig,
+    chat: Chat,
+    model_config: Any,
+    note: Note,
+    *,
+    kind: RolloutKind = COMPLETIONS,
+    training: bool = True,
 ) -> Problem:
     """The problem without prompts that are too long for the model.
 
@@ -96,13 +103,14 @@ def fit_prompts(
         chat: encodes the prompts.
         model_config: transformers' config of the model.
         note: called with a line for the user about dropped prompts.
+        kind: of the rollouts, with which the rewards of the problem were tried.
         training: if False, only held-out prompts are checked.
 
     Raises:
         ConfigError: naming the first prompt that is too long; a line of a file by its number.
     """
     drop, sampling = config.sampling.long_prompts == "drop", config.sampling
-    limit = PromptLimit(chat, model_config, config.rollout_limit, drop)
+    limit = kind.prompt_limit(chat, model_config, config.rollout_limit, drop=drop)
     longest = max(config.rollout_limit, *config.evaluation.token_limits, 0)
     evaluated = replace(limit, max_new_tokens=longest)
     task = problem.task

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, ControlConfig, RunConfig
+from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
 from covey.config.model_sources import CHECKPOINTS_FOLDER
@@ -122,6 +123,24 @@ def _refuse_changed(config: RunConfig | ControlConfig, origin: Origin, run_dir: 
         f"{run_dir / CONFIG_FILE} has changed since the run began: {name} was {_value(began, name)} and is "
         f"{_value(now, name)}; a resumed run keeps its settings, so put it back, or {_anew(config, run_dir)}"
     )
+
+
+def same_conversation(
+    config: RunConfig | ControlConfig, conversation: ConversationConfig | None
+) -> tuple[RunConfig | ControlConfig, Any]:
+    """The config of a resumed run, and the environment that the Python program gives again; None if it is named.
+
+    Raises:
+        ConfigError: if `conversation` has other settings than the run.
+    """
+    given, environment = with_conversation(config, conversation)
+    before, now = _plain(config), _plain(given)
+    if name := first_difference(before, now):
+        raise ConfigError(
+            f"{name} was {_value(before, name)} when the run began and is {_value(now, name)} in the conversation: a "
+            "resumed run keeps its settings, so pass the conversation that it began with"
+        )
+    return config, environment
 
 
 def refuse_changed_inputs(

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError, SamplerLost
+from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
 from covey.config.inputs import input_checksums
@@ -36,6 +37,7 @@ from covey.experiment.resuming import (
     read_beginning,
     refuse_changed_inputs,
     restore_checkpoint,
+    same_conversation,
 )
 from covey.runtime.device import differences
 from covey.runtime.distributed import ALONE, asked_any, exchange_json, joined_ranks, team_of
@@ -63,6 +65,7 @@ def run(
     *,
     task: TaskSource | None = None,
     rewards: Reward | Sequence[Reward] = (),
+    conversation: ConversationConfig | None = None,
     observers: Observers = (),
     recipe_name: str = advice.PYTHON_NAME,
     launch: Launch | None = None,
@@ -74,6 +77,8 @@ def run(
         task: for a language model, instead of the config's: prompts (dicts with a `prompt` and any other columns), the
             path of a data file, a task's config, or an object with the methods of `covey.data.Task`.
         rewards: for a language model, instead of the config's: functions, built-in rewards by name, file.py:function.
+        conversation: for a language model, instead of the config's: a `covey.Conversation`, whose environment may be a
+            class of the program.
         observers: objects with the method `record(step)`, called with the `covey.StepRecord` of every step after it is
             recorded; of several ranks by rank 0 alone. If one raises an exception, the run ends after that step.
         recipe_name: first part of the run folder's name.
@@ -89,18 +94,19 @@ def run(
         MachineError: for a fault of the machine, such as a full disk; the run can be resumed from its last checkpoint.
     """
     rewards, own = _listed(rewards), check_observers(observers)
-    validate(config, own_task=task is not None, own_rewards=bool(rewards))
+    config, environment = with_conversation(config, conversation)
+    validate(config, own_task=task is not None, own_rewards=bool(rewards), own_environment=environment is not None)
     check_ranks(config)
     inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
     with joined_ranks():
         team = _team(config)
-        builder = open_builder(config, task, rewards, team)
+        builder = open_builder(config, task, rewards, team, environment)
         try:
             run_dir = config.run_dir or (lambda: claim_run_dir(Path(recipe_name).stem))
             with open_store(team, run_dir) as store, _faults_of_run(store):
                 with faults_of(store.run_dir / CONFIG_FILE):
                     write_config(replace(builder.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
-                launch = launch or Launch.from_python(recipe_name, task, rewards, own)
+                launch = launch or Launch.from_python(recipe_name, task, rewards, own, conversation)
                 return _execute(builder, store, launch, inputs, own)
         finally:
             builder.close()
@@ -111,11 +117,12 @@ def resume(
     *,
     task: TaskSource | None = None,
     rewards: Reward | Sequence[Reward] = (),
+    conversation: ConversationConfig | None = None,
     observers: Observers = (),
 ) -> Summary | None:
     """Resume a run that was stopped or killed; its results are those of an uninterrupted run.
 
-    If the run was started with a task, rewards or observers of its own in Python, pass them again.
+    If the run was started with a task, rewards, a conversation or observers of its own in Python, pass them again.
 
     Raises:
         RunError: as `run`.
@@ -130,12 +137,13 @@ def resume(
             raise ConfigError(
                 f"{run_dir} is a supervised training: continue it with {command('sft', '--resume', run_dir)}"
             )
-        validate(config, own_task=task is not None, own_rewards=bool(rewards))
+        config, environment = same_conversation(config, conversation)
+        validate(config, own_task=task is not None, own_rewards=bool(rewards), own_environment=environment is not None)
         check_ranks(config)
         inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
         refuse_changed_inputs(origin, inputs, config, store.shared_dir)
         team = _team(config)
-        builder = open_builder(config, task, rewards, team)
+        builder = open_builder(config, task, rewards, team, environment)
         try:
             launch = advice.read_launch(store.shared_dir) or Launch(str(store.shared_dir / CONFIG_FILE))
             return _execute(builder, store, launch, inputs, own, origin, notes, resuming=True)
@@ -152,6 +160,7 @@ def open_builder(
     task: TaskSource | None = None,
     rewards: Sequence[Reward] = (),
     team: Team = ALONE,
+    environment: Any = None,
 ) -> ExperimentBuilder:
     """The experiment builder of a config, whose light parts are checked.
 
@@ -163,7 +172,7 @@ def open_builder(
     if isinstance(config, RunConfig):
         from covey.experiment.llm import LLMBuilder
 
-        return LLMBuilder(config, task, rewards, team)
+        return LLMBuilder(config, task, rewards, team, environment)
     if task is not None or rewards:
         raise ConfigError("a run on an environment takes no task and no rewards of its own: the environment has both")
     from covey.experiment.control import ControlBuilder

@@ -15,14 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.config import ConfigError, config_field
+from covey.config import ConfigError, LoRAConfig, config_field
 from covey.config.fields import check_fields
+from covey.config.model_sources import ADAPTER_FOLDER
+from covey.config.validate_lora import check_adapter
 from covey.data import EndReason, Group, Policy, Rollout, Start
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.model.chat import Chat, TokenPrompt
 from covey.llm.model.checks import check_tokenizer
 from covey.llm.model.loading import LoadedModel, load_model, wrap_model
+from covey.llm.model.lora import Adapter, AdapterWeights, add_adapter, save_adapter
+from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import choose_device, choose_precision
@@ -53,6 +57,12 @@ class TrainerOptions:
     temperature: float = config_field(1.0, "divides the logits while sampling and in the log-probabilities", above=0)
     minibatches: int = config_field(1, "optimizer steps per pass over the answers", min=1)
     microbatch_tokens: int = config_field(4096, "tokens in one backward pass; fewer need less memory", min=1)
+    lora: LoRAConfig = config_field(
+        LoRAConfig(), "covey.LoRAConfig(rank=16): train a low-rank adapter instead of the weights; GRPOTrainer only"
+    )
+    recompute: bool = config_field(
+        False, "compute each layer again in the backward pass: less memory, more time (gradient checkpointing)"
+    )
     seed: int = config_field(0, "seed of all random numbers", min=0, max=2**32 - 1)
     device: str = config_field("auto", "of models given by name", choices=("auto", "cpu", "cuda"))
     precision: str = config_field("auto", "of models given by name", choices=("auto", "bf16", "fp32"))
@@ -66,6 +76,8 @@ class LanguageTrainer:
     """Base class of `GRPOTrainer` and `PPOTrainer`. The model is trained in place."""
 
     def __init__(self, model: Model, ref_model: Model | None, kl_beta: float, options: TrainerOptions) -> None:
+        if not isinstance(options.lora, LoRAConfig):
+            raise ConfigError(f"lora must be covey.LoRAConfig(rank=...) (is of type {type(options.lora).__name__})")
         check_fields(options)
         for name, given in (("the model", model), ("ref_model", ref_model)):
             if given is not None and not isinstance(given, (nn.Module, str, Path)):
@@ -84,8 +96,11 @@ class LanguageTrainer:
         self.deck = None if options.prompts is None else PromptDeck(options.prompts)
         loaded = open_model(model, options)
         self.policy, self.chat = policy_of(loaded.module, options), loaded.chat
+        if options.recompute:
+            recompute_layers(self.policy.module)
+        self.adapter = self._add_adapter()
         self.reference = self._frozen(ref_model)
-        self.optimizer = self._optimizer_of(self.policy.module)
+        self.optimizer = self._optimizer_of(self.policy.trained)
         self.sampler = LanguageSampler(
             LocalGenerator(self.policy), self.chat, options.seed, options.max_new_tokens, options.temperature
         )
@@ -107,8 +122,13 @@ class LanguageTrainer:
         return self.chat.tokenizer
 
     def save(self, folder: str | Path) -> None:
-        """Write model and tokenizer so that transformers loads them unchanged."""
+        """Write model and tokenizer so that transformers loads them unchanged. With LoRA the adapter is merged into the
+        weights, and the subfolder adapter/ has it in peft's format.
+        """
         self.policy.save(Path(folder))
+        if self.adapter is not None:
+            base = str(getattr(self.model.config, "_name_or_path", ""))
+            save_adapter(self.adapter, base, Path(folder) / ADAPTER_FOLDER)
         self.tokenizer.save_pretrained(folder)
         give_usual_permissions(Path(folder))
 
@@ -193,11 +213,30 @@ class LanguageTrainer:
             raise ConfigError("there are no prompts to train on: give prompts=[...]")
         return self.deck.draw(self.options.seed, self.step + 1, self.options.prompts_per_step)
 
+    def _add_adapter(self) -> Adapter | None:
+        """Train an adapter instead of the model's weights, if `lora` is set."""
+        lora = self.options.lora
+        if not lora.is_used:
+            return None
+        if lora.adapter:
+            raise ConfigError(
+                "a trainer begins with a new adapter: give lora a rank, or use covey.run for lora.adapter"
+            )
+        check_adapter(lora)
+        adapter = add_adapter(self.policy.module, lora, seed=self.options.seed)
+        self.policy = self.policy.with_outputs(trained=adapter.parameters)
+        return adapter
+
     def _frozen(self, ref_model: Model | None) -> Policy:
-        """The reference policy: `ref_model`; None: a frozen copy of the current model if kl_beta is not 0."""
+        """The reference policy: `ref_model`; None: a frozen copy of the current model if kl_beta is not 0.
+
+        With LoRA the copy is the model without its adapter.
+        """
         if ref_model is None:
             if not self.kl_beta:
                 return NO_REFERENCE
+            if self.adapter is not None:
+                return self.policy.with_outputs(weights=AdapterWeights(self.policy.module, None))
             return policy_of(copy.deepcopy(self.policy.module).requires_grad_(False), self.options)
         loaded = open_model(ref_model, replace(self.options, tokenizer=self.tokenizer))
         self.check_vocabulary("ref_model", loaded.module)

@@ -57,8 +57,8 @@ class GRPOTrainer(LanguageTrainer):
             scale_rewards: divide the advantages by the standard deviation of the group (`GRPOLoss`).
             epochs: passes over the answers of a step.
             options: the fields of `TrainerOptions`: tokenizer, reward_function, prompts, prompts_per_step, steps,
-                learning_rate, max_grad_norm, max_new_tokens, temperature, minibatches, microbatch_tokens, seed, device,
-                precision.
+                learning_rate, max_grad_norm, max_new_tokens, temperature, minibatches, microbatch_tokens, lora,
+                recompute, seed, device, precision.
 
         Raises:
             ConfigError: for an invalid value, an argument of TRL's trainer, or a model that cannot be loaded.

@@ -102,6 +102,11 @@ class PPOTrainer(LanguageTrainer):
         check_limits("kl_beta", kl_beta, 0.0, math.inf)
         if critic_learning_rate is not None and not critic_learning_rate > 0:
             raise ConfigError(f"critic_learning_rate must be above 0 (is {critic_learning_rate})")
+        if getattr(options.get("lora"), "is_used", False):
+            raise ConfigError(
+                "PPOTrainer trains all weights of actor and critic: leave lora out, or call "
+                'covey.run(RunConfig(algorithm="ppo", lora=..., critic=CriticConfig(trunk="adapter")))'
+            )
         self.gamma, self.lam = gamma, lam
         penalty = KLPenalty(schedules.constant(kl_beta), KLInReward())
         loss = PPOLoss(clip_epsilon, value_loss_coef, entropy_coef)

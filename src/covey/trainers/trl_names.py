@@ -8,7 +8,9 @@ from typing import Any
 from covey.config import ConfigError
 from covey.config.fields import did_you_mean
 
-_NO_TURNS = "has no counterpart: an answer is one turn, without tools"
+_OF_RUN = "is the argument conversation of covey.run, because a trainer samples single answers: conversation="
+_TOOLS = f"{_OF_RUN}covey.Conversation([your, functions])"
+_ENVIRONMENT = f"{_OF_RUN}covey.Conversation(YourEnvironment)"
 _ALL_WEIGHTS = "has no counterpart: every weight is trained, as it is stored"
 _REWARD_MODEL = "has no counterpart: call the reward model in your reward_function"
 
@@ -18,7 +20,7 @@ TRL_NAMES: Mapping[str, str] = {
     "reward_funcs": "is reward_function",
     "args": "has no counterpart: give its fields by keyword, such as group_size (num_generations), kl_beta (beta), "
     "clip_epsilon (epsilon), steps (max_steps), prompts_per_step, learning_rate, max_new_tokens "
-    "(max_completion_length), temperature and seed",
+    "(max_completion_length), recompute (gradient_checkpointing), temperature and seed",
     "train_dataset": "is prompts",
     "eval_dataset": "has no counterpart: covey.run evaluates on held-out prompts",
     "processing_class": "is tokenizer",
@@ -26,10 +28,10 @@ TRL_NAMES: Mapping[str, str] = {
     "callbacks": "is the argument on_step of train()",
     "optimizers": "has no counterpart: AdamW is used, with learning_rate and max_grad_norm",
     "quantization_config": _ALL_WEIGHTS,
-    "peft_config": _ALL_WEIGHTS,
-    "tools": _NO_TURNS,
-    "rollout_func": _NO_TURNS,
-    "environment_factory": _NO_TURNS,
+    "peft_config": "is lora: covey.LoRAConfig(rank=r, alpha=lora_alpha, targets=target_modules)",
+    "tools": _TOOLS,
+    "rollout_func": _ENVIRONMENT,
+    "environment_factory": _ENVIRONMENT,
     "config": "has no counterpart: give its fields by keyword, such as clip_epsilon (cliprange), kl_beta (kl_coef), "
     "gamma, lam, value_loss_coef (vf_coef), learning_rate and seed",
     "policy": "is actor_model",

@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 
+from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate, decode_groups, encode_groups
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import StepStyle, ToolStyle
 from covey.llm.conversation.tools import Tool, describe_tools
-from covey.llm.conversation.workers import EnvironmentThreads
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.model.stop_strings import stop_strings
@@ -20,6 +20,7 @@ from covey.llm.policy import LanguagePolicy
 from covey.train.metrics import describe_conversations
 from helpers.chat_models import chat_of, tiny_chat
 from helpers.guessing import Faulty
+from helpers.in_threads import EnvironmentThreads
 from helpers.tiny_models import tiny_model
 
 STARTS = [Start(0, [{"role": "user", "content": "1+2"}], {"answer": "3"}), Start(1, "7-5", {"answer": "2"})]
@@ -37,12 +38,12 @@ class Echo:
         return f"{len(message)} (a)", float(len(message)), self.turns == self.last
 
 
-def sampler_of(kind="llama", environment=Echo, seconds=60.0, **settings):
+def sampler_of(kind="llama", environment=Echo, **settings):
     policy = LanguagePolicy(tiny_model(kind))
     chat = tiny_chat()
     fields = {"seed": 5, "max_new_tokens": 6, "turns": 3, "total_tokens": 60} | settings
     return ConversationSampler(
-        LocalGenerator(policy), chat, environments=EnvironmentThreads(environment, seconds, 100),
+        LocalGenerator(policy), chat, environments=EnvironmentThreads(environment),
         style=StepStyle(chat), **fields,
     )  # fmt: skip
 
@@ -294,7 +295,7 @@ def test_calls_become_requests_and_results_become_messages(name):
     style = ToolStyle(chat, describe_tools(Sums()))
     prompt = chat.tokenizer.decode(list(style.encode([{"role": "user", "content": "17 + 25?"}])))
     assert "add" in prompt
-    session = EnvironmentThreads(Sums, 60.0, 100).open(0)
+    session = EnvironmentThreads(Sums).open(0)
     session.ask({"do": "reset", "columns": {}}).result(60)
     calls = [ToolCall("add", {"a": 1, "b": 2}), ToolCall("add", {"a": "x", "b": 2}), ToolCall("add", {"a": 3, "b": 4})]
     turn = style.read(chat.encode_text(write_calls(calls, style.format)))
@@ -333,3 +334,23 @@ def test_groups_whose_prompts_differ_are_counted():
     groups: list[Group] = sampler.sample(STARTS, 3, step=1)
     assert len({rollout.context for rollout in groups[0].rollouts}) == 2
     assert describe_conversations(groups)["conversation/different_prompts"] == 2
+
+
+def test_a_first_observation_that_is_too_long_fails_its_own_group():
+    """The tiny model knows 256 positions, and its tokens are characters."""
+    starts = with_columns(first="Go")
+    clean = sampler_of().sample(starts, 3, step=1)
+    sampler = sampler_of()
+    long = sampler.sample([Start(0, STARTS[0].prompt, {"first": "x" * 300}), starts[1]], 3, step=1)
+    assert long[1].rollouts == clean[1].rollouts
+    for rollout in long[0].rollouts:
+        assert rollout.failure.startswith("the first observation of its environment is too long: a prompt of 30")
+        assert "exceed the model's 256 positions" in rollout.failure
+        assert rollout.decisions > 0
+        assert rollout.context == sampler.chat.encode(STARTS[0].prompt)
+    assert sampler.metrics()["conversation/failed"] == 3
+
+
+def test_a_prompt_that_is_too_long_without_an_observation_is_refused():
+    with pytest.raises(ConfigError, match=r"a prompt of 303 tokens .* exceed the model's 256 positions"):
+        sampler_of().sample([Start(0, "x" * 300), STARTS[1]], 2, step=1)

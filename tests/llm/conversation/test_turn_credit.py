@@ -15,13 +15,13 @@ from covey.experiment.problem import build_problem
 from covey.llm.conversation.conversation import Conversation, Limits
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.styles import StepStyle
-from covey.llm.conversation.workers import EnvironmentThreads
 from covey.llm.generation.generator import Completion
 from covey.llm.grader import build_grader
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import Arithmetic
 from helpers import guessing
 from helpers.chat_models import tiny_chat
+from helpers.in_threads import EnvironmentThreads
 
 PAID = ([1.0, 0.0, 3.0], [0.0, 1.0])  # the example of docs/process.md; their mean is 1
 TURNS = (["11", "2", "345"], ["6", "78"])
@@ -42,7 +42,7 @@ def group_of(paid=PAID, turns=TURNS, *, weight_of_last=0.0):
     chat = tiny_chat()
     rollouts = []
     for rewards, texts in zip(paid, turns, strict=True):
-        session = EnvironmentThreads(Paying, 60.0, 100).open(0)
+        session = EnvironmentThreads(Paying).open(0)
         one = Conversation(session, StepStyle(chat), ConversationEncoder(chat), Limits(9, 9, 99))
         one.begin("1+2", session.ask({"do": "reset", "columns": {"rewards": rewards}}))
         for text in texts:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from covey.config import ConfigError
-from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses, EnvironmentThreads
+from covey.llm.conversation.python_environment import copied_environment
+from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses
 from helpers import guessing
 
 FILE = str(Path(guessing.__file__))
@@ -35,9 +36,24 @@ def processes():
     found.close()
 
 
-@pytest.fixture(params=["processes", "threads"])
-def environments(request, processes):
-    return processes if request.param == "processes" else EnvironmentThreads(guessing.Faulty, 1.5, 1000)
+@pytest.fixture(scope="module")
+def copies():
+    """Of a class that only this program has."""
+    found = EnvironmentProcesses("Own", 1.5, 1000, copied=copied_environment(own_class(), "Own"))
+    yield found
+    found.close()
+
+
+def own_class():
+    class Own(guessing.Faulty):
+        pass
+
+    return Own
+
+
+@pytest.fixture(params=["file", "Python"])
+def environments(request):
+    return request.getfixturevalue("processes" if request.param == "file" else "copies")
 
 
 def say(session, message):
@@ -59,8 +75,8 @@ def test_a_conversation(environments):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_its_own_conversation_alone(processes, fault):
-    sessions = [processes.open(0) for _ in range(3)]
+def test_a_fault_ends_its_own_conversation_alone(environments, fault):
+    sessions = [environments.open(0) for _ in range(3)]
     answers = [
         session.ask({"do": "step", "message": message})
         for session, message in zip(sessions, ("a", fault, "b"), strict=True)
@@ -72,13 +88,6 @@ def test_a_fault_ends_its_own_conversation_alone(processes, fault):
     assert say(sessions[0], "again")["text"] == "got again"
     for session in sessions:
         session.close()
-
-
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("die 7", "kill")])
-def test_a_fault_in_a_thread(fault):
-    session = EnvironmentThreads(guessing.Faulty, 1.5, 1000).open(0)
-    with pytest.raises(EnvironmentFailed, match=FAULTS[fault]):
-        say(session, fault)
 
 
 def test_a_fault_in_reset(environments):
@@ -108,8 +117,8 @@ def test_a_forked_child_of_an_environment_does_not_reply(processes):
     assert say(session, "hello")["text"] == "got hello"
 
 
-def test_conversations_share_nothing_and_have_the_same_random_numbers(processes):
-    first, second, other = processes.open(3), processes.open(3), processes.open(4)
+def test_conversations_share_nothing_and_have_the_same_random_numbers(environments):
+    first, second, other = environments.open(3), environments.open(3), environments.open(4)
     assert say(first, "shared")["text"] == say(second, "shared")["text"] == "1"
     numbers = [say(session, "random")["text"] for session in (first, second, other)]
     assert numbers[0] == numbers[1] != numbers[2]
@@ -175,11 +184,6 @@ def test_a_class_that_is_no_environment_is_refused(name, message):
     with pytest.raises(ConfigError, match=message) as refused:
         processes.start()
     assert "\n" not in str(refused.value)
-
-
-def test_a_class_in_python_that_is_no_environment_is_refused():
-    with pytest.raises(ConfigError, match="Nothing is no environment"):
-        EnvironmentThreads(guessing.Nothing, 1.0, 10)
 
 
 def test_a_column_without_json_fails_the_conversation(processes):

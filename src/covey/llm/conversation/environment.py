@@ -43,8 +43,8 @@ def style_of(kind: Any) -> str:
     if any(callable(getattr(kind, name, None)) for name in own):
         return "tools"
     raise WrongEnvironment(
-        f"{getattr(kind, '__name__', kind)!s} is no environment: it needs a method step(message) that returns a reply, "
-        "a reward and whether the conversation is over, or public methods that are tools"
+        f"{getattr(kind, '__name__', type(kind).__name__)} is no environment: it needs a method step(message) that "
+        "returns a reply, a reward and whether the conversation is over, or public methods that are tools"
     )
 
 
@@ -81,9 +81,16 @@ class HostedEnvironment:
     {'attributes': {'secret': 7, 'guesses': 1}, 'reward': None}
     """
 
-    def __init__(self, kind: Callable[[], Any], reply_characters: int) -> None:
-        """`kind` is the class; `reply_characters` is the longest reply, of which the rest is left out."""
-        self._kind, self._limit = kind, reply_characters
+    def __init__(
+        self, kind: Callable[[], Any], reply_characters: int, schemas: list[dict[str, Any]] | None = None
+    ) -> None:
+        """
+        Args:
+            kind: the class, or a function that makes an environment.
+            reply_characters: the longest reply, of which the rest is left out.
+            schemas: of its tools, if they are known.
+        """
+        self._kind, self._limit, self._schemas = kind, reply_characters, schemas
         self._environment: Any = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,10 +125,10 @@ class HostedEnvironment:
 
     def _describe(self) -> dict[str, Any]:
         style = style_of(self._environment)
-        if style == "step":
-            return {"style": style, "tools": []}
         if style == "respond":
             return {"style": style, "tools": self._environment.tool_schemas()}
+        if style == "step" or self._schemas is not None:
+            return {"style": style, "tools": self._schemas or []}
         tools = importlib.import_module("covey.llm.conversation.tools")
         return {"style": style, "tools": [tool.schema for tool in tools.describe_tools(self._environment)]}
 

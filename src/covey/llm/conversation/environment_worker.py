@@ -1,8 +1,8 @@
 """The process in which environments run; `EnvironmentProcesses` starts it.
 
-The file of the environment is imported once, and an adapter is prepared. Then the process forks for every conversation,
-so that an environment that hangs or dies ends its own conversation alone, and no conversation sees what another one
-changed:
+The file of the environment is imported once, or a class of a Python program read, and an adapter is prepared. Then the
+process forks for every conversation, so that an environment that hangs or dies ends its own conversation alone, and no
+conversation sees what another one changed:
 
     the run  <-- a socket for each conversation -->  a fork of the worker, with one environment
        \\__ a control socket: new conversations, ended ones __  the worker, which never runs a method of an environment
@@ -17,6 +17,7 @@ import contextlib
 import functools
 import json
 import os
+import pickle
 import random
 import select
 import signal
@@ -44,6 +45,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self.control = control
         self.kind: Callable[[], Any] | None = None
+        self.schemas: list[dict[str, Any]] | None = None  # of its tools, if they are known
         self.reply_characters = 0
         self.conversations: dict[int, int] = {}  # number -> process
         worker.prepare_worker()
@@ -59,23 +61,28 @@ class _Server:
                 os._exit(0)
             request = json.loads(message)
             if "load" in request:
-                self.control.send(json.dumps(self._load(request)).encode())
+                self.control.send(json.dumps(self._load(request, descriptors[0])).encode())
             elif "new" in request:
                 self._fork(request, descriptors[0])
             elif request["end"] in self.conversations:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.conversations[request["end"]], signal.SIGKILL)
 
-    def _load(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, request: dict[str, Any], copied: int) -> dict[str, Any]:
+        """Import the class, or take the copy of it from the file with the descriptor `copied`."""
         sys.path[:] = request["path"]
         self.reply_characters = request["reply_characters"]
         try:
-            kind = worker.load_function(request["load"])
+            with open(copied, "rb") as file:
+                if request["copied"]:
+                    kind, self.schemas = pickle.load(file)  # of the run itself
+                else:
+                    kind = worker.load_function(request["load"])
             self.kind = functools.partial(kind, **request["options"])
-            style = style_of(kind)
             check_options(kind, request["options"])
+            style = style_of(kind) if isinstance(kind, type) else ""
             if style == "respond":
-                kind.prepare(**request["options"])  # type: ignore[attr-defined]  # an adapter has it
+                kind.prepare(**request["options"])  # an adapter has it
             return {"style": style}
         except BaseException as error:
             known = type(error).__name__ == "WrongEnvironment"
@@ -96,7 +103,9 @@ class _Server:
             self.control.close()
             assert self.kind is not None
             _seed(request["seed"])
-            _converse(socket.socket(fileno=descriptor), HostedEnvironment(self.kind, self.reply_characters))
+            _converse(
+                socket.socket(fileno=descriptor), HostedEnvironment(self.kind, self.reply_characters, self.schemas)
+            )
             code = 0
         except BaseException as error:
             with contextlib.suppress(BaseException):

@@ -14,7 +14,7 @@ from covey.data import Group, Start
 from covey.llm.conversation.conversation import Conversation, Limits, first_messages
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.workers import Environments, Reply
-from covey.llm.generation.generator import Completion, GenerationRequest
+from covey.llm.generation.generator import Completion, FailureReason, GenerationFailure, GenerationRequest
 from covey.llm.model.chat import Message
 from covey.llm.sampler import GivenPrompt, LanguageSampler, completions_of
 
@@ -99,29 +99,60 @@ class ConversationSampler(LanguageSampler):
         first_rollout: int,
         limits: Limits,
     ) -> list[list[tuple[int, ...]]]:
-        """Generate all turns; returns the prompts. Neighbours with equal prompts are one request."""
-        settings = self.settings(limits.first_turn)
-        requests: list[GenerationRequest] = []
-        asked: list[Sequence[Conversation]] = []
-        contexts: list[list[tuple[int, ...]]] = []
+        """Generate all turns; returns the prompts. A first observation that leaves no room for a turn is a failure."""
+        parts: list[_Part] = []
         for start, conversations in zip(starts, opened, strict=True):
-            contexts.append([])
-            for messages, same in groupby(conversations, key=lambda one: one.prompt):
-                part = list(same)
-                key = self._key(start, step, first_rollout + len(contexts[-1]))
-                prompt = self.style.encode(messages)
-                requests.append(GenerationRequest(prompt, len(part), key, settings))
-                asked.append(part)
-                contexts[-1] += [prompt] * len(part)
+            first = first_rollout
+            for _, same in groupby(conversations, key=lambda one: one.prompt):
+                parts.append(_Part(start, first, list(same)))
+                first += len(parts[-1].conversations)
+        refused = []
+        for part, failure in zip(parts, self._generate(parts, step, limits), strict=True):
+            if failure is not None and not part.refuse_observation(failure):
+                completions_of(failure)  # raises
+            refused += [part] if failure is not None else []
+        for failure in self._generate(refused, step, limits):
+            if failure is not None:
+                completions_of(failure)
+        contexts = iter(part.context for part in parts for _ in part.conversations)
+        return [[next(contexts) for _ in conversations] for conversations in opened]
+
+    def _generate(self, parts: Sequence[_Part], step: int, limits: Limits) -> Sequence[GenerationFailure | None]:
+        """Generate the turns of each part by one request; the failure of each or None."""
+        if not parts:
+            return []
+        settings = self.settings(limits.first_turn)
+        requests = []
+        for part in parts:
+            part.context = self.style.encode(part.conversations[0].prompt)
+            key = self._key(part.start, step, part.first)
+            requests.append(GenerationRequest(part.context, len(part.conversations), key, settings))
 
         def respond(number: int, index: int, completion: Completion) -> Future[Continuation | None]:
-            return asked[number][index].answer(completion)
+            return parts[number].conversations[index].answer(completion)
 
         generator: TurnGenerator = self.generator  # type: ignore[assignment]
-        for failure in generator.converse(requests, respond, limits.tokens):
-            if failure is not None:
-                completions_of(failure)  # raises
-        return contexts
+        return generator.converse(requests, respond, limits.tokens)
+
+
+@dataclass
+class _Part:
+    """Neighbouring conversations of a group with the same prompt, which one request generates."""
+
+    start: Start
+    first: int  # number of the first rollout
+    conversations: list[Conversation]
+    context: tuple[int, ...] = ()  # tokens of the prompt
+
+    def refuse_observation(self, failure: GenerationFailure) -> bool:
+        """Fail the conversations if their prompt is too long because of an observation, which is then taken out."""
+        plain = first_messages(self.start.prompt, "")
+        if failure.reason is not FailureReason.PROMPT_TOO_LONG or self.conversations[0].prompt == plain:
+            return False
+        for conversation in self.conversations:
+            conversation.prompt = plain
+            conversation.failure = f"the first observation of its environment is too long: {failure.message}"
+        return True
 
 
 def environment_seed(seed: int, step: int, index: int) -> int:

@@ -1,4 +1,4 @@
-"""Environments under a deadline: in processes of their own, or, for a class of a Python program, in threads.
+"""Environments under a deadline, each in a process of its own.
 
 A request to an environment is answered by a future, so that sampling goes on while environments think.
 """
@@ -13,6 +13,7 @@ import queue
 import selectors
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,8 +23,6 @@ from typing import Any, Protocol
 
 from covey.config import ConfigError
 from covey.llm.conversation import environment_worker
-from covey.llm.conversation.environment import HostedEnvironment, WrongEnvironment, style_of
-from covey.llm.rewards.runner import in_thread
 from covey.llm.rewards.supervised_process import MOST_OUTPUT_CHARACTERS, SupervisedProcess
 from covey.llm.rewards.worker import MOST_REPLY_BYTES
 
@@ -58,60 +57,30 @@ class Environments(Protocol):
         """End all environments."""
 
 
-class EnvironmentThreads:
-    """Environments of a class of the running Python program, each call in a thread; implements `Environments`.
-
-    A call that hangs fails its conversation, but its thread cannot be ended.
-    """
-
-    def __init__(self, kind: Callable[[], Any], timeout_seconds: float, reply_characters: int) -> None:
-        self._kind, self.timeout_seconds, self._reply_characters = kind, timeout_seconds, reply_characters
-        try:
-            style_of(kind)
-        except WrongEnvironment as error:
-            raise ConfigError(f"the environment: {error}") from None
-
-    def open(self, seed: int) -> Session:
-        return _ThreadSession(HostedEnvironment(self._kind, self._reply_characters), self.timeout_seconds)
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-class _ThreadSession:
-    def __init__(self, hosted: HostedEnvironment, seconds: float) -> None:
-        self._hosted, self._seconds = hosted, seconds
-
-    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Future[Reply]:
-        future: Future[Reply] = Future()
-        deadline = self._seconds if seconds is None else seconds
-        timer = threading.Timer(deadline, lambda: _fail(future, _too_slow(deadline)))
-        timer.daemon = True
-
-        def take(answered: Future[Reply]) -> None:
-            timer.cancel()
-            _answer(future, answered.result())
-
-        timer.start()
-        in_thread(lambda: self._hosted.answer(request)).add_done_callback(take)
-        return future
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
 class EnvironmentProcesses:
-    """Environments of a class named `file.py:Class` or `module:Class`, each in a process; implements `Environments`.
+    """Environments of one class, each in a process; implements `Environments`.
 
     The worker is started by `start`, or with the first environment, and again if it has ended.
     """
 
     def __init__(
-        self, name: str, timeout_seconds: float, reply_characters: int, options: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        timeout_seconds: float,
+        reply_characters: int,
+        options: Mapping[str, Any] | None = None,
+        copied: bytes | None = None,
     ) -> None:
-        """`options` are the keyword arguments of the class."""
+        """
+        Args:
+            name: of the class, file.py:Class or module:Class.
+            timeout_seconds: deadline of a call.
+            reply_characters: longest reply.
+            options: keyword arguments of the class.
+            copied: the class of a Python program, from `copied_environment`; then `name` is only for messages.
+        """
         self.name, self.timeout_seconds, self._reply_characters = name, timeout_seconds, reply_characters
-        self._options = dict(options or {})
+        self._options, self._copied = dict(options or {}), copied
         self._worker: _Worker | None = None
         self._numbers = itertools.count()
 
@@ -130,7 +99,7 @@ class EnvironmentProcesses:
         }
         seconds = max(self.timeout_seconds, LOAD_LEAST_SECONDS)
         try:
-            loaded = worker.load(request, seconds)
+            loaded = worker.load(request, seconds, self._copied)
         except TimeoutError:
             loaded = {
                 "failed": f"importing its file took longer than {seconds:g} s; raise conversation.timeout_seconds"
@@ -168,9 +137,13 @@ class _Worker(SupervisedProcess):
         super().__init__(str(Path(environment_worker.__file__)), (theirs.detach(),))
         self.exchanges: _Exchanges | None = None
 
-    def load(self, request: Mapping[str, Any], seconds: float) -> Reply:
+    def load(self, request: dict[str, Any], seconds: float, copied: bytes | None = None) -> Reply:
         """Load the class. Raises TimeoutError at the deadline."""
-        self.control.send(json.dumps(request, default=str).encode())
+        with tempfile.TemporaryFile() as file:  # `copied` may be too large for a message
+            file.write(copied or b"")
+            file.seek(0)
+            message = json.dumps(request | {"copied": copied is not None}, default=str).encode()
+            socket.send_fds(self.control, [message], [file.fileno()])
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
             deadline = time.monotonic() + seconds

@@ -19,32 +19,47 @@ FAR = 1_000_003  # distance in starts at which a replacement is drawn
 NOTED = 3  # number of left-out prompts that are logged; further ones are only counted
 
 
-def length_fault(config: Any, prompt_tokens: int, max_new_tokens: int) -> str:
+def length_fault(
+    config: Any, prompt_tokens: int, max_new_tokens: int, *, field: str = "max_new_tokens", additions: str = ""
+) -> str:
     """The reason why a model with this config cannot complete a prompt of this many tokens; "" if it can.
 
     Beyond the limit of its positions a model crashes or writes nonsense. Beyond a second limit of some architectures,
     the numbers of a row depend on the other rows of its batch.
+
+    Args:
+        config: transformers' config of the model.
+        prompt_tokens: tokens of the prompt.
+        max_new_tokens: the most tokens after it.
+        field: name of this limit in a recipe.
+        additions: what the prompt has beside that of the data, such as " with its tools".
     """
-    wanted = f"a prompt of {prompt_tokens} tokens and max_new_tokens = {max_new_tokens}"
+    wanted = f"a prompt of {prompt_tokens} tokens{additions} and {field} = {max_new_tokens}"
     limit, exact = position_limit(config), exact_length(config)
     if limit is not None and prompt_tokens + max_new_tokens > limit:
-        return f"{wanted} exceed the model's {limit} positions: shorten the prompt or lower max_new_tokens"
+        return f"{wanted} exceed the model's {limit} positions: shorten the prompt or lower {field}"
     if exact is not None and prompt_tokens + max_new_tokens > exact[0]:
         return (
             f"{wanted} exceed {exact[0]} tokens, beyond which a model of the type {config.model_type} cannot be "
-            f"trained because {exact[1]}: shorten the prompt or lower max_new_tokens"
+            f"trained because {exact[1]}: shorten the prompt or lower {field}"
         )
     return ""
 
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """Checks whether a model can complete a prompt."""
+    """Checks whether a model can complete a prompt.
+
+    The prompts of conversations also have the descriptions of tools and the first observation (`encode`).
+    """
 
     chat: Chat
     config: Any  # the model's config of transformers
     max_new_tokens: int
     drop: bool = False  # True: prompts that are too long are dropped; False: refused
+    encode: Callable[[Any], Sequence[int]] | None = None  # tokens of a prompt; None: those of `chat`
+    field: str = "max_new_tokens"  # name of `max_new_tokens` in a recipe
+    additions: str = ""  # to the prompts of the data, for messages
 
     def __post_init__(self) -> None:
         """Raises ConfigError if no prompt can fit."""
@@ -52,7 +67,7 @@ class PromptLimit:
         if positions is not None and self.max_new_tokens >= positions:
             raise ConfigError(
                 f"a limit of {self.max_new_tokens} new tokens leaves no room for prompts in the model's {positions} "
-                "positions: lower max_new_tokens, or token_limits"
+                f"positions: lower {self.field}{', or token_limits' if self.encode is None else ''}"
             )
 
     def fault(self, prompt: Any) -> str:
@@ -65,7 +80,8 @@ class PromptLimit:
             isinstance(prompt, (list, tuple)) and prompt and all(isinstance(message, dict) for message in prompt)
         ):
             raise ConfigError(f"a prompt must be a string or a list of chat messages, this is {str(prompt)[:60]!r}")
-        return length_fault(self.config, len(self.chat.encode(prompt)), self.max_new_tokens)
+        tokens = len((self.encode or self.chat.encode)(prompt))
+        return length_fault(self.config, tokens, self.max_new_tokens, field=self.field, additions=self.additions)
 
     def taken(self, starts: Sequence[Start], note: Note) -> list[Start]:
         """The held-out starts that fit; the others are refused or, if `drop` is set, left out.

@@ -1,0 +1,89 @@
+"""Lengths of prompts of conversations count the descriptions of tools and the first observation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.config import (
+    ConfigError,
+    Conversation,
+    ConversationConfig,
+    DatasetConfig,
+    RewardConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from covey.config.conversation import with_conversation
+from covey.data import Start
+from covey.experiment.conversations import build_rollout_kind
+from covey.experiment.llm import LLMBuilder
+from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.policy import LanguagePolicy
+from covey.llm.sampler import LanguageSampler
+from helpers import guessing
+from helpers.chat_models import tiny_chat
+from helpers.tiny_models import tiny_folder, tiny_model
+
+TOTAL = 20
+
+
+def kind_of(environment: Any) -> Any:
+    sampling = SamplingConfig(max_new_tokens=4)
+    config = RunConfig(sampling=sampling)
+    return build_rollout_kind(*with_conversation(config, Conversation(environment, total_tokens=TOTAL, turns=2)))
+
+
+@pytest.mark.parametrize("environment", [guessing.Greeting, guessing.Dice])
+def test_a_prompt_has_the_tokens_that_the_model_reads(environment):
+    """Up to the last position: 256, less those of the conversation after its prompt."""
+    kind = kind_of(environment)
+    try:
+        for length in (9, 7):
+            kind.example(Start(0, "1", {"length": length}))
+        chat, model = tiny_chat(), tiny_model()
+        limit = kind.prompt_limit(chat, model.config, TOTAL, drop=False)
+        sampler = kind.sampler(LanguageSampler(LocalGenerator(LanguagePolicy(model)), chat, 0, 4))
+        for prompt in ("12", [{"role": "user", "content": "12"}]):
+            [group] = sampler.sample([Start(0, prompt, {"length": 7})], 2, step=1)
+            read = len(group.rollouts[0].context)
+            assert len(limit.encode(prompt)) == read
+        longest = 2 + 256 - TOTAL - read
+        assert limit.fault("1" * longest) == ""
+        fault = limit.fault("1" * (longest + 1))
+    finally:
+        kind.close()
+    without = len(chat.encode([{"role": "user", "content": "12"}]))
+    what = "the descriptions of tools" if environment is guessing.Dice else "the environment's first observation"
+    assert fault == (
+        f"a prompt of 237 tokens ({read - without} for {what}) and conversation.total_tokens = 20 exceed the model's "
+        "256 positions: shorten the prompt or lower conversation.total_tokens"
+    )
+
+
+def test_a_line_that_is_too_long_with_the_observation_is_named_before_the_model_is_loaded(tmp_path: Path) -> None:
+    lines = [{"prompt": f"{n} {'x' * (225 if n == 3 else 9)}", "length": 30} for n in range(8)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def built(policy: str, total_tokens: int) -> LLMBuilder:
+        config = RunConfig(
+            task=DatasetConfig(path=str(path)), model=str(tiny_folder(tmp_path / "model")), threads=1,
+            conversation=ConversationConfig(f"{guessing.__file__}:Greeting", total_tokens=total_tokens),
+            sampling=SamplingConfig(prompts_per_step=2, group_size=2, max_new_tokens=4, long_prompts=policy),
+            rewards=(RewardConfig(name="environment"),),
+        )  # fmt: skip
+        return LLMBuilder(config)
+
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl line 4: a prompt of 259 tokens \(31 for the environment's first"
+    ):
+        built("refuse", 20)
+    with pytest.raises(ConfigError, match="leaves no room for prompts in the model's 256 positions: lower conv"):
+        built("refuse", 256)
+    world = built("drop", 20)
+    world.close()
+    assert any("1 line dropped as too long for the model" in note for note in world.notes)
