@@ -57,6 +57,7 @@ from covey.config import (
     RunningTotalConfig,
     SamplerConfig,
     SamplingConfig,
+    SelectionConfig,
     UpdateConfig,
     WordProblemsConfig,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "RunningTotalConfig",
     "SamplerConfig",
     "SamplingConfig",
+    "SelectionConfig",
     "StepRecord",
     "UpdateConfig",
     "WordProblemsConfig",

@@ -30,6 +30,7 @@ class Problem:
     question: str
     columns: dict[str, Any]
     examples: tuple[tuple[str, str], ...] = ()  # questions and answers before it, as earlier turns of the chat
+    kind: str = ""  # of problem, for the selection of prompts and for results by kind
     hidden: str = ""  # what differs between problems with the same question, as the number to guess
 
 
@@ -88,7 +89,7 @@ def _start(index: int, problem: Problem) -> Start:
     for question, answer in problem.examples:
         prompt += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     prompt.append({"role": "user", "content": problem.question})
-    return Start(index=index, prompt=prompt, columns=dict(problem.columns))
+    return Start(index=index, prompt=prompt, columns=dict(problem.columns), kind=problem.kind)
 
 
 def checked(config_type: type[Config], fields: dict[str, Any]) -> Config:
