@@ -27,13 +27,15 @@ def rollout_record(step: int, group: Group, rollout: Rollout, credit: RolloutCre
     Conversations have "messages", the chat after the prompt, and "turn_rewards", what the environment paid for each
     turn; one whose environment failed has the reason, "failure".
 
-    Three keys are in some lines only. "undecided": positions after the prompt, as [first, after the last] pairs, of
-    actions that the policy did not decide, such as the tokens of a tool's output. "dropped": true in groups that were
-    replaced by others, and not trained on. "tokens", with record.tokens: the fields of `covey.data.TokenTable`.
+    Some keys are in some lines only. "kind": the kind of problem, if the task names kinds. "undecided": positions after
+    the prompt, as [first, after the last] pairs, of actions that the policy did not decide, such as the tokens of a
+    tool's output. "dropped": true in groups that were replaced by others, and not trained on. "tokens", with
+    record.tokens: the fields of `covey.data.TokenTable`.
     """
     record = {
         "step": step,
         "group": group.start.index,
+        **({"kind": group.start.kind} if group.start.kind else {}),
         **_attempt(group.start, rollout),
         "end": str(rollout.end),
         "decisions": rollout.decisions,
@@ -61,6 +63,7 @@ def answer_record(step: int, max_new_tokens: int, start: Start, rollout: Rollout
         "step": step,
         "max_new_tokens": max_new_tokens,
         "problem": start.index,
+        **({"kind": start.kind} if start.kind else {}),
         **_attempt(start, rollout),
         "tokens": rollout.decisions,
         **_undecided(rollout),

@@ -93,8 +93,8 @@ class ByExpectedSignal:
 
     A candidate is kept with a probability proportional to floor + (1 - floor) * signal. As long as all rewards are 0 or
     1, the signal is 4 p (1 - p), with a success rate p drawn from the Beta posterior of the candidate's kind (MoPPS,
-    arXiv 2507.04632). After any other reward it is the variance within groups, drawn from its scaled inverse chi-squared
-    posterior, relative to the largest of the candidates.
+    arXiv 2507.04632). After any other reward it is the variance within groups, drawn from its scaled inverse
+    chi-squared posterior, relative to the largest of the candidates.
 
     The kind is `Start.kind`, or the prompt itself if the task names no kinds.
     """

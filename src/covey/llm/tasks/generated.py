@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +22,9 @@ Config = TypeVar("Config")
 
 HELD_OUT_ONE_IN = 10
 GIVE_UP_AFTER = 50_000  # consecutive draws without a new problem
+HURRY_AFTER = 2_000  # the same for problems among which the held-out ones are chosen by kind
+POOL = 2  # times as many are there to choose from
+SHARES_OF = 4096  # problems from which the shares of the kinds are estimated
 
 
 @dataclass(frozen=True)
@@ -57,24 +62,44 @@ class GeneratedTask(ABC):
         ]
 
     def held_out(self, count: int) -> list[Start]:
-        """The first `count` of this task's fixed sequence of different held-out problems, or all if it has fewer.
+        """`count` of this task's fixed sequence of different held-out problems, or all if it has fewer.
+
+        They are the first of every kind, as many as its share of the problems that the task draws.
 
         Raises:
             ConfigError: if it has none.
         """
+        pool = self._held_out_pool(count)
+        numbers = divide_by_share(count, self._shares(), Counter(problem.kind for problem in pool))
+        chosen = []
+        for problem in pool:
+            if numbers[problem.kind]:
+                numbers[problem.kind] -= 1
+                chosen.append(problem)
+        return [_start(index, problem) for index, problem in enumerate(chosen)]
+
+    def _held_out_pool(self, count: int) -> list[Problem]:
+        """The first held-out problems, without repetitions: POOL times `count`, if they are found quickly."""
         rng = random.Random(stable_hash("held out"))
         found: dict[tuple[str, str], Problem] = {}
         fruitless = 0
-        while len(found) < count:
+        while len(found) < POOL * count and fruitless <= (GIVE_UP_AFTER if len(found) < count else HURRY_AFTER):
             problem = self.problem(rng)
+            fruitless += 1
             if is_held_out(problem.key) and (problem.question, problem.hidden) not in found:
                 found[problem.question, problem.hidden] = problem
                 fruitless = 0
-            elif (fruitless := fruitless + 1) > GIVE_UP_AFTER:
-                break
         if not found:
             raise ConfigError(f"task {self.name} has no problem that is held out: make the task larger")
-        return [_start(index, problem) for index, problem in enumerate(found.values())]
+        return list(found.values())
+
+    def _shares(self) -> dict[str, float]:
+        """The share of every kind among the problems that the task draws."""
+        rng = random.Random(stable_hash("shares"))
+        if not (first := self.problem(rng).kind):
+            return {first: 1.0}
+        drawn = Counter(self.problem(rng).kind for _ in range(SHARES_OF))
+        return {kind: times / SHARES_OF for kind, times in sorted(drawn.items())}
 
     def _training_problem(self, rng: random.Random) -> Problem:
         for _ in range(GIVE_UP_AFTER):
@@ -82,6 +107,28 @@ class GeneratedTask(ABC):
             if not is_held_out(problem.key):
                 return problem
         raise ConfigError(f"task {self.name} has no problem left for training: make the task larger")
+
+
+def divide_by_share(count: int, shares: Mapping[str, float], most: Mapping[str, int]) -> Counter[str]:
+    """`count` divided by the shares of kinds, of which each has at most a number; what one lacks goes to the others.
+
+    Largest remainders are rounded up. Kinds without a share get what is left at the end.
+
+    >>> dict(divide_by_share(10, {"a": 0.5, "b": 0.5}, {"a": 9, "b": 2}))
+    {'a': 8, 'b': 2}
+    """
+    numbers: Counter[str] = Counter()
+    while (left := min(count, sum(most.values())) - numbers.total()) > 0:
+        open_kinds = [kind for kind in most if numbers[kind] < most[kind]]
+        weights = {kind: shares.get(kind, 0.0) for kind in open_kinds}
+        total = sum(weights.values())
+        exact = {kind: left * (weights[kind] / total if total else 1 / len(open_kinds)) for kind in open_kinds}
+        whole = {kind: int(share) for kind, share in exact.items()}
+        for kind in sorted(exact, key=lambda kind: whole[kind] - exact[kind])[: left - sum(whole.values())]:
+            whole[kind] += 1
+        for kind in open_kinds:
+            numbers[kind] += min(whole[kind], most[kind] - numbers[kind])
+    return numbers
 
 
 def _start(index: int, problem: Problem) -> Start:
