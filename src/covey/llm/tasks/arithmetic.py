@@ -57,7 +57,7 @@ class Arithmetic(GeneratedTask):
             key=f"arithmetic {sorted((sign, sorted(factors)) for sign, factors in products)}",
             question=f"What is {expression}? {self.config.instruction}".strip(),
             columns={"answer": str(answer)},
-            kind=_kind(numbers, operators),
+            kind=problem_kind(numbers, operators),
         )
 
     def held_out(self, count: int) -> list[Start]:
@@ -79,7 +79,7 @@ def _signed_products(numbers: list[int], operators: list[str]) -> Products:
     return products
 
 
-def _kind(numbers: list[int], operators: list[str]) -> str:
+def problem_kind(numbers: list[int], operators: list[str]) -> str:
     """Operators, digits and, for one sum or difference, the carry: "2-digit - 1-digit, borrow"."""
     digits = [f"{len(str(number))}-digit" for number in numbers]
     shape = digits[0] + "".join(f" {operator} {digit}" for operator, digit in zip(operators, digits[1:], strict=True))

@@ -6,10 +6,11 @@ for all seeds, also between differently configured tasks of one kind.
 
 from __future__ import annotations
 
+import itertools
 import random
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,9 +23,8 @@ Config = TypeVar("Config")
 
 HELD_OUT_ONE_IN = 10
 GIVE_UP_AFTER = 50_000  # consecutive draws without a new problem
-HURRY_AFTER = 2_000  # the same for problems among which the held-out ones are chosen by kind
-POOL = 2  # times as many are there to choose from
-SHARES_OF = 4096  # problems from which the shares of the kinds are estimated
+KIND_GIVES_UP_AFTER = 2_000  # the same for a held-out problem of one kind of several
+SHARES_OF = 2048  # problems from which the shares of the kinds are estimated
 
 
 @dataclass(frozen=True)
@@ -62,36 +62,18 @@ class GeneratedTask(ABC):
         ]
 
     def held_out(self, count: int) -> list[Start]:
-        """`count` of this task's fixed sequence of different held-out problems, or all if it has fewer.
+        """The first `count` of this task's fixed sequence of different held-out problems, or all if it has fewer.
 
-        They are the first of every kind, as many as its share of the problems that the task draws.
+        Every kind has the share in it that it has among the problems that the task draws.
 
         Raises:
             ConfigError: if it has none.
         """
-        pool = self._held_out_pool(count)
-        numbers = divide_by_share(count, self._shares(), Counter(problem.kind for problem in pool))
-        chosen = []
-        for problem in pool:
-            if numbers[problem.kind]:
-                numbers[problem.kind] -= 1
-                chosen.append(problem)
-        return [_start(index, problem) for index, problem in enumerate(chosen)]
-
-    def _held_out_pool(self, count: int) -> list[Problem]:
-        """The first held-out problems, without repetitions: POOL times `count`, if they are found quickly."""
-        rng = random.Random(stable_hash("held out"))
-        found: dict[tuple[str, str], Problem] = {}
-        fruitless = 0
-        while len(found) < POOL * count and fruitless <= (GIVE_UP_AFTER if len(found) < count else HURRY_AFTER):
-            problem = self.problem(rng)
-            fruitless += 1
-            if is_held_out(problem.key) and (problem.question, problem.hidden) not in found:
-                found[problem.question, problem.hidden] = problem
-                fruitless = 0
+        sequence = _HeldOutSequence(self.problem)
+        found = list(itertools.islice(sequence.in_proportion(self._shares()), count))
         if not found:
             raise ConfigError(f"task {self.name} has no problem that is held out: make the task larger")
-        return list(found.values())
+        return [_start(index, problem) for index, problem in enumerate(found)]
 
     def _shares(self) -> dict[str, float]:
         """The share of every kind among the problems that the task draws."""
@@ -109,26 +91,41 @@ class GeneratedTask(ABC):
         raise ConfigError(f"task {self.name} has no problem left for training: make the task larger")
 
 
-def divide_by_share(count: int, shares: Mapping[str, float], most: Mapping[str, int]) -> Counter[str]:
-    """`count` divided by the shares of kinds, of which each has at most a number; what one lacks goes to the others.
+class _HeldOutSequence:
+    """Different held-out problems, in the order in which they are drawn, or in proportion to their kinds."""
 
-    Largest remainders are rounded up. Kinds without a share get what is left at the end.
+    def __init__(self, draw: Callable[[random.Random], Problem]) -> None:
+        self._draw, self._rng = draw, random.Random(stable_hash("held out"))
+        self._found: set[tuple[str, str]] = set()
+        self._waiting: dict[str, deque[Problem]] = defaultdict(deque)  # drawn, but not yet used
 
-    >>> dict(divide_by_share(10, {"a": 0.5, "b": 0.5}, {"a": 9, "b": 2}))
-    {'a': 8, 'b': 2}
-    """
-    numbers: Counter[str] = Counter()
-    while (left := min(count, sum(most.values())) - numbers.total()) > 0:
-        open_kinds = [kind for kind in most if numbers[kind] < most[kind]]
-        weights = {kind: shares.get(kind, 0.0) for kind in open_kinds}
-        total = sum(weights.values())
-        exact = {kind: left * (weights[kind] / total if total else 1 / len(open_kinds)) for kind in open_kinds}
-        whole = {kind: int(share) for kind, share in exact.items()}
-        for kind in sorted(exact, key=lambda kind: whole[kind] - exact[kind])[: left - sum(whole.values())]:
-            whole[kind] += 1
-        for kind in open_kinds:
-            numbers[kind] += min(whole[kind], most[kind] - numbers[kind])
-    return numbers
+    def in_proportion(self, shares: Mapping[str, float]) -> Iterator[Problem]:
+        """Problems of which each beginning has the shares of the kinds, as far as they have enough problems."""
+        left, taken = dict(shares), Counter[str]()
+        while left:
+            kind = max(left, key=lambda kind: left[kind] * (taken.total() + 1) - taken[kind])
+            problem = self._next(kind, GIVE_UP_AFTER if len(shares) == 1 else KIND_GIVES_UP_AFTER)
+            if problem is None:
+                del left[kind]
+            else:
+                taken[kind] += 1
+                yield problem
+        while (problem := self._next("", GIVE_UP_AFTER, any_kind=True)) is not None:
+            yield problem
+
+    def _next(self, kind: str, give_up_after: int, *, any_kind: bool = False) -> Problem | None:
+        """The next problem of a kind; None if none comes in so many draws."""
+        for waiting in self._waiting.values() if any_kind else [self._waiting[kind]]:
+            if waiting:
+                return waiting.popleft()
+        for _ in range(give_up_after):
+            problem = self._draw(self._rng)
+            if is_held_out(problem.key) and (problem.question, problem.hidden) not in self._found:
+                self._found.add((problem.question, problem.hidden))
+                if any_kind or problem.kind == kind:
+                    return problem
+                self._waiting[problem.kind].append(problem)
+        return None
 
 
 def _start(index: int, problem: Problem) -> Start:
