@@ -204,3 +204,17 @@ def test_the_weight_of_a_group_multiplies_its_loss_weights():
     torch.testing.assert_close(weighted[:, 0] / plain[:, 0], torch.tensor([0.5, 0.5, 1.5, 1.5]))
     assert collate(groups).group_weight_B.tolist() == [0.5, 0.5, 1.5, 1.5]
     assert collate([replace(groups[0], start=Start(0, "p"))]).group_weight_B is None
+
+
+def test_the_candidates_of_a_data_set_follow_each_other():
+    """Each row is a candidate once before any row is one twice."""
+    looked_at = []
+
+    class Recorded(Rows):
+        def draw(self, seed, step, count, *, first=0, before=None):
+            starts = super().draw(seed, step, count, first=first, before=before)
+            looked_at.extend(start.prompt for start in starts)
+            return starts
+
+    run(ByExpectedSignal(candidates=4), Recorded(60), lambda start: [0.0, 1.0], steps=5, count=3)
+    assert sorted(looked_at) == sorted(f"row {i}" for i in range(60))
