@@ -45,12 +45,13 @@ class Case:
     warm_start: bool = False
 
 
+PPO = ("--algorithm", "ppo", "--critic.trunk", "policy")
 CASES = (
     Case("calculator", "calculator_grpo", warm_start=True),
     Case("guess_number, GRPO", "guess_number_grpo"),
-    Case("guess_number, PPO", "guess_number_grpo", ("--algorithm", "ppo")),
+    Case("guess_number, PPO", "guess_number_grpo", PPO),
     Case("maze, GRPO", "maze_grpo"),
-    Case("maze, PPO", "maze_grpo", ("--algorithm", "ppo")),
+    Case("maze, PPO", "maze_grpo", PPO),
 )
 
 

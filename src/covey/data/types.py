@@ -66,6 +66,7 @@ class Rollout:
     text: str = ""  # the completion as text, for the rewards
     decided: Sequence[bool] | None = None  # for each action, whether the policy decided it; None: all of them
     messages: Sequence[Mapping[str, Any]] | None = None  # of a conversation: the chat after the prompt
+    observation: str = ""  # of a conversation: the environment's first one, which follows the prompt
     turn_rewards: Sequence[float] | None = None  # of a conversation: the environment's reward for each turn
     environment: Mapping[str, Any] | None = None  # of a conversation: public attributes of its environment at the end
     failure: str = ""  # of a conversation: why its environment failed, so that it cannot be graded

@@ -25,7 +25,8 @@ def rollout_record(step: int, group: Group, rollout: Rollout, credit: RolloutCre
     is the mean of its values over the decisions, null if the grading failed.
 
     Conversations have "messages", the chat after the prompt, and "turn_rewards", what the environment paid for each
-    turn; one whose environment failed has the reason, "failure".
+    turn; "observation", the environment's first text, which follows the prompt, if there is one; and "failure", the
+    reason, if the environment failed.
 
     Some keys are in some lines only. "kind": the kind of problem, if the task names kinds. "undecided": positions after
     the prompt, as [first, after the last] pairs, of actions that the policy did not decide, such as the tokens of a
@@ -81,6 +82,7 @@ def _attempt(start: Start, rollout: Rollout) -> dict[str, Any]:
         "reward_parts": rollout.reward_parts,
         "score": rollout.score,
         **({"extra": rollout.extras} if rollout.extras else {}),
+        **({"observation": rollout.observation} if rollout.observation else {}),
         **({} if rollout.messages is None else {"messages": list(rollout.messages)}),
         **({} if rollout.turn_rewards is None else {"turn_rewards": list(rollout.turn_rewards)}),
         **({"failure": rollout.failure} if rollout.failure else {}),
