@@ -66,6 +66,7 @@ from covey.config import (
     RunningTotalConfig,
     SamplerConfig,
     SamplingConfig,
+    SelectionConfig,
     UpdateConfig,
     WordProblemsConfig,
 )
@@ -113,6 +114,7 @@ __all__ = [
     "RunningTotalConfig",
     "SamplerConfig",
     "SamplingConfig",
+    "SelectionConfig",
     "StepRecord",
     "UpdateConfig",
     "WordProblemsConfig",

@@ -48,6 +48,7 @@ from covey.config.llm import (
 from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
+from covey.config.selection import SelectionConfig
 from covey.config.sft import SFTConfig
 from covey.config.tasks import (
     TASK_CONFIGS,
@@ -74,7 +75,6 @@ __all__ = [
     "LossBase", "LossConfig", "MachineError", "MazeConfig", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig",
     "RecordConfig",
     "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig",
-    "SFTConfig",
-    "SamplerConfig", "SamplerLost", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig",
-    "config_field",
+    "SFTConfig", "SamplerConfig", "SamplerLost", "SamplingConfig", "SelectionConfig", "UpdateBase", "UpdateConfig",
+    "WordProblemsConfig", "config_field",
 ]  # fmt: skip

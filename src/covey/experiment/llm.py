@@ -37,6 +37,7 @@ from covey.experiment.llm_components import (
     build_llm_algorithm,
     build_recorder,
     build_reference_updater,
+    build_selection,
     with_outputs,
 )
 from covey.experiment.problem import Problem, build_problem, fit_prompts
@@ -237,6 +238,7 @@ class LLMBuilder:
             ),
             kl_coefficient=kl_coefficient,
             reward_model=next(iter(iterated), FixedRewards()),
+            selection=build_selection(config.selection),
             collector=build_collector(config),
             recorder=build_recorder(config, policy, loaded.chat, self.team),
             observers=() if self.team.rank else (store, display, *iterated),

@@ -138,6 +138,8 @@ class Display:
     def show_summary(self, summary: dict[str, Any], advice: str) -> None:
         """Show the end of a run: evaluations before and after, cost, diagnosis, and advice."""
         self._print(before_after_table(summary))
+        if (by_kind := by_kind_table(summary)) is not None:
+            self._print(by_kind)
         for line in (cost_line(summary), conclusion(summary), advice):
             self.note(line)
 
@@ -309,6 +311,21 @@ def before_after_table(summary: dict[str, Any]) -> Table:
             wording.kind.write_interval(after),
             Text(wording.kind.write_change(after["score"] - before["score"]), style),
         )
+    return table
+
+
+def by_kind_table(summary: dict[str, Any]) -> Table | None:
+    """The scores of every kind of problem at the token limit of training; None if there are no kinds."""
+    evaluation, kind = summary["evaluations"][0], find_wording(summary).kind
+    before, after = (evaluation[when].get("by_kind", {}) for when in ("before", "after"))
+    if not after:
+        return None
+    table = Table("kind of problem", title="By kind of problem", title_style="bold")
+    for name in ("problems", "before", "after"):
+        table.add_column(name, justify="right", style="bold" if name == "after" else None)
+    for name, found in after.items():
+        earlier = kind.write(before[name]["score"]) if name in before else "-"
+        table.add_row(name, str(found["count"]), earlier, kind.write_interval(found))
     return table
 
 

@@ -235,6 +235,12 @@ METRICS: dict[str, Metric] = _glossary(
         "near 0; if it stays high, raise initial_group_size, or max_group_size",
     ),
     Metric(
+        "selection/kinds",
+        "count",
+        "kinds of prompts whose rewards were observed, for the selection of prompts; only with it",
+        "grows to the number of kinds of the task; for a data set to the number of its prompts",
+    ),
+    Metric(
         "prompts/left_out",
         "count",
         "generated prompts that are too long for the model: left out, and replaced by others if the task has some; "

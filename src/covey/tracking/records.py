@@ -28,13 +28,15 @@ def rollout_record(step: int, group: Group, rollout: Rollout, credit: RolloutCre
     turn; "observation", the environment's first text, which follows the prompt, if there is one; and "failure", the
     reason, if the environment failed.
 
-    Three keys are in some lines only. "undecided": positions after the prompt, as [first, after the last] pairs, of
-    actions that the policy did not decide, such as the tokens of a tool's output. "dropped": true in groups that were
-    replaced by others, and not trained on. "tokens", with record.tokens: the fields of `covey.data.TokenTable`.
+    Some keys are in some lines only. "kind": the kind of problem, if the task names kinds. "undecided": positions after
+    the prompt, as [first, after the last] pairs, of actions that the policy did not decide, such as the tokens of a
+    tool's output. "dropped": true in groups that were replaced by others, and not trained on. "tokens", with
+    record.tokens: the fields of `covey.data.TokenTable`.
     """
     record = {
         "step": step,
         "group": group.start.index,
+        **({"kind": group.start.kind} if group.start.kind else {}),
         **_attempt(group.start, rollout),
         "end": str(rollout.end),
         "decisions": rollout.decisions,
@@ -62,6 +64,7 @@ def answer_record(step: int, max_new_tokens: int, start: Start, rollout: Rollout
         "step": step,
         "max_new_tokens": max_new_tokens,
         "problem": start.index,
+        **({"kind": start.kind} if start.kind else {}),
         **_attempt(start, rollout),
         "tokens": rollout.decisions,
         **_undecided(rollout),
