@@ -22,7 +22,7 @@ def discounted(count: float, steps: int, half_life: float) -> float:
         steps: number of training steps since then.
         half_life: number of steps after which an observation has half of its weight.
     """
-    return count * 2.0 ** (-steps / half_life)
+    return float(count * 2.0 ** (-steps / half_life))
 
 
 def success_signal(rate_C: Tensor) -> Tensor:
