@@ -4,7 +4,7 @@ import pytest
 
 from covey.data import EndReason, Group, Rollout, Start
 from covey.experiment.evaluate_llm import by_kind
-from covey.tracking.console import by_kind_table
+from covey.tracking.console import by_kind_tables
 from covey.tracking.score_kinds import SCORE_KINDS
 
 
@@ -34,9 +34,9 @@ def test_one_kind_is_no_table():
 def test_the_table_at_the_end_of_a_run(before):
     after = by_kind([group(0, "a", 1.0), group(1, "b", 0.0)], SCORE_KINDS["accuracy"])
     summary = {"domain": "language", "score_kind": "accuracy", "evaluations": [{"before": before, "after": after}]}
-    table = by_kind_table(summary)
+    (table,) = by_kind_tables(summary)
     cells = [list(column.cells) for column in table.columns]
     assert cells[0] == ["a", "b"]
     assert cells[1] == ["1", "1"]
     assert cells[2] == (["25.0%", "-"] if before else ["-", "-"])
-    assert by_kind_table({**summary, "evaluations": [{"before": {}, "after": {}}]}) is None
+    assert by_kind_tables({**summary, "evaluations": [{"before": {}, "after": {}}]}) == []

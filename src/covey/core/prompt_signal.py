@@ -35,7 +35,10 @@ def success_signal(rate_C: Tensor) -> Tensor:
 
 
 def variance_signal(variance_C: Tensor) -> Tensor:
-    """Variance of rewards of any kind, relative to the largest of the candidates; 0 if all are 0."""
+    """Variance of rewards of any kind, relative to the largest of the candidates; 0 if all are 0.
+
+    The gradient of a prompt vanishes with the standard deviation of its rewards (Razin et al., arXiv 2310.20703).
+    """
     largest = variance_C.max()
     return variance_C / largest if largest > 0 else variance_C * 0
 

@@ -142,8 +142,7 @@ class ByExpectedSignal:
 
     def _known(self, kind: str, step: int) -> Observed:
         """Rewards of a kind, with their weights at a step."""
-        found = self._observed.get(kind)
-        return Observed(step) if found is None else found.at(step, self.half_life)
+        return self._observed.get(kind, Observed(step)).at(step, self.half_life)
 
     def after(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Add the rewards of a step; those whose grading failed do not count."""

@@ -348,7 +348,7 @@ def test_a_first_observation_that_is_too_long_fails_its_own_group():
         assert "exceed the model's 256 positions" in rollout.failure
         assert rollout.decisions > 0
         assert rollout.context == sampler.chat.encode(STARTS[0].prompt)
-    assert sampler.metrics()["conversation/failed"] == 3
+    assert describe_conversations(long)["conversation/failed"] == 3
 
 
 def test_a_prompt_that_is_too_long_without_an_observation_is_refused():
