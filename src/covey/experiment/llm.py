@@ -203,7 +203,7 @@ class LLMBuilder:
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
-        self._note_unused_step_rewards(display)
+        _note_unused_step_rewards(config, problem.grader, display)
         algorithm = build_llm_algorithm(config, problem.grader.weights)
         critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
         reference = loaded.adaptation.reference(loaded.policy)
@@ -282,19 +282,19 @@ class LLMBuilder:
         )
         return (trained,)
 
-    def _note_unused_step_rewards(self, display: Display) -> None:
-        """Note for the user if there are step rewards and the algorithm compares whole rollouts."""
-        config = self.config
-        by_outcome = config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP
-        if by_outcome and self.problem.grader.splitter is not None:
-            display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
-
     def drawable(self) -> bool:
         return False
 
     def close(self) -> None:
         self.problem.grader.close()
         self._open.close()
+
+
+def _note_unused_step_rewards(config: RunConfig, grader: RewardGrader, display: Display) -> None:
+    """Note for the user if there are step rewards and the algorithm compares whole rollouts."""
+    by_outcome = config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP
+    if by_outcome and grader.splitter is not None:
+        display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
 
 
 def _loop_config(config: RunConfig) -> LoopConfig:

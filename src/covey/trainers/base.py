@@ -98,7 +98,7 @@ class LanguageTrainer:
         self.policy, self.chat = policy_of(loaded.module, options), loaded.chat
         if options.recompute:
             recompute_layers(self.policy.module)
-        self.adapter = self._add_adapter()
+        self.policy, self.adapter = with_adapter(self.policy, options)
         self.reference = self._frozen(ref_model)
         self.optimizer = self._optimizer_of(self.policy.trained)
         self.sampler = LanguageSampler(
@@ -213,20 +213,6 @@ class LanguageTrainer:
             raise ConfigError("there are no prompts to train on: give prompts=[...]")
         return self.deck.draw(self.options.seed, self.step + 1, self.options.prompts_per_step)
 
-    def _add_adapter(self) -> Adapter | None:
-        """Train an adapter instead of the model's weights, if `lora` is set."""
-        lora = self.options.lora
-        if not lora.is_used:
-            return None
-        if lora.adapter:
-            raise ConfigError(
-                "a trainer begins with a new adapter: give lora a rank, or use covey.run for lora.adapter"
-            )
-        check_adapter(lora)
-        adapter = add_adapter(self.policy.module, lora, seed=self.options.seed)
-        self.policy = self.policy.with_outputs(trained=adapter.parameters)
-        return adapter
-
     def _frozen(self, ref_model: Model | None) -> Policy:
         """The reference policy: `ref_model`; None: a frozen copy of the current model if kl_beta is not 0.
 
@@ -261,6 +247,22 @@ class LanguageTrainer:
         """The token id of padding: the tokenizer's, else an end token."""
         pad: int | None = self.tokenizer.pad_token_id
         return pad if pad is not None else min(self.chat.end_ids, default=0)
+
+
+def with_adapter(policy: LanguagePolicy, options: TrainerOptions) -> tuple[LanguagePolicy, Adapter | None]:
+    """The policy that trains an adapter instead of the model's weights, and the adapter, if `lora` is set.
+
+    Raises:
+        ConfigError: if it cannot be added.
+    """
+    lora = options.lora
+    if not lora.is_used:
+        return policy, None
+    if lora.adapter:
+        raise ConfigError("a trainer begins with a new adapter: give lora a rank, or call covey.run for this one")
+    check_adapter(lora)
+    adapter = add_adapter(policy.module, lora, seed=options.seed)
+    return policy.with_outputs(trained=adapter.parameters), adapter
 
 
 def with_rewards(groups: list[Group], reward_NG: Tensor) -> list[Group]:
