@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 ORACLE := .oracle-venv
 SCALE := .scale-venv
 TRACKERS := .trackers-venv
+ENVIRONMENTS := .environments-venv
+ENVIRONMENTS_LOCK := tests/llm/conversation/environments/environments.lock
+COMMA := ,
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 
@@ -16,7 +19,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 # allowed to keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow mutants lint bench oracle scale trackers clean
+.PHONY: help train test test-slow mutants lint bench oracle scale trackers environments clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -28,7 +31,8 @@ help:
 	@echo "make oracle     compare losses, advantages and gradients with TRL and stable-baselines3, in $(ORACLE)"
 	@echo "make scale      compare covey with a real vLLM as the sampler, in $(SCALE) (3.1 GB, Linux on x86-64)"
 	@echo "make trackers   track runs with Weights & Biases, trackio and MLflow, offline, in $(TRACKERS) (0.6 GB)"
-	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE) and $(TRACKERS) stay"
+	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) (0.2 GB)"
+	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS) and $(ENVIRONMENTS) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
 	@echo "make train TORCH=cpu            on Linux: the CPU build of torch (190 MB) instead of the one with CUDA (3 GB)"
 
@@ -53,7 +57,7 @@ train: $(STAMP)
 
 test: $(STAMP)
 	@echo "The tests without the slow ones: about 8 minutes on two cores"
-	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale and not trackers" -n $(WORKERS) --dist loadscope
+	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale and not trackers and not environments" -n $(WORKERS) --dist loadscope
 
 mutants: $(STAMP)
 	@echo "The mutants: about 20 minutes on two cores"
@@ -61,7 +65,7 @@ mutants: $(STAMP)
 
 test-slow: $(STAMP)
 	@echo "All tests and mutants: some hours on two cores"
-	@$(BIN)/python -m pytest -m "not scale and not trackers"
+	@$(BIN)/python -m pytest -m "not scale and not trackers and not environments"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
@@ -93,19 +97,30 @@ scale: $(STAMP) $(SCALE)/scale-installed
 	@echo "vLLM as the sampler: about half an hour on two cores"
 	@$(BIN)/python -m pytest -m scale tests/scale
 
-# The packages of $(VENV), and before them those that the trackers add or need in another version.
-$(TRACKERS)/trackers-installed: $(STAMP) tests/tracking/trackers/trackers.lock
-	@rm -rf $(TRACKERS)
-	@echo "Creating $(TRACKERS)"; $(BIN)/python -m venv --without-pip $(TRACKERS)
-	@echo "Installing Weights & Biases, trackio and MLflow (half a minute, once)"
-	@$(BIN)/python -m pip --python $(TRACKERS)/bin/python -qq --disable-pip-version-check install \
-		--no-compile --no-deps -r tests/tracking/trackers/trackers.lock
+# An environment with the packages of $(VENV), and before them those of a lock file, which add to them or replace them.
+# $(1): its folder, $(2): the lock file, $(3): what is installed
+define beside_venv
+	@rm -rf $(1)
+	@echo "Creating $(1)"; $(BIN)/python -m venv --without-pip $(1)
+	@echo "Installing $(3) (half a minute, once)"
+	@$(BIN)/python -m pip --python $(1)/bin/python -qq --disable-pip-version-check install --no-compile --no-deps -r $(2)
 	@folder() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
-		echo "import site; site.addsitedir('$$(folder $(VENV))')" > "$$(folder $(TRACKERS))/zz_packages_of_venv.pth"
+		echo "import site; site.addsitedir('$$(folder $(VENV))')" > "$$(folder $(1))/zz_packages_of_venv.pth"
 	@touch $@
+endef
+
+$(TRACKERS)/trackers-installed: $(STAMP) tests/tracking/trackers/trackers.lock
+	$(call beside_venv,$(TRACKERS),tests/tracking/trackers/trackers.lock,Weights & Biases$(COMMA) trackio and MLflow)
 
 trackers: $(TRACKERS)/trackers-installed
 	@$(TRACKERS)/bin/python -m pytest -m trackers tests/tracking/trackers
+
+$(ENVIRONMENTS)/environments-installed: $(STAMP) $(ENVIRONMENTS_LOCK)
+	$(call beside_venv,$(ENVIRONMENTS),$(ENVIRONMENTS_LOCK),openenv and verifiers)
+
+environments: $(ENVIRONMENTS)/environments-installed
+	@echo "Environments of openenv and verifiers: some minutes on two cores"
+	@$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/llm/conversation/environments
 
 clean:
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

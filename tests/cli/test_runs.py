@@ -11,6 +11,7 @@ import pytest
 
 from covey.cli.main import main, parse
 from covey.tracking.run_folder import FolderLock
+from helpers.conversation_records import conversation
 from helpers.run_folders import answer, control_run, language_run, rollout
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\u202eevil\u200b\r\x08[red]bold[/red]:smile:"
@@ -201,7 +202,10 @@ def test_a_model_cannot_write_to_the_terminal(runs: Path, capsys: pytest.Capture
                 reward_parts={ESCAPES: 1.0, "b": 2.0}, end=ESCAPES)
         for reward in (0.0, 1.0, None)
     ]  # fmt: skip
+    turns = conversation(text, text, text, ESCAPES) | {"failure": text, "observation": text}
+    lines += [rollout(1, 0, 0.5, **turns)]
     answers = [answer(step, 0, step / 4, text=text, prompt=ESCAPES) for step in (0, 4)]
+    answers += [answer(step, 1, step / 4, **turns) for step in (0, 4)]
     language_run(runs / "h", rollouts=lines, answers=answers)
     for words in ([], ["--best"], ["--held-out"], ["--no-signal"], ["--failed"], ["--json"], ["--held-out", "--json"]):
         shown = output_of(capsys, "show", "h", *words)
@@ -212,6 +216,44 @@ def test_a_model_cannot_write_to_the_terminal(runs: Path, capsys: pytest.Capture
             assert not re.search(r"^step 9", shown, re.MULTILINE)
             assert not re.search(r"^ {3}0  reward 9", shown, re.MULTILINE)
     assert "[red]bold[/red]:smile:" in output_of(capsys, "show", "h")
+
+
+def test_conversations_are_shown_by_their_turns(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = conversation() | {"failure": "its environment failed: x"}
+    answers = [answer(step, 0, 0.0, **turns) for step in (0, 1)]
+    language_run(runs / "t", steps=1, rollouts=[rollout(1, 0, None, **turns)], answers=answers)
+    expected = """\
+      its environment failed: x
+      environment
+        Begin.
+      assistant  reward 0.25
+        I compute.
+        calls calculate
+          expression:
+            12 +
+            3
+        call that could not be read
+          12 +
+          3}
+      tool calculate
+        15
+      assistant  reward 0.50
+        I compute. again
+"""
+    head = "   0  not graded = numeric none, format 0.00  baseline 0.50  5 tokens, stop\n"
+    assert expected in output_of(capsys, "show", "t")
+    assert output_of(capsys, "show", "t", "--held-out").count(expected) == 2
+    assert output_of(capsys, "show", "t", "--text", "12 +\n3").count(head + expected) == 1
+
+
+def test_a_long_conversation_is_cut_unless_it_is_asked_for(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = [{"role": "assistant", "content": f"turn {number}"} for number in range(100)]
+    messages[0]["content"] = "x" * 2**20
+    language_run(runs / "long", steps=1, rollouts=[rollout(1, 0, 1.0, text="", messages=messages)])
+    shown = output_of(capsys, "show", "long")
+    assert len(shown) < 10_000
+    assert "turn 39\n      ... 60 more turns (--full shows them)" in shown
+    assert "turn 99" in output_of(capsys, "show", "long", "--full")
 
 
 def test_long_texts_are_cut_unless_they_are_asked_for(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from covey.config import (
     ArithmeticConfig,
     ConfigError,
     ConversationConfig,
+    EnvironmentTaskConfig,
     EvaluationConfig,
     LossConfig,
     ProcessConfig,
@@ -18,6 +19,7 @@ from covey.config import (
     RunConfig,
     SamplingConfig,
 )
+from covey.config.builtin_environments import ENVIRONMENT_PACKAGES
 from covey.config.validate import validate
 from helpers import guessing
 
@@ -31,6 +33,7 @@ def test_what_can_work_is_allowed():
     validate(replace(GOOD, algorithm="ppo", rewards=(RewardConfig(name="environment"), RewardConfig(name="numeric"))))
     validate(replace(GOOD, algorithm="dapo"))
     validate(replace(GOOD, conversation=ConversationConfig(environment="calculator")))
+    validate(replace(GOOD, task=EnvironmentTaskConfig()))
     by_turn = replace(GOOD, loss=LossConfig(credit="process_by_step"))
     validate(by_turn)
     validate(replace(by_turn, rewards=(RewardConfig(name="environment"), RewardConfig(name="numeric"))))
@@ -82,3 +85,16 @@ def test_the_limit_of_a_rollout():
     assert GOOD.rollout_limit == 512
     assert replace(GOOD, conversation=ConversationConfig()).rollout_limit == 64
     assert replace(GOOD, algorithm="dapo").overlong_tokens == round(512 / 5)
+
+
+def test_the_task_environment_needs_a_conversation():
+    with pytest.raises(ConfigError, match=r"the task environment .*: set conversation\.environment"):
+        validate(RunConfig(task=EnvironmentTaskConfig()))
+
+
+def test_an_adapter_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setitem(ENVIRONMENT_PACKAGES, "gymnasium", "no_such_package")
+    with pytest.raises(
+        ConfigError, match=r'the environment gymnasium needs a package: pip install "covey\[gymnasium\]"'
+    ):
+        validate(replace(GOOD, conversation=ConversationConfig(environment="gymnasium")))

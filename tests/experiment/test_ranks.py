@@ -5,29 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from covey.llm.model.loading import load_model
 from covey.runtime.checkpoint import CheckpointFolder
-from covey.runtime.tensor_files import SavedParts
-from covey.tracking.metrics import is_reproducible
 from covey.tracking.run_folder import holds_run
 from covey.tracking.run_store import read_metrics
 from helpers import rank_cases
 from helpers.rank_cases import IN_BF16, IN_FP32, QUICK, start_ranks
+from helpers.rank_runs import LIMIT, MOMENTS, compare, files_of, finish, trained
 from helpers.tiny_models import tiny_folder
-
-LIMIT = 1200  # seconds; for a hang
 
 pytestmark = pytest.mark.timeout(3000)
 
@@ -35,72 +29,6 @@ pytestmark = pytest.mark.timeout(3000)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def finish(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """What the ranks print, after they have ended without an error."""
-    said = [rank.communicate(timeout=LIMIT) for rank in ranks]
-    for rank, (out, err) in zip(ranks, said, strict=True):
-        assert rank.returncode == 0, out + err
-    return [out + err for out, err in said]
-
-
-def trained(model: Path, folder: Path, ranks: int, names: Sequence[str], weights: str = "replicate") -> Path:
-    """The folder of the runs of some cases."""
-    words = [rank_cases.__file__, str(folder), str(model), json.dumps(list(names)), weights]
-    said = finish(start_ranks(words, ranks, folder))
-    assert not any(said[1:]), "only rank 0 prints"
-    for name in names:
-        seen = sorted(path.name for path in folder.glob(f"{name}.seen-by-*"))
-        assert seen == [f"{name}.seen-by-0"], "only rank 0 calls observers"
-    return folder
-
-
-def files_of(run: Path) -> dict[str, str]:
-    """Everything that a run leaves and that its seed determines: file -> hash, metrics apart from times."""
-    found = {
-        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for folder in ("model", "critic", "adapter", "rollouts", "held_out")
-        for path in sorted((run / folder).rglob("*"))
-        if path.is_file()
-    }
-    checkpoints = CheckpointFolder(run / "checkpoints")
-    for step in checkpoints.steps():
-        found |= {f"checkpoints/{step}{name}": value for name, value in content_of(checkpoints.load(step))}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        kept = {name: value for name, value in line.items() if name == "step" or is_reproducible(name)}
-        found[f"metrics of step {line['step']}"] = json.dumps(kept, sort_keys=True)
-    return found
-
-
-def content_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The leaves of a state; of a tensor its type and a hash, sharded or not."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from content_of(item, f"{name}/{key}")
-    elif isinstance(value, (torch.Tensor, SavedParts)):
-        tensor = value[:] if value.shape else value
-        yield name, f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(tensor.numpy().tobytes()).hexdigest()}"
-    else:
-        yield name, repr(value)
-
-
-def compare(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, teams: Sequence[tuple[int, str]], names: Sequence[str]
-) -> None:
-    """Train the cases on one rank and on some teams (ranks, weights), and compare everything that they leave."""
-    folders = [trained(model, tmp_path_factory.mktemp(f"ranks{team[0]}"), *_words(team, names)) for team in teams]
-    whole = trained(model, tmp_path_factory.mktemp("ranks1"), 1, names)
-    for name in names:
-        one = files_of(whole / name)
-        assert any(path.startswith("checkpoints/") for path in one)
-        for team, folder in zip(teams, folders, strict=True):
-            assert files_of(folder / name) == one, f"{name} on {team}"
-
-
-def _words(team: tuple[int, str], names: Sequence[str]) -> tuple[int, Sequence[str], str]:
-    return team[0], names, team[1]
 
 
 @pytest.mark.slow  # the test below has its case, in CI too
@@ -160,7 +88,6 @@ def test_without_exact_the_gradient_is_the_same_up_to_rounding(
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-5, abs=1e-6)
 
 
-MOMENTS = [(number % 2, random.Random(number).randrange(5, 60)) for number in range(20)]  # (rank, message or file)
 RESUMED = [(1, "fsdp"), (4, "fsdp"), (2, "replicate"), (4, "replicate")]  # ranks and weights
 
 

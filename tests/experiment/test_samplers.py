@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers import guessing
 from helpers.rank_cases import start_ranks
 from helpers.run_helpers import LIMIT_SECONDS, Moment, covey, is_running, start
 from helpers.sampled_runs import files_of, sampler_table, write_recipe
 from helpers.samplers import Proxy, Serving, begin, is_generation, serving, token_file, wait_for
-from helpers.tiny_models import tiny_folder
+from helpers.tiny_models import calling_folder, tiny_folder
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -240,3 +241,70 @@ def test_the_embedded_model_on_two_servers_has_the_bits_of_one_alone(folder: Pat
             code, said = covey("train", recipe, "--run-dir", folder / name, cwd=folder)
             assert code == 0, said
     assert files_of(folder / "embedded") == files_of(folder / "embedded_alone")
+
+
+CONVERSATION = f"""
+[conversation]
+environment = "{guessing.__file__}:Adder"
+turns = 3
+total_tokens = 60
+
+[[rewards]]
+name = "environment"
+"""
+
+
+def served_conversations(folder: Path, more: str, precision: str, ranks: int = 1) -> tuple[Path, Path]:
+    """A run of conversations that samples by itself, and one with two servers."""
+    model = calling_folder(folder / "calling")
+    alone, run = folder / "alone", folder / "served"
+    recipe = write_recipe(folder, "alone", model, sampler=CONVERSATION + more, precision=precision)
+    code, said = covey("train", recipe, "--run-dir", alone, cwd=folder)
+    assert code == 0, said
+    with serving(model, folder, 2, ("--precision", precision)) as found:
+        table = CONVERSATION + more + sampler_table([one.address for one in found], token_file(folder))
+        recipe = write_recipe(folder, "served", model, sampler=table, precision=precision)
+        started = start_ranks(["-m", "covey", "train", str(recipe), "--run-dir", str(run)], ranks, folder)
+        ended = [rank.communicate(timeout=LIMIT_SECONDS) for rank in started]
+    assert not any(rank.returncode for rank in started), ended
+    assert all(calls > 0 for calls in metrics(run, "conversation/tool_calls"))
+    assert all(0.5 < fraction < 1 for fraction in metrics(run, "sampler/cached_fraction"))
+    return alone, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "ranks"), [pytest.param("fp32", 1, marks=pytest.mark.ci_sample), ("bf16", 1), ("fp32", 2)]
+)
+def test_conversations_on_servers_have_the_bits_of_a_run_alone(tmp_path: Path, precision: str, ranks: int) -> None:
+    alone, run = served_conversations(tmp_path, f"\n[cluster]\nshards = {ranks}\n", precision, ranks)
+    assert files_of(run) == files_of(alone)
+
+
+@pytest.mark.slow
+def test_servers_of_conversations_have_the_weights_merged_with_an_adapter(tmp_path: Path) -> None:
+    """A run alone computes the prompts with weights that are not merged, so that the last bits differ."""
+    alone, run = served_conversations(tmp_path, "\n[lora]\nrank = 2\nalpha = 400\n", "fp32")
+    assert metrics(run, "kl")[-1] > 1e-3
+    assert all(gap < 1e-4 for gap in metrics(run, "mismatch/mean"))
+    for step in (1, 2, 3):
+        one, two = (
+            [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+            for path in (folder / "rollouts" / f"step_{step:06d}.jsonl" for folder in (alone, run))
+        )
+        assert two == one
+
+
+@pytest.mark.slow
+def test_ranks_with_an_adapter_share_servers_and_have_the_bits_of_one(model: Path, tmp_path: Path) -> None:
+    more = "\n[lora]\nrank = 2\nalpha = 400\n[cluster]\nshards = 2\n"
+    with serving(model, tmp_path, 2) as found:
+        table = more + sampler_table([one.address for one in found], token_file(tmp_path))
+        for count, name in ((1, "one"), (2, "two")):
+            recipe = write_recipe(tmp_path, name, model, sampler=table)
+            ranks = start_ranks(
+                ["-m", "covey", "train", str(recipe), "--run-dir", str(tmp_path / name)], count, tmp_path
+            )
+            ended = [rank.communicate(timeout=LIMIT_SECONDS) for rank in ranks]
+            assert not any(rank.returncode for rank in ranks), ended
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from helpers import guessing
 from helpers.run_helpers import Moment, covey, files
 from helpers.tiny_models import tiny_folder
 
@@ -191,6 +193,149 @@ def test_a_mistake_is_one_line_before_the_model_is_loaded(rows, words, told, pla
     assert line.startswith("error: ")
     assert told in line
     assert {*(place / "runs").glob("*")} == before
+
+
+SAMPLES = """
+model = "tiny"
+precision = "fp32"
+threads = 1
+
+[task]
+name = "arithmetic"
+digits = [1]
+[[rewards]]
+name = "digits"
+[sampling]
+max_new_tokens = 6
+[sft]
+data = "samples"
+count = 12
+samples_per_prompt = 4
+min_reward = 0.2
+keep = "all"
+batch_size = 4
+learning_rate = 1e-2
+[checkpoint]
+every = 2
+"""
+CONVERSATION = """
+[conversation]
+environment = "{file}:Guess"
+turns = 2
+total_tokens = 40
+"""
+
+
+@pytest.fixture(scope="module")
+def of_samples(place):
+    """A training on samples that was not interrupted, and its examples."""
+    (place / "samples.toml").write_text(SAMPLES)
+    code, said = covey("sft", "samples.toml", "--run-dir", "of-samples", cwd=place)
+    assert code == 0, said
+    assert re.search(r"examples of 48 graded samples \(mean reward 0.\d+\), each with a reward of at least 0.2", said)
+    return place / "of-samples"
+
+
+def test_own_samples_are_recorded(of_samples):
+    rows = [json.loads(line) for line in (of_samples / "examples.jsonl").read_text().splitlines()]
+    assert all(row["reward"] >= 0.2 for row in rows)
+    summary = json.loads((of_samples / "summary.json").read_text())
+    counts = {kind: sum(row["held_out"] is (kind == "held_out") for row in rows) for kind in ("training", "held_out")}
+    assert summary["examples"] == counts
+    assert counts["held_out"] > 0
+    assert summary["decisions_trained"] == sum(len(r["token_ids"]["completion"]) for r in rows if not r["held_out"])
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_samples_are_the_same_again_and_those_of_a_folder_are_used_as_they_are(of_samples, place):
+    for name, words in {"again": [], "of-folder": ["--data", "of-samples"]}.items():
+        code, said = covey("sft", "samples.toml", *words, "--run-dir", name, cwd=place)
+        assert code == 0, said
+        assert (place / name / "examples.jsonl").read_bytes() == (of_samples / "examples.jsonl").read_bytes()
+        assert_same(place / name, of_samples)
+    code, said = covey("sft", "samples.toml", "--seed", "1", "--run-dir", "other-seed", cwd=place)
+    assert code == 0, said
+    assert (place / "other-seed" / "examples.jsonl").read_bytes() != (of_samples / "examples.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_a_killed_training_on_samples_ends_with_the_same_bits(of_samples, place):
+    moment = Moment(3, 40)
+    code, said = covey("sft", "samples.toml", "--run-dir", "killed-samples", cwd=place, moment=moment)
+    assert code == -signal.SIGKILL, said
+    task = (place / "samples.toml").read_text()
+    (place / "samples.toml").write_text("")  # what is resumed is in the folder
+    code, said = covey("sft", "--resume", "killed-samples", cwd=place)
+    (place / "samples.toml").write_text(task)
+    assert code == 0, said
+    assert "sampling" not in said
+    assert_same(place / "killed-samples", of_samples)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_rollouts_of_a_run_are_examples_with_their_tokens(whole, place):
+    """Of conversations, whose replies are not trained."""
+    recipe = SAMPLES + CONVERSATION.format(file=guessing.__file__) + "[record]\ntokens = true\n"
+    (place / "turns.toml").write_text(recipe)
+    short = ["--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--evaluation.problems", "2"]
+    code, said = covey("train", "turns.toml", *short, "--run-dir", "turns", cwd=place)
+    assert code == 0, said
+    words = ["--data", "turns", "--min-reward", "0", "--epochs", "1"]
+    code, said = covey("sft", "turns.toml", *words, "--run-dir", "of-turns", cwd=place)
+    assert code == 0, said
+    assert "another [chat]" not in said
+    lines = [json.loads(line) for file in sorted((place / "turns" / "rollouts").glob("step_*.jsonl"))
+             for line in file.read_text().splitlines()]  # fmt: skip
+    sampled = {tuple(line["tokens"]["ids"]): line for line in lines}
+    rows = [json.loads(line) for line in (place / "of-turns" / "examples.jsonl").read_text().splitlines()]
+    assert {tuple(row["token_ids"]["completion"]) for row in rows} == sampled.keys()
+    assert any(row["token_ids"]["undecided"] for row in rows)
+    for row in rows:
+        line = sampled[tuple(row["token_ids"]["completion"])]
+        undecided = [place for span in line.get("undecided", ()) for place in range(*span)]
+        assert row["token_ids"]["undecided"] == undecided
+        assert (row["completion"], row["reward"]) == (line["messages"], line["reward"])
+        assert row["prompt"][-1]["content"].endswith("Guess"), "the first observation is in the prompt"
+    for words, told in (
+        (["samples.toml", "--data", "turns"], "one of the recipe and the run turns has conversations"),
+        (
+            ["turns.toml", "--data", "runs/sums_sft-001"],
+            "no rollouts with tokens, which covey train records with --record.tokens",
+        ),
+        (["turns.toml", "--data", "turns", "--min-reward", "9"], "none has a reward of at least 9"),
+    ):
+        code, said = covey("sft", *words, "--chat.system_prompt", "", cwd=place)
+        assert code == 2, said
+        assert told in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["sums.toml", "--data", "samples"], "no task: add a [task] table"),
+        (["samples.toml", "--held-out-path", "data.jsonl"], "sft.held_out_path is set, and of samples a fraction"),
+        (["samples.toml", "--keep", "worst"], "sft.keep must be best or all"),
+        (["samples.toml", "--task.operators", "[]"], "task.operators"),
+        *(
+            pytest.param(["samples.toml", *more], told, marks=pytest.mark.slow)
+            for more, told in (
+                (["--min-reward", "5"], "none has a reward of at least 5 (the highest is"),
+                (["--max-tokens", "5"], "has more than 5 tokens with its prompt"),
+                (["--max-tokens", "5", "--long-examples", "drop"], "every example has more than 5 tokens"),
+                (["--count", "2", "--samples-per-prompt", "1", "--min-reward", "0.9"], "no example: of 2 samples"),
+            )
+        ),
+    ],
+)
+def test_samples_that_cannot_be_examples_are_one_line(words, told, place):
+    (place / "samples.toml").write_text(SAMPLES)
+    code, said = covey("sft", *words, "--run-dir", "refused", cwd=place)
+    assert code == 2, said
+    assert told in said.strip().splitlines()[-1]
+    assert not (place / "refused").exists()
 
 
 def test_examples_of_a_function_and_other_recipes(place):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers import guessing
-from helpers.run_helpers import CALLS_OF_A_STEP, Moment, assert_same_run, covey
-from helpers.tiny_models import tiny_folder
+from helpers.kills import Draw, Kills, anywhere, inside
+from helpers.run_helpers import Moment, covey
+from helpers.tiny_models import calling_folder, tiny_folder
 
 STEPS = 4
 RECIPE = """
@@ -55,34 +57,57 @@ def recipe_of(folder: Path, environment: str, steps: int = STEPS) -> Path:
     return recipe
 
 
+ASKING = inside("covey.llm.conversation.workers._ProcessSession.ask", 60)
+SAVING = inside("covey.runtime.checkpoint.CheckpointFolder.save", 400)
+UPDATING = inside("covey.train.update.update", 2000)
+KINDS: dict[str, tuple[str, tuple[object, ...]]] = {
+    "step": ("Guess", ()),
+    "step, ppo": ("Guess", ("--algorithm", "ppo", "--critic-learning-rate", "3e-3")),
+    "step, lora": ("Guess", ("--rank", "2", "--precision", "bf16", "--kl-coefficient", "0.02")),
+    "tools, ppo, lora": ("Adder", ("--algorithm", "ppo", "--rank", "2", "--trunk", "adapter")),
+    "tools": ("Adder", ()),
+}
+MOMENTS = (ASKING, SAVING, UPDATING, anywhere)  # of each kind: 20 kills
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Callable[[str], Kills]:
+    calling_folder(folder / "calling")
+
+    def of(kind: str) -> Kills:
+        environment, words = KINDS[kind]
+        model = folder / ("calling" if environment == "Adder" else "model")
+        return Kills(kind, ["train", recipe_of(folder, environment), "--model", model, *words], STEPS, folder)
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_runs_of_conversations_end_with_the_same_bits(runs: Callable[[str], Kills], kind: str) -> None:
+    runs(kind).kill(MOMENTS)
+
+
 @pytest.mark.slow
 @pytest.mark.ci_sample
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_sigkill_and_resume_end_with_the_same_bits(folder, algorithm):
-    whole, killed = folder / f"whole-{algorithm}", folder / f"killed-{algorithm}"
-    words = ("train", recipe_of(folder, "Guess"), "--algorithm", algorithm)
-    code, output = covey(*words, "--run-dir", whole, cwd=folder)
-    assert code == 0, output
-    assert "is not repeatable" not in output
-    given: tuple[object, ...] = (*words, "--run-dir", killed)
-    for step in (1, 3):
-        code, output = covey(*given, cwd=folder, moment=Moment(step, CALLS_OF_A_STEP // (2 * step)))
-        assert code == -signal.SIGKILL, output
-        given = ("train", "--resume", killed)
-    code, output = covey(*given, cwd=folder)
-    assert code == 0, output
-    assert "resuming after step" in output
-    assert_same_run(killed, whole)
+@pytest.mark.parametrize(("kind", "moment"), [("step", ASKING), ("tools, ppo, lora", UPDATING)], ids=["step", "tools"])
+def test_a_killed_run_of_conversations_ends_with_the_same_bits(
+    runs: Callable[[str], Kills], kind: str, moment: Draw
+) -> None:
+    whole = runs(kind).whole
+    runs(kind).kill([moment])
     lines = [json.loads(line) for line in (whole / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert len(lines) == 16
     assert all(line["undecided"] for line in lines if len(line["turn_rewards"]) > 1)
-    assert {message["role"] for line in lines for message in line["messages"]} == {"assistant", "user"}
+    roles = {message["role"] for line in lines for message in line["messages"]}
+    assert roles == {"assistant", "tool" if kind.startswith("tools") else "user"}
     metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert all(1 <= line["conversation/turns"] <= 3 for line in metrics)
+    assert all(1 < line["conversation/turns"] <= 3 for line in metrics)
+    assert all(line["conversation/tool_calls"] > 0 for line in metrics) == kind.startswith("tools")
     assert all(line["conversation/different_prompts"] == 0 for line in metrics)
-    assert all(line["mismatch/mean"] < 1e-5 for line in metrics), "of decisions alone"
-    if algorithm == "grpo":
-        code, output = covey("eval", whole, "--problems", "4", cwd=folder)
+    assert all(line["mismatch/mean"] < 1e-4 for line in metrics), "of decisions alone"
+    if kind == "step":
+        code, output = covey("eval", whole, "--problems", "4", cwd=whole)
         assert code == 0, output
         score = json.loads((whole / "summary.json").read_text())["evaluations"][0]["after"]["score"]
         assert f"{score:.2f}" in output
@@ -94,6 +119,32 @@ def test_an_environment_that_is_not_repeatable_is_noticed(folder):
     )
     assert code == 0, output
     assert "Unrepeatable is not repeatable" in " ".join(output.split())
+    metrics = json.loads((folder / "unrepeatable" / "metrics.jsonl").read_text())
+    assert metrics["conversation/different_prompts"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("environment", ["Clock", "Unseeded"])
+def test_an_environment_with_a_clock_or_an_unseeded_generator_is_noticed(folder, environment):
+    code, output = covey("check", recipe_of(folder, environment), cwd=folder)
+    assert code == 0, output
+    assert f"{environment} is not repeatable" in " ".join(output.split())
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_an_environment_that_is_not_repeatable_in_later_turns_is_noticed_after_a_resume(folder):
+    run_dir = folder / "late"
+    code, output = covey("train", recipe_of(folder, "Late"), "--run-dir", run_dir, cwd=folder, moment=Moment(2))
+    assert code == -signal.SIGKILL
+    assert "not repeatable" not in output
+    code, output = covey("train", "--resume", run_dir, cwd=folder)
+    assert code == 0, output
+    said = " ".join(output.split())
+    assert "step 2 was sampled again, and its rollouts differ from those that were recorded before the resume" in said
+    assert "messages" in said
+    assert said.count("was sampled again") == 1
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def digits(completions, **columns):
 
 WAYS = {
     "max_resamples": ("dapo", "max_resamples = 2\noverlong_tokens = 0\n"),
+    "selection": ("grpo", "\n[selection]\ncandidates = 3\n"),
     "adaptive": ("grpo", "adaptive = true\ninitial_group_size = 3\nfinal_group_size = 12\n"),
 }
 

@@ -28,6 +28,24 @@ class Guess:
         return ("yes" if done else "higher" if guess < self.secret else "lower"), float(done), done
 
 
+class Adder:
+    """A tool that adds up numbers to a total, which begins at random."""
+
+    def reset(self, **columns):
+        self.total = random.randint(0, 9)
+        self.reward = 0.0
+
+    def add(self, number: int) -> str:
+        """Add a number to the total.
+
+        Args:
+            number: a whole number
+        """
+        self.total += number
+        self.reward = float(self.total % 10 == 0)
+        return f"the total is {self.total}"
+
+
 class Faulty:
     """Does what the message or the column `fault` says."""
 
@@ -119,6 +137,29 @@ class Unrepeatable(Guess):
         self.secret = int.from_bytes(os.urandom(4), "big")
         self.guesses = 0
         return f"Guess {self.secret}"
+
+
+class Clock(Guess):
+    """Tells the time."""
+
+    def step(self, message):
+        return str(time.time_ns()), 0.0, False
+
+
+class Unseeded(Guess):
+    """Draws its rewards from a generator of its own."""
+
+    def step(self, message):
+        return "ok", random.Random().random(), False
+
+
+class Late(Guess):
+    """Is not repeatable from its second turn on."""
+
+    def step(self, message):
+        self.guesses += 1
+        number = int.from_bytes(os.urandom(2), "big") if self.guesses > 1 else 0
+        return f"number {number}", number / 2**16, False
 
 
 class Stubborn(Guess):

@@ -103,6 +103,42 @@ CASES = {
 IN_FP32 = [name for name, config in CASES.items() if config.precision == "fp32"]
 CASES |= {f"{name}_bf16": replace(CASES[name], precision="bf16") for name in IN_FP32 if name != "grpo"}
 IN_BF16 = [name for name in CASES if name not in IN_FP32]
+LORA = LoRAConfig(rank=2)
+CONVERSATION = {"turns": 3, "total_tokens": 60}
+GUESS, ADDER = (
+    CONVERSATION | {"environment": f"{Path(__file__).with_name('guessing.py')}:{name}"} for name in ("Guess", "Adder")
+)
+FEW_PROBLEMS = {"problems": 140, "every": 3}  # each with a process; more than one piece, so that ranks divide them
+CONVERSATIONS = {  # for a model that calls the tool of `Adder`
+    "conversation": case(conversation=GUESS, rewards=(), evaluation=FEW_PROBLEMS),
+    "conversation_tools_ppo": case(
+        conversation=ADDER,
+        evaluation=FEW_PROBLEMS,
+        rewards=(RewardConfig(name="environment"), RewardConfig(name="digits")),
+        algorithm="ppo",
+        update={"critic_epochs": 1, "critic_learning_rate": 1e-3},
+    ),
+    "conversation_tools_lora": case(
+        conversation=ADDER,
+        evaluation=FEW_PROBLEMS,
+        rewards=(RewardConfig(name="environment"),),
+        lora=LORA,
+        loss={"kl_coefficient": 0.1},
+        precision="bf16",
+    ),
+}
+ADAPTERS = {  # beside those above
+    "adapter_adaptive": case(lora=LORA, sampling={"adaptive": True, "initial_group_size": 2}),
+    "adapter_dapo": case(lora=LORA, algorithm="dapo", sampling={"max_resamples": 2, "group_size": 2}),
+    "adapter_exact_kl": case(lora=LORA, loss={"kl_coefficient": 0.1, "kl_estimator": "exact"}),
+    "adapter_ppo_trunk": case(
+        lora=LORA, algorithm="ppo", critic=CriticConfig(trunk="policy"), update={"critic_epochs": 1}
+    ),
+    "adapter_recomputed": case(lora=LORA, update={"recompute": True}, loss={"kl_coefficient": 0.1}),
+    "adapter_eight_bit_moments": case(lora=LORA, update={"eight_bit_moments": True}),
+    "adapter_process": case(lora=LORA, loss={"credit": "process"}, **STEPS),
+}
+CASES |= CONVERSATIONS | ADAPTERS
 QUICK = ("grpo_bf16",)
 
 

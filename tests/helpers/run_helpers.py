@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from covey.tracking.metrics import is_reproducible
@@ -145,6 +146,7 @@ class Moment:
     step: int
     calls: int = 0
     signal: int = signal.SIGKILL  # what the process sends to itself then
+    inside: str = ""  # module.function: the calls are counted from its first call on
 
 
 @dataclass(frozen=True)
@@ -222,27 +224,28 @@ def _stop_at(moment: Moment) -> None:
     def recorded(store: RunStore, step: int, metrics: Mapping[str, float]) -> None:
         record(store, step, metrics)
         if step == moment.step:
-            signal_after(moment.calls, moment.signal)
+            signal_after(moment.calls, moment.signal, moment.inside)
 
     def recorded_of_reward_model(folder: RewardModelFolder, metrics: dict[str, Any]) -> None:
         record_of_reward_model(folder, metrics)
         if metrics["step"] == moment.step and "loss" in metrics:
-            signal_after(moment.calls, moment.signal)
+            signal_after(moment.calls, moment.signal, moment.inside)
 
     RunStore.record_metrics = recorded  # type: ignore[method-assign]
     RewardModelFolder.record = recorded_of_reward_model  # type: ignore[method-assign]
 
 
-def signal_after(calls: int, number: int = signal.SIGKILL) -> None:
-    """This process sends itself a signal after so many calls of Python functions from here."""
-    left = calls
+def signal_after(calls: int, number: int = signal.SIGKILL, inside: str = "") -> None:
+    """This process sends itself a signal after so many calls of Python functions from here, or from a function on."""
+    left, begun = calls, not inside
 
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal left
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left, begun
+        begun = begun or f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}" == inside
         if event == "call" and not left:
             sys.setprofile(None)
             os.kill(os.getpid(), number)
-        left -= event == "call"
+        left -= event == "call" and begun
 
     sys.setprofile(count)
 

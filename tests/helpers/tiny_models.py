@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from transformers import (
 )
 
 CHARACTERS = "0123456789+-*/=? .,abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\n()<>[]:;"
+CALLS = [
+    f'\n```tool\n{{"name": "{name}", "arguments": {{"number": {number}}}}}\n```'
+    for name, number in [*(("add", number) for number in range(12)), ("subtract", 1)]
+]
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -34,9 +39,13 @@ SHARED = ("llama", "qwen2", "qwen3", "gpt2")
 PLAIN = ("bloom", "mistral", "cohere")
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; a chat is the text of its messages followed by '='."""
-    vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *CHARACTERS])}
+def tiny_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per character; a chat is the text of its messages followed by '='.
+
+    Args:
+        more: texts that are a token too, which the model can write, but no prompt has.
+    """
+    vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *CHARACTERS, *more])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -45,13 +54,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_model(kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+def tiny_model(kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
     """A random model of two layers. Weights are large enough that its distributions are far from uniform."""
     torch.manual_seed(seed)
     common = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
     config = AutoConfig.for_model(
-        kind, vocab_size=len(CHARACTERS) + 3, eos_token_id=1, pad_token_id=0, bos_token_id=None,
-        **({} if kind == "gpt2" else common), **SHAPES[kind],
+        kind,
+        **{"vocab_size": len(CHARACTERS) + 3, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+        | ({} if kind == "gpt2" else common) | SHAPES[kind] | settings,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -65,6 +75,14 @@ def tiny_folder(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
     """A model folder in Hugging Face's layout."""
     tiny_model(kind, seed=seed).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def calling_folder(folder: Path) -> Path:
+    """A model folder whose vocabulary has whole calls of the tool `add`, so that a random model calls it."""
+    vocabulary = tiny_tokenizer(CALLS).get_vocab()
+    tiny_model(vocab_size=len(vocabulary), max_position_embeddings=2048).save_pretrained(folder)
+    tiny_tokenizer(CALLS).save_pretrained(folder)
     return folder
 
 

@@ -12,23 +12,38 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from helpers import guessing
 from helpers.run_helpers import LIMIT_SECONDS, covey, start, write_recipe
 from helpers.tiny_models import tiny_folder
 
 STEPS = 6
+CONVERSATIONS = f"""
+model = "{{model}}"
+steps = 2
+seed = 3
+threads = 1
+precision = "fp32"
+record = {{{{ tokens = true }}}}
+task = {{{{ name = "arithmetic", digits = [1] }}}}
+conversation = {{{{ environment = "{guessing.__file__}:Guess", turns = 3, total_tokens = 60 }}}}
+sampling = {{{{ prompts_per_step = 4, group_size = 4, max_new_tokens = 8 }}}}
+evaluation = {{{{ problems = 4, every = 1 }}}}
+"""
 EVALUATE = ("--evaluation.every", "2")
 
 
 def train_runs(folder: Path) -> Path:
-    """`runs` in a folder: two of a tiny language model with different seeds, one that records tokens, one of CartPole.
-
-    Each has a few steps.
+    """`runs` in a folder: two of a tiny language model with different seeds, one that records tokens, one of
+    conversations, one of CartPole. Each has a few steps.
     """
     recipe = write_recipe(folder, tiny_folder(folder / "model"), steps=STEPS)
+    conversations = folder / "conversations.toml"
+    conversations.write_text(CONVERSATIONS.format(model=folder / "model"))
     trainings = {
         "language-a": (recipe, *EVALUATE),
         "language-b": (recipe, *EVALUATE, "--seed", "4", "--update.learning_rate", "3e-3"),
         "tokens": (recipe, "--steps", "3", "--record.tokens", "true"),
+        "turns": (conversations,),
         "cartpole": ("cartpole_grpo", "--steps", "4", "--evaluation.episodes", "10"),
     }
     for name, words in trainings.items():

@@ -14,6 +14,7 @@ import pytest
 from covey.config import ConfigError
 from covey.tracking import rollout_export
 from covey.tracking.rollout_export import check_export, export_records
+from helpers.conversation_records import conversation
 from helpers.run_folders import answer, language_run, rollout
 
 SUFFIXES = (".parquet", ".jsonl", ".csv")
@@ -84,6 +85,18 @@ def test_hostile_texts_stay_readable(suffix: str, tmp_path: Path) -> None:
     assert [row["text"] for row in rows] == expected
     assert [row["columns.na\\ud800me"] for row in rows] == expected
     assert rows[0]["columns."] == "empty name"
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_turns_of_conversations(suffix: str, tmp_path: Path) -> None:
+    given = conversation(said="</b>\x00", replied="\ud800")
+    rows = exported(language_run(tmp_path / "run", steps=1, rollouts=[rollout(1, 0, 1.0, **given)]), suffix)
+    messages = json.loads(rows[0]["messages"].replace("\\ud800", "?"))
+    assert [message["role"] for message in messages] == ["assistant", "tool", "assistant"]
+    assert messages[0]["content"] == "</b>\x00"
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == {"expression": "12 +\n3"}
+    assert json.loads(rows[0]["turn_rewards"]) == [0.25, 0.5]
+    assert rows[0]["observation"] == "Begin."
 
 
 def test_very_many_keys_become_one_column(tmp_path: Path) -> None:

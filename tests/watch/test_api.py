@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from covey.tracking.turns import conversation_turns
 from covey.watch.library import Library, run_id, short_names
+from helpers.conversation_records import conversation
 from helpers.large_run import NEEDLE, write_run
 from helpers.page_server import Client, serving_here
 
@@ -159,11 +161,30 @@ def test_a_group_with_the_keys_of_today_and_of_an_older_run(client: Client, fold
     assert found["rollouts"][0]["tokens"] == TOKENS
     hostile = client.of_run(run, "/steps/3/groups/1").json["rollouts"][1]
     assert (hostile["text"], hostile["steps"], hostile["undecided"]) == (HOSTILE, [["a", 1.0]], [[1, 2]])
+    assert (hostile["turns"], hostile["failure"]) == (None, None)
     (_, old) = client.of_run(run, "/steps/1/groups/0").json["rollouts"]
     assert {name for name, value in old.items() if value is None} == {
-        "reward", "score", "advantage", "baseline", "extra", "undecided", "steps", "tokens"
+        "reward", "score", "advantage", "baseline", "extra", "undecided", "steps", "turns", "failure", "tokens"
     }  # fmt: skip
     assert (old["failed"], old["truncated"], old["version"]) == (True, True, 0)
+
+
+def test_a_conversation(client: Client, folder: Path) -> None:
+    given = conversation(said=HOSTILE, argument=HOSTILE) | {"failure": "its environment failed: x"}
+    run = folder / "runs" / "turns"
+    write_lines(run / "metrics.jsonl", [{"step": 1, "score/mean": 0.5}])
+    write_lines(run / "rollouts" / "step_000001.jsonl", [rollout(0, None, **given)])
+    (run / "config.toml").write_text("steps = 1")
+    for step in (0, 1):
+        write_lines(run / "held_out" / f"step_{step:06d}.jsonl", [answer(0, 0.0, **given)])
+    expected = json.loads(json.dumps(conversation_turns(given)))
+    (shown,) = soon(lambda: client.of_run(run, "/steps/1/groups/0").json.get("rollouts"))
+    assert (shown["turns"], shown["failure"]) == (expected, "its environment failed: x")
+    assert shown["turns"][1]["calls"][0]["arguments"] == [["expression", HOSTILE]]
+    (row,) = client.of_run(run, "/held_out?text=begin.").json["answers"]
+    assert row["first"] == row["last"]
+    assert (row["last"]["turns"], row["last"]["failure"]) == (expected, "its environment failed: x")
+    assert client.of_run(run, "/held_out?text=ends").json["answers"] == []
 
 
 def test_hostile_texts_are_json_and_nothing_else(client: Client, folder: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from covey.watch import index, search
 from covey.watch.index import index_path, progress, update
 from covey.watch.search import Query, select
+from helpers.conversation_records import conversation
 
 Found = list[tuple[int, int, int]]
 
@@ -102,6 +103,14 @@ def test_texts(run: Path, texts: bool, text: str, expected: Found) -> None:
     if texts and text == "fruit":
         expected = []  # prompts are indexed once for each group
     assert places(run, text=text) == expected
+
+
+@pytest.mark.parametrize("texts", [True, False])
+@pytest.mark.parametrize("text", ["I COMPUTE. again", "[tool] 15", "12 +\n3", "Begin.", "calculate("])
+def test_turns_replies_and_arguments_are_found(run: Path, texts: bool, text: str) -> None:
+    write_step(run, 4, rollout(0, 1.0, "no conversation"), rollout(0, 1.0, "") | conversation())
+    built(run, texts=texts)
+    assert places(run, text=text) == [(4, 0, 1)]
 
 
 def test_without_trigrams_a_search_finds_the_same(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from helpers.browser import Browser, Page
+from helpers.conversation_records import conversation
 from helpers.watched import serving, tampered
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci_sample]
@@ -41,9 +42,18 @@ def make_hostile(record: dict[str, Any], index: int) -> None:
         record["steps"] = [[text, 0.5], [text, -0.5]]
 
 
+def make_hostile_turns(record: dict[str, Any], index: int) -> None:
+    """Every text of a conversation becomes a hostile one; each rollout has another one."""
+    text = HOSTILE[index % len(HOSTILE)]
+    record |= conversation(text, text, text, text[:80]) | {"failure": text, "observation": text}
+    record["messages"].append({"role": text[:80], "content": text})
+    record.pop("tokens", None)
+
+
 @pytest.fixture(scope="module")
 def address(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     runs = shutil.copytree(trained / "runs", tmp_path_factory.mktemp("watch") / "runs")
+    tampered(runs / "turns", runs / "hostile-turns", make_hostile_turns)
     metrics = tampered(runs / "language-a", runs / HOSTILE_NAME, make_hostile) / "metrics.jsonl"
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [step | {"reward/<b onclick=alert(9)>": 1.0 * index} for index, step in enumerate(steps)]
@@ -98,6 +108,25 @@ def test_hostile_completions_are_shown_as_text(chromium: Browser, address: str) 
     assert_only_text(page, address)
 
 
+def test_hostile_turns_calls_and_replies_are_shown_as_text(chromium: Browser, address: str) -> None:
+    page = open_view(chromium, address, "rollouts", "hostile-turns", "step=1&group=0")
+    shown = []
+    for group in range(4):
+        visit(page, "rollouts", "hostile-turns", f"step=1&group={group}")
+        page.wait(f"document.querySelector('.group-list [aria-current] .group-number')?.textContent === '{group}'")
+        page.wait("document.querySelectorAll('.turn').length === 20 && !document.querySelector('[aria-busy]')")
+        shown += page.texts(".rollout")
+    text = "\n".join(shown)
+    for hostile in (*HOSTILE[:5], HOSTILE[8]):
+        assert text.count(hostile) >= 6  # failure, observation, turns, argument and replies
+    assert not {"\u202e", "\x00", "\x1b", "\ufeff"} & set(text)
+    assert "Show all 100,005 characters of this argument" in text
+    visit(page, "held-out", "hostile-turns")
+    page.wait("document.querySelectorAll('.side .turn').length === 40")
+    assert HOSTILE[0] in page.texts(".side .call dd")
+    assert_only_text(page, address)
+
+
 @pytest.mark.parametrize(
     ("view", "selector"),
     [("overview", ".chart"), ("search", ".hits li"), ("held-out", ".side .output"), ("config", "tbody tr")],
@@ -119,6 +148,11 @@ def test_no_view_has_a_barrier(chromium: Browser, address: str, width: int, sche
         visit(page, view, "tokens", f"vs={other}" if view == "overview" else "")
         found[view] = page.barriers()
         assert page.evaluate("document.documentElement.scrollWidth") <= width, view
+    for view, run in (("rollouts", "turns"), ("rollouts", "hostile-turns"), ("held-out", "hostile-turns")):
+        visit(page, view, run)
+        page.wait("document.querySelectorAll('.turn').length > 4")
+        found[f"{view} of {run}"] = page.barriers()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, run
     visit(page, "rollouts", "cartpole")
     found["episodes"] = page.barriers()
     page.press("?", 8)
@@ -171,6 +205,57 @@ def test_tokens_of_a_run_that_records_them_are_tinted_and_tell_their_numbers(
     page.wait("document.querySelector('.legend').textContent.startsWith('KL to the reference, nats')")
     page.wait("document.querySelector('.token[data-sign=plus]')")
     assert page.texts(".token[data-sign=minus]") == []
+    assert page.problems == []
+    page.close()
+
+
+def test_turns_of_conversations_are_tinted_where_the_model_wrote(
+    chromium: Browser, address: str, trained: Path
+) -> None:
+    lines = [json.loads(line) for line in (trained / "runs/turns/rollouts/step_000002.jsonl").read_text().splitlines()]
+    record = next(line for line in lines if any(line["turn_rewards"]) and len(line["turn_rewards"]) > 1)
+    group = [line for line in lines if line["group"] == record["group"]]
+    page = open_view(chromium, address, "rollouts", "turns", f"step=2&group={record['group']}&tint=advantage")
+    page.wait("document.querySelector('.token[data-sign]')")
+    for place, line in enumerate(group):
+        card = f"document.querySelectorAll('.rollout')[{place}]"
+        roles = page.evaluate(f"[...{card}.querySelectorAll('.turn-head .role')].map((e) => e.textContent)")
+        assert roles == ["environment", *(message["role"] for message in line["messages"])]
+        replies = [message["content"] for message in line["messages"] if message["role"] == "user"]
+        others = f"[...{card}.querySelectorAll('.turn[data-by=other]')]"
+        assert page.evaluate(f"{others}.map((e) => e.querySelector('.output').textContent)") == ["Guess", *replies]
+        assert page.evaluate(f"{others}.some((e) => e.querySelector('.token'))") is False
+        # The tokens of the model are those with a log-probability, each turn by itself.
+        table = line["tokens"]
+        decided = [i for i, value in enumerate(table["logprobs"]) if value is not None]
+        words = page.evaluate(f"[...{card}.querySelectorAll('.turn[data-by=model] .token')].map((e) => e.textContent)")
+        assert "".join(words) == "".join(table["texts"][i] for i in decided)
+        assert len(words) == len(decided) == line["decisions"]
+        spans = f"[...{card}.querySelectorAll('.token')].map((e) => e.dataset.sign ?? null)"
+        signs = [
+            {1: "plus", -1: "minus", 0: None}[(v > 0) - (v < 0)] for v in (table["advantages"][i] for i in decided)
+        ]
+        assert page.evaluate(spans) == signs
+    second = f"document.querySelectorAll('.rollout')[{group.index(record)}].querySelectorAll('.tokens')[1]"
+    page.evaluate(f"{second}.focus()")
+    page.press("ArrowRight")
+    (_, first), *_ = record["undecided"]  # the tokens of the reply to the first turn
+    assert page.texts(".token-numbers p")[0].startswith(f"token {first + 1}:")
+    rewards = page.evaluate(
+        f"[...document.querySelectorAll('.rollout')[{group.index(record)}].querySelectorAll('.step-reward')]"
+        ".map((e) => e.textContent)"
+    )
+    assert [shown_number(text.removeprefix("reward ")) for text in rewards] == record["turn_rewards"]
+    visit(page, "search", "turns")
+    page.press("/")
+    page.type("higher")
+    found = [line for file in (trained / "runs/turns/rollouts").glob("*.jsonl") for line in
+             map(json.loads, file.read_text().splitlines()) if "higher" in line["text"].lower()]  # fmt: skip
+    page.wait(f"document.querySelector('.search [role=status]').textContent.includes('of {len(found)}')")
+    page.press("Escape")
+    page.click(".hits a")
+    page.wait("document.querySelector('.rollout.chosen .turn mark')")
+    assert "higher" in page.texts(".turn mark")
     assert page.problems == []
     page.close()
 

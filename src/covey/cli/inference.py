@@ -9,6 +9,7 @@ from typing import Any
 from covey.cli.options import MACHINE_FIELDS
 from covey.cli.truncation import TRUNCATION, truncation_of
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig
+from covey.config.fields import plural
 from covey.config.files import user_path
 from covey.config.model_sources import find_origin
 from covey.config.recipe import apply_overrides, config_from_dict, read_tables, root_of, split_overrides
@@ -67,6 +68,8 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     for note in result.notes:
         say(note)
     say(score_report(result.scores, result.kind))
+    for name, found in result.by_kind.items():
+        say(f"{name}: {result.kind.write_interval(found)}, {plural(found['count'], 'problem')}")
     if output is not None:
         say(f"the answers are in {output}")
 

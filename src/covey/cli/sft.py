@@ -14,7 +14,7 @@ from covey.config.recipe import read_sft_recipe
 from covey.config.recipe_files import find_recipe
 from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE
 from covey.config.sft_data import read_rows, split_examples
-from covey.config.validate_sft import is_function
+from covey.config.validate_sft import is_function, is_run
 from covey.runtime.interrupts import EXIT_CODE
 from covey.tracking.run_folder import check_run_dir, claim_run_dir, next_run_dir
 
@@ -66,7 +66,7 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     name = f"{find_recipe(arguments.recipe).stem.removesuffix('_sft')}_sft"
     check_run_dir(config.run_dir or next_run_dir(name))
     sft = config.sft
-    is_file = sft.data not in EXAMPLES_BY_NAME and not is_function(sft.data)
+    is_file = sft.data not in EXAMPLES_BY_NAME and not is_function(sft.data) and not is_run(sft.data)
     examples = split_examples(sft, read_rows(sft, sft.data)) if is_file else None  # before torch is loaded
     from covey.experiment.advice import Launch
     from covey.experiment.sft import train_sft

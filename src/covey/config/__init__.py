@@ -48,6 +48,7 @@ from covey.config.llm import (
 from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
+from covey.config.selection import SelectionConfig
 from covey.config.sft import SFTConfig
 from covey.config.tasks import (
     TASK_CONFIGS,
@@ -55,6 +56,7 @@ from covey.config.tasks import (
     CodeFunctionsConfig,
     CountdownConfig,
     DatasetConfig,
+    EnvironmentTaskConfig,
     GuessNumberConfig,
     HumanEvalConfig,
     LookupConfig,
@@ -68,12 +70,11 @@ __all__ = [
     "ALGORITHM_NAMES", "CRITIC_FREE", "EMBEDDED_MODELS", "TASK_CONFIGS", "TRACKERS", "ArithmeticConfig", "ChatConfig",
     "CheckpointConfig", "ClusterConfig", "CodeFunctionsConfig", "ConfigError", "ControlConfig",
     "ControlEvaluationConfig", "ControlLossConfig", "ControlUpdateConfig", "Conversation", "ConversationConfig",
-    "CountdownConfig",
-    "CriticConfig", "DatasetConfig", "EnvironmentConfig", "EvaluationConfig", "GuessNumberConfig", "HumanEvalConfig",
-    "IterationConfig", "LoRAConfig", "LookupConfig", "LossBase", "LossConfig", "MachineError", "MazeConfig",
-    "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig",
+    "CountdownConfig", "CriticConfig", "DatasetConfig", "EnvironmentConfig", "EnvironmentTaskConfig",
+    "EvaluationConfig", "GuessNumberConfig", "HumanEvalConfig", "IterationConfig", "LoRAConfig", "LookupConfig",
+    "LossBase", "LossConfig", "MachineError", "MazeConfig", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig",
+    "RecordConfig",
     "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig",
-    "SFTConfig",
-    "SamplerConfig", "SamplerLost", "SamplingConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig",
-    "config_field",
+    "SFTConfig", "SamplerConfig", "SamplerLost", "SamplingConfig", "SelectionConfig", "UpdateBase", "UpdateConfig",
+    "WordProblemsConfig", "config_field",
 ]  # fmt: skip

@@ -8,4 +8,9 @@ BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
     "search": "covey.llm.conversation.environments.search:Search",
     "guess_number": "covey.llm.conversation.environments.guess_number:GuessNumber",
     "maze": "covey.llm.conversation.environments.maze:Maze",
+    "gymnasium": "covey.llm.conversation.environments.gymnasium:Gymnasium",
+    "openenv": "covey.llm.conversation.environments.openenv:OpenEnv",
+    "verifiers": "covey.llm.conversation.environments.verifiers:Verifiers",
 }
+# Name in a recipe -> the module that it needs, which an extra of the same name as the environment has.
+ENVIRONMENT_PACKAGES: dict[str, str] = {"openenv": "websockets", "verifiers": "verifiers"}

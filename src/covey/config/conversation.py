@@ -41,7 +41,7 @@ class ConversationConfig:
     )
     timeout_seconds: float = config_field(
         10.0,
-        "deadline of a call of the environment; importing its file has the same, at least 10 s",
+        "deadline of a call of the environment; importing its file has the same, at least 60 s",
         above=0,
         max=86_400,
         advanced=True,

@@ -13,6 +13,7 @@ from covey.config.conversation import ConversationConfig
 from covey.config.lora import LoRAConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
+from covey.config.selection import SelectionConfig
 from covey.config.sft import SFTConfig
 from covey.config.tasks import TASK_CONFIGS
 
@@ -295,6 +296,7 @@ class RunConfig(RunBase):
         0, "sampled tokens after which the run ends; 0: no limit", min=0, max=2**53, advanced=True
     )
     sampling: SamplingConfig = config_field(SamplingConfig(), "[sampling] table")
+    selection: SelectionConfig = config_field(SelectionConfig(), "[selection] table")
     conversation: ConversationConfig = config_field(ConversationConfig(), "[conversation] table")
     chat: ChatConfig = config_field(ChatConfig(), "[chat] table")
     loss: LossConfig = config_field(LossConfig(), "[loss] table")

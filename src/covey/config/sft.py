@@ -8,17 +8,26 @@ from covey.config.common import config_field
 
 SFT_ALGORITHM = "sft"  # the algorithm in the config.toml of a run of `covey sft`
 SFT_TABLE = "sft"
-EXAMPLES_BY_NAME = ("calculator",)  # generated examples, by their name in sft.data
+SAMPLES = "samples"  # sft.data: the model's own samples
+EXAMPLES_BY_NAME = ("calculator", SAMPLES)  # examples that are made, by their name in sft.data
 
 
 @dataclass(frozen=True)
 class SFTConfig:
     data: str = config_field(
         "",
-        "covey sft: examples: a JSONL, Parquet or Arrow file, file.py:function (your function returns the rows), or "
-        "calculator (conversations that call a calculator)",
+        "covey sft: examples: a JSONL, Parquet or Arrow file, file.py:function (your function returns the rows), "
+        "calculator (conversations that call a calculator), samples (the model's own that earn enough reward), or the "
+        "folder of a run with record.tokens (its rollouts that did)",
     )
-    count: int = config_field(200, "generated examples, such as those of calculator", min=2, max=1_000_000)
+    count: int = config_field(200, "examples of calculator; prompts of samples", min=2, max=1_000_000)
+    samples_per_prompt: int = config_field(8, "samples of each prompt, for data = samples", min=1, max=100_000)
+    min_reward: float = config_field(1.0, "least reward of a sample or rollout that becomes an example")
+    keep: str = config_field(
+        "best",
+        "which samples of a prompt become examples: the best one, or all different ones with enough reward",
+        choices=("best", "all"),
+    )
     prompt_column: str = config_field("prompt", "column of the prompts: texts or chat messages", advanced=True)
     completion_column: str = config_field(
         "completion", "column of the completions: texts, or the chat messages after the prompt", advanced=True

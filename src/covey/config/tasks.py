@@ -82,6 +82,18 @@ class LookupConfig:
 
 
 @dataclass(frozen=True)
+class EnvironmentTaskConfig:
+    instruction: str = config_field("", "text of the prompt before the first observation of the environment")
+    held_out_fraction: float = config_field(
+        0.1,
+        "fraction of the prompts that an environment brings that is held out, if it brings no held-out ones",
+        above=0,
+        below=1,
+        advanced=True,
+    )
+
+
+@dataclass(frozen=True)
 class HumanEvalConfig:
     held_out_fraction: float = config_field(
         0.5,
@@ -144,6 +156,7 @@ TASK_CONFIGS: dict[str, type] = {
     "guess_number": GuessNumberConfig,
     "maze": MazeConfig,
     "lookup": LookupConfig,
+    "environment": EnvironmentTaskConfig,
     "human_eval": HumanEvalConfig,
     "dataset": DatasetConfig,
     "reasoning_gym": ReasoningGymConfig,

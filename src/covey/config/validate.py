@@ -43,6 +43,7 @@ from covey.config.validate_reasoning_gym import check_reasoning_gym
 from covey.config.validate_rewards import check_normalization, check_rewards
 from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_sampler import check_sampler
+from covey.config.validate_selection import check_selection
 from covey.config.validate_size import check_control_size, check_size
 from covey.config.validate_trackers import check_trackers
 
@@ -157,6 +158,7 @@ def _validate_language(
     check_conversation(config, own_environment=own_environment)
     check_iteration(config, own_rewards=own_rewards)
     check_lora(config)
+    check_selection(config.selection)
     locate_model(config.model)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any
 
 from covey.config.assignments import read_assignments
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
+from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS, ENVIRONMENT_PACKAGES
 from covey.config.common import ConfigError
 from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean
 from covey.config.function_source import check_function_name
 from covey.config.llm import RunConfig
+from covey.config.tasks import EnvironmentTaskConfig
 
 
 def check_conversation(config: RunConfig, *, own_environment: bool) -> None:
@@ -35,6 +37,10 @@ def check_conversation(config: RunConfig, *, own_environment: bool) -> None:
         if uses:
             raise ConfigError(
                 "the reward environment is that of a conversation's environment: set conversation.environment"
+            )
+        if isinstance(config.task, EnvironmentTaskConfig):
+            raise ConfigError(
+                "the task environment has the prompts of a conversation's environment: set conversation.environment"
             )
         return
     if not own_environment:
@@ -64,6 +70,12 @@ def _check_name(conversation: ConversationConfig) -> None:
             f"conversation.environment: there is no environment {conversation.environment!r}"
             f"{did_you_mean(conversation.environment, names)}; there are {', '.join(names)}, and your own as "
             "file.py:Class"
+        )
+    package = ENVIRONMENT_PACKAGES.get(conversation.environment)
+    if package is not None and find_spec(package) is None:
+        raise ConfigError(
+            f"the environment {conversation.environment} needs a package: pip install "
+            f'"covey[{conversation.environment}]"'
         )
 
 

@@ -9,13 +9,18 @@ from covey.config.fields import check_fields, did_you_mean, missing_file
 from covey.config.files import user_path
 from covey.config.function_source import check_function_name
 from covey.config.llm import RunConfig
-from covey.config.model_sources import locate_model
-from covey.config.sft import EXAMPLES_BY_NAME, SFTConfig
+from covey.config.model_sources import CONFIG_FILE, locate_model
+from covey.config.sft import EXAMPLES_BY_NAME, SAMPLES, SFTConfig
+from covey.config.validate import validate
+from covey.config.validate_conversation import check_conversation
 from covey.config.validate_size import check_threads
 
 
-def validate_sft(config: RunConfig) -> None:
+def validate_sft(config: RunConfig, *, resuming: bool = False) -> None:
     """Refuse a supervised training that cannot work.
+
+    Args:
+        resuming: its examples are recorded.
 
     Raises:
         ConfigError: one line that names the field and the fix.
@@ -29,7 +34,8 @@ def validate_sft(config: RunConfig) -> None:
             "out); covey train can begin an adapter on the trained model"
         )
     _check_columns(config.sft)
-    _check_source(config.sft.data)
+    if not resuming:
+        _check_source(config)
     if config.sft.held_out_path:
         _check_file(config.sft.held_out_path, "sft.held_out_path")
     locate_model(config.model)
@@ -51,12 +57,34 @@ def _check_columns(sft: SFTConfig) -> None:
             raise ConfigError(f"sft.{name} is {column!r}, which another field of [sft] names too: name two columns")
 
 
-def _check_source(data: str) -> None:
+def is_run(data: str) -> bool:
+    """True if the examples are rollouts of a run, named by its folder."""
+    path = user_path(data, "sft.data: ")
+    return path.is_dir() and (path / CONFIG_FILE).is_file()
+
+
+def is_sampled(data: str) -> bool:
+    """True if the examples are the model's own samples, of this training or of a run."""
+    return data == SAMPLES or is_run(data)
+
+
+def _check_source(config: RunConfig) -> None:
+    data = config.sft.data
     if not data:
         raise ConfigError(
             'no examples: set data = "examples.jsonl" in [sft], or give --data; the rows have a prompt and a '
             "completion, or messages"
         )
+    if is_sampled(data):
+        if config.sft.held_out_path:
+            raise ConfigError(
+                "sft.held_out_path is set, and of samples a fraction is held out: take it out (sft.held_out_fraction)"
+            )
+        if data == SAMPLES:
+            validate(config)
+        else:
+            check_conversation(config, own_environment=False)
+        return
     if data in EXAMPLES_BY_NAME:
         return
     if is_function(data):

@@ -44,6 +44,8 @@ class Start:
     index: int  # position of the start within its step; step and index identify the group
     prompt: Any  # a string or chat messages; in control, a reset seed
     columns: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the reward functions
+    kind: str = ""  # kind of problem, such as "- with borrow"; empty: the task names no kinds
+    weight: float = 1.0  # of the group in the loss
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class Rollout:
     text: str = ""  # the completion as text, for the rewards
     decided: Sequence[bool] | None = None  # for each action, whether the policy decided it; None: all of them
     messages: Sequence[Mapping[str, Any]] | None = None  # of a conversation: the chat after the prompt
+    observation: str = ""  # of a conversation: the environment's first one, which follows the prompt
     turn_rewards: Sequence[float] | None = None  # of a conversation: the environment's reward for each turn
     environment: Mapping[str, Any] | None = None  # of a conversation: public attributes of its environment at the end
     failure: str = ""  # of a conversation: why its environment failed, so that it cannot be graded
@@ -120,6 +123,7 @@ class Batch:
     proximal_logprobs_BT: Tensor | None = None  # of the old policy, computed by the trainer, in nats
     reference_all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action, if V is small
     proximal_all_logprobs_BTV: Tensor | None = None
+    group_weight_B: Tensor | None = None  # weight of the row's group in the loss; None: all are 1
     loss_weights_BT: Tensor | None = None  # weight of each decision in the loss
     reward_names: tuple[str, ...] = ()  # of the rewards of which `reward_B` is the weighted sum
     reward_parts_BR: Tensor | None = None  # float32, each reward without its weight; NaN if it has no value

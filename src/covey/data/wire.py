@@ -17,8 +17,8 @@ from covey.data.types import EndReason, Group, Rollout, Start
 _ARRAYS = ("context", "actions", "behavior_logprobs")  # the sequences of a rollout that are sent as arrays
 _DTYPES = {"context": np.int64, "actions": np.int64, "behavior_logprobs": np.float64}
 _PLAIN = (
-    "text", "decided", "messages", "turn_rewards", "environment", "failure", "step_rewards", "step_texts", "step_ends",
-    "reward", "reward_parts", "extras", "score", "version",
+    "text", "decided", "messages", "observation", "turn_rewards", "environment", "failure", "step_rewards",
+    "step_texts", "step_ends", "reward", "reward_parts", "extras", "score", "version",
 )  # fmt: skip
 
 

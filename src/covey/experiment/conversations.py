@@ -6,23 +6,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from covey.config import ConfigError, RewardConfig, RunConfig
+from covey.config import ConfigError, EnvironmentTaskConfig, RewardConfig, RunConfig
 from covey.config.files import user_path
 from covey.config.validate_conversation import environment_options
-from covey.data import Rollout, Start
-from covey.llm.conversation.conversation import messages_of, transcript, with_observation
+from covey.data import Rollout, Start, Task
+from covey.llm.conversation.conversation import first_messages, transcript
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.python_environment import copied_environment
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed
-from covey.llm.conversation.styles import StepStyle, Style, ToolStyle
+from covey.llm.conversation.styles import RespondStyle, StepStyle, Style, ToolStyle
 from covey.llm.conversation.tools import Tool
 from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses, Environments, Session
 from covey.llm.grader import RewardGrader, right_rollout
 from covey.llm.model.chat import Chat, Message
 from covey.llm.sampler import LanguageSampler
+from covey.llm.tasks import EnvironmentRows, Prompts, build_task
 from covey.llm.tasks.prompt_limit import PromptLimit
 
 DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
+ROWS_SECONDS = 300.0  # to send the prompts of an adapter
 
 
 class RolloutKind(Protocol):
@@ -31,6 +33,9 @@ class RolloutKind(Protocol):
     @property
     def default_rewards(self) -> tuple[RewardConfig, ...]:
         """Rewards in place of the task's own, if the recipe has none."""
+
+    def task(self, config: Any) -> Task:
+        """The task of a config of `TASK_CONFIGS`. Raises ConfigError as `build_task` does."""
 
     def example(self, start: Start) -> Rollout:
         """A rollout with which rewards are tried."""
@@ -62,6 +67,9 @@ class Completions:
     """Rollouts of one turn."""
 
     default_rewards: tuple[RewardConfig, ...] = ()
+
+    def task(self, config: Any) -> Task:
+        return build_task(config)
 
     def example(self, start: Start) -> Rollout:
         return right_rollout(start)
@@ -100,8 +108,18 @@ class Conversations:
         described = self._try(0, lambda session: session.ask({"do": "describe"}, DESCRIBE_SECONDS).result())
         self._style = described["style"]
         self._tools = [Tool(schema["function"]["name"], schema) for schema in described["tools"]]
-        step = self._style == "step"
-        self.default_rewards = (RewardConfig(name="environment"),) if step else ()
+        self._pays_turns = self._style in ("step", "respond")
+        self.default_rewards = (RewardConfig(name="environment"),) if self._pays_turns else ()
+
+    def task(self, config: Any) -> Task:
+        """The task of a config; the task environment has the rows of an adapter, if there are any."""
+        if isinstance(config, EnvironmentTaskConfig):
+            rows: Prompts | None = self._try(0, lambda session: session.ask({"do": "rows"}, ROWS_SECONDS).result())[
+                "rows"
+            ]
+            if rows is not None:
+                return EnvironmentRows(rows, config, f"environment {self._config.environment}")
+        return build_task(config)
 
     def example(self, start: Start) -> Rollout:
         """The right answer as a turn, in two environments, whose replies should be the same.
@@ -115,7 +133,7 @@ class Conversations:
         return first
 
     def pays_steps(self, grader: RewardGrader) -> bool:
-        by_environment = self._style == "step" and any(reward.per_turn for reward in grader.rewards)
+        by_environment = self._pays_turns and any(reward.per_turn for reward in grader.rewards)
         return by_environment or grader.splitter is not None
 
     def notes(self) -> Sequence[str]:
@@ -135,12 +153,11 @@ class Conversations:
             ConfigError: if the model's chat template cannot continue a conversation.
         """
         style = self._style_for(chat)
-        ConversationEncoder(chat).check((style.reply_role,))
+        ConversationEncoder(chat).check(style.reply_roles)
         observation = min(self._observations, key=len, default="")
 
         def encode(prompt: Any) -> Sequence[int]:
-            messages = messages_of(prompt)
-            return style.encode(with_observation(messages, observation) if observation else messages)
+            return style.encode(first_messages(prompt, observation))
 
         sample: list[Message] = [{"role": "user", "content": "u"}]
         of_tools = len(style.encode(sample)) - len(chat.encode(sample))
@@ -164,14 +181,16 @@ class Conversations:
             turns=self._config.turns,
             total_tokens=self._config.total_tokens,
         )
-        of_conversations.encoder.check((style.reply_role,))
+        of_conversations.encoder.check(style.reply_roles)
         return of_conversations
 
     def close(self) -> None:
         self._environments.close()
 
     def _style_for(self, chat: Chat) -> Style:
-        return StepStyle(chat) if self._style == "step" else ToolStyle(chat, self._tools)
+        if self._style == "step":
+            return StepStyle(chat)
+        return (RespondStyle if self._style == "respond" else ToolStyle)(chat, self._tools)
 
     def _try(self, index: int, use: Callable[[Session], Any]) -> Any:
         session = self._environments.open(environment_seed(0, 0, index))
@@ -188,9 +207,9 @@ class Conversations:
         messages = [{"role": "user", "content": observation}] if observation else []
         messages.append({"role": "assistant", "content": answer.text})
         reward = 0.0
-        if self._style == "step":
-            reply = session.ask({"do": "step", "message": answer.text}).result()
-            messages.append({"role": "user", "content": reply["text"]})
+        if self._pays_turns:
+            reply = session.ask({"do": self._style, "message": answer.text, "calls": []}).result()
+            messages.append({"role": "user", "content": reply["text"] or ""})
             reward = reply["reward"]
         end = session.ask({"do": "end"}).result()
         return replace(

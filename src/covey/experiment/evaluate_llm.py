@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from covey.config import EvaluationConfig, RunError
@@ -17,7 +18,8 @@ from covey.runtime.sharding import WHOLE
 from covey.tracking.console import Display
 from covey.tracking.records import answer_record
 from covey.tracking.run_store import RunStore
-from covey.tracking.score_kinds import SCORE_KINDS
+from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
+from covey.tracking.statistics import Estimate
 from covey.train.gather import lost_together
 
 PIECE = 128  # problems per call of the sampler
@@ -104,6 +106,7 @@ class HeldOut:
         return {
             "max_new_tokens": limit,
             **SCORE_KINDS[self.grader.score_kind].estimate(scores),
+            **by_kind(groups, SCORE_KINDS[self.grader.score_kind]),
             "unscored": len(rollouts) - len(scores),
             "mean_tokens": sum(rollout.decisions for rollout in rollouts) / len(rollouts),
         }
@@ -141,6 +144,21 @@ def answer_records(step: int, graded: dict[int, list[Group]]) -> list[dict[str, 
 def scores_of(rollouts: Sequence[Rollout]) -> list[float]:
     """The scores of the graded rollouts; a failed grading is not a wrong answer."""
     return [rollout.score for rollout in rollouts if rollout.score is not None]
+
+
+def by_kind(groups: Sequence[Group], kind: ScoreKind) -> dict[str, dict[str, Estimate]]:
+    """{"by_kind": the mean score of every kind of problem}; {} if there are not at least two kinds. The scores of the
+    answers to one problem are averaged first.
+    """
+    scores: dict[str, list[float]] = {}
+    for group in groups:
+        if found := scores_of(group.rollouts):
+            scores.setdefault(group.start.kind, []).append(fmean(found))
+    if len(scores) < 2:
+        return {}
+    single = all(len(group.rollouts) == 1 for group in groups)
+    estimate = kind.estimate if single else kind.estimate_best
+    return {"by_kind": {name: estimate(scores[name]) for name in sorted(scores)}}
 
 
 def unscored(count: int, total: int) -> str:

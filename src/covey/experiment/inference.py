@@ -12,7 +12,7 @@ from covey.config.model_sources import find_origin
 from covey.config.recipe import config_from_dict
 from covey.data import Group, RolloutCredit, Start
 from covey.experiment.conversations import build_rollout_kind
-from covey.experiment.evaluate_llm import answer_records, answers, nothing_scored, scores_of, unscored
+from covey.experiment.evaluate_llm import answer_records, answers, by_kind, nothing_scored, scores_of, unscored
 from covey.experiment.llm import build_machine, load_policy
 from covey.experiment.problem import build_problem, fit_prompts
 from covey.llm.generation.truncation import WHOLE, Truncation
@@ -20,6 +20,7 @@ from covey.llm.grader import RewardGrader
 from covey.tracking.console import Display
 from covey.tracking.records import rollout_record
 from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
+from covey.tracking.statistics import Estimate
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class ModelEvaluation:
     def scores(self) -> list[list[float]]:
         """For every problem the scores of its answers, without those that could not be graded."""
         return [scores_of(group.rollouts) for group in self.groups]
+
+    @property
+    def by_kind(self) -> dict[str, Estimate]:
+        """The mean score of every kind of problem; empty if there are not at least two."""
+        return by_kind(self.groups, self.kind).get("by_kind", {})
 
     def records(self) -> list[dict[str, Any]]:
         """The answers as records of a file, from `covey.tracking.run_store.answer_record`."""

@@ -37,6 +37,7 @@ from covey.experiment.llm_components import (
     build_llm_algorithm,
     build_recorder,
     build_reference_updater,
+    build_selection,
     with_outputs,
 )
 from covey.experiment.problem import Problem, build_problem, fit_prompts
@@ -203,7 +204,7 @@ class LLMBuilder:
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
-        _note_unused_step_rewards(config, problem.grader, display)
+        _note_unused_step_rewards(config, problem, display)
         algorithm = build_llm_algorithm(config, problem.grader.weights)
         critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
         reference = loaded.adaptation.reference(loaded.policy)
@@ -237,6 +238,7 @@ class LLMBuilder:
             ),
             kl_coefficient=kl_coefficient,
             reward_model=next(iter(iterated), FixedRewards()),
+            selection=build_selection(config.selection),
             collector=build_collector(config),
             recorder=build_recorder(config, policy, loaded.chat, self.team),
             observers=() if self.team.rank else (store, display, *iterated),
@@ -290,10 +292,10 @@ class LLMBuilder:
         self._open.close()
 
 
-def _note_unused_step_rewards(config: RunConfig, grader: RewardGrader, display: Display) -> None:
+def _note_unused_step_rewards(config: RunConfig, problem: Problem, display: Display) -> None:
     """Note for the user if there are step rewards and the algorithm compares whole rollouts."""
     by_outcome = config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP
-    if by_outcome and grader.splitter is not None:
+    if by_outcome and problem.grader.splitter is not None:
         display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
 
 

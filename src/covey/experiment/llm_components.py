@@ -14,7 +14,7 @@ from covey.algorithms.advantages import (
     process_by_step,
     process_return_to_go,
 )
-from covey.config import RunConfig
+from covey.config import RunConfig, SelectionConfig
 from covey.config.model_sources import find_origin
 from covey.core import kl
 from covey.data import ReferenceUpdater, Team
@@ -40,6 +40,7 @@ from covey.train.collect import (
     LogGroupSizes,
 )
 from covey.train.record import Recorder, RolloutRecorder, TokenRecorder
+from covey.train.selection import ByExpectedSignal, FromTheData, PromptSelection
 from covey.train.state import NeverUpdate
 
 CREDITS: dict[str, CreditAssignment] = {
@@ -128,6 +129,13 @@ def build_group_size(config: RunConfig) -> GroupSize:
 def build_recorder(config: RunConfig, policy: LanguagePolicy, chat: Chat, team: Team) -> Recorder:
     """Records the tokens of rollouts if the config says so."""
     return TokenRecorder(policy, TokenTexts(chat.tokenizer), team) if config.record.tokens else RolloutRecorder()
+
+
+def build_selection(selection: SelectionConfig) -> PromptSelection:
+    """The selection of prompts."""
+    if selection.candidates == 1:
+        return FromTheData()
+    return ByExpectedSignal(**vars(selection))
 
 
 def build_collector(config: RunConfig) -> Collector:

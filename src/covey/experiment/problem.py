@@ -15,7 +15,7 @@ from covey.experiment.conversations import COMPLETIONS, RolloutKind
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.model.chat import Chat
 from covey.llm.rewards.weighted_reward import WeightedReward
-from covey.llm.tasks import PromptDataset, build_task, task_of
+from covey.llm.tasks import PromptDataset, task_of
 from covey.llm.tasks.prompt_limit import FittingTask, Note, refuse_first_starts
 
 
@@ -64,7 +64,7 @@ def build_problem(
     """
     if task is None and config.task is None:
         raise ConfigError("there is no task: add a [task] table, or call run(config, task=...)")
-    task = build_task(config.task) if task is None else task_of(task)
+    task = kind.task(config.task) if task is None else task_of(task)
     default = kind.default_rewards or getattr(task, "default_rewards", ())
     if not (rewards or config.rewards or default):
         raise ConfigError("there is no reward: add a [[rewards]] table, or call run(config, rewards=[...])")

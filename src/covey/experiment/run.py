@@ -47,6 +47,7 @@ from covey.tracking.console import Display
 from covey.tracking.diagnosis import Diagnosis
 from covey.tracking.notebook import ignore_missing_widgets
 from covey.tracking.output import outlasting_output
+from covey.tracking.repeated_steps import RepeatedSteps
 from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
 from covey.tracking.run_result import RunResult
 from covey.tracking.run_store import CONFIG_FILE, RunStore
@@ -246,6 +247,8 @@ def _train(
             for line in differences(origin["environment"], experiment.machine):
                 display.note(f"resuming on another footing, so the last bits may differ: {line}")
             progress = restore_checkpoint(parts, store, display, settings.checkpoint_every)
+            repeated = RepeatedSteps(store.removed, store.rollouts_path, display.note)
+            parts = replace(parts, observers=(*parts.observers, repeated))
         trackers.begin(origin["before"], progress.step)
         with stop_requests(display.note) as stopped:
             loop = iterate if settings.iteration_steps else train

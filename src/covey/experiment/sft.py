@@ -4,6 +4,7 @@ runs/arithmetic_sft-001/
   config.toml     the recipe with every default; its algorithm is sft and its steps are the optimizer steps
   origin.json     the config, checksums of the examples, and the held-out loss before training
   metrics.jsonl   one line for each optimizer step; the last of an epoch has the held-out loss too
+  examples.jsonl  the samples that are trained, if the examples are the model's own
   checkpoints/    for `covey sft --resume`
   model/          the trained model in the format of transformers
   summary.json    the result, with the held-out loss before and after
@@ -29,26 +30,28 @@ from covey.config.files import read_json
 from covey.config.model_sources import ARCHITECTURE_FOLDER, CONFIG_FILE, MODEL_FOLDER
 from covey.config.recipe import config_from_dict
 from covey.config.recipe_writing import config_to_dict, write_config
-from covey.config.sft import SFT_ALGORITHM
+from covey.config.sft import SAMPLES, SFT_ALGORITHM
 from covey.config.sft_data import Examples
-from covey.config.validate_sft import validate_sft
+from covey.config.validate_sft import is_sampled, validate_sft
 from covey.data import Batch
 from covey.experiment.advice import Launch
 from covey.experiment.build import build_checkpoints, build_optimizer
 from covey.experiment.llm import Machine, build_machine
 from covey.experiment.resuming import load_newest
+from covey.experiment.sft_samples import examples_of_run, sampled_examples
 from covey.llm.generation.backend import find_kernels
 from covey.llm.model.loading import load_chat, load_model, resolve_checkpoint, save_architecture
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sft.encoding import EncodedExample, ExampleEncoder, batch_of, encode_examples, longest_example
+from covey.llm.sft.samples import read_back, tokens_of, written
 from covey.llm.sft.sources import read_source
 from covey.runtime.device import differences, environment, peak_memory_bytes
 from covey.runtime.interrupts import set_last_words, stop_requests
 from covey.runtime.learning_rate import learning_rate_schedule
 from covey.tracking.console import Display
 from covey.tracking.output import outlasting_output
-from covey.tracking.run_folder import ORIGIN_FILE, holds_run, write_atomically, write_folders
+from covey.tracking.run_folder import EXAMPLES_FILE, ORIGIN_FILE, holds_run, write_atomically, write_folders
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.train.supervised import (
     SupervisedTrainer,
@@ -66,6 +69,7 @@ class Data:
     training: list[EncodedExample]
     held_out: list[EncodedExample]
     notes: Sequence[str]  # for the user
+    samples: bytes = b""  # content of examples.jsonl; empty if the examples are no samples
 
     @property
     def digest(self) -> str:
@@ -97,14 +101,16 @@ def train_sft(
     """
     validate_sft(config)
     config = replace(config, model=resolve_checkpoint(config.model))
-    data = read_data(config, examples)
+    machine = build_machine(config.device, config.precision, config.threads)
+    data = sample_data(config, machine) if is_sampled(config.sft.data) else read_data(config, examples)
     steps = config.sft.epochs * batches_per_epoch(len(data.training), config.sft.batch_size)
     config = replace(config, algorithm=SFT_ALGORITHM, steps=steps)
-    machine = build_machine(config.device, config.precision, config.threads)
     with RunStore(run_dir()) as store, _faults_of_run(store):
         config = replace(config, run_dir=str(store.run_dir))
         with faults_of(store.run_dir / CONFIG_FILE):
             write_config(config, store.run_dir / CONFIG_FILE)
+        if data.samples:
+            write_atomically(store.run_dir / EXAMPLES_FILE, data.samples)
         origin = {
             "recipe": launch.title,
             "launch": vars(launch),
@@ -129,8 +135,8 @@ def resume_sft(run_dir: Path) -> dict[str, Any] | None:
         if store.finished():
             raise ConfigError(f"the training in {run_dir} is finished: its model is {run_dir / MODEL_FOLDER}")
         origin, config = _read_beginning(store.run_dir)
-        validate_sft(replace(config, algorithm="grpo"))
-        data = read_data(config)
+        validate_sft(replace(config, algorithm="grpo"), resuming=True)
+        data = recorded_data(config, store.run_dir) if is_sampled(config.sft.data) else read_data(config)
         if data.digest != origin["inputs"]["examples"]:
             raise ConfigError(
                 f"the examples of {config.sft.data} have changed since the training began; a resumed one reads what it "
@@ -164,9 +170,34 @@ def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
         notes.append(f"{plural(dropped, 'example')} of more than {longest:,} tokens left out")
     if examples.overlap:
         notes.append(f"{plural(examples.overlap, 'example')} left out of training because their prompts are held out")
-    if config.trackers:
-        notes.append(f"no metrics are sent to {', '.join(config.trackers)}, which {command('train')} alone does")
-    return Data(training, held_out, notes)
+    return Data(training, held_out, [*notes, *_notes(config)])
+
+
+def sample_data(config: RunConfig, machine: Machine) -> Data:
+    """The model's own samples, of this training or of a run, as examples.
+
+    Raises:
+        ConfigError: if none has enough reward.
+    """
+    sampled = sampled_examples(config, machine) if config.sft.data == SAMPLES else examples_of_run(config)
+    training, held_out = tokens_of(sampled.training), tokens_of(sampled.held_out)
+    return Data(training, held_out, [*sampled.notes, *_notes(config)], written(sampled.training, sampled.held_out))
+
+
+def recorded_data(config: RunConfig, run_dir: Path) -> Data:
+    """The samples that a run folder has recorded.
+
+    Raises:
+        ConfigError: if their file is missing or damaged.
+    """
+    training, held_out = map(tokens_of, read_back(run_dir / EXAMPLES_FILE))
+    return Data(training, held_out, _notes(config))
+
+
+def _notes(config: RunConfig) -> list[str]:
+    if not config.trackers:
+        return []
+    return [f"no metrics are sent to {', '.join(config.trackers)}, which {command('train')} alone does"]
 
 
 class _Training:

@@ -18,8 +18,10 @@ from covey.llm.generation.generator import (
     RandomKey,
 )
 from covey.llm.generation.truncation import WHOLE, Truncation
-from covey.llm.model.chat import Chat
+from covey.llm.model.chat import Chat, Message, ToolSchema
 from covey.llm.model.stop_strings import StopStrings
+
+GivenPrompt = tuple[str | Sequence[Message], Sequence[ToolSchema]]  # and the tools that the chat template shows
 
 
 @dataclass
@@ -69,6 +71,10 @@ class LanguageSampler:
         for result in self.generator.generate(requests, add_group):
             completions_of(result)  # raises if a request failed
         return [groups[number] for number in range(len(starts))]
+
+    def prompt_of(self, prompt: str | Sequence[Message], observation: str) -> GivenPrompt:
+        """What `chat.encode` encodes for a start's prompt; `observation` is the first one of a conversation, or ""."""
+        return prompt, ()
 
     def settings(self, max_new_tokens: int) -> GenerationSettings:
         """Settings of requests with this token limit."""

@@ -1,6 +1,7 @@
 """Output of a run: its folder, display, metrics and statistics.
 
 run_folder, run_store   the folder of a run, its lock, and the files in it
+repeated_steps          steps that a resumed run samples again, compared with their records
 run_state               the state of a run, and the runs below a folder
 records                 the lines of rollouts and held-out answers
 run_overview            the list of runs

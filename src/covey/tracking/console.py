@@ -137,7 +137,7 @@ class Display:
 
     def show_summary(self, summary: dict[str, Any], advice: str) -> None:
         """Show the end of a run: evaluations before and after, cost, diagnosis, and advice."""
-        self._print(before_after_table(summary))
+        self._print(Group(before_after_table(summary), *by_kind_tables(summary)))
         for line in (cost_line(summary), conclusion(summary), advice):
             self.note(line)
 
@@ -310,6 +310,21 @@ def before_after_table(summary: dict[str, Any]) -> Table:
             Text(wording.kind.write_change(after["score"] - before["score"]), style),
         )
     return table
+
+
+def by_kind_tables(summary: dict[str, Any]) -> list[Table]:
+    """A table with the scores of every kind of problem at the token limit of training; [] if there are no kinds."""
+    evaluation, kind = summary["evaluations"][0], find_wording(summary).kind
+    before, after = (evaluation[when].get("by_kind", {}) for when in ("before", "after"))
+    if not after:
+        return []
+    table = Table("kind of problem", title="By kind of problem", title_style="bold")
+    for name in ("problems", "before", "after"):
+        table.add_column(name, justify="right", style="bold" if name == "after" else None)
+    for name, found in after.items():
+        earlier = kind.write(before[name]["score"]) if name in before else "-"
+        table.add_row(name, str(found["count"]), earlier, kind.write_interval(found))
+    return [table]
 
 
 def cost_line(summary: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from covey.tracking.plain_files import Refused, TooLarge
 from covey.tracking.run_reader import RunReader, kind_of_run, number, prompt_text, table, text
 from covey.tracking.score_kinds import SCORE_KINDS
+from covey.tracking.turns import conversation_turns, searched_text
 
 Answers = dict[int, dict[str, Any]]  # of one evaluation at one token limit, by problem
 ORDERS = ("problem", "better", "worse")
@@ -82,8 +83,13 @@ def compare_answers(
         wanted: a text that the prompt or an answer must contain, in any case; "" for all.
     """
     rows = [_row(problem, first.get(problem), last.get(problem)) for problem in sorted(first.keys() | last.keys())]
+
+    def matches(problem: int) -> bool:
+        lines = filter(None, (first.get(problem), last.get(problem)))
+        return not wanted or any(_contains(line, wanted.casefold()) for line in lines)
+
     counts = {name: sum(_direction(row) == name for row in rows) for name in ("better", "worse", "same", "unknown")}
-    shown = [row for row in rows if _is_kind(row, kind) and (not wanted or _contains(row, wanted.casefold()))]
+    shown = [row for row in rows if _is_kind(row, kind) and matches(row["problem"])]
     if order != "problem":
         sign = -1 if order == "better" else 1
         shown.sort(key=lambda row: (row["change"] is None, sign * (row["change"] or 0), row["problem"]))
@@ -123,6 +129,8 @@ def _answer(line: dict[str, Any] | None) -> dict[str, Any] | None:
         "tokens": number(line.get("tokens")),
         "truncated": line.get("truncated") is True,
         "extra": table(line.get("extra")) or None,
+        "turns": conversation_turns(line) or None,
+        "failure": text(line.get("failure")) or None,
     }
 
 
@@ -139,6 +147,5 @@ def _is_kind(row: dict[str, Any], kind: str) -> bool:
     return not kind or _direction(row) == kind
 
 
-def _contains(row: dict[str, Any], wanted: str) -> bool:
-    texts = [prompt_text(row["prompt"])] + [answer["text"] for answer in (row["first"], row["last"]) if answer]
-    return any(wanted in one.casefold() for one in texts)
+def _contains(line: dict[str, Any], wanted: str) -> bool:
+    return any(wanted in one.casefold() for one in (prompt_text(line.get("prompt")), searched_text(line)))

@@ -234,6 +234,7 @@ METRICS: dict[str, Metric] = _glossary(
         "adaptive: unused rollouts of prompts_per_step x group_size, because no group varied or all that did were full",
         "near 0; if it stays high, raise initial_group_size, or max_group_size",
     ),
+    Metric("selection/kinds", "count", "kinds of prompts with observed rewards", "grows to the number of kinds"),
     Metric(
         "prompts/left_out",
         "count",

@@ -25,15 +25,18 @@ def rollout_record(step: int, group: Group, rollout: Rollout, credit: RolloutCre
     is the mean of its values over the decisions, null if the grading failed.
 
     Conversations have "messages", the chat after the prompt, and "turn_rewards", what the environment paid for each
-    turn; one whose environment failed has the reason, "failure".
+    turn; "observation", the environment's first text, which follows the prompt, if there is one; and "failure", the
+    reason, if the environment failed.
 
-    Three keys are in some lines only. "undecided": positions after the prompt, as [first, after the last] pairs, of
-    actions that the policy did not decide, such as the tokens of a tool's output. "dropped": true in groups that were
-    replaced by others, and not trained on. "tokens", with record.tokens: the fields of `covey.data.TokenTable`.
+    Some keys are in some lines only. "kind": the kind of problem, if the task names kinds. "undecided": positions after
+    the prompt, as [first, after the last] pairs, of actions that the policy did not decide, such as the tokens of a
+    tool's output. "dropped": true in groups that were replaced by others, and not trained on. "tokens", with
+    record.tokens: the fields of `covey.data.TokenTable`.
     """
     record = {
         "step": step,
         "group": group.start.index,
+        **({"kind": group.start.kind} if group.start.kind else {}),
         **_attempt(group.start, rollout),
         "end": str(rollout.end),
         "decisions": rollout.decisions,
@@ -61,6 +64,7 @@ def answer_record(step: int, max_new_tokens: int, start: Start, rollout: Rollout
         "step": step,
         "max_new_tokens": max_new_tokens,
         "problem": start.index,
+        **({"kind": start.kind} if start.kind else {}),
         **_attempt(start, rollout),
         "tokens": rollout.decisions,
         **_undecided(rollout),
@@ -78,6 +82,7 @@ def _attempt(start: Start, rollout: Rollout) -> dict[str, Any]:
         "reward_parts": rollout.reward_parts,
         "score": rollout.score,
         **({"extra": rollout.extras} if rollout.extras else {}),
+        **({"observation": rollout.observation} if rollout.observation else {}),
         **({} if rollout.messages is None else {"messages": list(rollout.messages)}),
         **({} if rollout.turn_rewards is None else {"turn_rewards": list(rollout.turn_rewards)}),
         **({"failure": rollout.failure} if rollout.failure else {}),

@@ -12,7 +12,8 @@ from typing import Any
 from covey.config import ConfigError
 from covey.config.fields import plural
 from covey.tracking.plain_files import Refused, TooLarge
-from covey.tracking.run_reader import LIMITS, Group, RunReader, number, prompt_text, ranges, text
+from covey.tracking.run_reader import LIMITS, Group, RunReader, number, prompt_text, ranges
+from covey.tracking.turns import searched_text
 
 Keep = Callable[["Found"], bool]
 
@@ -32,7 +33,7 @@ class Found:
 
     def contains(self, words: str) -> bool:
         """True if the completion or the prompt has these words, in any case."""
-        texts = (text(self.line.get("text")), prompt_text(self.line.get("prompt")))
+        texts = (searched_text(self.line), prompt_text(self.line.get("prompt")))
         return any(words.casefold() in one.casefold() for one in texts)
 
 

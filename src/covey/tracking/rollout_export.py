@@ -33,7 +33,8 @@ from covey.tracking.run_reader import RunReader, table
 SUFFIXES = (".parquet", ".jsonl", ".csv")
 FIRST_COLUMNS = (
     "step", "group", "rollout", "max_new_tokens", "problem", "prompt", "text", "reward", "score", "advantage",
-    "baseline", "end", "truncated", "decisions", "version", "dropped",
+    "baseline", "end", "truncated", "decisions", "version", "dropped", "observation", "messages", "turn_rewards",
+    "failure",
 )  # fmt: skip
 DIVIDED = ("columns", "reward_parts")  # tables with a column for each key
 MOST_DIVIDED = 500  # keys; with more of them the table is one column of JSON texts

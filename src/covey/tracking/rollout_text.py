@@ -17,9 +17,11 @@ from covey.config.fields import plural, printable
 from covey.tracking.rollout_choice import Found
 from covey.tracking.run_reader import Group, number, table, text
 from covey.tracking.score_kinds import number as short
+from covey.tracking.turns import SHOWN_AT_FIRST, Turn, conversation_turns
 
 INDENT = "      "
-LONGEST_TEXT = 2000  # characters of a completion, unless all of it is asked for
+TURN_INDENT = "  "  # of the text of a turn, below its role
+LONGEST_TEXT = 2000  # characters of a completion or of a turn, unless all of it is asked for
 LONGEST_VALUE = 200  # of a data column
 MOST_COLUMNS = 20  # data columns of a prompt
 
@@ -98,7 +100,7 @@ class RolloutPrinter:
             head.append(f"  score {short(score)}")
         head.append(f"  {_length(line, self.unit)}", "dim")
         self._line(head)
-        self._block(text(line.get("text")))
+        self._completion(text(line.get("text")), conversation_turns(line), text(line.get("failure")))
 
     def answers(self, row: Mapping[str, Any], labels: Sequence[str]) -> None:
         """Print a held-out problem with two answers to it: a row of `covey.tracking.evaluations.compare_answers`."""
@@ -117,7 +119,7 @@ class RolloutPrinter:
             tokens = answer["tokens"]
             length = "" if tokens is None else f"  {plural(int(tokens), 'token')}"
             self._line(head.append(length + (", truncated" if answer["truncated"] else ""), "dim"))
-            self._block(answer["text"])
+            self._completion(answer["text"], answer["turns"] or [], answer["failure"] or "")
         self._line(Text())
 
     def _fact(self, label: str, content: str) -> None:
@@ -128,19 +130,48 @@ class RolloutPrinter:
         for line in lines[1:]:
             self._line(Text(" " * 13 + line))
 
-    def _block(self, content: str) -> None:
+    def _completion(self, content: str, turns: Sequence[Turn], failure: str) -> None:
+        """Print a completion; that of a conversation by its turns."""
+        if failure:
+            self._line(Text(f"{INDENT}{_one_line(failure)}", "red"))
+        if not turns:
+            self._block(content)
+        shown = turns if self.whole else turns[:SHOWN_AT_FIRST]
+        for turn in shown:
+            head = Text(f"{INDENT}{_one_line(turn['role'])} {_one_line(turn['name'])}".rstrip(), "dim")
+            if turn["reward"] is not None:
+                head.append(f"  reward {short(turn['reward'])}", "not dim")
+            self._line(head)
+            if turn["text"] or not (turn["calls"] or turn["unread"]):
+                self._block(turn["text"], INDENT + TURN_INDENT)
+            for call in turn["calls"]:
+                self._line(Text(f"{INDENT}{TURN_INDENT}calls ", "dim").append(_one_line(call["name"]), "bold"))
+                for name, value in call["arguments"]:
+                    self._line(Text(f"{INDENT}{TURN_INDENT * 2}{_one_line(name)}:", "dim"))
+                    self._block(value, INDENT + TURN_INDENT * 3)
+            for content in turn["unread"]:
+                self._line(Text(f"{INDENT}{TURN_INDENT}call that could not be read", "dim"))
+                self._block(content, INDENT + TURN_INDENT * 2)
+        if len(turns) > len(shown):
+            self._line(Text(f"{INDENT}... {len(turns) - len(shown):,} more turns (--full shows them)", "dim"))
+
+    def _block(self, content: str, indent: str = INDENT) -> None:
         shown = content if self.whole else content[:LONGEST_TEXT]
-        width = max(20, self.console.width - len(INDENT)) if self.console.is_terminal else None
+        width = max(20, self.console.width - len(indent)) if self.console.is_terminal else None
         for line in printable(shown).expandtabs(4).split("\n") if shown.strip() else ["(nothing)"]:
             style = "" if shown.strip() else "dim"
             for part in Text(line, style).wrap(self.console, width) if width else [Text(line, style)]:
-                self._line(Text(INDENT).append_text(part))
+                self._line(Text(indent).append_text(part))
         if len(content) > len(shown):
-            self._line(Text(f"{INDENT}... {len(content) - len(shown):,} more characters (--full shows them)", "dim"))
+            self._line(Text(f"{indent}... {len(content) - len(shown):,} more characters (--full shows them)", "dim"))
 
     def _line(self, line: Text) -> None:
         line.rstrip()
         self.console.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
+def _one_line(words: str) -> str:
+    return " ".join(printable(words).split())[:LONGEST_VALUE]
 
 
 def _turns(prompt: Any, label: str) -> list[tuple[str, str]]:

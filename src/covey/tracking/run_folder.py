@@ -28,6 +28,7 @@ ROLLOUTS_FOLDER = "rollouts"
 HELD_OUT_FOLDER = "held_out"
 TRACKERS_FOLDER = "trackers"
 ORIGIN_FILE = "origin.json"
+EXAMPLES_FILE = "examples.jsonl"  # the samples on which a run of `covey sft` is trained
 _DRAFT = ".tmp"  # suffix of a file that is being written
 _UNFINISHED = ".unfinished-"  # prefix of folders that a crash may leave behind
 LOG_FILE = "output.log"  # terminal output of a run of a comparison
@@ -35,7 +36,7 @@ LOG_FILE = "output.log"  # terminal output of a run of a comparison
 # Files that a run writes before its first step; a folder with no others can be replaced.
 _BEFORE_THE_FIRST_STEP = {
     LOCK_FILE, CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, HELD_OUT_FOLDER, ORIGIN_FILE, CHECKPOINTS_FOLDER,
-    ARCHITECTURE_FOLDER, TRACKERS_FOLDER, f"{_UNFINISHED}new", f"{_UNFINISHED}old",
+    ARCHITECTURE_FOLDER, TRACKERS_FOLDER, EXAMPLES_FILE, f"{_UNFINISHED}new", f"{_UNFINISHED}old",
 }  # fmt: skip
 
 

@@ -40,6 +40,7 @@ from covey.config.model_sources import (  # noqa: F401 -- see above
     REWARD_MODEL_FOLDER,
 )
 from covey.tracking.records import encode, rollout_record
+from covey.tracking.repeated_steps import Digests, digests
 from covey.tracking.run_folder import (
     HELD_OUT_FOLDER,
     METRICS_FILE,
@@ -79,6 +80,7 @@ class RunStore:
         self.run_dir = self._lock.folder
         self.shared_dir = copy_of or self.run_dir  # of the run, with its checkpoints
         self.began = resume  # True if a step has been recorded
+        self.removed: dict[int, Digests] = {}  # step -> of the rollouts that `rewind` has removed
         self._unsynced: list[Path] = [self.run_dir / CONFIG_FILE]
         with faults_of(self.run_dir):
             (self.run_dir / ROLLOUTS_FOLDER).mkdir(exist_ok=True)
@@ -155,12 +157,15 @@ class RunStore:
         Raises:
             MachineError: if the files cannot be read or written.
         """
+        last = self.last_recorded()
         notes = self.rewind_metrics(step)
         for folder in (HELD_OUT_FOLDER, ROLLOUTS_FOLDER):
             with faults_of(self.run_dir / folder):
                 for file in (self.run_dir / folder).glob("step_*.jsonl"):
                     number = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
                     if number and int(number[1]) > step and not file.is_dir():
+                        if folder == ROLLOUTS_FOLDER and int(number[1]) <= last:  # else it may be incomplete
+                            self.removed[int(number[1])] = digests(file)
                         file.unlink()
         with faults_of(self.run_dir / ROLLOUTS_FOLDER):
             unread = [number for number in range(1, step + 1) if not _has_rollouts(self.rollouts_path(number), number)]

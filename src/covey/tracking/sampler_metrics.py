@@ -45,6 +45,14 @@ SAMPLER_METRICS = (
         reproducible=False,
     ),
     Metric(
+        "sampler/cached_fraction",
+        "fraction",
+        "conversations on covey serve: of the tokens before each turn but the first, those whose keys and values the "
+        "server had kept; of rank 0",
+        "near 1; lower if the server has too little room for the conversations of a step",
+        reproducible=False,
+    ),
+    Metric(
         "sampler/rerouted",
         "count",
         "requests for the completions of a prompt that were sent to another sampler, because one did not answer or was "

@@ -19,6 +19,7 @@ from covey.runtime.sharding import WHOLE
 from covey.runtime.timer import Measure
 from covey.train.gather import gather_groups, lost_together
 from covey.train.prepare import has_signal
+from covey.train.selection import FromTheData, PromptSelection
 from covey.train.shards import own_shards, share
 
 # Largest adaptive group, as a multiple of the step's group size, unless a size is given.
@@ -68,10 +69,11 @@ class GroupSource:
     measure: Measure  # times a phase; the argument is the name of its metric
     team: Team = ALONE
     weights: SamplerWeights = WHOLE
+    selection: PromptSelection = field(default_factory=FromTheData)
 
     def draw(self, count: int, first: int = 0) -> list[Start]:
         """`count` starts of the step, with indices from `first`."""
-        return self.task.draw(self.seed, self.step, count, first=first, before=self.drawn + first)
+        return self.selection.draw(self.task, self.seed, self.step, count, first=first, before=self.drawn + first)
 
     def rollouts(self, starts: Sequence[Start], size: int, *, first_rollout: int = 0) -> list[Group]:
         """Sample and grade `size` rollouts from each start, numbered from `first_rollout`.

@@ -65,7 +65,8 @@ def train_step(run: Components, config: LoopConfig, progress: Progress) -> StepR
         run.reference_updater.after(step)
     with clock.measure("time/record"):
         credits = run.recorder.credits(collected, prepared)
-    metrics = step_metrics(collected, prepared.metrics, updated, clock)
+    selection = run.selection.after(step, collected.all_groups)
+    metrics = step_metrics(collected, prepared.metrics | selection, updated, clock)
     weights = {f"weights of the {name}": item.checksum() for name, item in optimizers_of(run).items()}
     check_agreement(collected.all_groups, updated | weights, run.team, f"step {step}")
     progress.advance(collected.all_groups, metrics)
@@ -78,6 +79,6 @@ def collect(run: Components, config: LoopConfig, progress: Progress, clock: Cloc
     step = progress.step + 1
     source = GroupSource(
         run.task, run.sampler, run.grader, run.algorithm, config.seed, step, progress.starts, clock.measure, run.team,
-        run.weights,
+        run.weights, run.selection,
     )  # fmt: skip
     return run.collector.collect(source, config.starts_per_step, config.group_size.at(step))

@@ -41,6 +41,22 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "length/truncated_fraction": fmean(rollout.end.is_limit for rollout in rollouts),
         **({"length/truncated_reward": fmean(of_truncated)} if of_truncated else {}),
         "decisions/sampled": float(sum(lengths)),
+        **describe_conversations(groups),
+    }
+
+
+def describe_conversations(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of conversations; none of other rollouts."""
+    rollouts = [one for group in groups for one in group.rollouts if one.messages is not None]
+    if not rollouts:
+        return {}
+    calls = [len(message.get("tool_calls", ())) for one in rollouts for message in one.messages or ()]
+    different = [len({one.context for one in group.rollouts}) > 1 for group in groups]
+    return {
+        "conversation/turns": fmean(len(one.turn_rewards or ()) for one in rollouts),
+        "conversation/tool_calls": sum(calls) / len(rollouts),
+        "conversation/failed": float(sum(bool(one.failure) for one in rollouts)),
+        "conversation/different_prompts": float(sum(different)),
     }
 
 

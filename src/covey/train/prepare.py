@@ -127,13 +127,19 @@ def prepare_rows(
         mask_BT=counted_BT,
         advantages_BT=torch.where(counted_BT, advantages_BT, 0.0),
         returns_BT=returns_BT,
-        loss_weights_BT=algorithm.aggregation(counted_BT, count(counted_BT)).to(torch.float32),
+        loss_weights_BT=_loss_weights(batch, algorithm, counted_BT),
         reference_logprobs_BT=reference_BT,
         reference_all_logprobs_BTV=loss_scores.get("all_logprobs_BTV"),
         proximal_logprobs_BT=old_scores.get("logprobs_BT"),
         proximal_all_logprobs_BTV=old_scores.get("all_logprobs_BTV"),
     )
     return Prepared(rows, kept_B, batch.mask_BT, advantages_BT, metrics)
+
+
+def _loss_weights(batch: Batch, algorithm: Algorithm, counted_BT: Tensor) -> Tensor:
+    """loss_weights_BT: those of the algorithm, times the weight of each group."""
+    weights_BT = algorithm.aggregation(counted_BT, count(counted_BT)).to(torch.float32)
+    return weights_BT if batch.group_weight_B is None else weights_BT * batch.group_weight_B[:, None]
 
 
 @torch.no_grad()

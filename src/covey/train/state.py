@@ -31,6 +31,7 @@ from covey.train.kl_coefficient import KLCoefficient
 from covey.train.learners import Learner
 from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder
+from covey.train.selection import FromTheData, PromptSelection
 
 
 class NeverUpdate:
@@ -93,6 +94,7 @@ class Components:
     reference: Policy = NO_REFERENCE
     reference_updater: ReferenceUpdater = field(default_factory=NeverUpdate)
     reward_model: RewardModelUpdater = field(default_factory=FixedRewards)
+    selection: PromptSelection = field(default_factory=FromTheData)
     collector: Collector = field(default_factory=FixedGroups)
     evaluate: Callable[[int], dict[str, float]] = lambda step: {}  # held-out metrics after a step, if they are due
     recorder: Recorder = field(default_factory=RolloutRecorder)
@@ -173,6 +175,7 @@ def _stateful(run: Components) -> dict[str, Any]:
     return optimizers_of(run) | {
         "reference": run.reference_updater,
         "kl_coefficient": run.kl_coefficient,
+        "selection": run.selection,
         "reward_model": run.reward_model,
         "sampler": run.sampler,
     }

@@ -98,7 +98,7 @@ class LanguageTrainer:
         self.policy, self.chat = policy_of(loaded.module, options), loaded.chat
         if options.recompute:
             recompute_layers(self.policy.module)
-        self.policy, self.adapter = with_adapter(self.policy, options)
+        self.policy, self.adapter = _with_adapter(self.policy, options)
         self.reference = self._frozen(ref_model)
         self.optimizer = self._optimizer_of(self.policy.trained)
         self.sampler = LanguageSampler(
@@ -249,22 +249,6 @@ class LanguageTrainer:
         return pad if pad is not None else min(self.chat.end_ids, default=0)
 
 
-def with_adapter(policy: LanguagePolicy, options: TrainerOptions) -> tuple[LanguagePolicy, Adapter | None]:
-    """The policy that trains an adapter instead of the model's weights, and the adapter, if `lora` is set.
-
-    Raises:
-        ConfigError: if it cannot be added.
-    """
-    lora = options.lora
-    if not lora.is_used:
-        return policy, None
-    if lora.adapter:
-        raise ConfigError("a trainer begins with a new adapter: give lora a rank, or call covey.run for this one")
-    check_adapter(lora)
-    adapter = add_adapter(policy.module, lora, seed=options.seed)
-    return policy.with_outputs(trained=adapter.parameters), adapter
-
-
 def with_rewards(groups: list[Group], reward_NG: Tensor) -> list[Group]:
     """The same groups, with the reward of each answer; NaN marks an answer that could not be graded.
 
@@ -278,6 +262,18 @@ def with_rewards(groups: list[Group], reward_NG: Tensor) -> list[Group]:
         for rollout, reward in zip(group.rollouts, rewards, strict=True):
             rollout.reward = rollout.score = None if reward != reward else reward
     return groups
+
+
+def _with_adapter(policy: LanguagePolicy, options: TrainerOptions) -> tuple[LanguagePolicy, Adapter | None]:
+    """The policy with an adapter that is trained instead of the model's weights, if `lora` is set."""
+    lora = options.lora
+    if not lora.is_used:
+        return policy, None
+    if lora.adapter:
+        raise ConfigError("a trainer begins with a new adapter: give lora a rank, or use covey.run for lora.adapter")
+    check_adapter(lora)
+    adapter = add_adapter(policy.module, lora, seed=options.seed)
+    return policy.with_outputs(trained=adapter.parameters), adapter
 
 
 def open_model(model: Model, options: TrainerOptions) -> LoadedModel:

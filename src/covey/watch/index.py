@@ -25,10 +25,11 @@ from typing import Any
 from covey.runtime.cache import cache_folder, make_folder
 from covey.tracking.plain_files import Refused, TooLarge, files_below
 from covey.tracking.run_folder import ROLLOUTS_FOLDER
-from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, prompt_text, text
+from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, prompt_text
+from covey.tracking.turns import searched_text
 from covey.watch.rollouts import is_failed, is_truncated
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BATCH_SECONDS = 0.5  # of the processor's time, of one transaction
 BUSY_SECONDS = 5.0  # that a reader waits for a writer
 LONGEST_TEXT = 1 << 20  # characters of a rollout that are searched
@@ -214,7 +215,7 @@ def _add_texts(database: sqlite3.Connection, reader: RunReader, step: int) -> No
     ):
         lines = found[group].rollouts if group in found else []
         if place < len(lines):  # else the file has changed, and the step will be renewed
-            rows.append((2 * id, _searchable(text(lines[place].get("text")))))
+            rows.append((2 * id, _searchable(searched_text(lines[place]))))
             if id == leader:
                 rows.append((2 * id + 1, _searchable(prompt_text(lines[place].get("prompt")))))
     database.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", rows)

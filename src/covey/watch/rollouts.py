@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from covey.tracking.run_reader import LIMITS, Group, number, prompt_text, table, text
+from covey.tracking.turns import conversation_turns, searched_text
 
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 200, 400  # of a rollout in a list
 
@@ -61,6 +62,8 @@ def rollout(index: int, line: dict[str, Any]) -> dict[str, Any]:
         "extra": table(line.get("extra")) or None,
         "undecided": line.get("undecided"),
         "steps": line.get("steps"),
+        "turns": conversation_turns(line) or None,
+        "failure": text(line.get("failure")) or None,
         "tokens": table(line.get("tokens")) or None,
     }
 
@@ -68,7 +71,7 @@ def rollout(index: int, line: dict[str, Any]) -> dict[str, Any]:
 def list_row(place: tuple[int, int, int], line: dict[str, Any], signal: bool, wanted: str) -> dict[str, Any] | None:
     """A rollout in a list; None if it does not contain the wanted text, in any case."""
     step, group, index = place
-    completion, prompt = text(line.get("text")), prompt_text(line.get("prompt"))
+    completion, prompt = searched_text(line), prompt_text(line.get("prompt"))
     begin, match = 0, None
     if wanted:
         pattern = re.compile(re.escape(wanted), re.IGNORECASE)

@@ -81,8 +81,15 @@ GET /api/runs/{id}/steps/{step}/groups/{group}
       "end": "stop" | "terminated" | "length" | "truncated" | "cut", "truncated": false, "failed": false,
       "decisions": 12, "version": 11 | null, "extra": {...} | null, "undecided": [[5, 9]] | null,
       "steps": [["text of a step", 0.5], ...] | null,
+      "turns": [TURN, ...] | null,                   of a conversation
+      "failure": "its environment failed: ..." | null,
       "tokens": {"ids": [...], "texts": [...], "logprobs": [...], "reference_logprobs": [...] | null,
                  "advantages": [...], "updated_logprobs": [...] | null} | null}
+  TURN = {"role": "assistant" | "user" | "tool" | "environment" | ...,      "environment": its first observation
+      "name": "" | "calculate",                      of the tool that replies
+      "text": "...", "calls": [{"name": "calculate", "arguments": [["expression", "12 + 3"], ...]}, ...],
+      "unread": ["{...", ...],                       calls that could not be read
+      "reward": 0.5 | null}                          null in all turns: none was paid
 
 GET /api/runs/{id}/rollouts?filter=best&text=apple&first=1&last=84&offset=0&limit=50
     filter: best (reward, highest first), worst, truncated, failed, no_signal; without it the newest first.
@@ -105,7 +112,7 @@ GET /api/runs/{id}/held_out?first=0&last=40&max_new_tokens=14&offset=0&limit=200
      "answers": [{"problem": 0, "prompt": "..." | [...], "columns": {...}, "first": ANSWER | null,
                   "last": ANSWER | null, "change": 1.0 | null}, ...]}
   ANSWER = {"text": "...", "reward": 1.0 | null, "score": 1.0 | null, "reward_parts": {...}, "tokens": 9,
-            "truncated": false, "extra": {...} | null}
+            "truncated": false, "extra": {...} | null, "turns": [TURN, ...] | null, "failure": "..." | null}
 
 GET /api/runs/{id}/diagnosis
     {"step": 84, "findings": [{"check": "entropy_collapse", "severity": "warning" | "problem", "first_step": 40,

@@ -186,6 +186,9 @@ def test_a_call_that_cannot_be_read_is_answered_with_its_reason_and_the_format(
     found = read_calls(written, format)
     assert found.calls == ()
     [error] = found.errors
+    [unread] = found.unread
+    assert unread.strip() in written
+    assert unread.strip()
     assert error.startswith(f"Error: a tool call cannot be read: {reason}")
     assert read_calls(error.partition("Write calls like this: ")[2], format).calls[0].name == "NAME"
 
@@ -202,6 +205,8 @@ def test_a_broken_call_does_not_hide_the_next_one() -> None:
     good = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     found = read_calls(f"a{good}b<tool_call>oops</tool_call>c{good}d", "hermes")
     assert (found.content, len(found.calls), len(found.errors)) == ("abcd", 2, 1)
+    assert found.unread == ("oops",)
+    assert found.message()["unread_calls"] == ["oops"]
 
 
 def test_a_call_within_the_thinking_is_no_call() -> None:

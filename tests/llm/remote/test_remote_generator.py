@@ -418,8 +418,13 @@ def test_conversations_go_on_without_a_server_that_is_lost(servers: list[Serving
 
     with Proxy(servers[0].address, lose) as proxy, remote(policy, [proxy.address, servers[1].address]) as generator:
         assert generator.converse(asked, reader) == [None] * 8
-        assert generator.metrics() == {"sampler/rerouted": pytest.approx(30, abs=29), "sampler/servers": 1.0}
-    assert reader.turns == whole.turns
+        metrics = generator.metrics()
+        assert 0 < metrics.pop("sampler/cached_fraction") < 1, "another server has not kept the turns"
+        assert metrics == {"sampler/rerouted": pytest.approx(30, abs=29), "sampler/servers": 1.0}
+    assert [[turn.tokens for turn in reader.turns[place]] for place in whole.turns] == [
+        [turn.tokens for turn in turns] for turns in whole.turns.values()
+    ]
+    assert logprobs(reader.turns) == pytest.approx(logprobs(whole.turns), abs=1e-5)
 
 
 def test_conversations_that_wait_for_an_answer_past_the_deadline_have_failed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ SETTINGS = GenerationSettings(4, 1.0, frozenset({1, 2}), 7, shared_prefix=1)
 REQUEST = GenerationRequest((5, 6), 2, RandomKey(3, 1, 4), SETTINGS)
 COMPLETIONS = [
     Completion([9, 8, 1], [-0.5, -1e-3, -2.25], EndReason.STOP, 7),
-    Completion([9, 9, 9, 9], [-0.1, -0.2, 0.0, -0.3], EndReason.LENGTH, 7),
+    Completion([9, 9, 9, 9], [-0.1, -0.2, 0.0, -0.3], EndReason.LENGTH, 7, cached_tokens=2),
 ]
 NO_STOP = {(): None}.__getitem__
 RIGHT: dict[str, Any] = json.loads(wire.answer_body(COMPLETIONS, "run-7"))
@@ -89,6 +90,8 @@ SPAN = (*CHOICE, "weight_versions", 0)
         ((*SPAN, "end"), 4, wire.BadBody),
         ((*CHOICE, "weight_versions"), [], wire.BadBody),
         ((*CHOICE, "weight_versions"), None, wire.BadBody),
+        ((*CHOICE, "cached_tokens"), 3, wire.BadBody),  # the prompt has two tokens
+        ((*CHOICE, "cached_tokens"), -1, wire.BadBody),
         (("choices",), RIGHT["choices"][:1], wire.BadBody),
         (("choices",), RIGHT["choices"] * 2, wire.BadBody),
         ((), [], wire.BadBody),
@@ -155,6 +158,15 @@ def test_a_request_is_read_as_it_was_written():
     for key in (RandomKey(1, 2, 3, 4, 5, 6), RandomKey(2**32 - 1, 0, 0, 2**32 - 2, 0)):
         request = GenerationRequest((1,), 2, key, GenerationSettings(9, 0.0, frozenset({3}), 7, shared_prefix=0))
         assert wire.read_request(wire.request_body(request, "run-7", covey=True), 10, ("run-7", 7), NO_STOP) == request
+
+
+def test_a_turn_of_a_conversation_is_named_to_the_server():
+    turn = replace(REQUEST, settings=replace(SETTINGS, continues=True))
+    body = wire.request_body(turn, "run-7", covey=True)
+    assert wire.read_request(body, 10, ("run-7", 7), NO_STOP) == turn
+    body["covey"]["continues"] = 1
+    with pytest.raises(wire.BadBody, match="continues must be true or false"):
+        wire.read_request(body, 10, ("run-7", 7), NO_STOP)
 
 
 def test_positions_of_random_numbers_that_are_no_words_are_refused():

@@ -267,3 +267,24 @@ def test_a_recipe_with_the_task_is_read(tmp_path: Path) -> None:
         '[task]\nname = "reasoning_gym"\nsource_dataset = "leg_counting"\noptions = ["max_animals = 4"]\n'
     )
     assert read_recipe(tmp_path / "r.toml").task == ReasoningGymConfig("leg_counting", ("max_animals = 4",))  # type: ignore[union-attr]
+
+
+def test_the_answer_of_a_conversation_is_in_its_last_turn(grader: RewardGrader) -> None:
+    start = task_of("chain_sum", options=("min_terms = 2", "max_terms = 2")).held_out(1)[0]
+    call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": "1 + 2"}}}
+    right = f"<answer>{start.columns['answer']}</answer>"
+
+    def conversation(first: str, last: str) -> Rollout:
+        messages = [
+            {"role": "assistant", "content": first, "tool_calls": [call]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": last},
+        ]
+        return Rollout(
+            context=(), actions=[1], behavior_logprobs=[0.0], end=EndReason.STOP, text="", messages=messages,
+            turn_rewards=[0.0, 0.0], step_ends=[0, 0], environment={},
+        )  # fmt: skip
+
+    group = Group(start, [conversation("", f"It is {right}"), conversation(right, "<answer>none</answer>")])
+    grader.grade([group])
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0]

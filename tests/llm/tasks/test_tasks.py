@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, DatasetConfig, RewardConfig, WordProblemsConfig
 from covey.llm.rewards.countdown import solves_countdown
-from covey.llm.tasks import Arithmetic, Countdown, PromptDataset, WordProblems, build_task
+from covey.llm.tasks import Arithmetic, Countdown, PromptDataset, RunningTotal, WordProblems, build_task
+from covey.llm.tasks.arithmetic import problem_kind
 
 GENERATED = {
     "arithmetic": Arithmetic(),
@@ -494,3 +495,38 @@ def test_held_out_digits_change_only_the_held_out_problems():
     numbers = [re.findall(r"\d+", start.prompt[0]["content"]) for start in task.held_out(50)]
     assert {len(number) for pair in numbers for number in pair} == {3}
     assert task.draw(3, 2, 20) == Arithmetic(digits=(1,)).draw(3, 2, 20)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "operator", "kind"),
+    [
+        ([12, 7], "+", "2-digit + 1-digit"),
+        ([15, 5], "+", "2-digit + 1-digit, carry"),
+        ([84, 14], "+", "2-digit + 2-digit"),
+        ([55, 45], "+", "2-digit + 2-digit, carry"),
+        ([62, 51], "+", "2-digit + 2-digit, carry"),
+        ([132, 51], "-", "3-digit - 2-digit, borrow"),
+        ([58, 23], "-", "2-digit - 2-digit"),
+        ([53, 28], "-", "2-digit - 2-digit, borrow"),
+        ([100, 1], "-", "3-digit - 1-digit, borrow"),
+        ([50, 50], "-", "2-digit - 2-digit"),
+        ([7, 12], "-", "1-digit - 2-digit, negative"),
+        ([7, 12], "*", "1-digit * 2-digit"),
+    ],
+)
+def test_kinds_of_arithmetic(numbers, operator, kind):
+    assert problem_kind(numbers, [operator]) == kind
+    assert problem_kind([*numbers, 3], [operator, "+"]) == kind.partition(",")[0] + " + 1-digit"
+
+
+@pytest.mark.parametrize("task", [Arithmetic(negative=False), WordProblems(), RunningTotal(), Countdown()], ids=str)
+def test_held_out_problems_have_the_kinds_of_the_draws(task):
+    def shares(starts):
+        counts = Counter(start.kind for start in starts)
+        assert "" not in counts
+        return {kind: number / counts.total() for kind, number in counts.items()}
+
+    held_out, drawn = shares(task.held_out(120)), shares(task.draw(0, 1, 2500))
+    common = [kind for kind, share in drawn.items() if share > 0.02 and "1-digit - 1-digit" not in kind]
+    for kind in common:
+        assert held_out.get(kind, 0.0) == pytest.approx(drawn[kind], abs=0.05), kind

@@ -19,6 +19,7 @@ from covey.tracking.report.html import Html, element, pre, text_of
 from covey.tracking.report.result import verdict_text
 from covey.tracking.report.run_data import RunData, flat, unique_names
 from covey.tracking.run_folder import FolderLock
+from helpers.conversation_records import conversation
 from helpers.run_folders import answer, control_run, language_run, rollout
 
 HOSTILE = (
@@ -221,8 +222,11 @@ def test_hostile_content_is_text(tmp_path: Path) -> None:
         for step in (1, 2) for reward, text in ((0.0, HOSTILE), (1.0, HOSTILE * 20))
         for prompt in (HOSTILE, [{"role": HOSTILE, "content": HOSTILE}])
     ]  # fmt: skip
+    turns = conversation(HOSTILE, HOSTILE, HOSTILE, HOSTILE) | {"failure": HOSTILE, "observation": HOSTILE}
+    lines += [rollout(step, 0, 0.5, **turns) for step in (1, 2)]
     answers = [answer(step, problem, step / 2, text=HOSTILE * length, prompt=HOSTILE, columns={HOSTILE: HOSTILE})
                for step in (0, 2) for problem, length in ((0, 1), (1, 9))]  # fmt: skip
+    answers += [answer(step, 2, step / 2, **turns) for step in (0, 2)]
     config = RunConfig(model=name, task=ArithmeticConfig(), rewards=(RewardConfig(function=f"x.py:{name}"),))
     metrics = {f"reward/{HOSTILE.replace('/', '')}": 0.5}
     run = language_run(tmp_path / name, steps=2, rollouts=lines, answers=answers, config=config, recipe=HOSTILE)
@@ -241,11 +245,27 @@ def test_hostile_content_is_text(tmp_path: Path) -> None:
         assert not [c for c in page if not c.isprintable() and c not in "\n\t"]
 
 
+def test_conversations_have_their_turns(tmp_path: Path) -> None:
+    turns = conversation() | {"failure": "its environment failed: x"}
+    answers = [answer(step, 0, step / 2, **turns) for step in (0, 2)]
+    run = language_run(tmp_path / "run", steps=2, rollouts=[rollout(2, 0, 0.5, **turns)], answers=answers)
+    shown = words(report(tmp_path, run)[1])
+    expected = (
+        "Failed: its environment failed: x environment Begin. assistant, reward 0.25 I compute. calls calculate "
+        "expression: 12 + 3 call that could not be read: 12 + 3} tool calculate 15 assistant, reward 0.50 "
+        "I compute. again"
+    )
+    assert shown.count(expected) == 3
+
+
 def test_a_large_run_has_a_report_of_bounded_size(tmp_path: Path) -> None:
     """Its records have about 40 MB, and 3,000 metrics."""
     huge = "word <&> " * 20_000
     lines = [rollout(step, 0, float(place), text=huge, prompt=huge, columns={f"c{i}": huge for i in range(3)})
-             for step in (1, 2, 3) for place in range(12)]  # fmt: skip
+             for step in (1, 3) for place in range(12)]  # fmt: skip
+    call = {"function": {"name": huge, "arguments": {str(i): huge for i in range(9)}}}
+    turns = {"messages": [{"role": huge, "content": huge, "tool_calls": [call] * 9}] * 9, "failure": huge}
+    lines += [rollout(2, 0, float(place), text=huge, **turns) for place in range(2)]
     answers = [answer(step, problem, float(step), text=huge, prompt=huge) for step in (0, 3) for problem in range(8)]
     run = language_run(tmp_path / "run", steps=3, rollouts=lines, answers=answers)
     records = [{"step": step} | {f"reward/{i}": float(i * step) for i in range(900)} for step in range(1, 3001, 40)]

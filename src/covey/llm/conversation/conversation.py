@@ -45,6 +45,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.turn_rewards: list[float] = []
         self.failure = ""
+        self.observation = ""  # the first one
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._decided: list[bool] = []
@@ -56,14 +57,11 @@ class Conversation:
 
     def begin(self, prompt: str | Sequence[Message], reset: Future[Reply]) -> None:
         """Set the prompt, after which the first observation follows."""
-        self.prompt = messages_of(prompt)
         try:
-            observation = reset.result()["text"]
+            self.observation = reset.result()["text"] or ""
         except EnvironmentFailed as error:
             self.failure = f"{FAILED}{error}"
-            return
-        if observation:
-            self.prompt = with_observation(self.prompt, observation)
+        self.prompt = first_messages(prompt, self.observation)
 
     def answer(self, completion: Completion) -> Future[Continuation | None]:
         """Add a turn of the model, and ask for what follows; None if the conversation is over."""
@@ -121,6 +119,7 @@ class Conversation:
             text=transcript(self.messages),
             decided=self._decided,
             messages=self.messages,
+            observation=self.observation,
             turn_rewards=self.turn_rewards,
             step_ends=self._turn_ends,
             environment=self._attributes,
@@ -152,9 +151,10 @@ class Conversation:
         return Continuation(between, min(left, self.limits.turn_tokens))
 
 
-def messages_of(prompt: str | Sequence[Message]) -> list[Message]:
-    """A prompt of the data as messages."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+def first_messages(prompt: str | Sequence[Message], observation: str) -> list[Message]:
+    """The messages with which a conversation begins: the prompt, and the first observation if there is one."""
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return with_observation(messages, observation) if observation else messages
 
 
 def with_observation(messages: Sequence[Message], observation: str) -> list[Message]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from covey.config import ConfigError
 from covey.llm.conversation.plain_text import ControlTokenInText, Part, PlainTextEncoder
+from covey.llm.conversation.tool_calls import ToolCall
 from covey.llm.model.chat import Chat, Message, ToolSchema
 
 TURN = "coveyturn7"  # stands for a turn of the model, so a template must leave it unchanged
@@ -62,7 +63,8 @@ class ConversationEncoder:
         for role in roles:
             for sample in SAMPLES:
                 try:
-                    self.after_turn([{"role": role, "content": sample}], ended=True)
+                    tool = ToolCall("tool", {}).reply(sample)  # some templates need its identifier
+                    self.after_turn([tool if role == "tool" else {"role": role, "content": sample}], ended=True)
                 except ReplyNotEncodable as error:
                     if sample:  # the reply is refused when it occurs
                         raise ConfigError(

@@ -1,10 +1,12 @@
-"""Environments: objects of a user's class that answer the model, in one of two styles.
+"""Environments: objects of a user's class that answer the model, in one of two styles, and adapters.
 
 step     step(message: str) -> (reply, reward, done): called with the text of every turn
 tools    public methods with type hints and a docstring are tools, which the model calls (TRL's environments)
+respond  adapters of other libraries, which get every turn with its calls (`adapter.py`)
 
-Both may have `reset(**columns)`, called once with the columns of the data. It returns the first observation, which
-follows the prompt, or None. The `reward` attribute of an environment with tools is its reward at the end.
+Both styles may have `reset(**columns)`, called once with the columns of the data. It returns the first observation,
+which follows the prompt, or None. The `reward` attribute of an environment with tools is its reward at the end.
+`close()` is called after a conversation that did not fail.
 
 This file imports the standard library only, so that the process of an environment starts in milliseconds.
 """
@@ -18,23 +20,23 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from covey.llm.conversation.adapter import Adapter, WrongEnvironment
 from covey.llm.rewards.reward_call import one_line, shown
 
 LONGEST_ATTRIBUTE = 1 << 16  # characters of an attribute in JSON that rewards can read
 MOST_ATTRIBUTES = 100
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 NO_TOOLS = frozenset({"reset", "step", "close"})  # public methods that the run calls, and the model does not
 
 
-class WrongEnvironment(Exception):
-    """A class or an object that is no environment, or returned something unusable; one line with the reason."""
-
-
 def style_of(kind: Any) -> str:
-    """ "step" or "tools".
+    """ "step", "tools" or "respond".
 
     Raises:
-        WrongEnvironment: if the class has neither.
+        WrongEnvironment: if the class has none.
     """
+    if isinstance(kind, Adapter) or (isinstance(kind, type) and issubclass(kind, Adapter)):
+        return "respond"
     if callable(getattr(kind, "step", None)):
         return "step"
     own = [name for name in dir(kind) if not name.startswith("_") and name not in NO_TOOLS]
@@ -44,6 +46,28 @@ def style_of(kind: Any) -> str:
         f"{getattr(kind, '__name__', type(kind).__name__)} is no environment: it needs a method step(message) that "
         "returns a reply, a reward and whether the conversation is over, or public methods that are tools"
     )
+
+
+def check_options(kind: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that a class does not take, and missing ones.
+
+    Raises:
+        WrongEnvironment: naming the argument.
+    """
+    try:
+        signature = inspect.signature(kind)
+    except (TypeError, ValueError):  # a class in C
+        return
+    parameters = signature.parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind not in _ANY]
+    unknown = [name for name in options if name not in names]
+    known = f"its options are {', '.join(names) or 'none'}"
+    if unknown and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+        raise WrongEnvironment(f"conversation.options: there is no option {unknown[0]!r}; {known}")
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise WrongEnvironment(f"conversation.options: {error}; {known}") from None
 
 
 class HostedEnvironment:
@@ -93,11 +117,16 @@ class HostedEnvironment:
                 return self._step(request["message"])
             case "call":
                 return {"texts": [self._call(call) for call in request["calls"]]}
-        reward = getattr(environment, "reward", None)
-        return {"attributes": _attributes(environment), "reward": None if callable(reward) else _number(reward)}
+            case "respond":
+                return self._respond(request)
+            case "rows":
+                return {"rows": environment.rows() if isinstance(environment, Adapter) else None}
+        return self._end()
 
     def _describe(self) -> dict[str, Any]:
         style = style_of(self._environment)
+        if style == "respond":
+            return {"style": style, "tools": self._environment.tool_schemas()}
         if style == "step" or self._schemas is not None:
             return {"style": style, "tools": self._schemas or []}
         tools = importlib.import_module("covey.llm.conversation.tools")
@@ -115,13 +144,34 @@ class HostedEnvironment:
         if not isinstance(found, (tuple, list)) or len(found) != 3:
             raise WrongEnvironment(f"step returned {shown(found)} instead of a reply, a reward and whether it is over")
         reply, reward, done = found
-        number = _number(reward)
-        if number is None and reward is not None:
-            raise WrongEnvironment(f"step returned the reward {shown(reward)}: a finite number is needed")
+        number = _reward(reward, "step")
         if not isinstance(done, int) and type(done).__name__ not in ("bool", "bool_"):
             raise WrongEnvironment(f"step returned {shown(done)} as the third value: True or False is needed")
         text = "" if reply is None and done else self._text(reply, "step")
-        return {"text": text, "reward": number or 0.0, "done": bool(done)}
+        return {"text": text, "reward": number, "done": bool(done)}
+
+    def _respond(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        response = self._environment.respond(request["message"], request["calls"])
+        return {
+            "texts": [self._text(result, "respond") for result in response.results],
+            "text": None if response.text is None else self._text(response.text, "respond"),
+            "reward": _reward(response.reward, "respond"),
+            "done": bool(response.done),
+        }
+
+    def _end(self) -> dict[str, Any]:
+        environment = self._environment
+        adapter = isinstance(environment, Adapter)
+        reward = environment.score() if adapter else getattr(environment, "reward", None)
+        if not adapter:
+            paid = None if callable(reward) else _number(reward)
+        else:
+            paid = None if reward is None else _reward(reward, "score")
+        end = {"attributes": _attributes(environment), "reward": paid}
+        close = getattr(environment, "close", None)
+        if callable(close):
+            close()
+        return end
 
     def _call(self, call: Mapping[str, Any]) -> str:
         tools = importlib.import_module("covey.llm.conversation.tools")
@@ -164,6 +214,14 @@ def _attributes(environment: Any) -> dict[str, Any]:
         if len(text) <= LONGEST_ATTRIBUTE:
             found[name] = json.loads(text)
     return found
+
+
+def _reward(value: Any, method: str) -> float:
+    """The reward that a method returned; 0 for None."""
+    number = _number(value)
+    if number is None and value is not None:
+        raise WrongEnvironment(f"{method} returned the reward {shown(value)}: a finite number is needed")
+    return number or 0.0
 
 
 def _number(value: Any) -> float | None:

@@ -1,8 +1,8 @@
 """The process in which environments run; `EnvironmentProcesses` starts it.
 
-The file of the environment is imported once, or a class of a Python program read, then the process forks for every
-conversation, so that an environment that hangs or dies ends its own conversation alone, and no conversation sees what
-another one changed:
+The file of the environment is imported once, or a class of a Python program read, and an adapter is prepared. Then the
+process forks for every conversation, so that an environment that hangs or dies ends its own conversation alone, and no
+conversation sees what another one changed:
 
     the run  <-- a socket for each conversation -->  a fork of the worker, with one environment
        \\__ a control socket: new conversations, ended ones __  the worker, which never runs a method of an environment
@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from covey.llm.conversation.environment import HostedEnvironment, style_of
+from covey.llm.conversation.environment import HostedEnvironment, check_options, style_of
 from covey.llm.rewards import reward_call, worker
 
 MOST_CONTROL_BYTES = 1 << 16
@@ -79,9 +79,11 @@ class _Server:
                 else:
                     kind = worker.load_function(request["load"])
             self.kind = functools.partial(kind, **request["options"])
-            if isinstance(kind, type):
-                style_of(kind)
-            return {}
+            check_options(kind, request["options"])
+            style = style_of(kind) if isinstance(kind, type) else ""
+            if style == "respond":
+                kind.prepare(**request["options"])  # an adapter has it
+            return {"style": style}
         except BaseException as error:
             known = type(error).__name__ == "WrongEnvironment"
             return {"failed": str(error) if known else reward_call.one_line(error)}

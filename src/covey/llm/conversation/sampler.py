@@ -4,53 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from covey.config.data_file import stable_hash
 from covey.data import Group, Start
-from covey.llm.conversation.conversation import Conversation, Limits, messages_of
+from covey.llm.conversation.conversation import Conversation, Limits, first_messages
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.workers import Environments, Reply
 from covey.llm.generation.generator import Completion, FailureReason, GenerationFailure, GenerationRequest
-from covey.llm.sampler import LanguageSampler, completions_of
+from covey.llm.model.chat import Message
+from covey.llm.sampler import GivenPrompt, LanguageSampler, completions_of
 
 if TYPE_CHECKING:
     from covey.llm.conversation.styles import Style
     from covey.llm.generation.turns import Continuation, TurnGenerator
-
-
-@dataclass
-class Counts:
-    """What happened in the conversations since the last call of `metrics`."""
-
-    conversations: int = 0
-    turns: int = 0
-    calls: int = 0
-    failed: int = 0
-    different_prompts: int = 0  # groups whose first observations differ
-
-    def add(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            self.different_prompts += len({rollout.context for rollout in group.rollouts}) > 1
-            for rollout in group.rollouts:
-                messages = rollout.messages or ()
-                self.conversations += 1
-                self.turns += len(rollout.turn_rewards or ())
-                self.calls += sum(len(message.get("tool_calls", ())) for message in messages)
-                self.failed += bool(rollout.failure)
-
-    def metrics(self) -> dict[str, float]:
-        if not self.conversations:
-            return {}
-        return {
-            "conversation/turns": self.turns / self.conversations,
-            "conversation/tool_calls": self.calls / self.conversations,
-            "conversation/failed": float(self.failed),
-            "conversation/different_prompts": float(self.different_prompts),
-        }
 
 
 @dataclass
@@ -65,7 +35,6 @@ class ConversationSampler(LanguageSampler):
     style: Style = None  # type: ignore[assignment]
     turns: int = 8
     total_tokens: int = 512  # of a conversation after its prompt
-    _counts: Counts = field(default_factory=Counts, init=False)
 
     @cached_property
     def encoder(self) -> ConversationEncoder:
@@ -94,18 +63,16 @@ class ConversationSampler(LanguageSampler):
             Group(start, [one.rollout(context) for one, context in zip(*both, strict=True)])
             for start, *both in zip(starts, opened, contexts, strict=True)
         ]
-        self._counts.add(groups)
         for group in groups:
             self.ready(group)
         return groups
 
+    def prompt_of(self, prompt: str | Sequence[Message], observation: str) -> GivenPrompt:
+        return self.style.prompt(first_messages(prompt, observation))
+
     def truncated(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
         """The groups themselves: conversations are evaluated at their own limits only."""
         return list(groups)
-
-    def metrics(self) -> dict[str, float]:
-        counts, self._counts = self._counts, Counts()
-        return super().metrics() | counts.metrics()
 
     def _open(self, start: Start, step: int) -> Any:
         return self.environments.open(environment_seed(self.seed, step, start.index))
@@ -179,7 +146,7 @@ class _Part:
 
     def refuse_observation(self, failure: GenerationFailure) -> bool:
         """Fail the conversations if their prompt is too long because of an observation, which is then taken out."""
-        plain = messages_of(self.start.prompt)
+        plain = first_messages(self.start.prompt, "")
         if failure.reason is not FailureReason.PROMPT_TOO_LONG or self.conversations[0].prompt == plain:
             return False
         for conversation in self.conversations:

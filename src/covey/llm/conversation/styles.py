@@ -1,18 +1,18 @@
 """How a turn of the model becomes a request to its environment, and the reply the messages that follow.
 
-`StepStyle` is for environments with `step`, `ToolStyle` for those with tools.
+`StepStyle` is for environments with `step`, `ToolStyle` for those with tools, `RespondStyle` for adapters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from covey.llm.conversation.tool_calls import ToolCall, read_calls
 from covey.llm.conversation.tool_prompt import call_format, reply_message, with_tools
 from covey.llm.conversation.tools import ERROR, Tool, ToolError, check_call
-from covey.llm.model.chat import Chat, Message
+from covey.llm.model.chat import Chat, Message, ToolSchema
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,11 @@ class Style(Protocol):
     """Turns and replies of one style of environments."""
 
     @property
-    def reply_role(self) -> str:
-        """The role of replies."""
+    def reply_roles(self) -> tuple[str, ...]:
+        """The roles of replies."""
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
+        """The messages and the tools with which a prompt is rendered."""
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a prompt."""
@@ -57,7 +60,10 @@ class StepStyle:
 
     chat: Chat
 
-    reply_role = "user"
+    reply_roles = ("user",)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
+        return messages, ()
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return self.chat.encode(messages)
@@ -78,11 +84,13 @@ class ToolStyle:
     def __init__(self, chat: Chat, tools: Sequence[Tool]) -> None:
         self.chat, self.tools = chat, tools
         self.format = call_format(chat, tools)
-        self.reply_role = str(reply_message(chat, ToolCall("t", {}), "")["role"])
+        self.reply_roles: tuple[str, ...] = (str(reply_message(chat, ToolCall("t", {}), "")["role"]),)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
+        return with_tools(self.chat, messages, self.tools, self.format)
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        prompt, schemas = with_tools(self.chat, messages, self.tools, self.format)
-        return self.chat.encode(prompt, schemas)
+        return self.chat.encode(*self.prompt(messages))
 
     def read(self, tokens: Sequence[int]) -> Turn:
         parsed = read_calls(str(self.chat.tokenizer.decode(list(tokens))), self.format)
@@ -94,7 +102,7 @@ class ToolStyle:
                 replies.append(None)
             except ToolError as error:
                 replies.append(self._reply(call, f"{ERROR}{error}"))
-        replies += [self._reply(ToolCall("error", {}), f"{ERROR}{text}") for text in parsed.errors]
+        replies += [self._reply(ToolCall("error", {}), text) for text in parsed.errors]
         calls = [{"name": call.name, "arguments": call.arguments} for call in checked]
         request = {"do": "call", "calls": calls} if calls else None
         return Turn(parsed.message(), request, tuple(replies), tuple(checked))
@@ -105,3 +113,30 @@ class ToolStyle:
 
     def _reply(self, call: ToolCall, text: str) -> dict[str, Any]:
         return reply_message(self.chat, call, text)
+
+
+class RespondStyle(ToolStyle):
+    """Whole turns go to the adapter, with the calls that its tools allow; it decides when the conversation is over.
+
+    A turn whose calls are all wrong is answered without the adapter, as in `ToolStyle`.
+    """
+
+    def __init__(self, chat: Chat, tools: Sequence[Tool]) -> None:
+        super().__init__(chat, tools)
+        self.reply_roles = tuple(dict.fromkeys(("user", *self.reply_roles))) if tools else ("user",)
+
+    def read(self, tokens: Sequence[int]) -> Turn:
+        if not self.tools:
+            text = self.chat.decode(tokens)
+            return Turn({"role": "assistant", "content": text}, {"do": "respond", "message": text, "calls": []})
+        turn = super().read(tokens)
+        if turn.replies and not turn.calls:
+            return turn
+        calls = [{"name": call.name, "arguments": call.arguments} for call in turn.calls]
+        return replace(turn, request={"do": "respond", "message": turn.message["content"], "calls": calls})
+
+    def take(self, turn: Turn, reply: Mapping[str, Any]) -> Answer:
+        answer = super().take(turn, reply)
+        text = reply.get("text")
+        replies = answer.replies if text is None else [*answer.replies, {"role": "user", "content": text}]
+        return Answer(replies, reply.get("reward", 0.0), reply.get("done", False))

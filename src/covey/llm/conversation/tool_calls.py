@@ -55,11 +55,13 @@ class ParsedTurn:
     content: str
     calls: tuple[ToolCall, ...]
     errors: tuple[str, ...]
+    unread: tuple[str, ...] = ()  # the text of each bad call
 
     def message(self) -> dict[str, Any]:
-        """The turn as a chat message of the role assistant."""
+        """The turn as a chat message of the role assistant; `unread_calls` is covey's own key."""
         calls = {"tool_calls": [call.message() for call in self.calls]} if self.calls else {}
-        return {"role": "assistant", "content": self.content, **calls}
+        unread = {"unread_calls": list(self.unread)} if self.unread else {}
+        return {"role": "assistant", "content": self.content, **calls, **unread}
 
 
 def find_format(template: str | None) -> str:
@@ -86,7 +88,7 @@ def read_calls(text: str, format: str) -> ParsedTurn:
     reader = _Reader(text[begin:], format)
     _READERS[format](reader)
     content = text[:begin] + "".join(reader.content)
-    return ParsedTurn(content.strip(), tuple(reader.calls), tuple(reader.errors))
+    return ParsedTurn(content.strip(), tuple(reader.calls), tuple(reader.errors), tuple(reader.unread))
 
 
 def write_calls(calls: Sequence[ToolCall], format: str) -> str:
@@ -138,6 +140,7 @@ class _Reader:
         self.content: list[str] = []
         self.calls: list[ToolCall] = []
         self.errors: list[str] = []
+        self.unread: list[str] = []
 
     def skip_to(self, mark: re.Pattern[str]) -> re.Match[str] | None:
         """Move behind the next mark; the text before it, or all that is left, is content."""
@@ -165,6 +168,7 @@ class _Reader:
 
     def take_call(self, end: re.Pattern[str], read: Callable[[], Iterable[ToolCall]]) -> None:
         """Take calls up to the end mark, or an error; a call with an error is left out up to the mark."""
+        begin = self.place
         try:
             calls = list(read())
             if not self.take(end) and not _SPACE_TO_END.match(self.text, self.place):
@@ -173,6 +177,7 @@ class _Reader:
         except _CannotRead as error:
             found = end.search(self.text, self.place)
             self.place = found.end() if found else len(self.text)
+            self.unread.append(self.text[begin : found.start() if found else self.place])
             self.errors.append(
                 f"Error: a tool call cannot be read: {error}. Write calls like this: {_EXAMPLES[self.format]}"
             )

@@ -23,10 +23,10 @@ from typing import Any, Protocol
 
 from covey.config import ConfigError
 from covey.llm.conversation import environment_worker
-from covey.llm.rewards.reward_process import LOAD_LEAST_SECONDS
 from covey.llm.rewards.supervised_process import MOST_OUTPUT_CHARACTERS, SupervisedProcess
 from covey.llm.rewards.worker import MOST_REPLY_BYTES
 
+LOAD_LEAST_SECONDS = 60.0  # to import a file of environments, or to prepare an adapter
 Reply = dict[str, Any]
 
 
@@ -108,7 +108,8 @@ class EnvironmentProcesses:
             loaded = {"failed": "its process ended while it was imported"}
         if "failed" in loaded:
             self.close()
-            raise ConfigError(f"environment {self.name} cannot be loaded: {loaded['failed']}")
+            name = self.name.removeprefix("covey.llm.conversation.environments.")
+            raise ConfigError(f"environment {name} cannot be loaded: {loaded['failed']}")
 
     def open(self, seed: int) -> Session:
         number = next(self._numbers)

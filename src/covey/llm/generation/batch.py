@@ -113,8 +113,8 @@ class ContinuousBatch:
         return [self.decoder.step(self.fed_B)] if len(self.open_R) else []
 
     def _admit(self) -> list[Tensor]:
-        free_rows = min(self.decoder.free_rows(), self.max_rows - self.rows_in_use)
-        begin, end = self.admitted, min(self.admitted + free_rows // self.group_size, len(self.prompts))
+        begin = self.admitted
+        end = self._admitted_until(min(begin + self._free_rows() // self.group_size, len(self.prompts)))
         if begin == end:
             return []
         rows_each = 1 if self.decoder.can_fork else self.group_size
@@ -125,6 +125,13 @@ class ContinuousBatch:
         self.open_R, self.branch_R = np.append(self.open_R, new), np.append(self.branch_R, new_branches)
         self.admitted = end
         return [logits_SV.repeat_interleave(rows_each, dim=0)]
+
+    def _free_rows(self) -> int:
+        return min(self.decoder.free_rows(), self.max_rows - self.rows_in_use)
+
+    def _admitted_until(self, end: int) -> int:
+        """The end of the prompts that are prefilled now, at most `end`."""
+        return end
 
     def _choose(self, logits_BV: Tensor) -> NDArray[np.int64]:
         device, position = logits_BV.device, (self.open_R, self.lengths_N[self.open_R])

@@ -2,7 +2,8 @@
 
 Requests wait in a queue. Those at its beginning with equal settings, number of completions and shared prefix are
 generated in one batch, and further ones are admitted between two tokens, as rows become free. A change of the weights
-is a job in the same queue: the batch before it ends first.
+is a job in the same queue: the batch before it ends first. Turns of conversations begin with the keys and values of the
+turns before them (`prefix_cache.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from covey.llm.generation.local_generator import (
     request_uniforms,
     row_bytes,
 )
+from covey.llm.generation.prefix_cache import PrefixCache, TurnBatch
 from covey.llm.policy import LanguagePolicy
 
 # A batch begins when no further request has come for QUIET_SECONDS, so that requests of one step begin together.
@@ -69,6 +72,7 @@ class Engine:
     policy: LanguagePolicy
     rows: int = 0  # largest number of completions that are decoded together; 0: chosen by memory
     version: int = 0  # of the weights
+    cache: PrefixCache = field(default_factory=PrefixCache)
     _queue: deque[_Waiting | _Change] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _stopped: bool = False
@@ -102,6 +106,7 @@ class Engine:
             for name, parameter in self.weights.items():
                 parameter.copy_(tensors[name])
             self.version = version
+            self.cache.clear()
 
         change = _Change(apply, Future())
         self._put(change)
@@ -162,7 +167,8 @@ class Engine:
                 for prompt in batch.complete[handed_out:]:
                     job = jobs[prompt]
                     found = [completion_of(*one, job.request, self.version) for one in batch.completions(prompt)]
-                    job.future.set_result(found)
+                    cached = batch.cached.get(prompt, 0) if isinstance(batch, TurnBatch) else 0
+                    job.future.set_result([replace(one, cached_tokens=cached) for one in found])
                 handed_out = len(batch.complete)
                 if self._queue and len(jobs) < MOST_REQUESTS and (later := self._take(kind)):
                     batch.add([job.request.prompt for job in later], _uniforms(later))
@@ -178,20 +184,24 @@ class Engine:
 
     def _batch(self, jobs: list[_Waiting]) -> ContinuousBatch:
         prompts, (completions, settings, _) = [job.request.prompt for job in jobs], jobs[0].kind
-        backend = self.policy.backend
-        fitting = self.rows or fitting_rows(row_bytes(backend, prompts, settings.max_new_tokens))
+        backend, module, tokens = self.policy.backend, self.policy.module, settings.max_new_tokens
+        if settings.continues:  # a row has the tokens of earlier turns too
+            tokens += max(map(len, prompts))
+        fitting = self.rows or fitting_rows(row_bytes(backend, prompts, tokens))
         rows = max(min(fitting, max(ROWS, len(jobs) * completions)), completions)
-        return ContinuousBatch(
-            backend.decoder(self.policy.module, rows, settings.max_new_tokens),
-            prompts,
-            _uniforms(jobs),
-            rows,
-            settings.temperature,
-            settings.end_ids,
-            backend.kernels,
-            settings.shared_prefix,
-            settings.stop,
-        )
+        arguments: dict[str, Any] = {
+            "prompts": prompts,
+            "uniforms_NT": _uniforms(jobs),
+            "max_rows": rows,
+            "temperature": settings.temperature,
+            "end_ids": settings.end_ids,
+            "kernels": backend.kernels,
+            "shared_prefix": settings.shared_prefix,
+            "stop": settings.stop,
+        }
+        if settings.continues and (decoder := backend.conversation_decoder(module, rows, tokens)):
+            return TurnBatch(decoder, self.cache, **arguments)
+        return ContinuousBatch(backend.decoder(module, rows, tokens), **arguments)
 
 
 def _uniforms(jobs: list[_Waiting]) -> NDArray[np.float64]:

@@ -49,6 +49,7 @@ class GenerationSettings:
     shared_prefix: int | None = None
     stop: StopStrings | None = None  # a completion also ends with the token that completes one of these
     truncation: Truncation = WHOLE  # tokens that may not be drawn; for sampling without training
+    continues: bool = False  # True: a turn of a conversation, which later requests may begin with
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Completion:
     logprobs: list[float]  # of each token, in nats, at the sampling temperature (at 1 if that is 0)
     end: EndReason  # STOP or LENGTH
     version: int  # of the weights that generated it
+    cached_tokens: int = 0  # tokens of the prompt whose keys and values a server had kept
 
 
 class FailureReason(StrEnum):

@@ -48,6 +48,25 @@ class ParkedRow:
     decoded: int  # number of own tokens
 
 
+@dataclass(frozen=True, eq=False)
+class KeptRow:
+    """A copy of a row's keys and values, which stays when the decoder is gone."""
+
+    prompt: _SharedPrompt
+    keys: Tensor  # of its own tokens, [layers, K, padded tokens * padded D]
+    values: Tensor
+    decoded: int  # number of own tokens
+
+    @property
+    def own_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes of the prompt, which other rows may share."""
+        return self.prompt.keys.nbytes + self.prompt.values.nbytes
+
+
 def capacity(max_new_tokens: int) -> int:
     """Number of own tokens that a row has room for."""
     return padded(max_new_tokens)
@@ -138,7 +157,7 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
-        self._make_room(int(self.decoded_R.max()) + 1)
+        self.make_room(int(self.decoded_R.max()) + 1)
         logits_RV = self._feed(tokens_R, slice(None), self.decoded_R)
         self.decoded_R += 1
         return logits_RV
@@ -147,7 +166,7 @@ class NativeDecoder:
     def extend(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """Feed one or more tokens to every row; returns logits_RV of the token after the last."""
         counts_R = torch.tensor([len(of_row) for of_row in tokens])
-        self._make_room(int((self.decoded_R + counts_R).max()))
+        self.make_room(int((self.decoded_R + counts_R).max()))
         tokens_N = torch.tensor([token for of_row in tokens for token in of_row])
         rows_N = torch.arange(len(tokens)).repeat_interleave(counts_R)
         ends_R = counts_R.cumsum(0)
@@ -180,9 +199,13 @@ class NativeDecoder:
         if self._unpark(row):
             slot = self.free.pop()
             self._copy(row.slot, slot, row.decoded)
-        self.prompts.append(row.prompt)
+        self.append(row.prompt, slot, row.decoded)
+
+    def append(self, prompt: _SharedPrompt, slot: int, decoded: int) -> None:
+        """Append a row whose own keys and values are in a slot to the batch."""
+        self.prompts.append(prompt)
         self.slots_R = torch.cat([self.slots_R, torch.tensor([slot], dtype=torch.int32)])
-        self.decoded_R = torch.cat([self.decoded_R, torch.tensor([row.decoded], dtype=torch.int32)])
+        self.decoded_R = torch.cat([self.decoded_R, torch.tensor([decoded], dtype=torch.int32)])
         self._update_prompt_pointers()
 
     def _unpark(self, row: ParkedRow) -> bool:
@@ -210,7 +233,7 @@ class NativeDecoder:
         )  # fmt: skip
         return self.stack.step(hidden_RW, args, self.own_keys, self.own_values)
 
-    def _make_room(self, tokens: int) -> None:
+    def make_room(self, tokens: int) -> None:
         """Give every row room for at least so many own tokens."""
         if tokens <= self.capacity:
             return
@@ -232,3 +255,22 @@ class NativeDecoder:
         self.keys_R = torch.tensor([shared.keys.data_ptr() for shared in self.prompts], dtype=torch.int64)
         self.values_R = torch.tensor([shared.values.data_ptr() for shared in self.prompts], dtype=torch.int64)
         self.lengths_R = torch.tensor([shared.length for shared in self.prompts], dtype=torch.int32)
+
+
+@torch.inference_mode()
+def keep(decoder: NativeDecoder, row: int) -> KeptRow:
+    """A copy of a row."""
+    slot, decoded = int(decoder.slots_R[row]), int(decoder.decoded_R[row])
+    written = padded(decoded) * padded(decoder.heads.width)
+    keys, values = (own[:, slot, :, :written].clone() for own in (decoder.own_keys, decoder.own_values))
+    return KeptRow(decoder.prompts[row], keys, values, decoded)
+
+
+@torch.inference_mode()
+def restore(decoder: NativeDecoder, row: KeptRow) -> None:
+    """Append a kept row, which may be that of another decoder, to the batch."""
+    slot = decoder.free.pop()
+    decoder.make_room(row.decoded)
+    for own, kept in ((decoder.own_keys, row.keys), (decoder.own_values, row.values)):
+        own[:, slot, :, : kept.shape[-1]] = kept
+    decoder.append(row.prompt, slot, row.decoded)

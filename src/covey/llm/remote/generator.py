@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from covey.config import RunError, SamplerLost
@@ -40,7 +40,10 @@ class RemoteGenerator:
     proof: Proof
     attempts: int = 3  # servers that a request is sent to, one after the other
     clock: Callable[[], float] = time.monotonic  # in seconds
-    rerouted: int = 0  # requests that were sent to another server, since the last call of `metrics`
+    # Since the last call of `metrics`:
+    rerouted: int = 0  # requests that were sent to another server
+    prompt_tokens: int = 0  # of turns after the first
+    cached_tokens: int = 0  # those of them whose keys and values a server had kept
 
     def generate(self, requests: Sequence[GenerationRequest], ready: Ready = lambda *_: None) -> list[GenerationResult]:
         """The completions or the failure of each request.
@@ -59,8 +62,12 @@ class RemoteGenerator:
         Raises:
             SamplerLost, RunError: as `generate`.
         """
-        call = _Conversations(self, with_shared_prefix(requests), respond)
+        turns = [replace(one, settings=replace(one.settings, continues=True)) for one in with_shared_prefix(requests)]
+        call = _Conversations(self, turns, respond)
         results = self._run(call)
+        for request, result in zip(call.requests[len(requests) :], results[len(requests) :], strict=True):
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += 0 if isinstance(result, GenerationFailure) else result[0].cached_tokens
         failed = {turn: one for turn, one in enumerate(results) if isinstance(one, GenerationFailure)}
         return call.open.failures(failed)
 
@@ -80,8 +87,11 @@ class RemoteGenerator:
 
     def metrics(self) -> dict[str, float]:
         """Counts since the last call."""
-        rerouted, self.rerouted = self.rerouted, 0
-        return {"sampler/rerouted": float(rerouted), "sampler/servers": float(len(self.fleet.rotation))}
+        metrics = {"sampler/rerouted": float(self.rerouted), "sampler/servers": float(len(self.fleet.rotation))}
+        if self.prompt_tokens and self.fleet.covey:
+            metrics["sampler/cached_fraction"] = self.cached_tokens / self.prompt_tokens
+        self.rerouted = self.prompt_tokens = self.cached_tokens = 0
+        return metrics
 
     def close(self) -> None:
         """End the requests in the background."""

@@ -150,8 +150,8 @@ class Server:
         return json_response({})
 
     async def nothing(self, request: Request) -> Response:
-        """Routes of vLLM that covey's server does not need: it keeps no prefixes from one batch to the next, and puts
-        weights in place between two batches.
+        """Routes of vLLM that covey's server does not need: it puts weights in place between two batches, and forgets
+        the keys and values of the old ones then.
         """
         return json_response({"success": True})
 

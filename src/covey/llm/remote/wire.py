@@ -88,7 +88,7 @@ def request_body(request: GenerationRequest, version: str, *, covey: bool) -> di
     body = {"token_ids": list(request.prompt), "sampling_params": parameters, "cache_salt": version}
     if covey and settings.stop is not None:
         parameters["stop"] = list(settings.stop.strings)
-    own = asdict(key) | {"shared_prefix": settings.shared_prefix or 0}
+    own = asdict(key) | {"shared_prefix": settings.shared_prefix or 0, "continues": settings.continues}
     return body | {"covey": own, "weight_version": version} if covey else body
 
 
@@ -135,6 +135,9 @@ def read_request(
     key = _key(own, n, max_tokens)
     # The last token of a prompt is never shared.
     shared = _integer(own.get("shared_prefix", 0), 0, len(token_ids) - 1, "covey.shared_prefix")
+    continues = own.get("continues", False)
+    if not isinstance(continues, bool):
+        raise BadBody("covey.continues must be true or false")
     label, number = weights
     if read_version(fields.get("weight_version")) != label:
         raise WrongVersion("the weights are not those that are requested")
@@ -142,7 +145,15 @@ def read_request(
         tuple(token_ids),
         n,
         key,
-        GenerationSettings(max_tokens, temperature, end_ids, number, shared_prefix=shared, stop=stop(strings)),
+        GenerationSettings(
+            max_tokens,
+            temperature,
+            end_ids,
+            number,
+            shared_prefix=shared,
+            stop=stop(strings),
+            continues=continues,
+        ),
     )
 
 
@@ -177,6 +188,7 @@ def answer_body(completions: Sequence[Completion], version: str) -> bytes:
             "stop_reason": None,
             "logprobs": {"content": [{"logprob": logprob} for logprob in completion.logprobs]},
             "weight_versions": [{"version": version, "start": 0, "end": len(completion.tokens)}],
+            "cached_tokens": completion.cached_tokens,
         }
         for index, completion in enumerate(completions)
     ]
@@ -251,7 +263,8 @@ def _completion(fields: dict[str, Any], request: GenerationRequest, version: str
     if len(logprobs) != len(tokens):
         raise BadBody(f"a completion of {len(tokens)} tokens has {len(logprobs)} log-probabilities")
     end = EndReason.STOP if ended else EndReason.LENGTH
-    return Completion(tokens[:stopped], logprobs[:stopped], end, settings.version)
+    cached = _integer(fields.get("cached_tokens", 0), 0, len(request.prompt), "cached_tokens")  # vLLM's answer has none
+    return Completion(tokens[:stopped], logprobs[:stopped], end, settings.version, cached)
 
 
 def _check_versions(value: Any, tokens: int, version: str) -> None:

@@ -12,6 +12,7 @@ from covey.config import (
     ConfigError,
     CountdownConfig,
     DatasetConfig,
+    EnvironmentTaskConfig,
     GuessNumberConfig,
     HumanEvalConfig,
     LookupConfig,
@@ -26,6 +27,7 @@ from covey.llm.tasks.arithmetic import Arithmetic
 from covey.llm.tasks.code_functions import CodeFunctions
 from covey.llm.tasks.countdown import Countdown
 from covey.llm.tasks.dataset import PromptDataset, Rows
+from covey.llm.tasks.environment import EnvironmentRows, EnvironmentSeeds, Prompts
 from covey.llm.tasks.games import GuessNumberTask, MazeTask
 from covey.llm.tasks.human_eval import HumanEval
 from covey.llm.tasks.lookup import Lookup
@@ -34,8 +36,9 @@ from covey.llm.tasks.running_total import RunningTotal
 from covey.llm.tasks.word_problems import WordProblems
 
 __all__ = [
-    "Arithmetic", "CodeFunctions", "Countdown", "GuessNumberTask", "HumanEval", "Lookup", "MazeTask", "PromptDataset",
-    "ReasoningGym", "Rows", "RunningTotal", "WordProblems", "build_task", "default_rewards", "task_of",
+    "Arithmetic", "CodeFunctions", "Countdown", "EnvironmentRows", "EnvironmentSeeds", "GuessNumberTask", "HumanEval",
+    "Lookup", "MazeTask", "PromptDataset", "Prompts", "ReasoningGym", "Rows", "RunningTotal", "WordProblems",
+    "build_task", "default_rewards", "task_of",
 ]  # fmt: skip
 
 _TASKS: dict[type, Callable[..., Task]] = {
@@ -47,6 +50,7 @@ _TASKS: dict[type, Callable[..., Task]] = {
     GuessNumberConfig: GuessNumberTask,
     MazeConfig: MazeTask,
     LookupConfig: Lookup,
+    EnvironmentTaskConfig: EnvironmentSeeds,
     HumanEvalConfig: HumanEval,
     DatasetConfig: PromptDataset,
     ReasoningGymConfig: ReasoningGym,

@@ -57,6 +57,7 @@ class Arithmetic(GeneratedTask):
             key=f"arithmetic {sorted((sign, sorted(factors)) for sign, factors in products)}",
             question=f"What is {expression}? {self.config.instruction}".strip(),
             columns={"answer": str(answer)},
+            kind=problem_kind(numbers, operators),
         )
 
     def held_out(self, count: int) -> list[Start]:
@@ -76,6 +77,29 @@ def _signed_products(numbers: list[int], operators: list[str]) -> Products:
         else:
             products.append((1 if operator == "+" else -1, [number]))
     return products
+
+
+def problem_kind(numbers: list[int], operators: list[str]) -> str:
+    """Operators, digits and, for one sum or difference, the carry: "2-digit - 1-digit, borrow"."""
+    digits = [f"{len(str(number))}-digit" for number in numbers]
+    shape = digits[0] + "".join(f" {operator} {digit}" for operator, digit in zip(operators, digits[1:], strict=True))
+    if len(numbers) != 2 or operators[0] == "*":
+        return shape
+    first, second = numbers
+    if operators[0] == "+":
+        return f"{shape}, carry" if _carries(first, second) else shape
+    if first < second:
+        return f"{shape}, negative"
+    return f"{shape}, borrow" if _carries(second, first - second) else shape
+
+
+def _carries(first: int, second: int) -> bool:
+    """True if a column of the sum is above 9. A difference a - b borrows where the sum b + (a - b) carries."""
+    while first and second:
+        if first % 10 + second % 10 > 9:
+            return True
+        first, second = first // 10, second // 10
+    return False
 
 
 def _number(rng: random.Random, digits: int) -> int:

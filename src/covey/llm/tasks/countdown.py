@@ -44,7 +44,10 @@ class Countdown(GeneratedTask):
             f"only the operators {' '.join(operators)} and parentheses. End with the expression alone on the last line."
         )
         columns = {"answer": solution, "numbers": numbers, "target": target, "operators": operators}
-        return Problem(key=f"countdown {sorted(numbers)} {target}", question=question, columns=columns)
+        used = [operator for operator in operators if operator in solution]
+        return Problem(
+            key=f"countdown {sorted(numbers)} {target}", question=question, columns=columns, kind=f"by {' '.join(used)}"
+        )
 
     def _combine(self, rng: random.Random, numbers: list[int]) -> tuple[str, int] | None:
         """A random expression over all the numbers and its value; None when a result is negative or broken."""

@@ -34,7 +34,7 @@ class PromptDataset:
     """
 
     name = "dataset"
-    default_rewards = (RewardConfig(name="numeric"),)
+    default_rewards: tuple[RewardConfig, ...] = (RewardConfig(name="numeric"),)
 
     def __init__(self, **fields: Any) -> None:
         """Takes the fields of DatasetConfig."""

@@ -6,8 +6,11 @@ for all seeds, also between differently configured tasks of one kind.
 
 from __future__ import annotations
 
+import itertools
 import random
 from abc import ABC, abstractmethod
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +23,8 @@ Config = TypeVar("Config")
 
 HELD_OUT_ONE_IN = 10
 GIVE_UP_AFTER = 50_000  # consecutive draws without a new problem
+KIND_GIVES_UP_AFTER = 2_000  # the same for a held-out problem of one kind of several
+SHARES_OF = 2048  # problems from which the shares of the kinds are estimated
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Problem:
     question: str
     columns: dict[str, Any]
     examples: tuple[tuple[str, str], ...] = ()  # questions and answers before it, as earlier turns of the chat
+    kind: str = ""  # of problem, for the selection of prompts and for results by kind
     hidden: str = ""  # what differs between problems with the same question, as the number to guess
 
 
@@ -58,22 +64,24 @@ class GeneratedTask(ABC):
     def held_out(self, count: int) -> list[Start]:
         """The first `count` of this task's fixed sequence of different held-out problems, or all if it has fewer.
 
+        Every kind has the share in it that it has among the problems that the task draws.
+
         Raises:
             ConfigError: if it has none.
         """
-        rng = random.Random(stable_hash("held out"))
-        found: dict[tuple[str, str], Problem] = {}
-        fruitless = 0
-        while len(found) < count:
-            problem = self.problem(rng)
-            if is_held_out(problem.key) and (problem.question, problem.hidden) not in found:
-                found[problem.question, problem.hidden] = problem
-                fruitless = 0
-            elif (fruitless := fruitless + 1) > GIVE_UP_AFTER:
-                break
+        sequence = _HeldOutSequence(self.problem)
+        found = list(itertools.islice(sequence.in_proportion(self._shares()), count))
         if not found:
             raise ConfigError(f"task {self.name} has no problem that is held out: make the task larger")
-        return [_start(index, problem) for index, problem in enumerate(found.values())]
+        return [_start(index, problem) for index, problem in enumerate(found)]
+
+    def _shares(self) -> dict[str, float]:
+        """The share of every kind among the problems that the task draws."""
+        rng = random.Random(stable_hash("shares"))
+        if not (first := self.problem(rng).kind):
+            return {first: 1.0}
+        drawn = Counter(self.problem(rng).kind for _ in range(SHARES_OF))
+        return {kind: times / SHARES_OF for kind, times in sorted(drawn.items())}
 
     def _training_problem(self, rng: random.Random) -> Problem:
         for _ in range(GIVE_UP_AFTER):
@@ -83,12 +91,49 @@ class GeneratedTask(ABC):
         raise ConfigError(f"task {self.name} has no problem left for training: make the task larger")
 
 
+class _HeldOutSequence:
+    """Different held-out problems, in the order in which they are drawn, or in proportion to their kinds."""
+
+    def __init__(self, draw: Callable[[random.Random], Problem]) -> None:
+        self._draw, self._rng = draw, random.Random(stable_hash("held out"))
+        self._found: set[tuple[str, str]] = set()
+        self._waiting: dict[str, deque[Problem]] = defaultdict(deque)  # drawn, but not yet used
+
+    def in_proportion(self, shares: Mapping[str, float]) -> Iterator[Problem]:
+        """Problems of which each beginning has the shares of the kinds, as far as they have enough problems."""
+        left, taken = dict(shares), Counter[str]()
+        while left:
+            kind = max(left, key=lambda kind: left[kind] * (taken.total() + 1) - taken[kind])
+            problem = self._next(kind, GIVE_UP_AFTER if len(shares) == 1 else KIND_GIVES_UP_AFTER)
+            if problem is None:
+                del left[kind]
+            else:
+                taken[kind] += 1
+                yield problem
+        while (problem := self._next("", GIVE_UP_AFTER, any_kind=True)) is not None:
+            yield problem
+
+    def _next(self, kind: str, give_up_after: int, *, any_kind: bool = False) -> Problem | None:
+        """The next problem of a kind; None if none comes in so many draws."""
+        for waiting in self._waiting.values() if any_kind else [self._waiting[kind]]:
+            if waiting:
+                return waiting.popleft()
+        for _ in range(give_up_after):
+            problem = self._draw(self._rng)
+            if is_held_out(problem.key) and (problem.question, problem.hidden) not in self._found:
+                self._found.add((problem.question, problem.hidden))
+                if any_kind or problem.kind == kind:
+                    return problem
+                self._waiting[problem.kind].append(problem)
+        return None
+
+
 def _start(index: int, problem: Problem) -> Start:
     prompt = []
     for question, answer in problem.examples:
         prompt += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     prompt.append({"role": "user", "content": problem.question})
-    return Start(index=index, prompt=prompt, columns=dict(problem.columns))
+    return Start(index=index, prompt=prompt, columns=dict(problem.columns), kind=problem.kind)
 
 
 def checked(config_type: type[Config], fields: dict[str, Any]) -> Config:

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from covey.config import RewardConfig, RunningTotalConfig
+from covey.config.fields import plural
 from covey.llm.tasks.generated import GeneratedTask, Problem, checked
 
 Change = tuple[str, int]  # "+" or "-", and the number
@@ -61,6 +62,7 @@ class RunningTotal(GeneratedTask):
             question=question,
             columns={"answer": str(totals[-1]), "totals": totals},
             examples=self._examples,
+            kind=plural(count, "step"),
         )
 
 

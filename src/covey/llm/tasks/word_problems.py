@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config import RewardConfig, WordProblemsConfig
+from covey.config.fields import plural
 from covey.llm.tasks.generated import GeneratedTask, Problem, checked
 
 NAMES = (
@@ -134,7 +135,12 @@ class WordProblems(GeneratedTask):
                 names["who"] = other
         text += [story.question.format(**names), "Give the final answer as a number."]
         columns = {"answer": str(value), "solution": "; ".join(steps)}
-        return Problem(key=f"word problem {columns['solution']}", question=" ".join(text), columns=columns)
+        return Problem(
+            key=f"word problem {columns['solution']}",
+            question=" ".join(text),
+            columns=columns,
+            kind=plural(len(steps), "step"),
+        )
 
     def _step(self, rng: random.Random, value: int) -> tuple[str, int, int]:
         """A random valid operation on `value`: its sign, its number and its result."""

@@ -11,14 +11,16 @@ from covey.config.fields import plural
 from covey.tracking.console import last_turn
 from covey.tracking.evaluations import compare_answers, read_answers, token_limits
 from covey.tracking.plain_files import Refused, TooLarge
+from covey.tracking.report.completions import completion, one_line
 from covey.tracking.report.html import Html, element, heading, pre, section
 from covey.tracking.report.html import table as grid
 from covey.tracking.report.run_data import RunData
 from covey.tracking.rollout_choice import choose_group
 from covey.tracking.run_reader import Group, number, table, text
 from covey.tracking.score_kinds import number as short
+from covey.tracking.turns import conversation_turns
 
-LONGEST_TEXT, LONGEST_PROMPT, LONGEST_VALUE = 1500, 2000, 300  # characters that are shown
+LONGEST_PROMPT, LONGEST_VALUE = 2000, 300  # characters that are shown
 MOST_CHANGES = 5  # answers that got better, and that got worse
 MOST_SIBLINGS = 8  # of a group: the best and the worst
 MOST_COLUMNS, MOST_PARTS = 8, 8
@@ -95,7 +97,7 @@ def _prompt(run: RunData | None, line: Mapping[str, Any]) -> Html:
     prompt, parts = line.get("prompt"), list[Html]()
     if isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt):
         for turn in prompt:
-            parts += [element("div", _one_line(turn.get("role", "message")), class_="label"),
+            parts += [element("div", one_line(turn.get("role", "message")), class_="label"),
                       pre(_value(turn.get("content")), LONGEST_PROMPT)]  # fmt: skip
     else:
         label, content = run.wording.prompt if run is not None else "prompt", _value(prompt)
@@ -104,7 +106,7 @@ def _prompt(run: RunData | None, line: Mapping[str, Any]) -> Html:
         else:
             parts = [element("div", label, class_="label"), pre(content, LONGEST_PROMPT)]
     columns = list(table(line.get("columns")).items())
-    shown = [f"{_one_line(name)}: {_cut(_value(value))}" for name, value in columns[:MOST_COLUMNS]]
+    shown = [f"{one_line(name)}: {_cut(_value(value))}" for name, value in columns[:MOST_COLUMNS]]
     shown += [plural(len(columns) - MOST_COLUMNS, "other column")] if len(columns) > MOST_COLUMNS else []
     parts += [element("p", "; ".join(shown), class_="label")] if shown else []
     return element("div", *parts, class_="prompt")
@@ -125,9 +127,9 @@ def unit_of(run: RunData) -> str:
 def _siblings(order: Sequence[int], group: Group, unit: str) -> Html:
     """The rollouts of a group: a table if the completions are short, otherwise one block for each."""
     lines = [(place, group.rollouts[place]) for place in order]
-    if all(_is_short(text(line.get("text"))) for _, line in lines):
+    if all(_is_short(text(line.get("text"))) and not conversation_turns(line) for _, line in lines):
         parts = _part_names(line for _, line in lines)
-        head = ("", "completion", "reward", *map(_one_line, parts), "advantage", f"{unit}s", "end")
+        head = ("", "completion", "reward", *map(one_line, parts), "advantage", f"{unit}s", "end")
         rows = [
             [
                 str(place),
@@ -136,7 +138,7 @@ def _siblings(order: Sequence[int], group: Group, unit: str) -> Html:
                 *(_number(table(line.get("reward_parts")).get(name)) for name in parts),
                 _advantage(line),
                 _number(line.get("decisions"), whole=True),
-                _one_line(line.get("end") or "-"),
+                one_line(line.get("end") or "-"),
             ]
             for place, line in lines
         ]
@@ -156,7 +158,7 @@ def _part_names(lines: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _rollout(place: int, line: Mapping[str, Any], unit: str) -> Html:
     parts = _part_names([line])
-    named = ", ".join(f"{_one_line(name)} {_number(table(line.get('reward_parts')).get(name))}" for name in parts)
+    named = ", ".join(f"{one_line(name)} {_number(table(line.get('reward_parts')).get(name))}" for name in parts)
     count = number(line.get("decisions"))
     facts: list[Html | str | None] = [
         f"{place}: ",
@@ -165,10 +167,9 @@ def _rollout(place: int, line: Mapping[str, Any], unit: str) -> Html:
     ]
     facts += [", advantage ", _advantage(line)] if number(line.get("advantage")) is not None else []
     facts += [f", {plural(int(count), unit)}"] if count is not None else []
-    facts += [f", {_one_line(line['end'])}"] if line.get("end") else []
-    return element(
-        "div", element("div", *facts, class_="label"), pre(text(line.get("text")), LONGEST_TEXT), class_="rollout"
-    )
+    facts += [f", {one_line(line['end'])}"] if line.get("end") else []
+    shown = completion(text(line.get("text")), conversation_turns(line), text(line.get("failure")))
+    return element("div", element("div", *facts, class_="label"), shown, class_="rollout")
 
 
 def _advantage(line: Mapping[str, Any]) -> Html | str:
@@ -182,14 +183,15 @@ def _advantage(line: Mapping[str, Any]) -> Html | str:
 def _answers(rows: Sequence[Mapping[str, Any]], step: int) -> list[Html]:
     """Answers before and after: a table if they are short, otherwise beside each other."""
     texts = [last_turn(row["prompt"]) for row in rows]
-    texts += [text(table(row[which]).get("text")) for row in rows for which in ("first", "last")]
-    if not rows or not all(map(_is_short, texts)):
+    answers = [table(row[which]) for row in rows for which in ("first", "last")]
+    texts += [text(answer.get("text")) for answer in answers]
+    if not rows or not all(map(_is_short, texts)) or any(answer.get("turns") for answer in answers):
         return [_pair(row, step) for row in rows]
     cells = []
     for row in rows:
         first, last = table(row["first"]), table(row["last"])
         columns = list(table(row["columns"]).items())[:MOST_COLUMNS]
-        data = "; ".join(f"{_one_line(name)}: {_one_line(_value(value))}" for name, value in columns)
+        data = "; ".join(f"{one_line(name)}: {one_line(_value(value))}" for name, value in columns)
         cells.append([
             element("code", last_turn(row["prompt"])), data or "-",
             element("code", text(first.get("text")) or "(nothing)"), _number(first.get("score")),
@@ -204,8 +206,9 @@ def _pair(row: Mapping[str, Any], step: int) -> Html:
         score = number(table(answer).get("score"))
         facts = f"{label}: " + ("not graded" if score is None else f"score {short(score)}")
         facts += ", truncated" if table(answer).get("truncated") else ""
-        cells.append(element("div", element("div", facts, class_="label"),
-                             pre(text(table(answer).get("text")), LONGEST_TEXT)))  # fmt: skip
+        known = table(answer)
+        shown = completion(text(known.get("text")), known.get("turns") or [], text(known.get("failure")))
+        cells.append(element("div", element("div", facts, class_="label"), shown))
     return element("div", _prompt(None, row), *cells, class_="pair")
 
 
@@ -225,9 +228,5 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _one_line(value: Any) -> str:
-    return _cut(" ".join(str(value).split()), 80)
-
-
-def _cut(value: str, most: int = LONGEST_VALUE) -> str:
-    return value if len(value) <= most else f"{value[:most]} ..."
+def _cut(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]} ..."

@@ -73,6 +73,8 @@ overflow-wrap:anywhere}
 .rollouts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr));gap:.5rem 1.25rem}
 .rollout{break-inside:avoid}
 .rollout .label b{color:var(--ink)}
+.turn{border-left:3px solid var(--line);padding-left:.6rem;margin:.4rem 0}
+.turn.model{border-color:var(--s1)}
 details{margin:.75rem 0}
 summary{cursor:pointer;font-weight:600}
 footer{margin-top:3rem;border-top:1px solid var(--line);padding-top:.75rem}

@@ -6,6 +6,7 @@ import { count, number, vocabulary, whole } from "./format.js";
 import { block, promptBlock } from "./plain_text.js";
 import { columnsTable } from "./rollouts.js";
 import { router } from "./router.js";
+import { failure, turnList } from "./turns.js";
 
 const PAGE = 40;
 const ORDERS = [["worse", "got worse first"], ["better", "got better first"], ["problem", "by number"]];
@@ -78,7 +79,7 @@ export class HeldOut {
     const parts = Object.entries(answer.reward_parts ?? {});
     return h("div", { class: "side" }, h("p", { class: "side-head" }, title, h("b", {}, answer.score === null ? "not graded" : this.words.kind === "accuracy" ? (answer.score === 1 ? "right" : "wrong") : number(answer.score)),
       h("span", {}, count(answer.tokens ?? 0, "token")), answer.truncated && h("span", { class: "chip warn" }, "cut"), parts.length > 1 && h("span", {}, parts.map(([name, value]) => `${name} ${number(value)}`).join(", "))),
-    block(answer.text, { find: text, label: "answer" }));
+    failure(answer.failure), answer.turns ? turnList(answer.turns, { find: text }) : block(answer.text, { find: text, label: "answer" }));
   }
 
   // A new evaluation can be chosen; the two that are shown stay.

@@ -14,7 +14,7 @@
 //   rollouts        groups of a step and their siblings      step_picker   the choice of a step
 //   rollout_card    one sibling                              token_text    tokens with numbers, tinted by `tints`
 //   search          rollouts of the whole run                held_out      answers of two evaluations
-//   plain_views     recordings, configuration
+//   plain_views     recordings, configuration                turns         a conversation as its turns
 //
 // A view is an object {el, update(route), grown(detail), watches(id)}; it may have key(name), searchField() and destroy().
 

@@ -81,5 +81,5 @@ const contentText = (content) => (typeof content === "string" ? content : JSON.s
 export function promptBlock(prompt, find = "") {
   if (!Array.isArray(prompt)) return block(promptText(prompt), { find, label: "prompt" });
   return h("ol", { class: "messages" }, prompt.map((message) =>
-    h("li", {}, h("span", { class: "role" }, String(message?.role ?? "message")), block(contentText(message?.content), { find, label: "message" }))));
+    h("li", {}, h("span", { class: "role" }, String(message?.role ?? "message")), block(contentText(message?.content), { find, label: "message" }), message?.tool_calls ? block(JSON.stringify(message.tool_calls), { find, label: "calls" }) : null)));
 }

@@ -12,8 +12,9 @@ document.body.append(numbers);
 addEventListener("scroll", () => (numbers.hidden = true), { passive: true });
 
 export class TokenText {
-  constructor(tokens, name) {
-    this.tokens = tokens;
+  // `first`: the place of the first token in the completion.
+  constructor(tokens, name, first = 0) {
+    Object.assign(this, { tokens, first });
     this.at = null;
     this.el = h("div", { class: "output tokens", role: "group", tabIndex: 0, "aria-label": `Tokens of ${name}. The arrow keys move from token to token.` });
     this.show(SHOWN_AT_FIRST);
@@ -59,7 +60,7 @@ export class TokenText {
     const span = this.spans[index];
     const { ids, texts, logprobs } = this.tokens;
     span.classList.add("current");
-    put(numbers, h("p", {}, `token ${index + 1}: `, h("code", {}, nodes(JSON.stringify(texts[index]))), ` id ${ids[index] ?? "?"}`),
+    put(numbers, h("p", {}, `token ${this.first + index + 1}: `, h("code", {}, nodes(JSON.stringify(texts[index]))), ` id ${ids[index] ?? "?"}`),
       logprobs?.[index] === null ? h("p", {}, "not decided by the policy") : h("dl", {}, numbersOf(this.tokens, index).flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])));
     this.place(span);
   }
