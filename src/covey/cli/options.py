@@ -180,7 +180,8 @@ def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]
         name, equals, value = word.partition("=")
         option = command._option_string_actions.get(name.replace("_", "-"))
         following = []
-        if word.startswith("--") and not equals and words and (option is None or option.nargs != 0):
+        takes_value = word.startswith("--") if option is None else option.nargs != 0
+        if takes_value and not equals and words:
             following = [words.pop(0)]
         if option:
             options.append("=".join([name.replace("_", "-"), *([value] if equals else following)]))
