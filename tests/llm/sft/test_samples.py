@@ -16,7 +16,6 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import StepStyle, ToolStyle
 from covey.llm.conversation.tools import describe_tools
-from covey.llm.conversation.workers import EnvironmentThreads
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.policy import LanguagePolicy
@@ -24,6 +23,7 @@ from covey.llm.sampler import LanguageSampler
 from covey.llm.sft.encoding import EncodedExample, batch_of
 from covey.llm.sft.samples import read_back, select, tokens_of, written
 from helpers.chat_models import tiny_chat
+from helpers.in_threads import EnvironmentThreads
 from helpers.tiny_models import tiny_model
 
 
@@ -111,7 +111,7 @@ def sampled(kind: str) -> tuple[LanguageSampler, list[Group], LanguagePolicy]:
     sampler = LanguageSampler(LocalGenerator(policy), chat, seed=5, max_new_tokens=6)
     if kind != "completion":
         style = StepStyle(chat) if kind == "step" else ToolStyle(chat, describe_tools(Adder()))
-        environments = EnvironmentThreads(Echo if kind == "step" else Adder, 60.0, 100)
+        environments = EnvironmentThreads(Echo if kind == "step" else Adder, 100)
         sampler = ConversationSampler(**vars(sampler), environments=environments, style=style, turns=3, total_tokens=60)
     starts = [Start(0, [{"role": "user", "content": "1+2"}], {"answer": "3"}), Start(1, "7-5", {"answer": "2"})]
     groups = sampler.sample(starts, 4, step=1)
