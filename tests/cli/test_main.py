@@ -55,7 +55,7 @@ class Build(types.ModuleType):
                 raise self.error
             answers = [{"text": "t", "score": score} for scores in self.scores for score in scores]
             evaluation = types.SimpleNamespace(
-                scores=self.scores, kind=ACCURACY, notes=["a note"], records=lambda: answers
+                scores=self.scores, kind=ACCURACY, by_kind={}, notes=["a note"], records=lambda: answers
             )
             record = {"prompt": "2+2=", "text": "4\x1b[2J", "reward": 1.0, "reward_parts": {"numeric": 1.0}}
             sampled = types.SimpleNamespace(notes=["a note"], records=lambda: [record])
