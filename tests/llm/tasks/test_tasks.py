@@ -519,7 +519,9 @@ def test_kinds_of_arithmetic(numbers, operator, kind):
     assert problem_kind([*numbers, 3], [operator, "+"]) == kind.partition(",")[0] + " + 1-digit"
 
 
-@pytest.mark.parametrize("task", [Arithmetic(negative=False), WordProblems(), RunningTotal(), Countdown()], ids=str)
+@pytest.mark.parametrize(
+    "task", [Arithmetic(negative=False), WordProblems(), RunningTotal(), Countdown()], ids=lambda task: task.name
+)
 def test_held_out_problems_have_the_kinds_of_the_draws(task):
     def shares(starts):
         counts = Counter(start.kind for start in starts)
