@@ -3,7 +3,7 @@
 A class is copied with cloudpickle: one that a module has by the module's name, one of a script or a notebook with the
 names that it uses. So an environment of a notebook is under a deadline, and its death ends its conversation alone, as
 for an environment in a file. Objects of the program that it uses are copies. The bytes go from this process to its
-own child and are never written to a file.
+own child, through a temporary file without a name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def copied_environment(environment: Any, name: str) -> bytes:
             style = style_of(kind)
         except WrongEnvironment as error:
             raise ConfigError(f"the environment: {error}") from None
-        schemas = [] if style == "step" else [tool.schema for tool in describe_tools(kind)]
+        if style != "respond":  # an adapter is asked in its process
+            schemas = [] if style == "step" else [tool.schema for tool in describe_tools(kind)]
     try:
         with _by_value(_modules_out_of_reach(environment)):
             copied: bytes = cloudpickle.dumps((make, schemas))
