@@ -157,7 +157,7 @@ def formula_gradient(
 
 
 def _logprobs(policy: ToyPolicy, item) -> list[Tensor]:
-    evaluation = policy.evaluate(collate([Group(None, [item])]))  # type: ignore[arg-type]
+    evaluation = policy.evaluate(collate([Group(Start(0, ""), [item])]))
     return list(evaluation.logprobs_BT[0])
 
 
