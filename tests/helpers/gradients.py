@@ -12,7 +12,7 @@ from torch import Tensor
 from covey.algorithms import Algorithm, KLInLoss, KLInReward, KLPenalty, dr_grpo, grpo, reinforce, rloo
 from covey.core import loss_weights, schedules
 from covey.core.kl import k1, k2, k3
-from covey.data import Batch, EndReason, Group, collate
+from covey.data import Batch, EndReason, Group, Start, collate
 from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
 from helpers.tabular_policy import Recorder, ToyPolicy
