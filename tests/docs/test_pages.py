@@ -15,7 +15,7 @@ from pathlib import Path
 import gymnasium  # noqa: F401 -- before the tests: it changes the environment when it is first imported
 import pytest
 
-from covey.cli.inference import evaluation_config
+from covey.cli.evaluate import evaluation_config
 from covey.cli.options import build_parser, parse
 from covey.comparison.compare import read_contestants
 from covey.config import ControlConfig, RunConfig

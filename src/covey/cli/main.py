@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from covey.cli.diagnose import diagnose_command
+from covey.cli.evaluate import check_data, eval_command
 from covey.cli.export import export_command
-from covey.cli.inference import check_data, eval_command
 from covey.cli.logs import set_up_output
 from covey.cli.options import OVERVIEW, parse
 from covey.cli.plan import plan_command

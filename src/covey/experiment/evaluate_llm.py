@@ -103,10 +103,11 @@ class HeldOut:
             raise RunError(nothing_scored(self.grader))
         if len(scores) < len(rollouts):
             self.display.note(f"{unscored(len(rollouts) - len(scores), len(rollouts))}")
+        kind = SCORE_KINDS[self.grader.score_kind]
         return {
             "max_new_tokens": limit,
-            **SCORE_KINDS[self.grader.score_kind].estimate(scores),
-            **by_kind(groups, SCORE_KINDS[self.grader.score_kind]),
+            **kind.estimate(scores),
+            **by_kind(groups, kind),
             "unscored": len(rollouts) - len(scores),
             "mean_tokens": sum(rollout.decisions for rollout in rollouts) / len(rollouts),
         }

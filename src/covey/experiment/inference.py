@@ -14,7 +14,7 @@ from covey.data import Group, RolloutCredit, Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.evaluate_llm import answer_records, answers, by_kind, nothing_scored, scores_of, unscored
 from covey.experiment.llm import build_machine, load_policy
-from covey.experiment.problem import build_problem, fit_prompts
+from covey.experiment.problem import build_problem, fit_prompts, opened_problem
 from covey.llm.generation.truncation import WHOLE, Truncation
 from covey.llm.grader import RewardGrader
 from covey.tracking.console import Display
@@ -66,27 +66,18 @@ def evaluate_model(
         ConfigError: as `build_problem` and `load_policy` do.
         RunError: if no answer has a score.
     """
-    kind = build_rollout_kind(config)
-    try:
-        problem = build_problem(config, kind=kind)
-    except BaseException:
-        kind.close()
-        raise
-    try:
+    left_out: list[str] = []
+    groups: list[Group] = []
+    with opened_problem(config) as (problem, kind):
         loaded = load_policy(config, build_machine(config.device, config.precision, config.threads))
-        left_out: list[str] = []
         problem = fit_prompts(
             problem, config, loaded.chat, loaded.policy.module.config, left_out.append, kind=kind, training=False
         )
         sampler = replace(kind.sampler(loaded.sampler), temperature=temperature, truncation=truncation)
-        groups: list[Group] = []
         with Display() as display, display.progress("answering", len(problem.held_out)) as advance:
             for piece in answers(sampler, problem.held_out, samples):
                 groups += problem.grader.grade(piece)
                 advance(len(piece))
-    finally:
-        problem.grader.close()
-        kind.close()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     missing = len(rollouts) - len(scores_of(rollouts))
     if missing == len(rollouts):

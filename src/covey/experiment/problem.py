@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from covey.config.fields import plural
 from covey.config.validate_process import no_step_reward, no_turn_reward
 from covey.data import Start, Task
 from covey.experiment.build import Reward
-from covey.experiment.conversations import COMPLETIONS, RolloutKind
+from covey.experiment.conversations import COMPLETIONS, RolloutKind, build_rollout_kind
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.model.chat import Chat
 from covey.llm.rewards.weighted_reward import WeightedReward
@@ -85,6 +86,24 @@ def build_problem(
     return Problem(task, grader, held_out)
 
 
+@contextmanager
+def opened_problem(config: RunConfig) -> Iterator[tuple[Problem, RolloutKind]]:
+    """Context manager with the problem of a recipe and the kind of its rollouts, which are closed at the end.
+
+    Raises:
+        ConfigError: as `build_rollout_kind` and `build_problem` do.
+    """
+    kind = build_rollout_kind(config)
+    try:
+        problem = build_problem(config, kind=kind)
+        try:
+            yield problem, kind
+        finally:
+            problem.grader.close()
+    finally:
+        kind.close()
+
+
 def fit_prompts(
     problem: Problem,
     config: RunConfig,
@@ -92,7 +111,7 @@ def fit_prompts(
     model_config: Any,
     note: Note,
     *,
-    kind: RolloutKind = COMPLETIONS,
+    kind: RolloutKind,
     training: bool = True,
 ) -> Problem:
     """The problem without prompts that are too long for the model.

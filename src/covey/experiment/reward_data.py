@@ -15,6 +15,7 @@ from covey.config.fields import plural
 from covey.config.files import read_file
 from covey.config.recipe_writing import config_to_dict
 from covey.data import Group
+from covey.experiment.conversations import COMPLETIONS
 from covey.experiment.llm import LoadedPolicy, Machine, build_machine, load_policy
 from covey.experiment.problem import build_problem, fit_prompts
 from covey.llm.model.architecture import position_limit
@@ -82,7 +83,7 @@ def label_completions(config: RunConfig, options: LabelOptions, output: Path) ->
         loaded = load_policy(config, machine)
         completer = _completer(config, options.completer, machine, loaded)
         module_config = loaded.policy.module.config
-        problem = fit_prompts(problem, config, loaded.chat, module_config, display.note)
+        problem = fit_prompts(problem, config, loaded.chat, module_config, display.note, kind=COMPLETIONS)
         splitter.chat = loaded.chat
         labeller = StepLabeller(
             completer.sampler, splitter, problem.grader, options.continuations,

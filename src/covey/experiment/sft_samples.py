@@ -15,7 +15,7 @@ from covey.config.recipe import config_from_dict
 from covey.data import EndReason, Group, Rollout, Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.llm import Machine, load_policy
-from covey.experiment.problem import build_problem, fit_prompts
+from covey.experiment.problem import fit_prompts, opened_problem
 from covey.llm.model.loading import load_chat
 from covey.llm.sampler import LanguageSampler
 from covey.llm.sft.encoding import longest_example
@@ -45,30 +45,21 @@ def sampled_examples(config: RunConfig, machine: Machine) -> SampledExamples:
         ConfigError: if task, rewards or environment are invalid, before the model is loaded; if no sample has enough
             reward.
     """
-    kind = build_rollout_kind(config)
-    try:
-        problem = build_problem(config, kind=kind)
-    except BaseException:
-        kind.close()
-        raise
     sft, notes = config.sft, list[str]()
-    try:
+    groups: list[Group] = []
+    with opened_problem(config) as (problem, kind):
         loaded = load_policy(config, machine)
         model_config = loaded.policy.module.config
-        problem = fit_prompts(problem, config, loaded.chat, model_config, notes.append)
+        problem = fit_prompts(problem, config, loaded.chat, model_config, notes.append, kind=kind)
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start
         sampler = kind.sampler(loaded.sampler)
         starts = problem.task.draw(config.seed, STEP, sft.count, first=0, before=0)
-        groups: list[Group] = []
         with Display(title="covey: samples") as display, display.progress("sampling", len(starts)) as advance:
             for begin in range(0, len(starts), PIECE):
                 piece = starts[begin : begin + PIECE]
                 groups += problem.grader.grade(sampler.sample(piece, sft.samples_per_prompt, STEP))
                 advance(len(piece))
-    finally:
-        problem.grader.close()
-        kind.close()
     remedy = ", raise sft.samples_per_prompt or sft.count, or begin with another model"
     return _examples(config, groups, sampler, model_config, notes, remedy)
 

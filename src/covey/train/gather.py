@@ -60,7 +60,7 @@ def check_agreement(groups: Sequence[Group], facts: Mapping[str, Any], team: Tea
     if team.size == 1:
         return
     rollouts = [[group.start.index, [[one.decisions, one.reward] for one in group.rollouts]] for group in groups]
-    own = {f"rollouts of start {index}": _hash(content) for index, content in rollouts}
+    own = {f"rollouts of start {index}": content_hash(content) for index, content in rollouts}
     own |= {name: repr(value) for name, value in facts.items()}
     first, *others = exchange_json(team, own)
     for rank, other in enumerate(others, 1):
@@ -76,10 +76,11 @@ def check_agreement(groups: Sequence[Group], facts: Mapping[str, Any], team: Tea
 def _digest(starts: Sequence[Start]) -> bytes:
     """A hash of prompts and columns."""
     content = [[start.index, start.prompt, dict(start.columns)] for start in starts]
-    return bytes.fromhex(_hash(content))
+    return bytes.fromhex(content_hash(content))
 
 
-def _hash(content: Any) -> str:
+def content_hash(content: Any) -> str:
+    """SHA-256 of JSON data, as hexadecimal digits."""
     return hashlib.sha256(json.dumps(content, default=str, sort_keys=True).encode()).hexdigest()
 
 

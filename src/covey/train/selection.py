@@ -6,8 +6,6 @@ posterior of its kind (Thompson sampling), so a kind of which little is known is
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -25,6 +23,7 @@ from covey.core.prompt_signal import (
     variance_signal,
 )
 from covey.data import Group, Start, Task
+from covey.train.gather import content_hash
 
 # Observations that the prior of a kind is worth. One success and one failure: a uniform prior of the success rate.
 PRIOR = 1.0
@@ -168,10 +167,11 @@ class ByExpectedSignal:
 
 def kind_of(start: Start) -> str:
     """The kind of a start, or a hash of its prompt and columns if its task names no kinds."""
-    if start.kind:
-        return start.kind
-    content = json.dumps([start.prompt, dict(start.columns)], default=str, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    return start.kind or _problem_hash(start)
+
+
+def _problem_hash(start: Start) -> str:
+    return content_hash([start.prompt, dict(start.columns)])
 
 
 def _different(starts: Iterable[Start], count: int) -> list[Start]:
@@ -179,7 +179,7 @@ def _different(starts: Iterable[Start], count: int) -> list[Start]:
     different: dict[str, Start] = {}
     repeated = []
     for start in starts:
-        key = kind_of(replace(start, kind=""))
+        key = _problem_hash(start)
         if key in different:
             repeated.append(start)
         else:
