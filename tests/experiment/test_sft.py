@@ -299,6 +299,7 @@ def test_rollouts_of_a_run_are_examples_with_their_tokens(whole, place):
         assert row["token_ids"]["undecided"] == undecided
         assert (row["completion"], row["reward"]) == (line["messages"], line["reward"])
         assert row["prompt"][-1]["content"].endswith("Guess"), "the first observation is in the prompt"
+    (place / "samples.toml").write_text(SAMPLES)
     for words, told in (
         (["samples.toml", "--data", "turns"], "one of the recipe and the run turns has conversations"),
         (
