@@ -40,6 +40,7 @@ class LossTerms:
     # in every pass, `logged_first` only before the first optimizer step.
     logged: dict[str, Tensor] = field(default_factory=dict)
     logged_first: dict[str, Tensor] = field(default_factory=dict)
+    importance: ratios.ImportanceWeight | None = None  # of trainer over sampler; None: no weights
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,21 @@ class Algorithm:
         log_ratio_BT = self.ratio(logprobs_BT, old_BT, batch.mask_BT)
         loss_BT, low_BT, high_BT = self.surrogate(logprobs_BT, log_ratio_BT, batch.advantages_BT)
         logged: dict[str, Tensor] = {}
+        importance = None
         if self.importance is not None:
-            weight_BT, capped_BT, masked_BT = self.importance(old_BT, batch.behavior_logprobs_BT, batch.mask_BT)
-            loss_BT = weight_BT * loss_BT
-            logged |= {"mismatch/capped_fraction": capped_BT, "mismatch/masked_fraction": masked_BT}
+            importance = self.importance(old_BT, batch.behavior_logprobs_BT, batch.mask_BT)
+            loss_BT = importance.weight_BT * loss_BT
+            logged |= {
+                "mismatch/capped_fraction": importance.capped_BT,
+                "mismatch/masked_fraction": importance.masked_BT,
+            }
         kl = self.kl.acting(kl_coefficient)
         loss_BT = kl.add(loss_BT, output, batch, kl_coefficient)
         if self.entropy_coefficient:
             loss_BT = loss_BT - self.entropy_coefficient * torch.where(batch.mask_BT, output.entropy_BT, 0.0)
         loss = (batch.loss_weights_BT * loss_BT).sum()
         clipped = low_BT & batch.mask_BT, high_BT & batch.mask_BT
-        return LossTerms(loss, log_ratio_BT.detach(), *clipped, logged, kl.measured(output))
+        return LossTerms(loss, log_ratio_BT.detach(), *clipped, logged, kl.measured(output), importance)
 
     def critic_loss(self, values_BT: Tensor, batch: Batch) -> Tensor:
         """Value loss, a scalar: (loss_weights_BT * coefficient * error_BT).sum(). PPO (arXiv 1707.06347), eq. 9."""

@@ -78,7 +78,7 @@ class _NoKL:
         return torch.zeros_like(batch.valid_B)
 
     def rows_for_loss(self, batch: Batch, kept_B: Tensor) -> Tensor:
-        return batch.valid_B & (batch.group_B % LOG_KL_EVERY == 0)
+        return batch.valid_B & batch.fresh_B & (batch.group_B % LOG_KL_EVERY == 0)
 
     def penalise(self, batch: Batch, reference_logprobs_BT: Tensor, coefficient: float) -> Batch:
         return batch

@@ -46,6 +46,7 @@ from covey.config.llm import (
     UpdateConfig,
 )
 from covey.config.lora import LoRAConfig
+from covey.config.replay import ReplayConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.selection import SelectionConfig
@@ -73,8 +74,7 @@ __all__ = [
     "CountdownConfig", "CriticConfig", "DatasetConfig", "EnvironmentConfig", "EnvironmentTaskConfig",
     "EvaluationConfig", "GuessNumberConfig", "HumanEvalConfig", "IterationConfig", "LoRAConfig", "LookupConfig",
     "LossBase", "LossConfig", "MachineError", "MazeConfig", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig",
-    "RecordConfig",
-    "ReferenceConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig", "RunError", "RunningTotalConfig",
-    "SFTConfig", "SamplerConfig", "SamplerLost", "SamplingConfig", "SelectionConfig", "UpdateBase", "UpdateConfig",
-    "WordProblemsConfig", "config_field",
+    "RecordConfig", "ReferenceConfig", "ReplayConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig",
+    "RunError", "RunningTotalConfig", "SFTConfig", "SamplerConfig", "SamplerLost", "SamplingConfig", "SelectionConfig",
+    "UpdateBase", "UpdateConfig", "WordProblemsConfig", "config_field",
 ]  # fmt: skip

@@ -96,6 +96,26 @@ class LossBase:
     whiten: bool = config_field(
         True, "ppo: normalise advantages to mean 0 and standard deviation 1 over the step", advanced=True
     )
+    importance_cap: float | None = config_field(
+        None,
+        "cap of the importance weight (trainer's over sampler's probability) on the loss of a decision, 2 is usual; "
+        "unset: off, or 2 with replay.groups",
+        above=0,
+        advanced=True,
+    )
+    importance_mask: tuple[float, ...] = config_field(
+        (),
+        "IcePop: lowest and highest importance weight; a decision outside of them is left out of the surrogate loss, "
+        "[0.5, 5.0] is usual; empty: off",
+        advanced=True,
+    )
+    importance_level: str = config_field(
+        "token",
+        "what importance_cap and importance_mask apply to: the weight of a decision, or that of a rollout, the product "
+        "of the weights of its decisions",
+        choices=("token", "sequence"),
+        advanced=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from covey.config.common import ALGORITHM_NAMES, CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
+from covey.config.replay import ReplayConfig
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class ControlConfig(RunBase):
     environment: EnvironmentConfig = config_field(EnvironmentConfig(), "[environment] table")
     policy: PolicyConfig = config_field(PolicyConfig(), "[policy] table")
     rollouts: RolloutsConfig = config_field(RolloutsConfig(), "[rollouts] table")
+    replay: ReplayConfig = config_field(ReplayConfig(), "[replay] table")
     loss: ControlLossConfig = config_field(ControlLossConfig(), "[loss] table")
     update: ControlUpdateConfig = config_field(ControlUpdateConfig(), "[update] table")
     evaluation: ControlEvaluationConfig = config_field(ControlEvaluationConfig(), "[evaluation] table")

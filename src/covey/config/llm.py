@@ -11,6 +11,7 @@ from covey.config.chat import ChatConfig
 from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
 from covey.config.conversation import ConversationConfig
 from covey.config.lora import LoRAConfig
+from covey.config.replay import ReplayConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.selection import SelectionConfig
@@ -96,25 +97,6 @@ class LossConfig(LossBase):
         choices=("sum", "each"),
     )
     gamma: float = config_field(1.0, "ppo and reinforce_pp: discount per token", min=0, max=1)
-    importance_cap: float | None = config_field(
-        None,
-        "cap of the importance weight (trainer's over sampler's probability) on a token's loss, 2 is usual; unset: off",
-        above=0,
-        advanced=True,
-    )
-    importance_mask: tuple[float, ...] = config_field(
-        (),
-        "IcePop: lowest and highest importance weight; a token outside of them is left out of the surrogate loss, "
-        "[0.5, 5.0] is usual; empty: off",
-        advanced=True,
-    )
-    importance_level: str = config_field(
-        "token",
-        "what importance_cap and importance_mask apply to: the weight of a token, or that of a completion, the product "
-        "of its tokens' weights",
-        choices=("token", "sequence"),
-        advanced=True,
-    )
 
 
 @dataclass(frozen=True)
@@ -297,6 +279,7 @@ class RunConfig(RunBase):
     )
     sampling: SamplingConfig = config_field(SamplingConfig(), "[sampling] table")
     selection: SelectionConfig = config_field(SelectionConfig(), "[selection] table")
+    replay: ReplayConfig = config_field(ReplayConfig(), "[replay] table")
     conversation: ConversationConfig = config_field(ConversationConfig(), "[conversation] table")
     chat: ChatConfig = config_field(ChatConfig(), "[chat] table")
     loss: LossConfig = config_field(LossConfig(), "[loss] table")

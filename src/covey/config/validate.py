@@ -40,6 +40,7 @@ from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_lora import check_lora
 from covey.config.validate_process import check_process
 from covey.config.validate_reasoning_gym import check_reasoning_gym
+from covey.config.validate_replay import check_replay
 from covey.config.validate_rewards import check_normalization, check_rewards
 from covey.config.validate_rollouts import check_rollouts
 from covey.config.validate_sampler import check_sampler
@@ -159,6 +160,7 @@ def _validate_language(
     check_iteration(config, own_rewards=own_rewards)
     check_lora(config)
     check_selection(config.selection)
+    check_replay(config)
     locate_model(config.model)
 
 
@@ -171,7 +173,8 @@ def _validate_control(config: ControlConfig) -> None:
     check_rollouts(config)
     _check_epochs(config.update, config.algorithm)
     _check_critic_warmup(config)
-    check_kl(config.loss, config.update, config.loss.kl_coefficient)
+    check_kl(config.loss, config.update, config.loss.kl_coefficient, config.replay)
+    check_replay(config)
     rollouts = config.rollouts
     parts, count = config.update.minibatches, rollouts.fragment_steps * rollouts.copies
     if rollouts.kind == "fragments" and count % parts:

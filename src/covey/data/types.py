@@ -124,6 +124,7 @@ class Batch:
     reference_all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action, if V is small
     proximal_all_logprobs_BTV: Tensor | None = None
     group_weight_B: Tensor | None = None  # weight of the row's group in the loss; None: all are 1
+    replayed_B: Tensor | None = None  # bool, True if an earlier step sampled the row; None: none of them
     loss_weights_BT: Tensor | None = None  # weight of each decision in the loss
     reward_names: tuple[str, ...] = ()  # of the rewards of which `reward_B` is the weighted sum
     reward_parts_BR: Tensor | None = None  # float32, each reward without its weight; NaN if it has no value
@@ -149,6 +150,11 @@ class Batch:
 
     def __len__(self) -> int:
         return int(self.mask_BT.shape[0])
+
+    @property
+    def fresh_B(self) -> Tensor:
+        """Bool, True if this step sampled the row."""
+        return torch.ones_like(self.valid_B) if self.replayed_B is None else ~self.replayed_B
 
     def select(self, rows: Tensor) -> Batch:
         """Some rows, by an int64 index, without the trailing columns that have no decision in any of them.

@@ -26,7 +26,7 @@ from covey.config import (
     ConfigError,
     ControlConfig,
     LossBase,
-    LossConfig,
+    ReplayConfig,
     RewardConfig,
     RunConfig,
     UpdateBase,
@@ -43,6 +43,7 @@ from covey.tracking.console import Display
 from covey.tracking.run_store import CHECKPOINTS_FOLDER, RunStore
 from covey.train.kl_coefficient import AdaptiveCoefficient, KLCoefficient, ScheduledCoefficient
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
+from covey.train.replay import NoReplay, RecentGroups, Replay
 from covey.train.state import Components, LoopConfig
 
 Evaluation = dict[str, Any]
@@ -120,11 +121,10 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
             if field not in parameters:
                 raise ConfigError(f"algorithm {name!r} does not clip: leave out loss.{field}")
             chosen[field] = value
-    importance = _importance_weights(loss) if isinstance(loss, LossConfig) else None
-    return replace(build(kl=penalty, **chosen), importance=importance)
+    return replace(build(kl=penalty, **chosen), importance=_importance_weights(loss))
 
 
-def _importance_weights(loss: LossConfig) -> ratios.ImportanceWeights | None:
+def _importance_weights(loss: LossBase) -> ratios.ImportanceWeights | None:
     if loss.importance_cap is None and not loss.importance_mask:
         return None
     low, high = loss.importance_mask or (0.0, math.inf)
@@ -222,6 +222,11 @@ def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> Update
         critic_epochs=update.critic_epochs,
         critic_warmup_steps=update.critic_warmup_steps,
     )
+
+
+def build_replay(replay: ReplayConfig) -> Replay:
+    """The groups of earlier steps that a step learns from again."""
+    return RecentGroups(**vars(replay)) if replay.groups else NoReplay()
 
 
 def build_checkpoints(store: RunStore, config: CheckpointConfig, team: Team = ALONE) -> CheckpointFolder:

@@ -26,6 +26,7 @@ from covey.config.faults import faults_of
 from covey.config.fields import command, plural
 from covey.config.files import user_path
 from covey.config.recipe import config_from_dict, read_tables
+from covey.config.replay import importance_cap
 from covey.config.validate_collection import NOT_BY_GROUP
 from covey.control.action_spaces import Continuous
 from covey.control.envs.render import can_draw, render_episode
@@ -43,6 +44,7 @@ from covey.experiment.build import (
     build_checkpoints,
     build_kl_coefficient,
     build_learners,
+    build_replay,
 )
 from covey.experiment.rollout_kinds import ROLLOUT_KINDS
 from covey.runtime.device import environment, set_threads
@@ -117,7 +119,7 @@ class ControlBuilder:
         sampler = self.rollouts.sampler(policy, REWARD_SCALES[config.rollouts.reward_scaling](gamma))
         algorithm = build_algorithm(
             config.algorithm,
-            config.loss,
+            replace(config.loss, importance_cap=importance_cap(config.loss, config.replay)),
             max_length=self.longest_rollout,
             entropy_coefficient=config.loss.entropy_coefficient,
             gamma=gamma,
@@ -148,6 +150,7 @@ class ControlBuilder:
                 single_decisions=True,
             ),
             kl_coefficient=kl_coefficient,
+            replay=build_replay(config.replay),
             observers=(store, display),
             checkpoints=build_checkpoints(store, config.checkpoint),
             evaluate=lambda step: sampler.metrics() | evaluation.due(step),

@@ -24,6 +24,7 @@ from covey.experiment.build import (
     build_checkpoints,
     build_kl_coefficient,
     build_learners,
+    build_replay,
 )
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.divided_weights import Models, divide
@@ -239,6 +240,7 @@ class LLMBuilder:
             kl_coefficient=kl_coefficient,
             reward_model=next(iter(iterated), FixedRewards()),
             selection=build_selection(config.selection),
+            replay=build_replay(config.replay),
             collector=build_collector(config),
             recorder=build_recorder(config, policy, loaded.chat, self.team),
             observers=() if self.team.rank else (store, display, *iterated),

@@ -16,6 +16,7 @@ from covey.algorithms.advantages import (
 )
 from covey.config import RunConfig, SelectionConfig
 from covey.config.model_sources import find_origin
+from covey.config.replay import importance_cap
 from covey.core import kl
 from covey.data import ReferenceUpdater, Team
 from covey.experiment.adaptation import Adaptation
@@ -82,7 +83,7 @@ def build_llm_algorithm(config: RunConfig, reward_weights: Mapping[str, float]) 
     each = loss.normalize_rewards == "each"
     algorithm = build_algorithm(
         config.algorithm,
-        replace(loss, kl_coefficient=config.kl_coefficient),
+        replace(loss, kl_coefficient=config.kl_coefficient, importance_cap=importance_cap(loss, config.replay)),
         max_length=config.rollout_limit,
         entropy_coefficient=loss.entropy_coefficient,
         credit=outcome_of_each_reward(reward_weights) if each else CREDITS[loss.credit],

@@ -2,7 +2,7 @@
 
     loop.train_step
         collect.GroupSource      Task.draw, Sampler.sample, Grader.grade: the graded groups of the step
-        data.collate             groups -> Batch [B, T]
+        replay.joined            groups of this step and of earlier ones -> Batch [B, T]
         prepare.prepare_batch    values, KL in the reward, advantages, loss weights, old and reference log-probabilities
         update.update            for each learner: epochs -> minibatches -> shards -> microbatches -> optimizer step
 

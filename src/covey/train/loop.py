@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from covey.config import RunError
-from covey.data import StepRecord, collate
+from covey.data import StepRecord
 from covey.runtime.timer import Clock
 from covey.train.collect import GroupSource, StepGroups
 from covey.train.gather import check_agreement
 from covey.train.prepare import prepare_rows
 from covey.train.record import step_metrics
+from covey.train.replay import joined
 from covey.train.state import Components, LoopConfig, Progress, optimizers_of, save_checkpoint, saved_if_lost
 from covey.train.update import update
 
@@ -50,9 +51,10 @@ def train_step(run: Components, config: LoopConfig, progress: Progress) -> StepR
     """One step: draw, sample, grade, prepare, update, refresh. Advances `progress`; returns the record of the step."""
     step, clock = progress.step + 1, Clock()
     collected = collect(run, config, progress, clock)
+    replayed = run.replay.draw(step)
     with clock.measure("time/prepare"):
         prepared = prepare_rows(
-            collate(collected.groups), run.policy, run.algorithm,
+            joined(collected.groups, replayed.groups), run.policy, run.algorithm,
             reference=run.reference, critics=run.critics, kl_coefficient=run.kl_coefficient.at(step),
             optimizer_steps=run.learners[0].plan.optimizer_steps(step), mask_truncated=config.mask_truncated,
             team=run.team,
@@ -64,9 +66,10 @@ def train_step(run: Components, config: LoopConfig, progress: Progress) -> StepR
         run.sampler.refresh(progress.version + 1)
         run.reference_updater.after(step)
     with clock.measure("time/record"):
-        credits = run.recorder.credits(collected, prepared)
+        credits = run.recorder.credits(collected, prepared.of_step())
     selection = run.selection.after(step, collected.all_groups)
-    metrics = step_metrics(collected, prepared.metrics | selection, updated, clock)
+    run.replay.after(step, collected.groups, prepared)
+    metrics = step_metrics(collected, prepared.metrics | selection | replayed.metrics, updated, clock)
     weights = {f"weights of the {name}": item.checksum() for name, item in optimizers_of(run).items()}
     check_agreement(collected.all_groups, updated | weights, run.team, f"step {step}")
     progress.advance(collected.all_groups, metrics)

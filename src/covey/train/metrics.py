@@ -105,6 +105,16 @@ class ShardSums:
     logged_first: dict[str, list[Tensor]] = field(default_factory=dict)
     # Before the first optimizer step: sums of |gap|, k3, decisions, importance weights and their squares.
     mismatch: list[float] = field(default_factory=lambda: [0.0] * 5)
+    # Of rows of earlier steps: decisions, sums of importance weights and of their squares, weights out of bounds.
+    replayed: list[float] = field(default_factory=lambda: [0.0] * 4)
+
+    def add_replayed(self, mask_BT: Tensor, terms: LossTerms) -> None:
+        """Add the decisions of earlier steps."""
+        assert terms.importance is not None
+        weight_BT, capped_BT, masked_BT = terms.importance
+        weight_N = weight_BT[mask_BT].double()
+        found = (mask_BT.sum(), weight_N.sum(), weight_N.square().sum(), (capped_BT | masked_BT)[mask_BT].sum())
+        self.replayed = [total + float(value) for total, value in zip(self.replayed, found, strict=True)]
 
     def numbers(self) -> dict[str, Any]:
         """The sums as numbers, for other ranks."""
@@ -115,6 +125,7 @@ class ShardSums:
             "logged": {name: sum(map(float, values)) for name, values in self.logged.items()},
             "logged_first": {name: sum(map(float, values)) for name, values in self.logged_first.items()},
             "mismatch": self.mismatch,
+            "replayed": self.replayed,
         }
 
 
@@ -132,16 +143,19 @@ class UpdateMetrics:
 
     @torch.no_grad()
     def add_policy(self, part: Batch, output: PolicyOutput, terms: LossTerms) -> None:
-        """Add a microbatch of the policy."""
+        """Add a microbatch of the policy. Rows of earlier steps have metrics of their own, and count in the loss."""
         mask_BT, sums = part.mask_BT, self.sums[self.shard]
+        if part.replayed_B is not None:
+            sums.add_replayed(mask_BT & part.replayed_B[:, None], terms)
+            mask_BT = mask_BT & part.fresh_B[:, None]
         old_to_new_BT = k3(torch.zeros_like(terms.log_ratio_BT), terms.log_ratio_BT)
         added = torch.stack(
             (
                 terms.loss.detach(),
-                terms.clipped_low_BT.sum(),
-                terms.clipped_high_BT.sum(),
+                (terms.clipped_low_BT & mask_BT).sum(),
+                (terms.clipped_high_BT & mask_BT).sum(),
                 torch.where(mask_BT, output.entropy_BT, 0.0).sum(),
-                old_to_new_BT.sum(),
+                torch.where(mask_BT, old_to_new_BT, 0.0).sum(),
                 mask_BT.sum(),
             )
         )
@@ -192,6 +206,7 @@ class UpdateMetrics:
             "log_ratio_max": max(one["log_ratio_max"] for one in everyones),
             "critic_losses": _added([one["critic_losses"] for one in everyones]),
             "mismatch": _added([one["mismatch"] for one in everyones]),
+            "replayed": _added([one["replayed"] for one in everyones]),
             "logged": _added_by_name([one["logged"] for one in everyones]),
             "logged_first": _added_by_name([one["logged_first"] for one in everyones]),
         }
@@ -219,6 +234,7 @@ class UpdateMetrics:
             metrics["kl/behavior"] = kl / decisions
         if first:
             metrics["mismatch/effective_sample_fraction"] = effective_sample_fraction(weights, squared_weights, first)
+        metrics |= _of_replayed(*total["replayed"])
         metrics |= {name: value / first_decisions for name, value in total["logged_first"].items()}
         metrics |= {name: value / decisions for name, value in total["logged"].items()}
         if critic_microbatches:
@@ -227,6 +243,20 @@ class UpdateMetrics:
         if self.grad_norms:
             metrics["grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
         return metrics
+
+
+def _of_replayed(decisions: float, weights: float, squared_weights: float, limited: float) -> dict[str, float]:
+    """Metrics of the importance weights of earlier steps' decisions; none if there are no such decisions."""
+    if not decisions:
+        return {}
+    of_weights = {
+        "replay/importance_weight": weights / decisions,
+        "replay/capped_fraction": limited / decisions,
+    }
+    if squared_weights:
+        fraction = effective_sample_fraction(weights, squared_weights, decisions)
+        of_weights["replay/effective_sample_fraction"] = fraction
+    return of_weights
 
 
 def _added(rows: Sequence[Sequence[float]]) -> list[float]:

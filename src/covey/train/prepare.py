@@ -52,6 +52,24 @@ class Prepared:
         """The rows that have a gradient."""
         return self.rows if self.kept_B.all() else self.rows.select(self.kept_B.nonzero()[:, 0])
 
+    def of_step(self) -> Prepared:
+        """The same without the rows of earlier steps."""
+        if self.rows.replayed_B is None:
+            return self
+        own = self.rows.fresh_B.nonzero()[:, 0]
+        rows = replace(self.rows, mask_BT=self.decided_BT).select(own)
+        decided_BT = rows.mask_BT
+        mask_BT, advantages_BT = (
+            value_BT[own, : decided_BT.shape[1]] for value_BT in (self.rows.mask_BT, self.advantages_BT)
+        )
+        rows = replace(rows, mask_BT=mask_BT, replayed_B=None)
+        return replace(self, rows=rows, kept_B=self.kept_B[own], decided_BT=decided_BT, advantages_BT=advantages_BT)
+
+    def in_update(self, groups: int) -> list[bool]:
+        """For each of the first `groups` groups, whether a row of it has a gradient."""
+        kept = set(self.rows.group_B[self.kept_B].tolist())
+        return [group in kept for group in range(groups)]
+
 
 def prepare_batch(batch: Batch, policy: Policy, algorithm: Algorithm, **options: Any) -> tuple[Batch, dict[str, float]]:
     """The rows of `prepare_rows` that have a gradient, and its metrics."""
@@ -75,7 +93,8 @@ def prepare_rows(
     log-probabilities.
 
     Args:
-        batch: all rows of the step, as `covey.data.collate` returns them.
+        batch: all rows of the step, as `covey.data.collate` returns them. The metrics but "decisions/trained" leave
+            out those that an earlier step sampled.
         policy: computes the old log-probabilities if the update has more than one optimizer step.
         algorithm: defines advantages, KL and loss weights.
         reference: reference policy of the KL.
@@ -91,10 +110,12 @@ def prepare_rows(
 
     Raises:
         ConfigError: if the algorithm needs a reference policy or a critic that is missing, or if a critic is given to
-            an algorithm without a value loss.
+            an algorithm without a value loss; or if rows of earlier steps are given to an algorithm that cannot use
+            them.
     """
     kl = algorithm.kl.acting(kl_coefficient)
     _check_components(algorithm, kl, reference, critics, kl_coefficient)
+    _check_replay(batch, algorithm, kl)
     reward_scores = score_rows(reference, batch, kl.rows_for_reward(batch), team)
     batch = kl.penalise(batch, reward_scores["logprobs_BT"], kl_coefficient)
     for critic in critics:
@@ -108,10 +129,11 @@ def prepare_rows(
     by_group = kl.in_loss or bool(algorithm.entropy_coefficient)
     signal_B = signal_G[batch.group_B] if by_group else (advantages_BT != 0).any(dim=1)
     kept_B = counted_BT.any(dim=1) & (signal_B | bool(critics))
+    fresh_B = batch.fresh_B
     metrics = {
-        "groups/zero_advantage_fraction": 1.0 - float(signal_G.float().mean()),
+        "groups/zero_advantage_fraction": 1.0 - float(signal_G[batch.group_B[fresh_B].unique()].float().mean()),
         "decisions/trained": float(counted_BT[kept_B].sum()),
-        "update/rows": float(kept_B.sum()) / len(batch),
+        "update/rows": float(kept_B[fresh_B].sum()) / int(fresh_B.sum()),
     }
 
     loss_scores = score_rows(reference, batch, kl.rows_for_loss(batch, kept_B), team)
@@ -214,7 +236,7 @@ def _kl_metric(batch: Batch, reference_BT: Tensor) -> dict[str, float]:
     """Mean k3 estimate of the KL to the reference, if it was evaluated. It is k3 for every algorithm, because k3 is
     never negative and has a low variance.
     """
-    known_BT = batch.mask_BT & ~reference_BT.isnan()
+    known_BT = batch.mask_BT & batch.fresh_B[:, None] & ~reference_BT.isnan()
     if not known_BT.any():
         return {}
     return {"kl": float(k3(batch.behavior_logprobs_BT, reference_BT)[known_BT].mean())}
@@ -230,3 +252,15 @@ def _check_components(
     if algorithm.needs_critic != bool(critics):
         fault, remedy = ("has no value loss", "leave the critic out") if critics else ("needs a critic", "give it one")
         raise ConfigError(f"the algorithm {algorithm.name} {fault}: {remedy}")
+
+
+def _check_replay(batch: Batch, algorithm: Algorithm, kl: KLPlacement) -> None:
+    if batch.replayed_B is None:
+        return
+    if algorithm.importance is None:
+        raise ConfigError(f"the algorithm {algorithm.name} has no importance weights for the rows of earlier steps")
+    if algorithm.needs_critic or kl.rows_for_reward(batch).any():
+        raise ConfigError(
+            f"the algorithm {algorithm.name} has a critic or a KL in the reward, which belong to the policy that "
+            "sampled, so it cannot use the rows of earlier steps"
+        )

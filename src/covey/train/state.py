@@ -31,6 +31,7 @@ from covey.train.kl_coefficient import KLCoefficient
 from covey.train.learners import Learner
 from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder
+from covey.train.replay import NoReplay, Replay
 from covey.train.selection import FromTheData, PromptSelection
 
 
@@ -95,6 +96,7 @@ class Components:
     reference_updater: ReferenceUpdater = field(default_factory=NeverUpdate)
     reward_model: RewardModelUpdater = field(default_factory=FixedRewards)
     selection: PromptSelection = field(default_factory=FromTheData)
+    replay: Replay = field(default_factory=NoReplay)
     collector: Collector = field(default_factory=FixedGroups)
     evaluate: Callable[[int], dict[str, float]] = lambda step: {}  # held-out metrics after a step, if they are due
     recorder: Recorder = field(default_factory=RolloutRecorder)
@@ -176,6 +178,7 @@ def _stateful(run: Components) -> dict[str, Any]:
         "reference": run.reference_updater,
         "kl_coefficient": run.kl_coefficient,
         "selection": run.selection,
+        "replay": run.replay,
         "reward_model": run.reward_model,
         "sampler": run.sampler,
     }
