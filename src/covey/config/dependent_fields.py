@@ -21,6 +21,7 @@ from covey.config.tasks import TASK_CONFIGS
 from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, largest_divisor
 from covey.config.validate_collection import NOT_BY_GROUP
 from covey.config.validate_process import may_pay_steps
+from covey.config.validate_replay import why_not as why_not_replayed
 from covey.config.validate_rewards import check_normalization
 
 Config = RunConfig | ControlConfig
@@ -245,6 +246,7 @@ _STEPS = (
 _CLIPS = ("loss.clip_low", "loss.clip_high", "loss.dual_clip")
 _GROUP_SIZES = ("sampling.adaptive", "sampling.group_size", "sampling.final_group_size")
 _ALGORITHM = ("algorithm", "rollouts.kind")
+_REPLAYED = ("algorithm", "loss.kl_coefficient", "loss.kl_estimator", "loss.kl_to", "iteration.steps")
 
 
 def _shared(root: type) -> list[Rule]:
@@ -257,6 +259,11 @@ def _shared(root: type) -> list[Rule]:
         Rule("update.epochs", ("algorithm",), _if(_no_clipping, _constant(1))),
         Rule("loss.credit", ("algorithm",), _if(lambda config: config.algorithm in NOT_BY_GROUP, default)),
         *(Rule(name, ("steps",), _scaled_steps) for name in _STEPS),
+        Rule("replay.groups", _REPLAYED, _if(lambda config: bool(why_not_replayed(config)), default)),
+        *(
+            Rule(name, ("replay.groups",), _if(lambda config: not config.replay.groups, default))
+            for name in ("replay.max_age", "replay.max_uses")
+        ),
     ]
 
 

@@ -158,6 +158,11 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "top_entropy_quantile": _none("TRL", "every token counts"),
     "missing_eos_penalty": _same("TRL", "sampling.overlong_tokens", "the reward falls before the token limit"),
     "overlong_buffer": _same("verl", "sampling.overlong_tokens"),
+    "replay_buffer_size": _same("TRL", "replay.groups replay.max_age", "at most groups x max_age groups are kept"),
+    "buffer_size": _same(
+        "stable-baselines3, cleanrl", "replay.groups replay.max_age", "at most groups x max_age groups are kept"
+    ),
+    "replay_buffer_class": _same("stable-baselines3", "replay.groups", "groups that had a gradient, the newest first"),
     "filter_groups": _same("verl", "sampling.max_resamples"),
     "dynamic_filtering": _same("OpenRLHF", "sampling.max_resamples"),
     # ---- the optimizer and the reference ----

@@ -23,21 +23,28 @@ def check_replay(config: RunConfig | ControlConfig) -> None:
             if getattr(replay, name) != getattr(default, name):
                 raise ConfigError(f"replay.{name} is set, but replay.groups is 0, so nothing is replayed: set it too")
         return
+    if reason := why_not(config):
+        raise ConfigError(f"replay.groups is set, but {reason}")
+
+
+def why_not(config: RunConfig | ControlConfig) -> str:
+    """Why rollouts of this run cannot be learnt from again, with the fix; empty if they can."""
     if config.algorithm in NOT_BY_GROUP:
-        raise ConfigError(
-            f"replay.groups is set, but {config.algorithm} does not compare within groups, so the advantages of a "
-            "rollout are those of the step that sampled it: take it out, or choose grpo"
+        return (
+            f"{config.algorithm} does not compare within groups, so the advantages of a rollout are those of the step "
+            "that sampled it: take it out, or choose grpo"
         )
     if _has_kl_in_reward(config):
-        raise ConfigError(
-            "replay.groups is set, but the KL is in the reward, where it is that of the policy which sampled: set "
-            "loss.kl_coefficient to 0, or loss.kl_estimator to 'k3'"
+        return (
+            "the KL is in the reward, where it is that of the policy which sampled: set loss.kl_coefficient to 0, or "
+            "loss.kl_estimator to 'k3'"
         )
     if isinstance(config, RunConfig) and config.iteration.steps:
-        raise ConfigError(
-            "replay.groups is set, but iteration.steps trains the reward model, so earlier groups have the rewards of "
-            "another one: take one of them out"
+        return (
+            "iteration.steps trains the reward model, so earlier groups have the rewards of another one: take one of "
+            "them out"
         )
+    return ""
 
 
 def _has_kl_in_reward(config: RunConfig | ControlConfig) -> bool:

@@ -40,6 +40,12 @@ def check_size(config: RunConfig) -> None:
         f"a step of {rollouts:,} rollouts of {config.rollout_limit:,} tokens",
         "sampling.prompts_per_step, group_size or max_new_tokens",
     )
+    kept = config.replay.groups * config.replay.max_age * max(sampling.group_size, sampling.final_group_size or 0)
+    _refuse_above(
+        kept * config.rollout_limit * TOKEN_BYTES,
+        f"a replay of {kept:,} rollouts of {config.rollout_limit:,} tokens",
+        "replay.groups or replay.max_age",
+    )
 
 
 def check_control_size(config: ControlConfig) -> None:

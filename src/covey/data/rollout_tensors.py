@@ -22,7 +22,7 @@ def for_learning(rollout: Rollout) -> Rollout:
     A context of token ids stays a tuple, because rollouts of one prompt share it. The others are copies, because a view
     would keep the whole step in memory.
     """
-    arrays = {
+    arrays: dict[str, Any] = {
         name: None if getattr(rollout, name) is None else np.array(getattr(rollout, name))
         for name in _SEQUENCES
         if name != "context"

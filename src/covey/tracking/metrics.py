@@ -6,6 +6,7 @@ python -m covey.tracking.metrics > docs/metrics.md
 from __future__ import annotations
 
 from covey.tracking.metric import Metric
+from covey.tracking.replay_metrics import REPLAY_METRICS
 from covey.tracking.sampler_metrics import SAMPLER_METRICS
 from covey.tracking.sft_metrics import SFT_METRICS
 
@@ -262,6 +263,7 @@ METRICS: dict[str, Metric] = _glossary(
         "groups whose conversations began with different observations, because the environment is not repeatable",
         "0; otherwise rollouts of different tasks are compared with each other",
     ),
+    *REPLAY_METRICS,
     *SAMPLER_METRICS,
     *SFT_METRICS,
     Metric(
@@ -301,7 +303,7 @@ METRICS: dict[str, Metric] = _glossary(
         "decisions/trained",
         "decisions",
         "tokens or actions in the loss",
-        "decisions/sampled without those of zero-advantage groups",
+        "decisions/sampled without those of zero-advantage groups, and with those of replayed groups",
     ),
     Metric(
         "decisions_per_second",

@@ -147,7 +147,8 @@ class RankPlanner:
     def trainer(self, layout: str, ranks: int, completion_tokens: float) -> TrainerSpeed:
         """Seconds of an update on completions of this mean length."""
         sampling = self.config.sampling
-        tokens = sampling.prompts_per_step * (largest_group(self.config) * completion_tokens + self.prompt_tokens)
+        groups = sampling.prompts_per_step + self.config.replay.groups
+        tokens = groups * (largest_group(self.config) * completion_tokens + self.prompt_tokens)
         computing = computing_seconds(self.computed, tokens, self.config, self.devices, ranks)
         return TrainerSpeed(computing, self.traffic(layout, ranks))
 

@@ -241,7 +241,7 @@ def _sampling(
 
 
 def _groups_of_a_minibatch(config: RunConfig) -> int:
-    return max(config.sampling.prompts_per_step // config.update.minibatches, 1)
+    return max((config.sampling.prompts_per_step + config.replay.groups) // config.update.minibatches, 1)
 
 
 def largest_group(config: RunConfig) -> int:

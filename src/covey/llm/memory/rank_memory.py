@@ -28,6 +28,7 @@ SHARDED = (
 )  # fmt: skip
 # Of one token of a rollout, in a Python list: a reference, and an int or a float (those below 257 are shared).
 TOKEN_ID_BYTES, LOGPROB_BYTES = 8 + 32, 8 + 24
+KEPT_BYTES = 8 + 8  # of one token that is kept for replay: an int64 and a float64
 # Of one cell of `Batch`: int64 actions, two masks, and six tensors in fp32: the sampler's log-probabilities, rewards,
 # advantages, the reference's and the old policy's log-probabilities, and the loss weights. With a critic also values
 # and returns.
@@ -82,7 +83,12 @@ def without_sampling(plan: MemoryPlan) -> MemoryPlan:
 
 
 def rollout_bytes(config: RunConfig) -> int:
-    """Bytes of the rollouts of a step in the host's memory of every rank, at the token limit, and of their batch."""
+    """Bytes of the rollouts of a step in the host's memory of every rank, at the token limit, of those that are kept for
+    replay, and of their batch.
+    """
     cell = TOKEN_ID_BYTES + LOGPROB_BYTES + CELL_BYTES
     cell += CRITIC_CELL_BYTES if config.algorithm not in CRITIC_FREE else 0
-    return config.sampling.prompts_per_step * largest_group(config) * config.rollout_limit * cell
+    replay = config.replay
+    groups = config.sampling.prompts_per_step * cell + replay.groups * CELL_BYTES
+    groups += replay.groups * replay.max_age * KEPT_BYTES
+    return groups * largest_group(config) * config.rollout_limit
