@@ -26,6 +26,11 @@ COMMON = {
 }
 RUNS: dict[str, dict[str, Any]] = {
     "episodes": {"rollouts": {"starts_per_step": 4, "group_size": 4}, "policy": {"normalise_observations": True}},
+    "replay": {
+        "rollouts": {"starts_per_step": 2, "group_size": 4},
+        "policy": {"normalise_observations": True},
+        "replay": {"groups": 2},
+    },
     "reward_to_go": {
         "algorithm": "rloo",
         "rollouts": {"starts_per_step": 4, "group_size": 4, "environments": 5},

@@ -62,6 +62,7 @@ def digits(completions, **columns):
 WAYS = {
     "max_resamples": ("dapo", "max_resamples = 2\noverlong_tokens = 0\n"),
     "selection": ("grpo", "\n[selection]\ncandidates = 3\n"),
+    "replay": ("grpo", "\n[replay]\ngroups = 3\nmax_age = 2\n"),
     "adaptive": ("grpo", "adaptive = true\ninitial_group_size = 3\nfinal_group_size = 12\n"),
 }
 
@@ -110,6 +111,15 @@ def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
     last = f"checkpoints/step-{STEPS:08d}"
     assert files(killed / last)["tensors.safetensors"] == files(expected / last)["tensors.safetensors"]
     assert files(killed / last)["state.json"] == files(expected / last)["state.json"]
+
+
+def test_a_run_with_replay_records_every_rollout_once(whole):
+    metrics = reproducible_metrics(whole["replay"])
+    assert max(line["replay/groups"] for line in metrics) > 0
+    for line in metrics:
+        rollouts = rollouts_of(whole["replay"], line["step"])
+        assert len(rollouts) == 4 * 6
+        assert sum(record["decisions"] for record in rollouts) == line["decisions/sampled"]
 
 
 def test_an_adaptive_run_follows_its_budget(whole):

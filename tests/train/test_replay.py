@@ -30,7 +30,6 @@ from covey.train.prepare import Prepared, prepare_rows
 from covey.train.replay import NoReplay, RecentGroups, joined
 from covey.train.selection import FromTheData
 from covey.train.state import Progress, load_checkpoint
-from helpers import enumeration
 from helpers.enumeration import COMPLETIONS, PROMPTS, ListedPolicy, graded, probabilities, summed, true_gradient
 from helpers.gradients import make
 from helpers.loop_world import World, build, never
@@ -52,6 +51,21 @@ GRPO = weighted(grpo(kl=NO_KL))
 def live(*names: int) -> list[Group]:
     """Groups with a gradient, each told by the length of its rollouts."""
     return [Group(Start(i, n), [rollout([1] * n, 1.0), rollout([2] * n, 0.0)]) for i, n in enumerate(names)]
+
+
+def with_tokens(groups: list[Group]) -> list[Group]:
+    """The groups with a prompt of one token, as a language model has it."""
+    for group in groups:
+        for item in group.rollouts:
+            item.context = (0,)
+    return groups
+
+
+class TokenWorld(World):
+    """With prompts of one token."""
+
+    def sample(self, starts, group_size, step, first_rollout=0):
+        return with_tokens(super().sample(starts, group_size, step, first_rollout))
 
 
 def dead(name: int = 1) -> Group:
@@ -222,7 +236,7 @@ def test_the_loss_is_divided_by_all_rows_of_the_update():
 
 
 def test_the_weight_of_a_group_in_the_loss_is_kept():
-    groups = live(3, 4)
+    groups = with_tokens(live(3, 4))
     groups[0].start = replace(groups[0].start, weight=0.25)
     replay = RecentGroups(groups=2, max_age=1)
     replay.after(1, groups, ready(groups))
@@ -315,7 +329,7 @@ class Followed(FromTheData):
 
 
 def run_loop(replay: Any, steps: int = 4, **changes: Any) -> tuple[World, Any, Progress]:
-    world, algorithm = World(), weighted(make("grpo"))
+    world, algorithm = TokenWorld(), weighted(make("grpo"))
     policy = ToyPolicy(seed=None)
     parts, settings = build(
         world, steps, algorithm=algorithm, policy=policy, replay=replay,

@@ -86,11 +86,9 @@ class Algorithm:
         importance = None
         if self.importance is not None:
             importance = self.importance(old_BT, batch.behavior_logprobs_BT, batch.mask_BT)
-            loss_BT = importance.weight_BT * loss_BT
-            logged |= {
-                "mismatch/capped_fraction": importance.capped_BT,
-                "mismatch/masked_fraction": importance.masked_BT,
-            }
+            weight_BT, capped_BT, masked_BT = importance
+            loss_BT = weight_BT * loss_BT
+            logged |= {"mismatch/capped_fraction": capped_BT, "mismatch/masked_fraction": masked_BT}
         kl = self.kl.acting(kl_coefficient)
         loss_BT = kl.add(loss_BT, output, batch, kl_coefficient)
         if self.entropy_coefficient:

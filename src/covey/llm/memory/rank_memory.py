@@ -83,8 +83,8 @@ def without_sampling(plan: MemoryPlan) -> MemoryPlan:
 
 
 def rollout_bytes(config: RunConfig) -> int:
-    """Bytes of the rollouts of a step in the host's memory of every rank, at the token limit, of those that are kept for
-    replay, and of their batch.
+    """Bytes of the rollouts of a step in the host's memory of every rank, at the token limit, of those kept for replay,
+    and of their batch.
     """
     cell = TOKEN_ID_BYTES + LOGPROB_BYTES + CELL_BYTES
     cell += CRITIC_CELL_BYTES if config.algorithm not in CRITIC_FREE else 0
