@@ -64,7 +64,8 @@ def test_refused_by_both_kinds_of_run(config, changes, message):
 def test_a_kl_in_the_reward_is_refused(changes, refused):
     config = replace(LANGUAGE, **changes)
     if not refused:
-        return check_replay(config)
+        check_replay(config)
+        return
     with pytest.raises(ConfigError, match="the KL is in the reward"):
         check_replay(config)
 
@@ -76,7 +77,7 @@ def test_a_kl_in_the_reward_is_refused_in_control():
 
 
 def test_a_reward_model_that_is_trained_is_refused():
-    with pytest.raises(ConfigError, match="iteration.steps trains the reward model"):
+    with pytest.raises(ConfigError, match=r"iteration\.steps trains the reward model"):
         check_replay(replace(LANGUAGE, iteration=IterationConfig(steps=5)))
 
 
