@@ -355,11 +355,6 @@ def test_records_selection_and_progress_count_the_rollouts_of_the_step_alone():
         assert all(item.version == record.step - 1 for group in record.groups for item in group.rollouts)
 
 
-def test_replay_changes_what_is_learnt():
-    tables = [run_loop(replay)[1].policy.table for replay in (NoReplay(), RecentGroups(groups=2, max_age=2))]
-    assert not torch.equal(*tables)
-
-
 # ---- the state ----
 
 
