@@ -1,6 +1,7 @@
 """Policy, reference and critic with adapters on one frozen model, whole or sharded, and the bits that they compute.
 
-As a program, `python sharded_adapters.py FOLDER KIND DTYPE` is one of several ranks, which writes what it found to rank-N.json.
+As a program, `python sharded_adapters.py FOLDER KIND DTYPE` is one of several ranks, which writes what it found to
+rank-N.json.
 """
 
 from __future__ import annotations

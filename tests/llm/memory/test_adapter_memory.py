@@ -166,6 +166,7 @@ def test_the_plan_shows_an_adapter_and_its_critic(capsys: pytest.CaptureFixture[
     assert of_layouts["weights"] == ["0.25", "0.13"]
     assert of_layouts["adapter"] == ["0.01", "0.01"]
     assert 'cluster.weights = "auto" chooses replicated' in said
+    assert "take 0.4 GiB, at most 70% of a device" in said
     assert "adapter" in check_memory(replace(CONFIG, lora=LORA))
     more = ["--cluster", "--mean-tokens", "30", "--sampler-devices", "1"]
     assert main(["plan", "smollm2-135m", *words, *more]) == 0

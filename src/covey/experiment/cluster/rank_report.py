@@ -274,6 +274,6 @@ def _notes(planner: RankPlanner, ranks: int) -> list[str]:
         relation = "at most" if chosen == REPLICATED else "more than"
         lines.append(
             f'cluster.weights = "auto" chooses {chosen}: whole weights with their optimizer and the '
-            f"reference take {whole:.1f} GiB, {relation} {LARGEST_REPLICA:.0%} of a device"
+            f"reference take {whole / 2**30:.1f} GiB, {relation} {LARGEST_REPLICA:.0%} of a device"
         )
     return lines
