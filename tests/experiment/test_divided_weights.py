@@ -44,6 +44,10 @@ def test_policy_reference_and_critic_compute_as_with_whole_weights(
     assert not models.in_parts
     module = models.policy.module
     assert all(is_sharded(one) for name, one in module.named_parameters() if "lora_" not in name)
+    weights = models.reference.weights
+    with weights.gathered():
+        assert not any(is_sharded(one) for one in module.parameters())
+    assert not any(is_sharded(one) for one in weights.state_dict(module).values())
     texts = [(tmp_path / name / "critic" / BASE_FILE).read_text() for name in ("whole", "sharded")]
     assert texts[0] == texts[1], "the checksum is that of whole weights"
 

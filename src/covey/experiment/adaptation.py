@@ -133,7 +133,7 @@ class AdapterOnly:
     def divide(
         self, policy: LanguagePolicy, reference: LanguagePolicy, shard: Division
     ) -> tuple[LanguagePolicy, LanguagePolicy]:
-        _ = self.adapter.base.checksum  # it is that of whole weights
+        _ = self.adapter.base.checksum  # computed and kept now, because a rank has only parts of the weights later
         base = shard(policy.module, whole=all_factors(policy.module))
         name = REFERENCE if self.copies_reference else None
         reference = reference.with_outputs(weights=AdapterWeights(policy.module, name, base))

@@ -184,7 +184,7 @@ def test_the_smallest_of_all_weights_and_an_adapter_that_needs_sharding(monkeypa
     for one, size in needed.items():
         for memory, must in ((int(size / 0.69), False), (int(size / 0.71), True)):
             monkeypatch.setattr("covey.experiment.memory_of_ranks.memory_bytes", lambda memory=memory: memory)
-            assert must_shard(one, Alone(2)) is must
+            assert must_shard(one, Alone()) is must
 
 
 def test_gathered_weights_and_gathered_layers_are_not_there_together() -> None:

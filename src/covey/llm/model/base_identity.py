@@ -23,7 +23,7 @@ from covey.llm.model.adapted_layers import base_parameters
 BASE_FILE = "base.json"  # beside an adapter's config
 
 
-class Base:
+class BaseIdentity:
     """The frozen weights of a model, to which its adapters belong."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -31,7 +31,7 @@ class Base:
 
     @cached_property
     def checksum(self) -> str:
-        """The checksum of the weights. Read it before the ranks divide them."""
+        """The checksum of the weights, computed once. The first to read it must do so before the ranks divide them."""
         return checksum_of_base(self.model)
 
 

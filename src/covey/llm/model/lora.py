@@ -26,7 +26,7 @@ from covey.config.adapter_folder import ADAPTER_WEIGHTS_FILE
 from covey.config.faults import path_error
 from covey.config.model_sources import ADAPTER_CONFIG_FILE
 from covey.llm.model.adapted_layers import adapted_layers, base_of, merged_weight, restored
-from covey.llm.model.base_identity import BASE_FILE, Base, check_base, save_base
+from covey.llm.model.base_identity import BASE_FILE, BaseIdentity, check_base, save_base
 from covey.runtime.rng import ADAPTING, uniforms
 from covey.runtime.sharding import WHOLE, Weights, WholeWeights
 
@@ -44,7 +44,7 @@ class Adapter:
     name: str
     parameters: nn.Module  # its matrices, by the names that peft's files have without their prefix
     lora: LoRAConfig
-    base: Base
+    base: BaseIdentity
 
     def weights(self, base: Weights = WHOLE) -> AdapterWeights:
         """The weights of the model with this adapter; `base` is the division of the frozen ones."""
@@ -97,7 +97,7 @@ def _select(layers: Sequence[Any], name: str | None) -> None:
 
 
 def add_adapter(
-    module: PreTrainedModel, lora: LoRAConfig, name: str = POLICY, *, seed: int = 0, base: Base | None = None
+    module: PreTrainedModel, lora: LoRAConfig, name: str = POLICY, *, seed: int = 0, base: BaseIdentity | None = None
 ) -> Adapter:
     """Add an adapter, whose product is 0, to a model and freeze the model's weights.
 
@@ -138,7 +138,7 @@ def add_adapter(
     for number, layer in enumerate(layers.values()):
         _set_first(seed, name, number, layer)
     _select(list(layers.values()), POLICY if POLICY in next(iter(layers.values())).lora_A else name)
-    return Adapter(module, name, _tree(layers, name), lora, base or Base(module))
+    return Adapter(module, name, _tree(layers, name), lora, base or BaseIdentity(module))
 
 
 def target_paths(module: PreTrainedModel, targets: Sequence[str]) -> list[str]:
