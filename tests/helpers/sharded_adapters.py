@@ -22,7 +22,6 @@ from covey.data import Team
 from covey.experiment.adaptation import adapt
 from covey.experiment.divided_weights import Models, divide
 from covey.llm.model.adapted_layers import adapted_layers, all_factors, merged_weight
-from covey.llm.model.lora import REFERENCE
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.remote.weights import gathered
 from covey.runtime.distributed import ShardedTeam, joined_ranks
@@ -46,8 +45,9 @@ def build(team: Team, config: RunConfig, kind: str, dtype: str) -> Models:
     nn.init.ones_(critic.head.linear.weight)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, factor in policy.module.named_parameters():
-            if factor in all_factors(policy.module) and f".{REFERENCE}." not in name:
+        factors = all_factors(policy.module)
+        for factor in policy.module.parameters():
+            if factor in factors:
                 factor.copy_(torch.randn(factor.shape, generator=generator) * 0.2)
     return divide(policy, reference, [critic], adaptation, config, team)
 
@@ -106,6 +106,7 @@ def _outputs(models: Models, team: Team) -> dict[str, str]:
         layers = adapted_layers(module)
         outputs |= {f"sampled with {path}": merged_weight(layer) for path, layer in layers.items()}
     sent = gathered(module, models.policy.dtype, keep=team.rank == 0)
+    assert all(torch.equal(sent[f"{path}.weight"], outputs[f"sampled with {path}"]) for path in layers if sent)
     outputs |= {f"sent {name}": tensor for name, tensor in sent.items()}
     return _hashes(outputs)
 
