@@ -41,6 +41,7 @@ from covey.experiment.build import (
     Experiment,
     build_algorithm,
     build_checkpoints,
+    build_entropy_control,
     build_kl_coefficient,
     build_learners,
 )
@@ -103,6 +104,12 @@ class ControlBuilder:
             raise ConfigError(
                 "loss.kl_estimator = 'exact' sums over all actions, and here they are continuous: use 'k3'"
             )
+        target, (low, high) = config.loss.entropy_target, self.environments.actions.entropy_range
+        if target is not None and not low < target < high:
+            raise ConfigError(
+                f"loss.entropy_target is {target:g}, but the entropy of a policy with these actions is between "
+                f"{low:.3g} and {high:.3g} nats: set it between them"
+            )
 
     def describe(self) -> str:
         config = self.config
@@ -130,6 +137,7 @@ class ControlBuilder:
         critics = (build_critic(config, policy),) if algorithm.needs_critic else ()
         needs_reference = bool(config.loss.kl_coefficient) and algorithm.kl.placement.needs_reference
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
+        entropy_control = build_entropy_control(config.algorithm, config.loss)
         evaluation = EpisodeEvaluation(config, policy, self._evaluation_environments(), display)
         parts = Components(
             task=ResetSeeds(),
@@ -146,8 +154,10 @@ class ControlBuilder:
                 [(trained.module, WHOLE) for trained in (policy, *critics)],
                 critics,
                 single_decisions=True,
+                entropy_control=entropy_control,
             ),
             kl_coefficient=kl_coefficient,
+            entropy_control=entropy_control,
             observers=(store, display),
             checkpoints=build_checkpoints(store, config.checkpoint),
             evaluate=lambda step: sampler.metrics() | evaluation.due(step),

@@ -27,6 +27,7 @@ from covey.data import (
 from covey.runtime.distributed import ALONE
 from covey.runtime.sharding import WHOLE
 from covey.train.collect import Collector, FixedGroups, GroupSize
+from covey.train.entropy_control import NO_ENTROPY_CONTROL, EntropyControl
 from covey.train.kl_coefficient import KLCoefficient
 from covey.train.learners import Learner
 from covey.train.prepare import NO_REFERENCE
@@ -90,6 +91,7 @@ class Components:
     algorithm: Algorithm
     learners: Sequence[Learner]  # the policy's first; with a value loss also the critic's
     kl_coefficient: KLCoefficient
+    entropy_control: EntropyControl = NO_ENTROPY_CONTROL
     critics: Sequence[Critic] = ()  # the critic, if the algorithm has a value loss
     reference: Policy = NO_REFERENCE
     reference_updater: ReferenceUpdater = field(default_factory=NeverUpdate)
@@ -175,6 +177,7 @@ def _stateful(run: Components) -> dict[str, Any]:
     return optimizers_of(run) | {
         "reference": run.reference_updater,
         "kl_coefficient": run.kl_coefficient,
+        "entropy_control": run.entropy_control,
         "selection": run.selection,
         "reward_model": run.reward_model,
         "sampler": run.sampler,
