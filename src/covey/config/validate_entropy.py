@@ -16,12 +16,15 @@ def check_entropy(loss: LossBase, update: UpdateBase, algorithm: str) -> None:
     Raises:
         ConfigError: naming the field and the fix.
     """
-    once = update.epochs * update.minibatches == 1
     _check_unused(loss)
-    if loss.entropy_target is not None:
-        _check_controller(loss, algorithm, once)
+    check_controller(loss, update, algorithm)
     _check_pair("clip_cov_bounds", loss.clip_cov_bounds)
-    if loss.kl_cov_fraction and once:
+    check_kl_cov(loss, update, algorithm)
+
+
+def check_kl_cov(loss: LossBase, update: UpdateBase, algorithm: str) -> None:
+    """Refuse KL-Cov where the policy does not move away from the one that sampled. Arguments as of `check_entropy`."""
+    if loss.kl_cov_fraction and update.epochs * update.minibatches == 1:
         raise ConfigError(
             "loss.kl_cov_fraction is set, but with update.epochs and update.minibatches at 1 the policy is still the "
             "one that sampled, so its penalty is 0: raise one of them, or set loss.clip_cov_fraction instead"
@@ -49,7 +52,10 @@ def _check_unused(loss: LossBase) -> None:
             raise ConfigError(f"loss.{name} is set, but only {user} uses it: take it out, or set loss.{user}")
 
 
-def _check_controller(loss: LossBase, algorithm: str, once: bool) -> None:
+def check_controller(loss: LossBase, update: UpdateBase, algorithm: str) -> None:
+    """Refuse a controller of the entropy that could do nothing. Arguments as of `check_entropy`."""
+    if loss.entropy_target is None:
+        return
     if loss.entropy_target == 0:
         raise ConfigError(
             "loss.entropy_target is 0, and the controller measures deviations relative to it: set one near 0, such as "
@@ -74,7 +80,7 @@ def _check_controller(loss: LossBase, algorithm: str, once: bool) -> None:
         raise ConfigError(
             f"loss.entropy_controller is 'clip', but {algorithm} clips no gradients: set it to 'bonus', or choose grpo"
         )
-    if once:
+    if update.epochs * update.minibatches == 1:
         raise ConfigError(
             "loss.entropy_controller is 'clip', but with update.epochs and update.minibatches at 1 every ratio is 1 "
             "and nothing is clipped: raise one of them, or set it to 'bonus'"

@@ -1,8 +1,10 @@
 """Covariance of log-probability and advantage, which drives the entropy, and the decisions of the highest covariance.
 
-To first order, a step of the policy gradient changes the entropy by minus the covariance of the log-probability of an
-action and its advantage (arXiv 2505.22617, theorem 2): probable actions with a high advantage lower the entropy,
-improbable ones raise it. Shapes: B rollouts, T decisions.
+If a step adds eta A(a) to the logit of every action, as the natural policy gradient does, it changes the entropy to
+first order by -eta times the covariance of log-probability and advantage under the policy (arXiv 2505.22617,
+section 3): probable actions with a high advantage lower the entropy, improbable ones raise it.
+
+Shapes: B rollouts, T decisions.
 """
 
 from __future__ import annotations
