@@ -294,7 +294,7 @@ def build(loss: LossBase, name: str = "grpo", *, steps: int = 12, epochs: int = 
     )  # fmt: skip
     parts = Components(
         task=world, sampler=world, grader=world, policy=policy, algorithm=algorithm, learners=[learner],
-        kl_coefficient=coefficient, entropy_control=control, observers=[world], checkpoints=world,
+        kl_coefficient=coefficient, observers=[world], checkpoints=world,
     )  # fmt: skip
     return world, parts, LoopConfig(
         steps=steps, seed=7, starts_per_step=2, group_size=FixedSize(ACTIONS), checkpoint_every=5

@@ -200,13 +200,12 @@ def build_learners(
     *,
     single_decisions: bool = False,
     shared_trunk: bool = False,
-    entropy_control: EntropyControl = NO_ENTROPY_CONTROL,
     team: Team = ALONE,
 ) -> tuple[Learner, ...]:
     """The learners of a run, with their optimizers and learning rates.
 
     Args:
-        config: with the [update] table.
+        config: with the name of the algorithm and the tables [update] and [loss].
         algorithm: defines the losses.
         policy: the policy to train.
         kl_coefficient: of the KL penalty.
@@ -215,14 +214,14 @@ def build_learners(
         critics: the critic, if there is one.
         single_decisions: if True, a minibatch may have a part of a rollout.
         shared_trunk: if True, the critic's value head is on the policy's trunk.
-        entropy_control: changes the loss of the policy in every step.
         team: the ranks, whose gradients are added.
     """
     update = config.update
     plan = update_plan(update, single_decisions=single_decisions)
     optimizers = [build_optimizer(module, update, team, weights) for module, weights in modules]
     rate = learning_rate(update.learning_rate, update, config.steps)
-    actor = PolicyLearner(policy, optimizers[0], algorithm, plan, rate, kl_coefficient, entropy_control=entropy_control)
+    control = build_entropy_control(config.algorithm, config.loss)
+    actor = PolicyLearner(policy, optimizers[0], algorithm, plan, rate, kl_coefficient, entropy_control=control)
     if not critics:
         return (actor,)
     critic_rate = learning_rate(update.critic_learning_rate or update.learning_rate, update, config.steps)

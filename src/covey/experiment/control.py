@@ -41,7 +41,6 @@ from covey.experiment.build import (
     Experiment,
     build_algorithm,
     build_checkpoints,
-    build_entropy_control,
     build_kl_coefficient,
     build_learners,
 )
@@ -137,7 +136,6 @@ class ControlBuilder:
         critics = (build_critic(config, policy),) if algorithm.needs_critic else ()
         needs_reference = bool(config.loss.kl_coefficient) and algorithm.kl.placement.needs_reference
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
-        entropy_control = build_entropy_control(config.algorithm, config.loss)
         evaluation = EpisodeEvaluation(config, policy, self._evaluation_environments(), display)
         parts = Components(
             task=ResetSeeds(),
@@ -154,10 +152,8 @@ class ControlBuilder:
                 [(trained.module, WHOLE) for trained in (policy, *critics)],
                 critics,
                 single_decisions=True,
-                entropy_control=entropy_control,
             ),
             kl_coefficient=kl_coefficient,
-            entropy_control=entropy_control,
             observers=(store, display),
             checkpoints=build_checkpoints(store, config.checkpoint),
             evaluate=lambda step: sampler.metrics() | evaluation.due(step),

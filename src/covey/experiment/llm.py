@@ -22,7 +22,6 @@ from covey.experiment.build import (
     Experiment,
     Reward,
     build_checkpoints,
-    build_entropy_control,
     build_kl_coefficient,
     build_learners,
 )
@@ -214,7 +213,6 @@ class LLMBuilder:
         loaded.sampler.generator, sampler_weights = build_generator(config, models.policy, self.team)
         self._open.callback(loaded.sampler.generator.close)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
-        entropy_control = build_entropy_control(config.algorithm, config.loss)
         iterated = self._iterated(problem, loaded, store, display)
         held_out = HeldOut(
             config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store, self.team,
@@ -236,11 +234,9 @@ class LLMBuilder:
                 models.trained,
                 models.critics,
                 shared_trunk=config.critic.trunk == "policy",
-                entropy_control=entropy_control,
                 team=self.team,
             ),
             kl_coefficient=kl_coefficient,
-            entropy_control=entropy_control,
             reward_model=next(iter(iterated), FixedRewards()),
             selection=build_selection(config.selection),
             collector=build_collector(config),

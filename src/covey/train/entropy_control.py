@@ -7,13 +7,13 @@ ClipControl       adapts the clip range
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from covey.algorithms import Algorithm
-from covey.core.policy_losses import shifted_clip_range
+from covey.core.policy_losses import Surrogate, shifted_clip_range
 from covey.core.schedules import constant
 from covey.train.kl_coefficient import AdaptiveCoefficient, Rule
 
@@ -95,7 +95,8 @@ class ClipControl(AdaptiveCoefficient):
 
     def acting(self, algorithm: Algorithm, step: int) -> Algorithm:
         low, high = shifted_clip_range(*self.clip_range, self.at(step))
-        return replace(algorithm, surrogate=partial(algorithm.surrogate, clip_low=low, clip_high=high))
+        surrogate: Callable[..., Surrogate] = algorithm.surrogate
+        return replace(algorithm, surrogate=partial(surrogate, clip_low=low, clip_high=high))
 
     def coefficients(self, step: int) -> dict[str, float]:
         low, high = shifted_clip_range(*self.clip_range, self.at(step))

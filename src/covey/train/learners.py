@@ -75,6 +75,10 @@ class Learner(Protocol):
     def optimizers(self) -> Mapping[str, Optimizer]:
         """The optimizers, by their names in a checkpoint."""
 
+    @property
+    def entropy_control(self) -> EntropyControl:
+        """The controller of the policy's entropy."""
+
     def epochs(self, step: int) -> range:
         """The epoch numbers of a step; the order of the minibatches is a function of (seed, step, epoch)."""
 
@@ -168,6 +172,10 @@ class CriticLearner:
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
         return {"critic_optimizer": self.optimizer}
+
+    @property
+    def entropy_control(self) -> EntropyControl:
+        return NO_ENTROPY_CONTROL
 
     def epochs(self, step: int) -> range:
         return range(self.plan.epochs + self.plan.critic_epochs)

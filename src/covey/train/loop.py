@@ -70,9 +70,7 @@ def train_step(run: Components, config: LoopConfig, progress: Progress) -> StepR
     weights = {f"weights of the {name}": item.checksum() for name, item in optimizers_of(run).items()}
     check_agreement(collected.all_groups, updated | weights, run.team, f"step {step}")
     progress.advance(collected.all_groups, metrics)
-    rollouts = sum(len(group.rollouts) for group in collected.all_groups)
-    run.kl_coefficient.after(step, metrics, rollouts)
-    run.entropy_control.after(step, metrics, rollouts)
+    run.adapt(step, metrics, sum(len(group.rollouts) for group in collected.all_groups))
     return StepRecord(step, metrics, collected.all_groups, credits)
 
 

@@ -27,7 +27,7 @@ from covey.data import (
 from covey.runtime.distributed import ALONE
 from covey.runtime.sharding import WHOLE
 from covey.train.collect import Collector, FixedGroups, GroupSize
-from covey.train.entropy_control import NO_ENTROPY_CONTROL, EntropyControl
+from covey.train.entropy_control import EntropyControl
 from covey.train.kl_coefficient import KLCoefficient
 from covey.train.learners import Learner
 from covey.train.prepare import NO_REFERENCE
@@ -91,7 +91,6 @@ class Components:
     algorithm: Algorithm
     learners: Sequence[Learner]  # the policy's first; with a value loss also the critic's
     kl_coefficient: KLCoefficient
-    entropy_control: EntropyControl = NO_ENTROPY_CONTROL
     critics: Sequence[Critic] = ()  # the critic, if the algorithm has a value loss
     reference: Policy = NO_REFERENCE
     reference_updater: ReferenceUpdater = field(default_factory=NeverUpdate)
@@ -104,6 +103,16 @@ class Components:
     checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
     team: Team = ALONE
     weights: SamplerWeights = WHOLE
+
+    @property
+    def entropy_control(self) -> EntropyControl:
+        """That of the policy."""
+        return self.learners[0].entropy_control
+
+    def adapt(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
+        """Adapt KL and entropy to the metrics of a finished step with `rollouts` rollouts."""
+        self.kl_coefficient.after(step, metrics, rollouts)
+        self.entropy_control.after(step, metrics, rollouts)
 
 
 @dataclass(frozen=True)
