@@ -87,6 +87,8 @@ def test_the_draw_is_a_function_of_seed_and_step():
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
     assert not torch.equal(draws[0], draws[3])
+    left_BT, mask_BT = draws[0] != 0, collate(random_groups()).mask_BT
+    assert (left_BT.any(dim=1) & (mask_BT & ~left_BT).any(dim=1)).sum() > 5, "decisions are drawn, not rows"
 
 
 def test_every_decision_is_drawn_equally_often():

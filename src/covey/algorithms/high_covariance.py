@@ -79,6 +79,5 @@ class HighCovariance:
         """
         if batch.penalised_BT is None:
             return loss_BT
-        penalised_BT = batch.penalised_BT & batch.mask_BT
-        distance_BT = kl.absolute(logprobs_BT, torch.where(batch.mask_BT, old_logprobs_BT, 0.0))
-        return loss_BT + self.kl_coefficient * torch.where(penalised_BT, distance_BT, 0.0)
+        distance_BT = torch.where(batch.penalised_BT, kl.absolute(logprobs_BT, old_logprobs_BT), 0.0)
+        return loss_BT + self.kl_coefficient * distance_BT
