@@ -420,7 +420,6 @@ def test_the_entropy_comes_to_its_target_from_below_and_from_above(start):
         world, parts, settings = build(loss, steps=40, epochs=4, kind=OnPolicy)
         go(parts, replace(settings, group_size=FixedSize(32)))
         ends[target] = sum(world.series("entropy")[-10:]) / 10
-        print(start, target, world.series("entropy")[::4])
     assert ends[1.2] == pytest.approx(1.2, abs=0.15)
     assert abs(ends[None] - 1.2) > 0.3
 
