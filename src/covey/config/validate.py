@@ -35,6 +35,7 @@ from covey.config.model_sources import locate_model
 from covey.config.validate_cluster import check_cluster
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_conversation import check_conversation
+from covey.config.validate_entropy import check_entropy
 from covey.config.validate_iteration import check_iteration
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_lora import check_lora
@@ -147,6 +148,7 @@ def _validate_language(
     check_collection(config)
     check_cluster(config)
     check_language_kl(config)
+    check_entropy(config.loss, config.update, config.algorithm)
     _refuse_unused(config)
     _check_evaluation(config.evaluation)
     _check_held_out(config)
@@ -172,6 +174,7 @@ def _validate_control(config: ControlConfig) -> None:
     _check_epochs(config.update, config.algorithm)
     _check_critic_warmup(config)
     check_kl(config.loss, config.update, config.loss.kl_coefficient)
+    check_entropy(config.loss, config.update, config.algorithm)
     rollouts = config.rollouts
     parts, count = config.update.minibatches, rollouts.fragment_steps * rollouts.copies
     if rollouts.kind == "fragments" and count % parts:
