@@ -189,3 +189,60 @@ def test_a_class_that_is_no_environment_is_refused(name, message):
 def test_a_column_without_json_fails_the_conversation(processes):
     with pytest.raises(EnvironmentFailed, match="cannot be sent"):
         processes.open(0).ask({"do": "reset", "columns": {"columns": object()}}).result(60)
+
+
+TOOL = """
+    def add(self, a: {hint}) -> int:
+        \'\'\'Add.
+
+        Args:
+            a: a number
+        \'\'\'
+        return a
+"""
+STEP = "\n    def step(self, m): return 'x', 0.0, False"
+MISTAKES = {
+    "class E:\n    def __init__(self, size): ..." + STEP:
+        "missing a required argument: 'size'; its options are size: give it a default value, set options = "
+        '["size = ..."], or in Python use functools.partial',
+    "class E:\n    async def reset(self): return 'x'" + STEP:
+        "E.reset is an async function or a generator: make it an ordinary method",
+    "class E:\n    async def step(self, m): return 'x', 0.0, False":
+        "E.step is an async function or a generator: make it an ordinary method",
+    "class E:\n    def step(self, m): yield 'x', 0.0, False":
+        "E.step is an async function or a generator: make it an ordinary method",
+    "class E:\n    def step(self): return 'x', 0.0, False":
+        "E.step does not take one argument, the text of a turn: write def step(self, message)",
+    "class E:\n    def step(self, a, b): return 'x', 0.0, False":
+        "E.step does not take one argument, the text of a turn: write def step(self, message)",
+    "class E:\n    def reset(self, answer, /): return 'x'" + STEP:
+        "reset takes 'answer' by position, but gets columns by name: take out the /",
+    "class E:\n    def reset(self, secret): return 'x'" + STEP:
+        "reset asks for 'secret', but the data has only answer",
+    "class E:" + TOOL.format(hint="bytearray"): "or begin the name with an underscore if it is no tool",
+    "import no_such_package\nclass E:" + STEP:
+        "ModuleNotFoundError: No module named 'no_such_package' (mistaken.py line 1)",
+    "import sys\nsys.exit(2)\nclass E: ...": "SystemExit: 2 (mistaken.py line 2)",
+    "class E:" + STEP + "\nE = E()": "is an object: name a function or a class",
+}  # fmt: skip
+
+
+def describe_and_reset(processes):
+    session = processes.open(0)
+    session.ask({"do": "describe"}).result(60)
+    session.ask({"do": "reset", "columns": {"answer": 1}}).result(60)
+
+
+@pytest.mark.parametrize("source", MISTAKES)
+def test_a_mistake_in_a_class_is_one_line_that_names_the_fix(source, tmp_path):
+    file = tmp_path / "mistaken.py"
+    file.write_text(source)
+    processes = EnvironmentProcesses(f"{file}:E", 60.0, 1000)
+    try:
+        with pytest.raises((ConfigError, EnvironmentFailed)) as refused:
+            describe_and_reset(processes)
+    finally:
+        processes.close()
+    assert MISTAKES[source] in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert "ConfigError" not in str(refused.value)

@@ -146,7 +146,10 @@ def with_kinds(run: Path, kinds: dict[str, tuple[float, float]]) -> Path:
 def test_results_by_kind_of_problem(tmp_path: Path) -> None:
     _, reader = report(tmp_path, with_kinds(language_run(tmp_path / "run"), KINDS))
     shown = words(reader)
-    assert "kind of problem problems before after change 2 + 1 digits 10 25.0% (15.0 to 35.0) 75.0% (65.0 to 85.0)" in shown
+    assert (
+        "kind of problem problems before after change 2 + 1 digits 10 25.0% (15.0 to 35.0) 75.0% (65.0 to 85.0)"
+        in shown
+    )
     assert "borrow <b> 10 50.0% (40.0 to 60.0) 25.0% (15.0 to 35.0) -25.0 points" in shown
     many = {f"kind {place:03d}": (0.0, 1.0) for place in range(MOST_KINDS + 2)}
     _, reader = report(tmp_path, with_kinds(language_run(tmp_path / "many"), many))
