@@ -101,9 +101,7 @@ def test_right_tables_are_accepted(token: str, tmp_path: Path, monkeypatch: pyte
 def test_a_minimum_length_needs_log_probabilities_of_the_distribution_that_is_sampled(token: str) -> None:
     least = SamplingConfig(min_new_tokens=3)
     checked({"kind": "covey", "servers": (HERE,), "token_file": token}, sampling=least)
-    with pytest.raises(
-        ConfigError, match=r"sampling\.min_new_tokens is for covey's own samplers"
-    ):
+    with pytest.raises(ConfigError, match=r"sampling\.min_new_tokens is for covey's own samplers"):
         checked({"kind": "vllm", "servers": (HERE,), "token_file": token}, sampling=least)
 
 
