@@ -55,6 +55,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(inference, "load_policy", None)  # would fail
     for prompt, problem in (("1+2" * 80, 0), (None, 1)):
         limit = 250 if prompt is None else 60
-        long = replace(config, conversation=replace(config.conversation, total_tokens=limit))
+        steady = replace(config.conversation, environment=f"{guessing.__file__}:Steady", total_tokens=limit)
+        long = replace(config, conversation=steady)
         with pytest.raises(ConfigError, match=rf"and conversation.total_tokens = {limit} exceed the model's 256 pos"):
             sample_groups(long, 2, 1.0, prompt=prompt, columns={"length": 4}, problem=problem)

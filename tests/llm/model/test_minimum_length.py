@@ -93,7 +93,7 @@ def test_sampler_and_update_have_the_log_probabilities_of_masked_logits(kind: st
 
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 def test_every_turn_of_a_conversation_has_the_minimum(kind: str) -> None:
-    ends = frozenset({1, *range(14, 85, 3)})
+    ends = frozenset({1, *range(48, 74)})  # and capital letters, which no reply has
     policy = policy_of(kind, ends=ends)
     groups = conversations(policy, ends)
     build_grader(["environment"], ()).grade(groups)
