@@ -49,7 +49,7 @@ PPO = ("--algorithm", "ppo", "--critic.trunk", "policy")
 CASES = (
     Case("calculator", "calculator_grpo", warm_start=True),
     Case("guess_number, GRPO", "guess_number_grpo"),
-    Case("guess_number, PPO", "guess_number_grpo", PPO),
+    Case("guess_number, PPO", "guess_number_grpo", (*PPO, "--gae-lambda", "1")),
     Case("maze, GRPO", "maze_grpo"),
     Case("maze, PPO", "maze_grpo", PPO),
 )

@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/memory.py                                   every case; minutes each on one core
     .venv/bin/python benchmarks/memory.py --algorithms grpo --cases few     only cases whose name contains "few"
+    .venv/bin/python benchmarks/memory.py --large --algorithms grpo         models that need up to 16 or 24 GiB
 
 Every case makes two steps (the second is the first that finds the optimizer's moments in memory), each of two
 minibatches where the case says so, on prompts of one exact length and completions that go on to their limit. The peak
@@ -39,7 +40,7 @@ from covey.config import (
 from covey.data import Start
 
 STEPS = 2
-VOCABULARY = 49152  # that of the embedded model's tokenizer, which the random models use as well
+VOCABULARY = 49152  # of the embedded model's tokenizer, which the random models use too; a larger one is padded
 RANDOM_MODELS: dict[str, dict[str, Any]] = {
     "llama-small": {
         "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 10, "num_attention_heads": 8,
@@ -50,6 +51,24 @@ RANDOM_MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "intermediate_size": 2432, "tie_word_embeddings": False,
     },
     "gpt2-small": {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
+    "shape of Qwen3-0.6B": {
+        "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "shape of Llama-3.2-1B": {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True,
+    },
+    "shape of Qwen2.5-3B": {
+        "model_type": "qwen2", "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "intermediate_size": 11008, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "shape of Qwen3-4B": {
+        "model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 
@@ -136,6 +155,14 @@ CASES = (
     Case("gpt2-small, large microbatch, recomputed", "gpt2-small", 8, 8, 64, 64, 4096, recompute=True),
 )
 
+# The largest models that fit in 16 GiB, and in 24 GiB with 8-bit moments or an adapter (docs/lora.md).
+LARGE_CASES = (
+    Case("Qwen3-0.6B, all weights", "shape of Qwen3-0.6B", 8, 8, 50, 16, 512),
+    Case("Qwen2.5-3B, LoRA of rank 16", "shape of Qwen2.5-3B", 8, 8, 50, 16, 512, rank=16),
+    Case("Llama-3.2-1B, 8-bit moments", "shape of Llama-3.2-1B", 8, 8, 50, 16, 512, eight_bit_moments=True),
+    Case("Qwen3-4B, LoRA of rank 16", "shape of Qwen3-4B", 8, 8, 50, 16, 512, rank=16),
+)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -146,6 +173,7 @@ def main() -> None:
         help="ppo:policy shares the trunk; ppo:adapter",
     )
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--large", action="store_true", help="the models that need up to 16 or 24 GiB instead")
     parser.add_argument("--output", type=Path, default=None, help="a JSON file")
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # what this script tells the processes that it starts
     arguments = parser.parse_args()
@@ -154,7 +182,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="covey-memory-") as folder:
-        for case in (case for case in CASES if arguments.cases in case.name):
+        for case in (case for case in (LARGE_CASES if arguments.large else CASES) if arguments.cases in case.name):
             case = replace(case, model=model_for(case.model, Path(folder)))
             for algorithm in arguments.algorithms:
                 rows.append(compare(case, algorithm, Path(folder)))
@@ -188,7 +216,7 @@ def model_for(name: str, folder: Path) -> str:
         from covey.llm.model.conversion import EMBEDDED
         from covey.llm.model.loading import find_model
 
-        fields = {**RANDOM_MODELS[name], "vocab_size": VOCABULARY, "eos_token_id": 2, "bos_token_id": 1}
+        fields = {"vocab_size": VOCABULARY, **RANDOM_MODELS[name], "eos_token_id": 2, "bos_token_id": 1}
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16).save_pretrained(target)
         AutoTokenizer.from_pretrained(find_model(EMBEDDED)).save_pretrained(target)
     return str(target)

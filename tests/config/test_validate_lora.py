@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from covey.config import ArithmeticConfig, ClusterConfig, ConfigError, CriticConfig, LoRAConfig, RewardConfig, RunConfig
+from covey.config import ArithmeticConfig, ConfigError, CriticConfig, LoRAConfig, RewardConfig, RunConfig
 from covey.config.adapter_folder import resolved
 from covey.config.validate import validate
 
@@ -29,10 +29,6 @@ BASE = RunConfig(task=ArithmeticConfig(), rewards=(RewardConfig(name="exact"),))
         (replace(BASE, lora=LoRAConfig(rank=-1)), r"lora\.rank must be"),
         (replace(BASE, lora=LoRAConfig(rank=4, alpha=0)), r"lora\.alpha must be above 0"),
         (replace(BASE, algorithm="ppo", lora=LoRAConfig(rank=4)), 'set critic.trunk = "adapter"'),
-        (
-            replace(BASE, lora=LoRAConfig(rank=4), cluster=ClusterConfig(weights="fsdp")),
-            'cluster.weights = "fsdp" does not support LoRA',
-        ),
         (replace(BASE, lora=LoRAConfig(adapter="nothing")), r"lora\.adapter: nothing has no adapter_config\.json"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 
 from helpers import guessing
 from helpers.rank_cases import start_ranks
+from helpers.rank_runs import finish
 from helpers.run_helpers import LIMIT_SECONDS, Moment, covey, is_running, start
 from helpers.sampled_runs import files_of, sampler_table, write_recipe
 from helpers.samplers import Proxy, Serving, begin, is_generation, serving, token_file, wait_for
@@ -129,6 +130,22 @@ def test_ranks_with_sharded_weights_and_servers_have_the_bits_of_one_process(
         for name in ("one", "two")
     )
     assert two == one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_servers_have_the_weights_merged_with_an_adapter_by_ranks_that_divide_its_base(
+    model: Path, tmp_path: Path, precision: str
+) -> None:
+    with serving(model, tmp_path, 2, ("--precision", precision)) as found:
+        table = sampler_table([one.address for one in found], token_file(tmp_path))
+        table += "\n[lora]\nrank = 2\n[cluster]\nshards = 4\n"
+        for name, size, weights in (("one", 1, "replicate"), ("two", 2, "fsdp")):
+            more = f'{table}weights = "{weights}"\n'
+            recipe = write_recipe(tmp_path, name, model, sampler=more, precision=precision)
+            words = ["-m", "covey", "train", str(recipe), "--run-dir", str(tmp_path / name)]
+            finish(start_ranks(words, size, tmp_path))
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
 
 
 @pytest.mark.slow

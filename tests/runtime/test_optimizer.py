@@ -10,7 +10,10 @@ from torch import nn
 
 from covey.config import ConfigError
 from covey.runtime.checkpoint import CheckpointFolder
+from covey.runtime.distributed import Alone
 from covey.runtime.optimizer import MasterAdamW, total_norm
+from covey.train.shards import own_shards
+from helpers.thread_team import on_ranks
 
 BETAS = (0.9, 0.95)
 
@@ -275,6 +278,24 @@ def test_a_second_optimizer_of_a_module_after_the_first():
     loss_of(module, data(1)).backward()
     assert second.step(1e-2).applied
     assert not torch.equal(module[1].weight, before)
+
+
+def stepped(team):
+    """Parameters and state in bf16 after two steps, in which every shard has other data."""
+    module = make_module(torch.bfloat16)
+    optimizer = MasterAdamW(module, lr=0.01, team=team)
+    for step in (0, 1):
+        for shard in own_shards(team):
+            loss_of(module, data(2 * step + shard)).backward()
+            optimizer.end_shard()
+        optimizer.step(0.01)
+    return tensors_of(module, optimizer)[0]
+
+
+def test_every_rank_has_the_new_parameters():
+    expected = stepped(Alone(2))
+    for found in on_ranks(2, 2, stepped):
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, math.nan])

@@ -271,15 +271,16 @@ class ClusterConfig:
     )
     weights: str = config_field(
         "auto",
-        "weights of several ranks: replicate (each rank has all), fsdp (sharded by FSDP2, which needs less memory and "
-        "more messages), or auto, which replicates if the memory suffices; a resumed run may change it",
+        "weights of several ranks, with LoRA the frozen ones: replicate (each rank has all), fsdp (sharded by FSDP2, "
+        "which needs less memory and more messages), or auto, which replicates if the memory suffices; a resumed run "
+        "may change it",
         choices=("auto", "replicate", "fsdp"),
         advanced=True,
     )
     exact: bool = config_field(
         True,
         "for fsdp: the bits of replicated weights, for an fp32 gradient of all weights on each rank; false saves its "
-        "memory and adds in another order",
+        "memory and adds in another order; no effect with LoRA, whose sums are always exact",
         advanced=True,
     )
 

@@ -66,7 +66,3 @@ def check_lora(config: RunConfig) -> None:
             "with LoRA a critic with all weights of its own would take the memory that LoRA saves: set critic.trunk = "
             '"adapter" (an adapter of its own on the same weights) or "policy"'
         )
-    if config.cluster.weights == "fsdp":
-        raise ConfigError(
-            'cluster.weights = "fsdp" does not support LoRA: set it to "replicate"; the frozen weights are not sharded'
-        )

@@ -4,6 +4,7 @@
 |------------------|-----------------------------|---------------------------------------------------------------------|
 | reference        | a copy of the model         | the model without its adapter, or with a copy of the adapter        |
 | critic's decoder | a copy, or the policy's     | the policy's with an adapter of its own, or as the policy uses it   |
+| sharded by FSDP2 | all weights                 | the frozen weights; every rank has the whole adapter                |
 | saved            | `model/`                    | `model/` with merged weights, `adapter/` in peft's format           |
 
 The reference has a copy of the adapter if the run begins with an adapter, or refreshes its reference.
@@ -12,15 +13,18 @@ The reference has a copy of the adapter if the run begins with an adapter, or re
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from torch import nn
+
 from covey.config import RunConfig
 from covey.config.adapter_folder import adapter_folder, resolved
 from covey.llm.critic import AdapterCritic, LanguageCritic
+from covey.llm.model.adapted_layers import all_factors
 from covey.llm.model.base_identity import BASE_FILE, check_base, save_base
 from covey.llm.model.lora import (
     CRITIC,
@@ -34,7 +38,15 @@ from covey.llm.model.lora import (
     save_adapter_config,
 )
 from covey.llm.policy import LanguagePolicy
+from covey.runtime.sharding import Weights
 from covey.tracking.run_store import ADAPTER_FOLDER
+
+
+class Division(Protocol):
+    """Divides the weights of a model among the ranks (`covey.runtime.sharding.shard`)."""
+
+    def __call__(self, module: nn.Module, *, whole: Collection[nn.Parameter] = ()) -> Weights:
+        """The weights; every rank keeps the parameters of `whole`."""
 
 
 class Adaptation(Protocol):
@@ -45,6 +57,11 @@ class Adaptation(Protocol):
 
     def critic(self, policy: LanguagePolicy, trunk: str) -> LanguageCritic:
         """A new critic; `trunk` is critic.trunk."""
+
+    def divide(
+        self, policy: LanguagePolicy, reference: LanguagePolicy, shard: Division
+    ) -> tuple[LanguagePolicy, LanguagePolicy]:
+        """The policy and its reference after the ranks have divided their weights."""
 
     def check_architecture(self, folder: Path) -> None:
         """Refuse to resume a run with other frozen weights; `folder` is that of `save_architecture`.
@@ -75,6 +92,12 @@ class AllWeights:
     def critic(self, policy: LanguagePolicy, trunk: str) -> LanguageCritic:
         return LanguageCritic(policy, own_trunk=trunk == "own")
 
+    def divide(
+        self, policy: LanguagePolicy, reference: LanguagePolicy, shard: Division
+    ) -> tuple[LanguagePolicy, LanguagePolicy]:
+        reference = reference.with_outputs(weights=shard(reference.module))
+        return policy.with_outputs(weights=shard(policy.module)), reference
+
     def check_architecture(self, folder: Path) -> None:
         """All weights are in the checkpoints."""
 
@@ -97,7 +120,7 @@ class AdapterOnly:
     def reference(self, policy: LanguagePolicy) -> LanguagePolicy:
         if not self.copies_reference:
             return policy.with_outputs(weights=AdapterWeights(policy.module, None))
-        copied = add_adapter(policy.module, self.adapter.lora, REFERENCE)
+        copied = add_adapter(policy.module, self.adapter.lora, REFERENCE, base=self.adapter.base)
         copy_adapter(self.adapter, copied)
         copied.parameters.requires_grad_(False)
         return policy.with_outputs(weights=copied.weights(), trained=copied.parameters)
@@ -105,16 +128,26 @@ class AdapterOnly:
     def critic(self, policy: LanguagePolicy, trunk: str) -> LanguageCritic:
         if trunk == "policy":
             return LanguageCritic(policy, own_trunk=False)
-        return AdapterCritic(policy, add_adapter(policy.module, self.adapter.lora, CRITIC, seed=self.seed))
+        base = self.adapter.base
+        return AdapterCritic(policy, add_adapter(policy.module, self.adapter.lora, CRITIC, seed=self.seed, base=base))
+
+    def divide(
+        self, policy: LanguagePolicy, reference: LanguagePolicy, shard: Division
+    ) -> tuple[LanguagePolicy, LanguagePolicy]:
+        _ = self.adapter.base.checksum  # computed and kept now, because a rank has only parts of the weights later
+        base = shard(policy.module, whole=all_factors(policy.module))
+        name = REFERENCE if self.copies_reference else None
+        reference = reference.with_outputs(weights=AdapterWeights(policy.module, name, base))
+        return policy.with_outputs(weights=base), reference
 
     def check_architecture(self, folder: Path) -> None:
         if (folder / BASE_FILE).is_file():
             fix = "put them back as they were, or start a new run"
-            check_base(folder, self.adapter.base_checksum, fix)
+            check_base(folder, self.adapter.base.checksum, fix)
 
     def save_architecture(self, folder: Path) -> None:
         save_adapter_config(self.adapter, self.base, folder)
-        save_base(self.base, self.adapter.base_checksum, folder)
+        save_base(self.base, self.adapter.base.checksum, folder)
 
     def folders(self) -> list[tuple[str, Callable[[Path], None]]]:
         return [(ADAPTER_FOLDER, partial(save_adapter, self.adapter, self.base))]

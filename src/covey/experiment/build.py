@@ -35,7 +35,7 @@ from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
 from covey.runtime.best_checkpoint import BestPinned, NothingPinned
 from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
-from covey.runtime.distributed import ALONE, ShardedTeam
+from covey.runtime.distributed import ALONE
 from covey.runtime.learning_rate import learning_rate_schedule
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.sharding import WHOLE, Weights
@@ -224,13 +224,15 @@ def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> Update
     )
 
 
-def build_checkpoints(store: RunStore, config: CheckpointConfig, team: Team = ALONE) -> CheckpointFolder:
-    """The checkpoints of a run folder, which rank 0 writes, and ranks with sharded weights together. Records of earlier
-    steps are flushed to the disk before.
+def build_checkpoints(
+    store: RunStore, config: CheckpointConfig, team: Team = ALONE, *, in_parts: bool = False
+) -> CheckpointFolder:
+    """The checkpoints of a run folder, which rank 0 writes; with `in_parts`, ranks that have some rows of the trained
+    weights each write theirs. Records of earlier steps are flushed to the disk before.
     """
     path = store.shared_dir / CHECKPOINTS_FOLDER
     pinned = BestPinned() if config.best else NothingPinned()
-    if isinstance(team, ShardedTeam):
+    if in_parts:
         kind: type[CheckpointFolder] = PartOfCheckpoints if team.rank else CheckpointFolder
         return kind(path, config.keep, before_save=store.sync, team=team, pinned=pinned)
     return (ReadCheckpoints if team.rank else CheckpointFolder)(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from covey.config import ConfigError, RunConfig
 from covey.data import Team
+from covey.experiment.adaptation import Adaptation
 from covey.llm.critic import LanguageCritic
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.distributed import ShardedTeam
-from covey.runtime.sharding import WHOLE, Weights, shard
+from covey.runtime.sharding import WHOLE, Weights, is_sharded, shard
 from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER
 
 
@@ -32,6 +34,11 @@ class Models:
         critics = zip((critic.module for critic in self.critics), self.critic_weights, strict=True)
         return [(self.policy.trained, self.policy.weights), *critics]
 
+    @property
+    def in_parts(self) -> bool:
+        """True if each rank has some rows of the trained weights only."""
+        return any(is_sharded(parameter) for module, _ in self.trained for parameter in module.parameters())
+
     def collect(self) -> list[tuple[str, Callable[[Path], None]]]:
         """Collect the trained weights on rank 0; every rank calls it. Returns the folders of the policy and the critic,
         and functions that write them there.
@@ -44,7 +51,12 @@ class Models:
 
 
 def divide(
-    policy: LanguagePolicy, reference: LanguagePolicy, critics: Sequence[LanguageCritic], config: RunConfig, team: Team
+    policy: LanguagePolicy,
+    reference: LanguagePolicy,
+    critics: Sequence[LanguageCritic],
+    adaptation: Adaptation,
+    config: RunConfig,
+    team: Team,
 ) -> Models:
     """Shard the weights, if the ranks of the team divide them.
 
@@ -58,11 +70,8 @@ def divide(
             f"the weights of {type(policy.module).__name__} cannot be sharded, because its rollouts are evaluated one "
             'by one: set cluster.weights = "replicate"'
         )
-    dtype, exact = policy.module.dtype, config.cluster.exact
-    critic_weights = [
-        shard(critic.trunk, dtype, team, exact=exact) if critic.own_trunk else WHOLE for critic in critics
-    ]
-    reference = reference.with_outputs(weights=shard(reference.module, dtype, team, exact=exact))
-    policy = policy.with_outputs(weights=shard(policy.module, dtype, team, exact=exact))
+    division = partial(shard, dtype=policy.module.dtype, team=team, exact=config.cluster.exact)
+    critic_weights = [division(critic.trunk) if critic.own_trunk else WHOLE for critic in critics]
+    policy, reference = adaptation.divide(policy, reference, division)
     critics = [critic if critic.own_trunk else critic.with_trunk_of(policy) for critic in critics]
     return Models(policy, reference, critics, critic_weights)

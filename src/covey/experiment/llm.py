@@ -214,7 +214,7 @@ class LLMBuilder:
         algorithm = build_llm_algorithm(config, problem.grader.weights)
         critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
         reference = loaded.adaptation.reference(loaded.policy)
-        models = divide(loaded.policy, reference, critics, config, self.team)
+        models = divide(loaded.policy, reference, critics, loaded.adaptation, config, self.team)
         policy = with_outputs(models, config, algorithm)
         loaded.sampler.generator, sampler_weights = build_generator(config, models.policy, self.team)
         self._open.callback(loaded.sampler.generator.close)
@@ -248,7 +248,7 @@ class LLMBuilder:
             collector=build_collector(config),
             recorder=build_recorder(config, policy, loaded.chat, self.team),
             observers=() if self.team.rank else (store, display, *iterated),
-            checkpoints=build_checkpoints(store, config.checkpoint, self.team),
+            checkpoints=build_checkpoints(store, config.checkpoint, self.team, in_parts=models.in_parts),
             evaluate=lambda step: held_out.due(step) | problem.metrics() | loaded.sampler.metrics(),
             critics=models.critics,
             team=self.team,

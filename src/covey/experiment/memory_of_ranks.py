@@ -6,6 +6,7 @@ from covey.config import ConfigError, RunConfig
 from covey.config.machine import memory_bytes
 from covey.data import Team
 from covey.experiment.plan import count_reward_models
+from covey.llm.memory.adapter_memory import frozen_parameters, trained_parameters
 from covey.llm.memory.dimensions import find_model_config, read_dimensions
 from covey.llm.memory.estimate import critic_weights_of
 from covey.llm.model.loading import find_model
@@ -32,8 +33,8 @@ def must_shard(config: RunConfig, team: Team) -> bool:
     if model_config is None:
         raise ConfigError(f"there is no config.json of {config.model}: set cluster.weights")
     size = read_dimensions(model_config, config.model)
-    trained = size.parameters + critic_weights_of(size, config)
-    frozen = size.parameters + count_reward_models(config)
+    trained = trained_parameters(size, config) + critic_weights_of(size, config)
+    frozen = frozen_parameters(size, config) + count_reward_models(config)
     width = choose_precision(config.precision, device).itemsize
     shards, eight_bit_moments = team.shards // team.size, config.update.eight_bit_moments
     fits = memory is None or fits_replicated(

@@ -297,7 +297,7 @@ def _team(config: RunConfig | ControlConfig) -> Team:
     if not isinstance(config, RunConfig):
         return ALONE
     team = team_of(config.cluster.shards)
-    if config.cluster.weights == "replicate" or team.size == 1 or config.lora.is_used:
+    if config.cluster.weights == "replicate" or team.size == 1:
         return team
     if config.cluster.weights == "auto":
         from covey.experiment.memory_of_ranks import must_shard  # imported here, because transformers takes seconds

@@ -152,6 +152,11 @@ class AdapterCritic(LanguageCritic):
         self.weights = adapter.weights()
         self.module = nn.ModuleDict({"trunk": adapter.parameters, "head": self.head})
 
+    def with_trunk_of(self, policy: LanguagePolicy) -> LanguageCritic:
+        critic = copy.copy(self)
+        critic.weights = self.adapter.weights(policy.weights)
+        return critic
+
     def collect(self, weights: Weights) -> Callable[[Path], None]:
         """A function that writes head and adapter; every rank has both."""
         return self._save_both

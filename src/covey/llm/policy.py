@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from covey.core import kl
 from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, Sampling, choose_backend
-from covey.llm.model.adapted_layers import merged_state, with_present_adapter
+from covey.llm.model.adapted_layers import merged_tensors, with_present_adapter
 from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
 from covey.llm.model.hidden_states import (
@@ -156,7 +156,8 @@ class LanguagePolicy:
         """Collect the weights of all ranks on rank 0; returns a function that writes them there, as `save` does. An
         adapter is merged into them.
         """
-        return partial(save_weights, self.module, merged_state(self.module, self.weights.state_dict(self.module)))
+        state = self.weights.state_dict(self.module)
+        return partial(save_weights, self.module, dict(merged_tensors(self.module, state.items())))
 
     def log_distribution(self, tokens_L: Tensor, decisions: int, early_T: Tensor | None = None) -> Tensor:
         """logp_TV over the vocabulary at the last `decisions` tokens, by the model's own forward pass, in nats. Where

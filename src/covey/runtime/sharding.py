@@ -6,7 +6,7 @@ What keeps the bits of a sharded update equal to those of whole weights is in `s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -111,12 +111,21 @@ class ShardedWeights:
         self.module: Any = module
         self.dtype, self.team, self.exact = dtype, team, exact
         self.units: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._is_running = False
 
     def dtype_of(self, module: nn.Module) -> torch.dtype:
         return self.dtype
 
     def run(self, compute: Callable[[], T]) -> T:
-        result: T = getattr(self.module, _METHOD)(compute)
+        if (
+            self._is_running
+        ):  # a further pass, such as that of a reference with the same frozen weights, is a part of it
+            return compute()
+        self._is_running = True
+        try:
+            result: T = getattr(self.module, _METHOD)(compute)
+        finally:
+            self._is_running = False
         return result
 
     @contextmanager
@@ -215,7 +224,14 @@ def own_rows(saved: Tensor | SavedRows, like: Tensor) -> Tensor:
     return saved[part_of(len(like), mesh.get_local_rank(), mesh.size())]
 
 
-def shard(module: nn.Module, dtype: torch.dtype, team: Team, *, exact: bool = True) -> ShardedWeights:
+def shard(
+    module: nn.Module,
+    dtype: torch.dtype,
+    team: Team,
+    *,
+    exact: bool = True,
+    whole: Collection[nn.Parameter] = (),
+) -> ShardedWeights:
     """Divide the weights of a decoder among the ranks: its layers one by one, and the rest as the root.
 
     Trainable weights are stored in fp32, so they are the optimizer's masters, and gathered in `dtype`. Others keep
@@ -227,10 +243,12 @@ def shard(module: nn.Module, dtype: torch.dtype, team: Team, *, exact: bool = Tr
         team: the ranks; all call it.
         exact: gradients are added in the order of a binary tree over the logical shards, once in an optimizer step,
             which takes an fp32 gradient of all weights on each rank. False: FSDP2 adds them after every backward pass.
+        whole: parameters that every rank keeps whole, such as those of adapters. The optimizer adds their gradients.
     """
     # Hidden states are views, and nothing writes to them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
-    trained = any(parameter.requires_grad for parameter in module.parameters())
+    kept = set(whole)
+    trained = any(parameter.requires_grad for parameter in module.parameters() if parameter not in kept)
     precision = MixedPrecisionPolicy(
         param_dtype=dtype if trained and dtype != torch.float32 else None,
         reduce_dtype=torch.float32,
@@ -240,9 +258,9 @@ def shard(module: nn.Module, dtype: torch.dtype, team: Team, *, exact: bool = Tr
     units = [*layers_of(module), module]
     for unit in units:
         for parameter in unit.parameters():
-            if parameter.requires_grad and parameter.dtype != torch.float32:
+            if parameter.requires_grad and parameter.dtype != torch.float32 and parameter not in kept:
                 parameter.data = parameter.data.to(torch.float32)
-        fully_shard(unit, mesh=mesh, mp_policy=precision)
+        fully_shard(unit, mesh=mesh, mp_policy=precision, ignored_params=kept)
     for unit in units:
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)

@@ -3,12 +3,23 @@
 from dataclasses import astuple, replace
 
 import pytest
+import torch
 
-from covey.config import ConfigError, RunConfig, UpdateConfig
+from covey.config import ClusterConfig, ConfigError, CriticConfig, LoRAConfig, RunConfig, UpdateConfig
 from covey.config.planning import DevicesConfig, SimulationConfig
 from covey.experiment.cluster.communication import Passes, Traffic, sharded_traffic, whole_weights_traffic
-from covey.experiment.cluster.throughput import TrainerSpeed, computing_seconds, passes_of_a_token, plan_server
+from covey.experiment.cluster.rank_report import REPLICATED, SHARDED, RankPlanner
+from covey.experiment.cluster.throughput import (
+    TrainerSpeed,
+    computing_seconds,
+    evaluations_of_a_token,
+    passes_of_a_token,
+    plan_server,
+)
+from covey.experiment.plan import Place
+from covey.llm.memory.adapter_memory import adapter_parameters
 from covey.llm.memory.dimensions import SMOLLM2_135M, read_dimensions
+from covey.llm.memory.estimate import microbatches_of_shard
 
 BILLION = 10**9
 DEVICES = DevicesConfig(node_link=100.0, network_link=10.0, weights_link=4.0, device_tflops=1000.0, flops_use=0.5)
@@ -28,6 +39,25 @@ def test_traffic_of_a_billion_weights(ranks: int, link: float, sent: float) -> N
     assert astuple(exact) == pytest.approx((2 * 4 * sent / link, gathers, 0.5))
     loose = sharded_traffic(*given, is_exact=False)
     assert astuple(loose) == pytest.approx((0.0, gathers + 2 * 3 * 4 * sent / link, 0.5))
+
+
+def test_the_traffic_of_an_adapter_on_frozen_weights() -> None:
+    """Gradients of the adapters, and gathers of the frozen weights for the passes of policy and critic."""
+    config = RunConfig(algorithm="ppo", lora=LoRAConfig(rank=16), critic=CriticConfig(trunk="adapter"))
+    planner = RankPlanner(SIZE, config, DEVICES, Place("cuda", torch.bfloat16, 1 << 30), 64)
+    assert planner.layouts == (REPLICATED, SHARDED)
+    whole, sharded = (planner.traffic(layout, 4) for layout in planner.layouts)
+    trained = 2 * adapter_parameters(SIZE, config) + 577
+    assert whole.gradients == sharded.gradients == pytest.approx(2 * 4 * trained * 0.75 / 100e9)
+    assert whole.weights == sharded.weights == pytest.approx(2 * SIZE.parameters / 4e9)
+    microbatches = len(microbatches_of_shard(config, 64, 4))
+    passes = 2 * microbatches + evaluations_of_a_token(config) * microbatches
+    both = SIZE.parameters + SIZE.trunk_parameters
+    assert [whole.during_passes, sharded.during_passes] == [0.0, pytest.approx(passes * 2 * both * 0.75 / 100e9)]
+    fsdp = replace(config, cluster=ClusterConfig(weights="fsdp"))
+    assert replace(planner, config=fsdp).chosen(4) == SHARDED
+    assert planner.chosen(4) == REPLICATED
+    assert replace(planner, place=Place("cuda", torch.bfloat16, 1 << 29)).chosen(4) == SHARDED
 
 
 def test_gathers_overlap_with_computing_and_the_last_reduction_does_not() -> None:

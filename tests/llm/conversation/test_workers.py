@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from covey.config import ConfigError
+from covey.llm.conversation import environment_worker
 from covey.llm.conversation.python_environment import copied_environment
 from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses
 from helpers import guessing
@@ -246,3 +249,21 @@ def test_a_mistake_in_a_class_is_one_line_that_names_the_fix(source, tmp_path):
     assert MISTAKES[source] in str(refused.value)
     assert "\n" not in str(refused.value)
     assert "ConfigError" not in str(refused.value)
+
+
+def test_a_reply_after_the_deadline_is_dropped():
+    run, environment = socket.socketpair()
+    run.sendall(json.dumps({"id": 1}).encode() + b"\n")
+    run.close()
+
+    class Slow:
+        calls = 0
+
+        def answer(self, request):
+            self.calls += 1
+            return {"reply": "late"}
+
+    slow = Slow()
+    with environment:
+        environment_worker._converse(environment, slow)
+    assert slow.calls == 1

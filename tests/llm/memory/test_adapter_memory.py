@@ -160,8 +160,13 @@ def test_the_plan_shows_an_adapter_and_its_critic(capsys: pytest.CaptureFixture[
     words = ["--ranks", "2", "--device-memory", "8GiB", "--rank", "16", "--algorithm", "ppo"]
     assert main(["plan", "smollm2-135m", *words]) == 0
     said = capsys.readouterr().out
-    assert "with LoRA every rank has whole weights" in said
+    assert "with LoRA the ranks divide the frozen weights, and every rank has the whole adapter" in said
     assert "FSDP2, exact" not in said
+    of_layouts = {line.split()[0]: line.split()[-2:] for line in said.splitlines() if line.split()}
+    assert of_layouts["weights"] == ["0.25", "0.13"]
+    assert of_layouts["adapter"] == ["0.01", "0.01"]
+    assert 'cluster.weights = "auto" chooses replicated' in said
+    assert "take 0.4 GiB, at most 70% of a device" in said
     assert "adapter" in check_memory(replace(CONFIG, lora=LORA))
     more = ["--cluster", "--mean-tokens", "30", "--sampler-devices", "1"]
     assert main(["plan", "smollm2-135m", *words, *more]) == 0

@@ -7,8 +7,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from covey.config import ClusterConfig, RunConfig, SamplingConfig, UpdateConfig
+from covey.config import (
+    ClusterConfig,
+    CriticConfig,
+    LoRAConfig,
+    ReferenceConfig,
+    RunConfig,
+    SamplingConfig,
+    UpdateConfig,
+)
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
+from covey.experiment.memory_of_ranks import must_shard
+from covey.llm.memory.adapter_memory import adapter_parameters
 from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
 from covey.llm.memory.estimate import MemoryPlan, largest_microbatch, microbatches_of_shard, predict
 from covey.llm.memory.rank_memory import (
@@ -146,6 +156,35 @@ def test_a_critic_is_sharded_too() -> None:
     for name in ("critic's master weights", "critic's moments", "critic's gradients"):
         assert parts[name] == -(-whole[name] // 4)
     assert parts["critic's weights"] == 0
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_with_an_adapter_the_frozen_weights_are_divided(width: int) -> None:
+    ppo = replace(CONFIG, algorithm="ppo", lora=LoRAConfig(rank=16), critic=CriticConfig(trunk="adapter"))
+    ppo = replace(ppo, reference=ReferenceConfig(refresh_every=2), cluster=ClusterConfig(shards=8))
+    whole = predict(SMOLLM2, ppo, ranks=4, device="cuda", width=width).parts
+    for is_exact in (True, False):
+        given = EXACT | {"width": width, "is_exact": is_exact}
+        parts = predict_sharded(SMOLLM2, ppo, **given).parts
+        n, units = SMOLLM2.parameters, units_of(SMOLLM2)
+        changed = {"weights", "gathered weights", "gathered layers"}
+        assert [parts["weights"], parts["gathered weights"]] == [-(-width * n // 4), width * n]
+        assert parts["gathered layers"] == width * (2 * units.layer + units.root)
+        assert all(parts[name] == whole[name] for name in whole.keys() - changed)
+        assert parts["reference"] == parts["adapter"] > 0
+        assert parts["gradients of shards"] == parts["critic's gradients"] > 0
+
+
+def test_the_smallest_of_all_weights_and_an_adapter_that_needs_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 bytes of a frozen weight, and 18 of a number that is trained."""
+    config = RunConfig(model="smollm2-135m", precision="bf16", device="cpu")
+    adapted = replace(config, lora=LoRAConfig(rank=16))
+    adapter = adapter_parameters(SMOLLM2, adapted)
+    needed = {config: 20 * SMOLLM2.parameters, adapted: 2 * SMOLLM2.parameters + 18 * adapter}
+    for one, size in needed.items():
+        for memory, must in ((int(size / 0.69), False), (int(size / 0.71), True)):
+            monkeypatch.setattr("covey.experiment.memory_of_ranks.memory_bytes", lambda memory=memory: memory)
+            assert must_shard(one, Alone()) is must
 
 
 def test_gathered_weights_and_gathered_layers_are_not_there_together() -> None:

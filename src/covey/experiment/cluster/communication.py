@@ -50,14 +50,18 @@ def sharded_traffic(
     """FSDP2: weights are gathered for every forward and every backward pass; gradients are reduced and stay sharded,
     once in an optimizer step if the order of sums is exact, else after every backward pass.
     """
-    gather = parameters * width * _sent(ranks) / link_bytes_per_second(devices, ranks)
     reduction = parameters * MASTER_DTYPE.itemsize * _sent(ranks) / link_bytes_per_second(devices, ranks)
-    backward = passes.optimizer_steps * passes.microbatches
-    gathers = (2 * backward + passes.evaluations) * gather
+    gathers = gather_seconds(parameters, width, passes, devices, ranks)
     weights = handover_seconds(parameters, width, devices)
     if is_exact:
         return Traffic(passes.optimizer_steps * reduction, gathers, weights)
-    return Traffic(0.0, gathers + backward * reduction, weights)
+    return Traffic(0.0, gathers + passes.optimizer_steps * passes.microbatches * reduction, weights)
+
+
+def gather_seconds(parameters: int, width: int, passes: Passes, devices: DevicesConfig, ranks: int) -> float:
+    """Gathers of sharded weights: two for every backward pass with its forward pass, one for an evaluation."""
+    gather = parameters * width * _sent(ranks) / link_bytes_per_second(devices, ranks)
+    return (2 * passes.optimizer_steps * passes.microbatches + passes.evaluations) * gather
 
 
 def handover_seconds(parameters: int, width: int, devices: DevicesConfig) -> float:

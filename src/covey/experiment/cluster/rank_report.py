@@ -12,6 +12,7 @@ from covey.config.planning import DevicesConfig, check_planned_ranks, memory_siz
 from covey.experiment.cluster.communication import (
     Passes,
     Traffic,
+    gather_seconds,
     handover_seconds,
     sharded_traffic,
     whole_weights_traffic,
@@ -27,7 +28,7 @@ from covey.experiment.plan import (
     memory_table,
     process_bytes_of,
 )
-from covey.llm.memory.adapter_memory import trained_parameters
+from covey.llm.memory.adapter_memory import frozen_parameters, trained_parameters
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.memory.estimate import (
     MemoryPlan,
@@ -88,15 +89,19 @@ class RankPlanner:
         return trained_parameters(self.size, self.config) + critic_weights_of(self.size, self.config)
 
     @property
+    def gathered(self) -> int:
+        """Frozen weights that are gathered for a pass of the policy and one of a critic with an adapter."""
+        return self.size.parameters + (self.size.trunk_parameters if self.config.critic.trunk == "adapter" else 0)
+
+    @property
     def computed(self) -> int:
         """Weights with which a token is computed: of the policy and of a critic."""
-        trunk = self.size.trunk_parameters if self.config.critic.trunk == "adapter" else 0
-        return self.size.parameters + trunk + critic_weights_of(self.size, self.config)
+        return self.gathered + critic_weights_of(self.size, self.config)
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """Layouts of the weights; with LoRA every rank has whole weights."""
-        return (REPLICATED,) if self.config.lora.is_used else (REPLICATED, SHARDED_EXACT, SHARDED)
+        """Layouts of the weights. With LoRA the frozen weights are sharded, and all sums of gradients are exact."""
+        return (REPLICATED, SHARDED) if self.config.lora.is_used else (REPLICATED, SHARDED_EXACT, SHARDED)
 
     @property
     def room(self) -> float:
@@ -137,12 +142,17 @@ class RankPlanner:
         evaluations = evaluations_of_a_token(self.config) * microbatches * update.minibatches
         passes = Passes(update.minibatches * update.epochs, microbatches, evaluations)
         given = self.trained, self.width, passes, self.devices, ranks
-        if layout == REPLICATED:
-            traffic = whole_weights_traffic(*given)
-            if not self.config.lora.is_used:
-                return traffic
-            return replace(traffic, weights=handover_seconds(self.size.parameters, self.width, self.devices))
-        return sharded_traffic(*given, is_exact=layout == SHARDED_EXACT)
+        if self.config.lora.is_used:
+            return replace(
+                whole_weights_traffic(*given),
+                during_passes=gather_seconds(self.gathered, *given[1:]) if layout == SHARDED else 0.0,
+                weights=handover_seconds(self.size.parameters, self.width, self.devices),
+            )
+        return (
+            whole_weights_traffic(*given)
+            if layout == REPLICATED
+            else sharded_traffic(*given, is_exact=layout == SHARDED_EXACT)
+        )
 
     def trainer(self, layout: str, ranks: int, completion_tokens: float) -> TrainerSpeed:
         """Seconds of an update on completions of this mean length."""
@@ -153,13 +163,11 @@ class RankPlanner:
 
     @property
     def frozen(self) -> int:
-        """Weights that are not trained: of the reference and of reward models."""
-        return self.size.parameters + count_reward_models(self.config)
+        """Weights that are not trained: of the reference, of reward models, and with LoRA of the model."""
+        return frozen_parameters(self.size, self.config) + count_reward_models(self.config)
 
     def automatic(self, ranks: int) -> str:
         """The layout of `cluster.weights = "auto"` on `ranks` ranks."""
-        if self.config.lora.is_used:
-            return REPLICATED
         memory, shards = self.place.memory, shards_of_rank(self.config, ranks)
         whole = memory is None or fits_replicated(
             self.trained,
@@ -178,7 +186,7 @@ class RankPlanner:
 
     @property
     def _sharded(self) -> str:
-        return SHARDED_EXACT if self.config.cluster.exact else SHARDED
+        return SHARDED_EXACT if SHARDED_EXACT in self.layouts and self.config.cluster.exact else SHARDED
 
 
 def plan_ranks(planner: RankPlanner, model: str, ranks: int) -> str:
@@ -253,8 +261,8 @@ def _notes(planner: RankPlanner, ranks: int) -> list[str]:
         "(--weights-link); latency is not counted",
     ]
     if config.lora.is_used:
-        lines.append("with LoRA every rank has whole weights: FSDP2 does not shard them")
-    elif memory is not None:
+        lines.append("with LoRA the ranks divide the frozen weights, and every rank has the whole adapter")
+    if memory is not None:
         shards, chosen = shards_of_rank(config, ranks), planner.automatic(ranks)
         whole = replica_bytes(
             planner.trained,
@@ -266,6 +274,6 @@ def _notes(planner: RankPlanner, ranks: int) -> list[str]:
         relation = "at most" if chosen == REPLICATED else "more than"
         lines.append(
             f'cluster.weights = "auto" chooses {chosen}: whole weights with their optimizer and the '
-            f"reference take {whole:.1f} GiB, {relation} {LARGEST_REPLICA:.0%} of a device"
+            f"reference take {whole / 2**30:.1f} GiB, {relation} {LARGEST_REPLICA:.0%} of a device"
         )
     return lines

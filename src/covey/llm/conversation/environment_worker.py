@@ -135,7 +135,8 @@ def _converse(connection: socket.socket, hosted: HostedEnvironment) -> None:
                 return
             with contextlib.suppress(BaseException):
                 sys.stdout.flush()
-            connection.sendall(json.dumps(reply).encode() + b"\n")
+            with contextlib.suppress(ConnectionError):  # the run waits no longer: the deadline passed, or it has ended
+                connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def _seed(seed: int) -> None:

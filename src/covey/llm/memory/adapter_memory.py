@@ -47,6 +47,11 @@ def reference_parameters(size: Dimensions, config: RunConfig) -> int:
     return adapter_parameters(size, config) if config.copies_reference_adapter else 0
 
 
+def frozen_parameters(size: Dimensions, config: RunConfig) -> int:
+    """The numbers that are not trained: of the reference, and with LoRA of the model."""
+    return reference_parameters(size, config) + (size.parameters if config.lora.is_used else 0)
+
+
 def activation_change(
     size: Dimensions, config: RunConfig, tokens: int, itemsize: int, *, fused: bool, recomputed: bool
 ) -> int:

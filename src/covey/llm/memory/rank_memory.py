@@ -1,8 +1,9 @@
 """Memory of one rank with sharded weights (FSDP2), and of the rollouts that every rank holds.
 
 `predict` with `ranks` is the memory of a rank with whole weights. Sharded, a rank has 1 / ranks of the fp32 masters,
-moments and gradients and of the reference. It gathers two layers at a time for a pass, the one that computes and the
-next, and the embedding and output layer throughout.
+moments and gradients and of the reference. With LoRA it has 1 / ranks of the frozen weights, and whole adapters. It
+gathers two layers at a time for a pass, the one that computes and the next, and the embedding and output layer
+throughout.
 """
 
 from __future__ import annotations
@@ -55,23 +56,24 @@ def predict_sharded(
 
     Args:
         is_exact: gradients are added once for each logical shard, in the order of a binary tree, which takes fp32
-            gradients of all weights. False: after every backward pass, layer by layer.
+            gradients of all weights. False: after every backward pass, layer by layer. No difference with LoRA.
         given: further arguments of `predict`.
     """
     parts = predict(size, config, ranks=ranks, width=width, **given).parts
+    units = units_of(size)
+    in_passes = units.root + GATHERED_LAYERS * units.layer
+    parts["gathered layers"] = in_passes * width
+    parts["gathered weights"] = size.parameters * width if config.sampler.kind == "local" else 0
+    if config.lora.is_used:
+        return MemoryPlan(parts | {"weights": -(-parts["weights"] // ranks)})
     whole_gradients = max(parts["gradients"], parts["critic's gradients"])
     fragments = parts["fragmentation"] / (parts["activations"] + parts["gradients"] + parts["critic's gradients"])
     own = (*SHARDED, *(("weights", "critic's weights") if width == MASTER_DTYPE.itemsize else ()))
     parts |= {name: -(-parts[name] // ranks) for name in own}
     if width != MASTER_DTYPE.itemsize:  # the masters are the weights
         parts |= {"weights": 0, "critic's weights": 0}
-    units = units_of(size)
     copies = 1 + GradientTree.copies(shards_of_rank(config, ranks))
-    parts["gathered layers"] = (units.root + GATHERED_LAYERS * units.layer) * width
-    parts["gathered weights"] = size.parameters * width if config.sampler.kind == "local" else 0
-    parts["gradients of shards"] = (
-        copies * whole_gradients if is_exact else (units.root + GATHERED_LAYERS * units.layer) * MASTER_DTYPE.itemsize
-    )
+    parts["gradients of shards"] = copies * whole_gradients if is_exact else in_passes * MASTER_DTYPE.itemsize
     parts["fragmentation"] = int(fragments * (parts["activations"] + parts["gradients"] + parts["critic's gradients"]))
     return MemoryPlan(parts)
 

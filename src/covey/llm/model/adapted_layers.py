@@ -92,9 +92,12 @@ def _select(selection: Selection) -> None:
 
 
 @torch.no_grad()
-def merged_weight(layer: Any) -> Tensor:
-    """W + s B A, computed in fp32 and rounded once; W itself without an adapter. It is [N, M] if W is (GPT-2)."""
-    weight: Tensor = base_of(layer).weight.detach()
+def merged_weight(layer: Any, whole: Tensor | None = None) -> Tensor:
+    """W + s B A, computed in fp32 and rounded once; W itself without an adapter. It is [N, M] if W is (GPT-2).
+
+    `whole` is W if the layer has only this rank's rows of it.
+    """
+    weight: Tensor = base_of(layer).weight.detach() if whole is None else whole
     factors = factors_of(layer)
     if factors is None:
         return weight
@@ -106,11 +109,17 @@ def merged_weight(layer: Any) -> Tensor:
     return torch.add(weight.to(exact), product, alpha=factors.scaling).to(weight.dtype)
 
 
-def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a model, and their names, as they are after its adapter was merged into them. The weights of
-    one layer at a time are computed.
+def merged_tensors(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of a model by name, and their names, as they are after its adapter was merged into them. The
+    weights of one layer at a time are computed.
     """
-    return _merged(module, module.named_parameters())
+    layers = adapted_layers(module)
+    for name, tensor in tensors:
+        path, _, field = name.rpartition(".base_layer.")
+        if path in layers:
+            yield f"{path}.{field}", merged_weight(layers[path], tensor) if field == "weight" else tensor
+        elif not _is_factor(name, layers):
+            yield name, tensor
 
 
 def base_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -122,19 +131,10 @@ def base_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.{field}" if path in layers else name, parameter
 
 
-def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of the module, as it is after its adapter was merged."""
-    return dict(_merged(module, state.items()))
-
-
-def _merged(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def all_factors(module: nn.Module) -> set[nn.Parameter]:
+    """The matrices A and B of all adapters of a model."""
     layers = adapted_layers(module)
-    for name, tensor in tensors:
-        path, _, field = name.rpartition(".base_layer.")
-        if path in layers:
-            yield f"{path}.{field}", merged_weight(layers[path]) if field == "weight" else tensor
-        elif not _is_factor(name, layers):
-            yield name, tensor
+    return {parameter for name, parameter in module.named_parameters() if _is_factor(name, layers)}
 
 
 def _is_factor(name: str, layers: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,6 +21,18 @@ from covey.config.files import read_json
 from covey.llm.model.adapted_layers import base_parameters
 
 BASE_FILE = "base.json"  # beside an adapter's config
+
+
+class BaseIdentity:
+    """The frozen weights of a model, to which its adapters belong."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @cached_property
+    def checksum(self) -> str:
+        """The checksum of the weights, computed once. The first to read it must do so before the ranks divide them."""
+        return checksum_of_base(self.model)
 
 
 def checksum_of_base(module: PreTrainedModel) -> str:

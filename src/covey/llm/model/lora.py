@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -27,9 +26,9 @@ from covey.config.adapter_folder import ADAPTER_WEIGHTS_FILE
 from covey.config.faults import path_error
 from covey.config.model_sources import ADAPTER_CONFIG_FILE
 from covey.llm.model.adapted_layers import adapted_layers, base_of, merged_weight, restored
-from covey.llm.model.base_identity import BASE_FILE, check_base, checksum_of_base, save_base
+from covey.llm.model.base_identity import BASE_FILE, BaseIdentity, check_base, save_base
 from covey.runtime.rng import ADAPTING, uniforms
-from covey.runtime.sharding import WholeWeights
+from covey.runtime.sharding import WHOLE, Weights, WholeWeights
 
 T = TypeVar("T")
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"  # names of adapters
@@ -45,27 +44,40 @@ class Adapter:
     name: str
     parameters: nn.Module  # its matrices, by the names that peft's files have without their prefix
     lora: LoRAConfig
+    base: BaseIdentity
 
-    @cached_property
-    def base_checksum(self) -> str:
-        """The checksum of the frozen weights."""
-        return checksum_of_base(self.model)
-
-    def weights(self) -> AdapterWeights:
-        """The weights of the model with this adapter."""
-        return AdapterWeights(self.model, self.name)
+    def weights(self, base: Weights = WHOLE) -> AdapterWeights:
+        """The weights of the model with this adapter; `base` is the division of the frozen ones."""
+        return AdapterWeights(self.model, self.name, base)
 
 
 class AdapterWeights(WholeWeights):
-    """Weights of a model with one of its adapters, or with none; implements `covey.runtime.sharding.Weights`."""
+    """Weights of a model with one of its adapters, or with none; implements `covey.runtime.sharding.Weights`.
 
-    def __init__(self, module: nn.Module, name: str | None) -> None:
-        """`name`: that of the adapter; None: the model without adapters."""
-        self.module, self.name = module, name
+    Every rank has the whole adapter. The ranks may divide the frozen weights.
+    """
+
+    def __init__(self, module: nn.Module, name: str | None, base: Weights = WHOLE) -> None:
+        """
+        Args:
+            module: the model.
+            name: that of the adapter; None: the model without adapters.
+            base: the division of the frozen weights among the ranks.
+        """
+        self.module, self.name, self.base = module, name, base
+
+    def dtype_of(self, module: nn.Module) -> torch.dtype:
+        return self.base.dtype_of(module)
 
     def run(self, compute: Callable[[], T]) -> T:
         with in_use(self.module, self.name):
-            return compute()
+            return self.base.run(compute)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return self.base.gathered()
+
+    def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        return self.base.state_dict(module)
 
 
 @contextmanager
@@ -84,11 +96,20 @@ def _select(layers: Sequence[Any], name: str | None) -> None:
             layer._active_adapter = [name]
 
 
-def add_adapter(module: PreTrainedModel, lora: LoRAConfig, name: str = POLICY, *, seed: int = 0) -> Adapter:
+def add_adapter(
+    module: PreTrainedModel, lora: LoRAConfig, name: str = POLICY, *, seed: int = 0, base: BaseIdentity | None = None
+) -> Adapter:
     """Add an adapter, whose product is 0, to a model and freeze the model's weights.
 
     A is drawn uniformly from +-1 / sqrt(N) for N inputs, as torch's linear layers are, and B is 0. The adapter that was
     added first stays in use.
+
+    Args:
+        module: the model.
+        lora: rank, alpha and targets.
+        name: one of those above.
+        seed: of A.
+        base: that of the adapters which the model has already.
 
     Raises:
         ConfigError: if a target is no linear layer below the output layer.
@@ -117,7 +138,7 @@ def add_adapter(module: PreTrainedModel, lora: LoRAConfig, name: str = POLICY, *
     for number, layer in enumerate(layers.values()):
         _set_first(seed, name, number, layer)
     _select(list(layers.values()), POLICY if POLICY in next(iter(layers.values())).lora_A else name)
-    return Adapter(module, name, _tree(layers, name), lora)
+    return Adapter(module, name, _tree(layers, name), lora, base or BaseIdentity(module))
 
 
 def target_paths(module: PreTrainedModel, targets: Sequence[str]) -> list[str]:
@@ -227,7 +248,7 @@ def save_adapter(adapter: Adapter, base: str, folder: Path) -> None:
     save_adapter_config(adapter, base, folder)
     tensors = {f"{PREFIX}{name}": one.detach().cpu() for name, one in adapter.parameters.named_parameters()}
     save_file({name: one.contiguous() for name, one in tensors.items()}, folder / ADAPTER_WEIGHTS_FILE)
-    save_base(base, adapter.base_checksum, folder)
+    save_base(base, adapter.base.checksum, folder)
 
 
 @torch.no_grad()
@@ -254,7 +275,7 @@ def load_adapter(adapter: Adapter, folder: Path) -> None:
             f"{unlike[0]}: set model to the adapter's base"
         )
     if (folder / BASE_FILE).is_file():
-        check_base(folder, adapter.base_checksum, "set model to the adapter's base, which that file names")
+        check_base(folder, adapter.base.checksum, "set model to the adapter's base, which that file names")
     for name, tensor in saved.items():
         if not bool(tensor.isfinite().all()):
             raise ConfigError(f"lora.adapter: {path} holds numbers that are not finite ({name}): take another adapter")

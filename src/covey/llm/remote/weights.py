@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from covey.config import MachineError
-from covey.llm.model.adapted_layers import whole_parameters
+from covey.llm.model.adapted_layers import merged_tensors
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer, OtherWeights
 
@@ -34,13 +34,17 @@ def gathered(module: nn.Module, dtype: torch.dtype, keep: bool = True) -> dict[s
         dtype: the dtype in which they are sent.
         keep: False on ranks that only take part.
     """
-    found: dict[str, Tensor] = {}
-    for name, parameter in whole_parameters(module):
-        own = parameter.detach()
-        whole = own.full_tensor() if isinstance(own, DTensor) else own
-        if keep:
-            found[name] = whole.to(dtype=dtype, device="cpu").contiguous()
-    return found
+    tensors = ((name, _whole(parameter.detach())) for name, parameter in module.named_parameters())
+    if not keep:
+        for _ in tensors:
+            """Take part."""
+        return {}
+    merged = merged_tensors(module, tensors)
+    return {name: tensor.to(dtype=dtype, device="cpu").contiguous() for name, tensor in merged}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -1,0 +1,72 @@
+"""Adapters on frozen weights that the ranks divide (FSDP2): the bits of whole weights, on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from covey.config import RunConfig
+from covey.llm.model.base_identity import BASE_FILE
+from covey.runtime.distributed import Alone, ShardedTeam
+from covey.runtime.sharding import is_sharded
+from helpers import sharded_adapters
+from helpers.rank_cases import start_ranks
+from helpers.rank_runs import finish
+from helpers.sharded_adapters import CONFIG, REFRESHED, SHARDS, build, found, frozen_numbers
+
+
+@pytest.fixture
+def one_rank() -> Iterator[ShardedTeam]:
+    """A team of this process alone, whose weights FSDP2 divides into one part."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield ShardedTeam(SHARDS)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "dtype"), [(CONFIG, "llama", "bfloat16"), (REFRESHED, "gpt2", "float32")], ids=["plain", "gpt2"]
+)
+def test_policy_reference_and_critic_compute_as_with_whole_weights(
+    one_rank: ShardedTeam, tmp_path: Path, config: RunConfig, kind: str, dtype: str
+) -> None:
+    alone = Alone(SHARDS)
+    expected = found(build(alone, config, kind, dtype), alone, tmp_path / "whole")
+    models = build(one_rank, config, kind, dtype)
+    assert found(models, one_rank, tmp_path / "sharded") == expected
+    assert expected["policy"] != expected["reference"]
+    assert expected["after: values"] != expected["values"]
+    assert not models.in_parts
+    module = models.policy.module
+    assert all(is_sharded(one) for name, one in module.named_parameters() if "lora_" not in name)
+    weights = models.reference.weights
+    with weights.gathered():
+        assert not any(is_sharded(one) for one in module.parameters())
+    assert not any(is_sharded(one) for one in weights.state_dict(module).values())
+    texts = [(tmp_path / name / "critic" / BASE_FILE).read_text() for name in ("whole", "sharded")]
+    assert texts[0] == texts[1], "the checksum is that of whole weights"
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_two_ranks_have_half_of_the_frozen_weights_and_the_bits_of_one(tmp_path: Path) -> None:
+    kind, dtype = "llama", "bfloat16"
+    words = [sharded_adapters.__file__, str(tmp_path), kind, dtype]
+    finish(start_ranks(words, 2, tmp_path, PYTHONPATH=os.pathsep.join(sys.path)))
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    for name, config in (("plain", CONFIG), ("refreshed", REFRESHED)):
+        alone = Alone(SHARDS)
+        models = build(alone, config, kind, dtype)
+        _, whole = frozen_numbers(models)
+        expected = found(models, alone, tmp_path / f"whole-{name}")
+        parts = [rank[name]["frozen"][0] for rank in ranks]
+        assert sum(parts) == whole
+        assert max(parts) < 0.51 * whole
+        assert ranks[0][name]["found"] == expected
+        assert ranks[1][name]["found"].items() < expected.items()
+        assert ranks[1][name]["found"]["after: policy"] != expected["policy"]
