@@ -105,6 +105,15 @@ def test_a_minimum_length_needs_log_probabilities_of_the_distribution_that_is_sa
         checked({"kind": "vllm", "servers": (HERE,), "token_file": token}, sampling=least)
 
 
+@pytest.mark.parametrize(
+    ("shortest", "message"),
+    [(-1, "min_new_tokens must be at least 0"), (9, "no completion could end before the limit")],
+)
+def test_a_minimum_length_is_below_the_limit(shortest: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked({}, sampling=SamplingConfig(min_new_tokens=shortest, max_new_tokens=9))
+
+
 def test_an_iterative_run_samples_in_its_own_process() -> None:
     with pytest.raises(ConfigError, match=r"take out sampler\.kind, or iteration\.steps"):
         checked(
