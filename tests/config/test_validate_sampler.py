@@ -107,7 +107,7 @@ def test_a_minimum_length_needs_log_probabilities_of_the_distribution_that_is_sa
 
 @pytest.mark.parametrize(
     ("shortest", "message"),
-    [(-1, "min_new_tokens must be at least 0"), (9, "no completion could end before the limit")],
+    [(-1, "min_new_tokens must be at least 0"), (9, "no completion could end")],
 )
 def test_a_minimum_length_is_below_the_limit(shortest: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
