@@ -13,6 +13,7 @@ import pytest
 
 from covey.config import ConfigError
 from covey.llm.conversation import environment_worker
+from covey.llm.conversation.environment import HostedEnvironment
 from covey.llm.conversation.python_environment import copied_environment
 from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses
 from helpers import guessing
@@ -194,15 +195,6 @@ def test_a_column_without_json_fails_the_conversation(processes):
         processes.open(0).ask({"do": "reset", "columns": {"columns": object()}}).result(60)
 
 
-TOOL = """
-    def add(self, a: {hint}) -> int:
-        \'\'\'Add.
-
-        Args:
-            a: a number
-        \'\'\'
-        return a
-"""
 STEP = "\n    def step(self, m): return 'x', 0.0, False"
 MISTAKES = {
     "class E:\n    def __init__(self, size): ..." + STEP:
@@ -222,7 +214,6 @@ MISTAKES = {
         "reset takes 'answer' by position, but gets columns by name: take out the /",
     "class E:\n    def reset(self, secret): return 'x'" + STEP:
         "reset asks for 'secret', but the data has only answer",
-    "class E:" + TOOL.format(hint="bytearray"): "or begin the name with an underscore if it is no tool",
     "import no_such_package\nclass E:" + STEP:
         "ModuleNotFoundError: No module named 'no_such_package' (mistaken.py line 1)",
     "import sys\nsys.exit(2)\nclass E: ...": "SystemExit: 2 (mistaken.py line 2)",
@@ -267,3 +258,19 @@ def test_a_reply_after_the_deadline_is_dropped():
     with environment:
         environment_worker._converse(environment, slow)
     assert slow.calls == 1
+
+
+class Unreadable:
+    def add(self, a: bytearray) -> int:
+        """Add.
+
+        Args:
+            a: a number
+        """
+        return len(a)
+
+
+def test_a_tool_that_cannot_be_described_is_one_line_that_names_the_fix():
+    message = HostedEnvironment(Unreadable, 1000).answer({"do": "describe"})["failed"]
+    assert message.startswith("the tool Unreadable.add cannot be described to a model (Couldn't convert the type hint")
+    assert message.endswith("or begin the name with an underscore if it is no tool")
