@@ -42,10 +42,6 @@ _WHOLE = (
     "the update needs log-probabilities of the whole distribution, so its tail is never cut; try sampling.temperature. "
     "covey eval and covey sample have it as an option"
 )
-_SHORT = (
-    "the update needs log-probabilities of the whole distribution; give short completions less reward. covey eval and "
-    "covey sample have it as an option"
-)
 _ALONE = "covey samples and trains in one process"
 
 FOREIGN_NAMES: dict[str, ForeignName] = {
@@ -53,8 +49,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "top_p": _none("TRL, verl, OpenRLHF, vLLM", _WHOLE),
     "top_k": _none("TRL, verl, vLLM", _WHOLE),
     "min_p": _none("TRL, vLLM", _WHOLE),
-    "min_new_tokens": _none("transformers", _SHORT),
-    "min_tokens": _none("vLLM", _SHORT),
+    "min_tokens": _same("vLLM", "sampling.min_new_tokens"),
     "stop_strings": _same("transformers", "sampling.stop"),
     "stop_words": _same("the articles", "sampling.stop"),
     "few_shot": _same("the articles", "chat.examples"),

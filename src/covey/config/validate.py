@@ -139,6 +139,7 @@ def _validate_language(
     )  # before the limits of single fields, because its messages give the reason
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
+    _check_minimum(config.sampling)
     check_stop(config.sampling.stop)
     check_chat(config.chat)
     check_size(config)
@@ -211,6 +212,14 @@ def _check_sampling(sampling: SamplingConfig, algorithm: str) -> None:
         raise ConfigError(
             f"sampling.temperature is {sampling.temperature}: it must be above 0, because greedy rollouts of one "
             "prompt are all the same, so a group has no advantages; 1.0 is usual"
+        )
+
+
+def _check_minimum(sampling: SamplingConfig) -> None:
+    if sampling.min_new_tokens >= sampling.max_new_tokens:
+        raise ConfigError(
+            f"sampling.min_new_tokens is {sampling.min_new_tokens} and sampling.max_new_tokens "
+            f"{sampling.max_new_tokens}: no completion could end before the limit; lower the first or raise the second"
         )
 
 
