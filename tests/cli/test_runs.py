@@ -194,6 +194,17 @@ def test_held_out_answers_before_and_after(runs: Path, capsys: pytest.CaptureFix
     assert worst[0]["problem"] == 0
 
 
+def test_held_out_answers_by_kind_of_problem(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [answer(step, problem, float(problem < step), kind=f"[b]{problem % 2 + 1} steps")
+               for step in (0, 2, 4) for problem in range(6)]  # fmt: skip
+    language_run(runs / "runs" / "k", answers=answers)
+    shown = output_of(capsys, "show", "runs/k", "--held-out", "--limit", "1")
+    assert re.search(r"\[b\]1 steps\W+3\W+0.0%\W+66.7% \(20.8 to 93.9\)", shown), shown
+    shown = output_of(capsys, "show", "runs/k", "--held-out", "--step", "2", "--limit", "1")
+    assert re.search(r"\[b\]2 steps\W+3\W+0.0%\W+33.3%", shown), shown
+    assert "kind of problem" not in output_of(capsys, "show", "runs/a", "--held-out")
+
+
 def test_a_model_cannot_write_to_the_terminal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither by control characters nor by lines that look like those of covey."""
     text = f"{ESCAPES}\nstep 9, group 9 of 9\n   0  reward 9.00"

@@ -110,6 +110,13 @@ kl_coefficient = 0.1
 kl_warmup_steps = 4
 adaptive_kl_target = 0.1
 adaptive_kl_horizon = 50
+entropy_coefficient = 0.01
+entropy_target = 0.5
+entropy_gain = 0.3
+clip_cov_fraction = 0.1
+clip_cov_bounds = [0.5, 2.0]
+kl_cov_fraction = 0.1
+kl_cov_coefficient = 0.5
 {loss}
 [update]
 warmup_steps = 10
@@ -133,6 +140,10 @@ token_limits = [20, 40]
             {"loss.kl_warmup_steps": 0, "loss.adaptive_kl_target": None, "loss.adaptive_kl_horizon": 10_000},
         ),
         ("--adaptive-kl-target none", {"loss.adaptive_kl_horizon": 10_000}),
+        ("--entropy-coefficient 0", {"loss.entropy_target": None, "loss.entropy_gain": 0.2}),
+        ("--entropy-target none", {"loss.entropy_gain": 0.2}),
+        ("--minibatches 1", {"loss.kl_cov_fraction": 0.0, "loss.kl_cov_coefficient": 1.0, "loss.entropy_target": 0.5}),
+        ("--clip-cov-fraction 0", {"loss.clip_cov_bounds": (1.0, 5.0)}),
         ("--refresh-every 0", {"reference.refresh_fraction": 1.0}),
         ("--max-new-tokens 8", {"sampling.overlong_tokens": 4, "evaluation.token_limits": (8, 40)}),
         ("--max-new-tokens 40", {"sampling.overlong_tokens": 10, "evaluation.token_limits": (40,)}),

@@ -45,7 +45,7 @@ def test_what_can_work_is_allowed():
     [
         ({"turns": 3}, "conversation.turns is set, but conversation.environment is not"),
         ({"environment": "calculatr"}, "there is no environment 'calculatr' (did you mean 'calculator'?)"),
-        ({"environment": f"{FILE}:Gues"}, "has no function 'Gues'"),
+        ({"environment": f"{FILE}:Gues"}, "has no class 'Gues' (did you mean 'Guess'?)"),
         ({"environment": "nothing.py:Guess"}, "conversation.environment: "),
         (
             {"environment": "calculator", "total_tokens": 63},

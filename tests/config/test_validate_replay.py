@@ -76,6 +76,12 @@ def test_a_kl_in_the_reward_is_refused_in_control():
         check_replay(replace(CONTROL, loss=loss))
 
 
+@pytest.mark.parametrize("field", ["clip_cov_fraction", "kl_cov_fraction"])
+def test_covariances_over_several_policies_are_refused(field):
+    with pytest.raises(ConfigError, match="compare decisions of one policy"):
+        check_replay(replace(CONTROL, loss=ControlLossConfig(**{field: 0.01})))
+
+
 def test_a_reward_model_that_is_trained_is_refused():
     with pytest.raises(ConfigError, match=r"iteration\.steps trains the reward model"):
         check_replay(replace(LANGUAGE, iteration=IterationConfig(steps=5)))

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from covey.config import ArithmeticConfig, ConfigError, IterationConfig, RewardConfig, RunConfig, SamplerConfig
+from covey.config import (
+    ArithmeticConfig,
+    ConfigError,
+    IterationConfig,
+    RewardConfig,
+    RunConfig,
+    SamplerConfig,
+    SamplingConfig,
+)
 from covey.config.validate import validate
 
 HERE = "http://127.0.0.1:8801"
@@ -88,6 +96,22 @@ def test_right_tables_are_accepted(token: str, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "covey").mkdir()
     (tmp_path / "covey" / "token").symlink_to(token)
     checked({"kind": "covey", "servers": (HERE,)})
+
+
+def test_a_minimum_length_needs_log_probabilities_of_the_distribution_that_is_sampled(token: str) -> None:
+    least = SamplingConfig(min_new_tokens=3)
+    checked({"kind": "covey", "servers": (HERE,), "token_file": token}, sampling=least)
+    with pytest.raises(ConfigError, match=r"sampling\.min_new_tokens is for covey's own samplers"):
+        checked({"kind": "vllm", "servers": (HERE,), "token_file": token}, sampling=least)
+
+
+@pytest.mark.parametrize(
+    ("shortest", "message"),
+    [(-1, "min_new_tokens must be at least 0"), (9, "no completion could end")],
+)
+def test_a_minimum_length_is_below_the_limit(shortest: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked({}, sampling=SamplingConfig(min_new_tokens=shortest, max_new_tokens=9))
 
 
 def test_an_iterative_run_samples_in_its_own_process() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.core.kl import exact, k1, k2, k3
+from covey.core.kl import absolute, exact, k1, k2, k3
 
 EVERY = pytest.mark.parametrize("estimator", [k1, k2, k3])
 LOGITS_V = torch.tensor([0.3, -1.2, 2.0, 0.1], dtype=torch.float64)
@@ -134,3 +134,11 @@ def test_exact_has_a_finite_gradient_where_an_action_is_impossible():
     exact(logprobs, torch.tensor([0.25, 0.25, 0.5]).log()).backward()
     assert logprobs.grad is not None
     assert logprobs.grad.isfinite().all()
+
+
+def test_the_absolute_logarithm_by_hand():
+    logprobs = torch.tensor([[-1.0, -3.0, -2.0]], requires_grad=True)
+    found = absolute(logprobs, torch.tensor([[-1.5, -2.0, -2.0]]))
+    assert found[0].tolist() == [0.5, 1.0, 0.0]
+    found.sum().backward()
+    assert logprobs.grad[0].tolist() == [1.0, -1.0, 0.0]

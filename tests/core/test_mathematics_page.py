@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from covey.core import baselines, kl, loss_weights, policy_losses, prompt_signal, ratios, returns, schedules
+from covey.core import baselines, covariance, kl, loss_weights, policy_losses, prompt_signal, ratios, returns, schedules
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "mathematics.md").read_text()
@@ -21,7 +21,7 @@ def test_every_test_and_file_named_exists():
 
 
 def test_every_function_of_core_is_on_the_page():
-    for module in (baselines, loss_weights, kl, prompt_signal, ratios, schedules, policy_losses, returns):
+    for module in (baselines, covariance, loss_weights, kl, prompt_signal, ratios, schedules, policy_losses, returns):
         functions = [
             name for name, member in vars(module).items() if getattr(member, "__module__", "") == module.__name__
         ]

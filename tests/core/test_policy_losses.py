@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.core.policy_losses import cispo, policy_gradient, ppo_clip
+from covey.core.policy_losses import cispo, policy_gradient, ppo_clip, shifted_clip_range
 from covey.core.ratios import token_log_ratio
 
 
@@ -151,3 +151,10 @@ def test_capped_score_without_a_cap_is_the_ratios_gradient():
     ratio, advantage = [0.1, 0.9, 1.0, 1.3, 7.0], [1.5, -0.5, 2, -1, 0.3]
     gradient = capped(ratio, advantage, cap=math.inf)[1]
     assert gradient == pytest.approx([-r * a for r, a in zip(ratio, advantage, strict=True)])
+
+
+def test_the_clip_range_is_shifted_by_hand():
+    assert shifted_clip_range(0.2, 0.28, 2.0) == pytest.approx((0.1, 0.56))
+    assert shifted_clip_range(0.2, 0.28, 0.5) == pytest.approx((0.4, 0.14))
+    assert shifted_clip_range(0.2, 0.28, 0.1) == pytest.approx((1.0, 0.028))  # the ratio is never below 0
+    assert shifted_clip_range(0.2, 0.28, 1.0) == (0.2, 0.28)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from covey.core.schedules import adaptive_kl_coefficient, constant, cosine, linear
+from covey.core.schedules import adaptive_entropy_value, adaptive_kl_coefficient, constant, cosine, linear
 
 
 def values(schedule, steps):
@@ -94,3 +94,38 @@ def test_the_controller_finds_the_coefficient_of_a_kl_that_answers_to_it():
     for _ in range(400):  # the KL is 0.02 / coefficient, so that a target of 0.1 asks for 0.2
         coefficient = adaptive_kl_coefficient(coefficient, 0.02 / coefficient, target=0.1, horizon=1000, rollouts=100)
     assert coefficient == pytest.approx(0.2, rel=1e-3)
+
+
+# ---- what holds the entropy at a target ----
+
+WIDE = {"low": 1e-9, "high": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("entropy", "target", "exponent"),
+    [
+        (0.5, 0.5, 0.0),
+        (0.4, 0.5, 0.2 * 0.2),  # a fifth too low
+        (0.6, 0.5, 0.2 * -0.2),
+        (0.0, 0.5, 0.2),
+        (9.0, 0.5, -0.2),  # far too high counts as the target's size
+        (-3.0, -2.0, 0.2 * 0.5),  # continuous actions: -3 is below -2
+        (-1.0, -2.0, 0.2 * -0.5),
+    ],
+)
+def test_toward_the_entropy_by_hand(entropy, target, exponent):
+    found = adaptive_entropy_value(0.01, entropy, target=target, gain=0.2, **WIDE)
+    assert found == pytest.approx(0.01 * math.exp(exponent))
+
+
+def test_the_value_stays_within_its_bounds():
+    assert adaptive_entropy_value(0.01, 0.0, target=1.0, gain=1.0, low=0.001, high=0.02) == 0.02
+    assert adaptive_entropy_value(0.01, 9.0, target=1.0, gain=1.0, low=0.005, high=0.02) == 0.005
+
+
+@pytest.mark.parametrize("start", [0.01, 10.0])
+def test_the_controller_finds_the_value_of_an_entropy_that_answers_to_it(start):
+    value = start
+    for _ in range(400):  # an entropy of 0.6 needs the value 0.36
+        value = adaptive_entropy_value(value, math.sqrt(value), target=0.6, gain=0.2, **WIDE)
+    assert value == pytest.approx(0.36, rel=1e-3)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from covey.config import ArithmeticConfig, ConfigError, ConversationConfig, RewardConfig, RunConfig, SamplingConfig
+from covey.experiment import inference
 from covey.experiment.inference import sample_groups
 from helpers import guessing
 from helpers.tiny_models import tiny_folder
@@ -46,3 +47,15 @@ def test_a_held_out_problem_is_graded(config: RunConfig) -> None:
         assert record["reward"] == 2 * sum(record["turn_rewards"])
     with pytest.raises(ConfigError, match="there is no held-out problem 999: the last is"):
         sample_groups(steady, 1, 1.0, problem=999)
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_the_model_is_loaded(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "load_policy", None)  # would fail
+    for prompt, problem in (("1+2" * 80, 0), (None, 1)):
+        limit = 250 if prompt is None else 60
+        steady = replace(config.conversation, environment=f"{guessing.__file__}:Steady", total_tokens=limit)
+        long = replace(config, conversation=steady)
+        with pytest.raises(ConfigError, match=rf"and conversation.total_tokens = {limit} exceed the model's 256 pos"):
+            sample_groups(long, 2, 1.0, prompt=prompt, columns={"length": 4}, problem=problem)

@@ -53,6 +53,18 @@ RUNS: dict[str, dict[str, Any]] = {
         "policy": {"normalise_observations": True},
         "update": {"learning_rate": 0.002, "minibatches": 2, "critic_epochs": 2, "target_kl": 0.05},
     },
+    "entropy": {
+        "algorithm": "ppo",
+        "rollouts": FRAGMENTS,
+        "loss": {
+            "entropy_target": 0.6,
+            "entropy_controller": "clip",
+            "clip_cov_fraction": 0.05,
+            "clip_cov_bounds": [0.1, 9.0],
+            "kl_cov_fraction": 0.05,
+        },
+        "update": {"learning_rate": 0.002, "minibatches": 2},
+    },
     "continuous": {
         "algorithm": "ppo",
         "environment": {"id": "Pendulum-v1"},

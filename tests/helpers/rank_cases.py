@@ -70,6 +70,15 @@ CASES = {
     "grpo_once": case(update=ONCE),
     "grpo_bf16": case(precision="bf16", loss={"kl_coefficient": 0.1}),
     "grpo_kl_controller": case(loss={"kl_coefficient": 0.1, "adaptive_kl_target": 0.01, "entropy_coefficient": 0.01}),
+    "grpo_entropy": case(
+        loss={
+            "entropy_coefficient": 0.01,
+            "entropy_target": 1.0,
+            "clip_cov_fraction": 0.1,
+            "clip_cov_bounds": (0.0, 5.0),
+            "kl_cov_fraction": 0.1,
+        }
+    ),
     "grpo_exact_kl": case(loss={"kl_coefficient": 0.1, "kl_estimator": "exact"}),
     "grpo_target_kl": case(update={"target_kl": 1e-4, "epochs": 4}),
     "grpo_gdpo": case(loss={"normalize_rewards": "each"}),

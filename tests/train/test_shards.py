@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from covey.algorithms import Algorithm, KLInLoss, KLInReward, KLPenalty, dapo, grpo, ppo, reinforce_pp
+from covey.algorithms import Algorithm, HighCovariance, KLInLoss, KLInReward, KLPenalty, dapo, grpo, ppo, reinforce_pp
 from covey.config import RunError
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, Group, Rollout, Start, Team, collate
@@ -31,6 +32,10 @@ ALGORITHMS: dict[str, tuple[Algorithm, UpdatePlan]] = {
     "grpo": (grpo(kl=K3), UpdatePlan(epochs=2, minibatches=2)),
     "grpo_target_kl": (grpo(kl=K3), UpdatePlan(epochs=5, target_kl=1e-3)),
     "dapo": (dapo(kl=KLPenalty()), UpdatePlan()),
+    "dapo_entropy": (
+        replace(dapo(kl=KLPenalty()), high_covariance=HighCovariance(0.2, (0.0, 9.0), 0.2)),
+        UpdatePlan(epochs=2, minibatches=2),
+    ),
     "reinforce_pp": (reinforce_pp(kl=K1), UpdatePlan()),
     "ppo": (ppo(kl=K1), UpdatePlan(epochs=2, minibatches=3, critic_epochs=1)),
 }

@@ -105,6 +105,7 @@ def test_a_run(client: Client, folder: Path) -> None:
     before, after = (found["evaluations"][0][when] for when in ("before", "after"))
     assert (before["score"], before["count"]) == (pytest.approx(1 / 3), 3)
     assert (after["score"], after["count"]) == (0.5, 4)
+    assert found["evaluations"][0]["kinds"] == []
     assert found["evaluations"][1]["max_new_tokens"] == 96
     assert found["evaluations"][1]["after"] is None
     assert found["result"] == {"before": before, "after": after}

@@ -73,6 +73,47 @@ def test_the_overview_shows_result_curves_and_their_definitions(page: Page) -> N
     assert {"sample", "update", "other"} <= set(page.texts(".chart[data-metric=time] .readout dt"))
 
 
+def test_results_by_kind_of_problem(chromium: Browser, folder: Path) -> None:
+    """With intervals, before and after, beside those of another run; without a place if a task has no kinds."""
+    names = ["1 step", "2 steps, <b>carry</b>"]
+    for name in ("language-a", "language-b"):
+        file = shutil.copytree(folder / "runs" / name, folder / "kinds/runs" / f"{name}-kinds") / "summary.json"
+        summary = json.loads(file.read_text())
+        for when, score in (("before", 0.25), ("after", 0.75)):
+            summary["evaluations"][0][when]["by_kind"] = {
+                kind: {"score": score, "low": score - 0.125, "high": score + 0.125, "count": 8} for kind in names
+            }
+        file.write_text(json.dumps(summary))
+    shutil.copytree(folder / "runs" / "cartpole", folder / "kinds/runs/cartpole")
+    with serving(folder / "kinds") as address:
+        page = chromium.open(address)
+        page.wait("document.querySelector('.run-head h1')")
+        visit(page, "overview", "language-a-kinds")
+        page.wait("!document.querySelector('.by-kind').hidden")
+        assert page.texts(".by-kind tbody th") == [f"{name}8 problems" for name in names]
+        assert page.texts(".by-kind tbody tr:first-child td:not(.drawn)") == [
+            "0.250 0.125\u20130.375", "0.750 0.625\u20130.875", "+0.500"
+        ]  # fmt: skip
+        assert page.evaluate("document.querySelectorAll('.by-kind .whiskers .interval').length") == 4
+        page.evaluate("document.querySelector('.by-kind').focus()")
+        assert page.evaluate("document.activeElement.className") == "scroll by-kind"
+        for scheme in ("light", "dark"):
+            page.emulate(scheme)
+            assert page.barriers() == []
+        page.resize(360, 800)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        region = "document.querySelector('.by-kind')"
+        assert page.evaluate(f"{region}.scrollWidth <= {region}.clientWidth")
+        page.resize(1280, 900)
+        page.click("input[aria-label^='Lay language-b']")
+        page.wait("document.querySelectorAll('.by-kind tbody tr').length === 4")
+        visit(page, "overview", "cartpole")
+        page.wait("document.querySelector('.results tbody')")
+        assert page.evaluate("document.querySelector('.by-kind').hidden")
+        assert page.problems == []
+        page.close()
+
+
 def test_the_cursor_is_shared_and_every_number_is_in_a_table(page: Page, folder: Path) -> None:
     visit(page, "overview", "language-a")
     page.wait(CURVES)

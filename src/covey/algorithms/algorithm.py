@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.advantages import AdvantageEstimator
+from covey.algorithms.high_covariance import HighCovariance
 from covey.algorithms.kl_penalty import KLPenalty
 from covey.core import loss_weights, policy_losses, ratios, returns
 from covey.data import Batch, PolicyOutput
@@ -56,6 +57,7 @@ class Algorithm:
     value_loss: ValueLoss | None = None  # None: there is no critic
     entropy_coefficient: float = 0.0  # of the entropy bonus
     importance: ratios.ImportanceWeights | None = None  # of trainer over sampler; None: no weights
+    high_covariance: HighCovariance = HighCovariance()
 
     @property
     def needs_critic(self) -> bool:
@@ -69,7 +71,7 @@ class Algorithm:
 
         The denominator of the ratio is the old policy as the trainer evaluates it. If there is one optimizer step per
         sampling, the old policy is the current one: the ratio is 1 and only its gradient matters. w_BT is 1, or the
-        importance weight of the old policy against the sampler.
+        importance weight of the old policy against the sampler. KL-Cov adds its penalty at some decisions.
 
         Args:
             output: of the current policy for `batch`, with gradient.
@@ -91,6 +93,7 @@ class Algorithm:
             logged |= {"mismatch/capped_fraction": capped_BT, "mismatch/masked_fraction": masked_BT}
         kl = self.kl.acting(kl_coefficient)
         loss_BT = kl.add(loss_BT, output, batch, kl_coefficient)
+        loss_BT = self.high_covariance.add(loss_BT, logprobs_BT, old_BT, batch)
         if self.entropy_coefficient:
             loss_BT = loss_BT - self.entropy_coefficient * torch.where(batch.mask_BT, output.entropy_BT, 0.0)
         loss = (batch.loss_weights_BT * loss_BT).sum()

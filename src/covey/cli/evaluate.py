@@ -21,6 +21,7 @@ from covey.tracking.run_folder import check_new_file
 from covey.tracking.run_store import CONFIG_FILE, write_records
 
 EVALUATED = ("model", "task", "rewards", "sampling", "chat", "conversation")  # tables of a run that it uses
+INHERITED = ("max_new_tokens", "min_new_tokens", "long_prompts", "stop")  # of [sampling] of a run
 LANGUAGE_OPTIONS = (
     "task", "reward", "problems", "samples", "temperature", "max_new_tokens", "output", *TRUNCATION, *MACHINE_FIELDS[1:]
 )  # fmt: skip
@@ -55,7 +56,7 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
         temperature = 0.0 if samples == 1 else 1.0
     if samples > 1 and temperature == 0:
         raise ConfigError(f"{samples} greedy answers are all the same: raise --temperature, or leave out --samples")
-    truncation = truncation_of(arguments, temperature, config.sampling.max_new_tokens)
+    truncation = truncation_of(arguments, temperature, config.sampling)
     output = user_path(arguments.output, "--output: ") if arguments.output else None
     if output is not None:
         check_new_file(output, "--output")
@@ -87,7 +88,7 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
         check_own_parts(arguments, origin.run_dir)
         run = config_to_dict(config_from_dict(read_tables(origin.run_dir / CONFIG_FILE)))  # with every default
         machine = {"precision": run["precision"]}  # greedy answers differ in another precision
-        tables = {"sampling": {name: run["sampling"][name] for name in ("max_new_tokens", "long_prompts", "stop")}}
+        tables = {"sampling": {name: run["sampling"][name] for name in INHERITED}}
         tables["chat"] = run.get("chat", {})
         if "task" in run:
             tables["task"] = run["task"]
@@ -107,6 +108,7 @@ def evaluation_config(arguments: argparse.Namespace, fields: list[str]) -> RunCo
     own = {
         "evaluation.problems": problems,
         "sampling.max_new_tokens": arguments.max_new_tokens,
+        "sampling.min_new_tokens": arguments.min_new_tokens,
         **{name: getattr(arguments, name) for name in MACHINE_FIELDS},
     }
     tables |= machine

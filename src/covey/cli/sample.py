@@ -64,7 +64,7 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
         _refuse_own_rewards(arguments.model)
     columns = _columns_of(arguments, environment)
     config = _config_of(arguments, run, environment)
-    truncation = truncation_of(arguments, arguments.temperature, config.sampling.max_new_tokens)
+    truncation = truncation_of(arguments, arguments.temperature, config.sampling)
     check_fields(config)
     check_stop(config.sampling.stop)
     if arguments.prompt is not None and not environment:
@@ -140,7 +140,7 @@ def _config_of(arguments: argparse.Namespace, run: RunConfig | None, environment
             config,
             chat=run.chat,
             precision=run.precision,
-            sampling=replace(config.sampling, stop=run.sampling.stop),
+            sampling=replace(config.sampling, stop=run.sampling.stop, min_new_tokens=run.sampling.min_new_tokens),
         )
         if environment:
             same = environment == run.conversation.environment
@@ -153,6 +153,8 @@ def _config_of(arguments: argparse.Namespace, run: RunConfig | None, environment
                 rewards=run.rewards,
                 evaluation=EvaluationConfig(problems=max(run.evaluation.problems, (arguments.problem or 0) + 1)),
             )
+    if arguments.min_new_tokens is not None:
+        config = replace(config, sampling=replace(config.sampling, min_new_tokens=arguments.min_new_tokens))
     if arguments.stop is not None:
         config = replace(config, sampling=replace(config.sampling, stop=tuple(arguments.stop)))
     if arguments.system_prompt is not None:

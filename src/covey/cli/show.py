@@ -15,6 +15,7 @@ from covey.config.terminal import say
 from covey.tracking.output import expect_early_end
 
 if TYPE_CHECKING:
+    from covey.tracking.evaluations import Answers
     from covey.tracking.rollout_choice import Found
     from covey.tracking.rollout_text import RolloutPrinter
     from covey.tracking.run_reader import RunReader
@@ -158,10 +159,27 @@ def _show_held_out(reader: RunReader, arguments: argparse.Namespace) -> None:
         f"held-out problems, at most {limit} tokens: {counts['better']} better, {counts['worse']} worse, "
         f"{counts['same']} the same from step {steps[0]} to step {last}\n"
     )
+    _show_kinds(reader, before.get(limit, {}), after.get(limit, {}))
     printer = _printer(reader, arguments)
     labels = ("before training" if steps[0] == 0 else f"after step {steps[0]}", f"after step {last}")
     for row in rows[: arguments.limit]:
         printer.answers(row, labels)
+
+
+def _show_kinds(reader: RunReader, before: Answers, after: Answers) -> None:
+    """Print the scores by kind of problem, if there are kinds."""
+    from rich.console import Console
+
+    from covey.tracking.console import by_kind_table
+    from covey.tracking.evaluations import kinds_of_answers
+    from covey.tracking.run_reader import kind_of_run
+    from covey.tracking.score_kinds import SCORE_KINDS
+
+    kind = SCORE_KINDS[kind_of_run(reader.config(), reader.summary())[1] or "score"]
+    if kinds := kinds_of_answers(before, after, kind):
+        console = Console(highlight=False)
+        console.print(by_kind_table(kinds, kind))
+        console.print()
 
 
 def _printer(reader: RunReader, arguments: argparse.Namespace) -> RolloutPrinter:

@@ -81,6 +81,48 @@ class LossBase:
         10_000, "horizon of the adaptive KL coefficient, in rollouts", min=1, advanced=True
     )
     entropy_coefficient: float = config_field(0.0, "weight of the entropy bonus", min=0)
+    entropy_target: float | None = config_field(
+        None, "entropy in nats per token or action that a controller holds; unset: no controller", above=0
+    )
+    entropy_controller: str = config_field(
+        "bonus",
+        "what the controller adapts: entropy_coefficient (bonus), or the clip range (clip)",
+        choices=("bonus", "clip"),
+        advanced=True,
+    )
+    entropy_gain: float = config_field(
+        0.2,
+        "relative change of it after a step whose entropy misses the target by the target's size or more; "
+        "proportionally less nearer to the target",
+        above=0,
+        max=1,
+        advanced=True,
+    )
+    entropy_bounds: tuple[float, ...] = config_field(
+        (),
+        "smallest and largest factor for entropy_coefficient, or for clip_high, while clip_low is divided by it; "
+        "unset: 0.01 and 100, for the clip range 0.25 and 4",
+        above=0,
+        advanced=True,
+    )
+    clip_cov_fraction: float = config_field(
+        0.0,
+        "Clip-Cov: fraction of the tokens or actions, drawn from those of high covariance of log-probability and "
+        "advantage, that have no policy gradient; 0: off",
+        min=0,
+        max=1,
+    )
+    clip_cov_bounds: tuple[float, ...] = config_field(
+        (1.0, 5.0), "Clip-Cov: lowest and highest covariance of those that are drawn from, in nats", advanced=True
+    )
+    kl_cov_fraction: float = config_field(
+        0.0,
+        "KL-Cov: fraction of the tokens or actions, those of the highest covariance of log-probability and advantage, "
+        "that are held near the policy that sampled; 0: off",
+        min=0,
+        max=1,
+    )
+    kl_cov_coefficient: float = config_field(1.0, "KL-Cov: weight of its penalty", above=0, advanced=True)
     value_coefficient: float = config_field(
         0.5,
         'ppo: weight of the value loss; with critic.trunk = "own" it matters only where max_grad_norm clips',

@@ -80,6 +80,10 @@ class RolloutsConfig:
 @dataclass(frozen=True)
 class ControlLossConfig(LossBase):
     kl_coefficient: float = config_field(0.0, "weight of the KL; 0: off", min=0)
+    entropy_target: float | None = config_field(
+        None,
+        "entropy in nats per action that a controller holds, for continuous actions also below 0; unset: no controller",
+    )
     credit: str = config_field(
         "outcome",
         "what is compared within a group: returns of whole rollouts (outcome); or returns from a decision on: with "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from covey.config.builtin_rewards import BuiltInReward
-from covey.config.common import ConfigError
+from covey.config.common import ConfigError, LossBase, UpdateBase
 from covey.config.control import ControlConfig
 from covey.config.fields import check_fields, iter_fields, toml_repr
 from covey.config.llm import RunConfig
@@ -20,6 +20,7 @@ from covey.config.rewards import RewardConfig
 from covey.config.tasks import TASK_CONFIGS
 from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO, largest_divisor
 from covey.config.validate_collection import NOT_BY_GROUP
+from covey.config.validate_entropy import check_controller, check_kl_cov
 from covey.config.validate_process import may_pay_steps
 from covey.config.validate_replay import why_not as why_not_replayed
 from covey.config.validate_rewards import check_normalization
@@ -201,6 +202,15 @@ def _cannot_normalize_each(config: RunConfig) -> bool:
     return False
 
 
+def _cannot(check: Callable[[LossBase, UpdateBase, str], None], config: Config) -> bool:
+    """True if the check of the entropy's settings refuses the config."""
+    try:
+        check(config.loss, config.update, config.algorithm)
+    except ConfigError:
+        return True
+    return False
+
+
 def _no_clipping(config: Config) -> bool:
     return config.algorithm in WITHOUT_RATIO
 
@@ -246,7 +256,10 @@ _STEPS = (
 _CLIPS = ("loss.clip_low", "loss.clip_high", "loss.dual_clip")
 _GROUP_SIZES = ("sampling.adaptive", "sampling.group_size", "sampling.final_group_size")
 _ALGORITHM = ("algorithm", "rollouts.kind")
-_REPLAYED = ("algorithm", "loss.kl_coefficient", "loss.kl_estimator", "loss.kl_to", "iteration.steps")
+_REPLAYED = (
+    *("algorithm", "loss.kl_coefficient", "loss.kl_estimator", "loss.kl_to", "iteration.steps"),
+    *("loss.clip_cov_fraction", "loss.kl_cov_fraction"),
+)
 
 
 def _shared(root: type) -> list[Rule]:
@@ -277,6 +290,30 @@ _KL = [
         _if(lambda config: config.loss.adaptive_kl_target is None, default),
     ),
 ]
+
+_ENTROPY = [
+    Rule(
+        "loss.entropy_target",
+        ("algorithm", "update.epochs", "update.minibatches", "loss.entropy_coefficient", "loss.entropy_controller"),
+        _if(lambda config: _cannot(check_controller, config), default),
+    ),
+    *(
+        Rule(name, ("loss.entropy_target",), _if(lambda config: config.loss.entropy_target is None, default))
+        for name in ("loss.entropy_controller", "loss.entropy_gain", "loss.entropy_bounds")
+    ),
+    Rule(
+        "loss.clip_cov_bounds", ("loss.clip_cov_fraction",),
+        _if(lambda config: not config.loss.clip_cov_fraction, default),
+    ),
+    Rule(
+        "loss.kl_cov_fraction", ("update.epochs", "update.minibatches", "algorithm"),
+        _if(lambda config: _cannot(check_kl_cov, config), default),
+    ),
+    Rule(
+        "loss.kl_cov_coefficient", ("loss.kl_cov_fraction",),
+        _if(lambda config: not config.loss.kl_cov_fraction, default),
+    ),
+]  # fmt: skip
 
 # In the order in which one change may cause the next.
 RULES: dict[type, list[Rule]] = {
@@ -327,6 +364,7 @@ RULES: dict[type, list[Rule]] = {
             _if(lambda config: (config.loss.kl_to, config.loss.kl_estimator) == ("behavior", "exact"), default),
         ),
         *_KL,
+        *_ENTROPY,
     ],
     ControlConfig: [
         *_shared(ControlConfig),
@@ -343,5 +381,6 @@ RULES: dict[type, list[Rule]] = {
         ),
         Rule("evaluation.expected_return", ("environment.id", "environment.max_episode_steps"), default),
         *_KL,
+        *_ENTROPY,
     ],
 }  # fmt: skip

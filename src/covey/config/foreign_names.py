@@ -42,10 +42,6 @@ _WHOLE = (
     "the update needs log-probabilities of the whole distribution, so its tail is never cut; try sampling.temperature. "
     "covey eval and covey sample have it as an option"
 )
-_SHORT = (
-    "the update needs log-probabilities of the whole distribution; give short completions less reward. covey eval and "
-    "covey sample have it as an option"
-)
 _ALONE = "covey samples and trains in one process"
 
 FOREIGN_NAMES: dict[str, ForeignName] = {
@@ -53,8 +49,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "top_p": _none("TRL, verl, OpenRLHF, vLLM", _WHOLE),
     "top_k": _none("TRL, verl, vLLM", _WHOLE),
     "min_p": _none("TRL, vLLM", _WHOLE),
-    "min_new_tokens": _none("transformers", _SHORT),
-    "min_tokens": _none("vLLM", _SHORT),
+    "min_tokens": _same("vLLM", "sampling.min_new_tokens"),
     "stop_strings": _same("transformers", "sampling.stop"),
     "stop_words": _same("the articles", "sampling.stop"),
     "few_shot": _same("the articles", "chat.examples"),
@@ -138,6 +133,13 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "ent_coef": _same("stable-baselines3, cleanrl", "loss.entropy_coefficient"),
     "entropy_coeff": _same("verl", "loss.entropy_coefficient"),
     "entropy_coef": _same("OpenRLHF, articles", "loss.entropy_coefficient"),
+    "target_entropy": _same("Skywork-OR1", "loss.entropy_target"),
+    "clip_cov_ratio": _same("verl", "loss.clip_cov_fraction", "clip_cov_lb and clip_cov_ub are loss.clip_cov_bounds"),
+    "clip_cov_lb": _same("verl", "loss.clip_cov_bounds", "both bounds, as in [1.0, 5.0]"),
+    "clip_cov_ub": _same("verl", "loss.clip_cov_bounds", "both bounds, as in [1.0, 5.0]"),
+    "kl_cov_ratio": _same("verl", "loss.kl_cov_fraction"),
+    "kl_cov_frac": _same("SkyRL", "loss.kl_cov_fraction"),
+    "ppo_kl_coef": _same("verl", "loss.kl_cov_coefficient"),
     "lam": _same("TRL, verl", "loss.gae_lambda"),
     "lambd": _same("OpenRLHF", "loss.gae_lambda"),
     "normalize_advantage": _same("stable-baselines3", "loss.whiten"),

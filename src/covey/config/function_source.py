@@ -83,11 +83,12 @@ def _check_source(path: Path, name: str, where: str) -> None:
     bound = _bound_names(tree)
     if bound is None:
         return
+    what = "class" if where.startswith("conversation.") else "function"
     if name not in bound:
-        functions = [known for known, node in bound.items() if isinstance(node, ast.FunctionDef)]
-        raise ConfigError(f"{where}: {path} has no function {name!r}{did_you_mean(name, functions)}")
+        functions = [known for known, node in bound.items() if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        raise ConfigError(f"{where}: {path} has no {what} {name!r}{did_you_mean(name, functions)}")
     if isinstance(bound[name], _LITERALS):
-        raise ConfigError(f"{where}: {name!r} in {path} is no function")
+        raise ConfigError(f"{where}: {name!r} in {path} is no {what}")
 
 
 def _bound_names(tree: ast.Module) -> dict[str, ast.AST | None] | None:

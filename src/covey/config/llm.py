@@ -35,6 +35,13 @@ class SamplingConfig:
     stop: tuple[str, ...] = config_field(
         (), "strings that end a completion as an end token does; the text that is graded contains them"
     )
+    min_new_tokens: int = config_field(
+        0,
+        "tokens of a completion, in a conversation of each of the model's turns, before its first possible end token",
+        min=0,
+        max=1_000_000,
+        advanced=True,
+    )
     long_prompts: str = config_field(
         "refuse",
         "a prompt that leaves no room for max_new_tokens in the model's positions: refuse the run before it trains, or "

@@ -35,6 +35,7 @@ from covey.config.model_sources import locate_model
 from covey.config.validate_cluster import check_cluster
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
 from covey.config.validate_conversation import check_conversation
+from covey.config.validate_entropy import check_entropy
 from covey.config.validate_iteration import check_iteration
 from covey.config.validate_kl import check_kl, check_language_kl
 from covey.config.validate_lora import check_lora
@@ -139,6 +140,7 @@ def _validate_language(
     )  # before the limits of single fields, because its messages give the reason
     _check_loss(config.loss, config.algorithm)
     check_fields(config)
+    _check_minimum(config.sampling)
     check_stop(config.sampling.stop)
     check_chat(config.chat)
     check_size(config)
@@ -148,6 +150,7 @@ def _validate_language(
     check_collection(config)
     check_cluster(config)
     check_language_kl(config)
+    check_entropy(config.loss, config.update, config.algorithm)
     _refuse_unused(config)
     _check_evaluation(config.evaluation)
     _check_held_out(config)
@@ -175,6 +178,7 @@ def _validate_control(config: ControlConfig) -> None:
     _check_critic_warmup(config)
     check_kl(config.loss, config.update, config.loss.kl_coefficient, config.replay)
     check_replay(config)
+    check_entropy(config.loss, config.update, config.algorithm)
     rollouts = config.rollouts
     parts, count = config.update.minibatches, rollouts.fragment_steps * rollouts.copies
     if rollouts.kind == "fragments" and count % parts:
@@ -211,6 +215,14 @@ def _check_sampling(sampling: SamplingConfig, algorithm: str) -> None:
         raise ConfigError(
             f"sampling.temperature is {sampling.temperature}: it must be above 0, because greedy rollouts of one "
             "prompt are all the same, so a group has no advantages; 1.0 is usual"
+        )
+
+
+def _check_minimum(sampling: SamplingConfig) -> None:
+    if sampling.min_new_tokens >= sampling.max_new_tokens:
+        raise ConfigError(
+            f"sampling.min_new_tokens is {sampling.min_new_tokens} and sampling.max_new_tokens "
+            f"{sampling.max_new_tokens}: no completion could end before the limit; lower the first or raise the second"
         )
 
 

@@ -39,6 +39,11 @@ def why_not(config: RunConfig | ControlConfig) -> str:
             "the KL is in the reward, where it is that of the policy which sampled: set loss.kl_coefficient to 0, or "
             "loss.kl_estimator to 'k3'"
         )
+    if config.loss.clip_cov_fraction or config.loss.kl_cov_fraction:
+        return (
+            "Clip-Cov and KL-Cov compare decisions of one policy, and earlier groups are of others: set "
+            "loss.clip_cov_fraction and loss.kl_cov_fraction to 0, or replay.groups"
+        )
     if isinstance(config, RunConfig) and config.iteration.steps:
         return (
             "iteration.steps trains the reward model, so earlier groups have the rewards of another one: take one of "

@@ -34,6 +34,11 @@ def check_sampler(config: RunConfig) -> None:
         raise ConfigError(
             "an iterative run generates its completions in its own process: take out sampler.kind, or iteration.steps"
         )
+    if sampler.kind == "vllm" and config.sampling.min_new_tokens:
+        raise ConfigError(
+            "sampling.min_new_tokens is for covey's own samplers, because vLLM's log-probabilities are those of the "
+            "whole distribution: take it out, or set sampler.kind to covey"
+        )
     _check_servers(sampler)
     hosts = [_host(address) for address in sampler.servers]
     if len(set(hosts)) < len(hosts):

@@ -5,6 +5,7 @@ Shape legend: N environments, A numbers in an action.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,11 @@ class Discrete:
         """Outputs of the policy's network: one logit per action."""
         return self.count
 
+    @property
+    def entropy_range(self) -> tuple[float, float]:
+        """Lowest and highest entropy of a policy, in nats."""
+        return 0.0, math.log(self.count)
+
 
 @dataclass(frozen=True)
 class MultiDiscrete:
@@ -39,6 +45,11 @@ class MultiDiscrete:
     def outputs(self) -> int:
         """Outputs of the policy's network: the concatenated logits of all choices."""
         return sum(self.counts)
+
+    @property
+    def entropy_range(self) -> tuple[float, float]:
+        """Lowest and highest entropy of a policy, in nats."""
+        return 0.0, sum(map(math.log, self.counts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +68,11 @@ class Continuous:
     def outputs(self) -> int:
         """Outputs of the policy's network: the means of a Gaussian."""
         return len(self.low_A)
+
+    @property
+    def entropy_range(self) -> tuple[float, float]:
+        """Lowest and highest entropy of a policy, in nats: a density has no limits."""
+        return -math.inf, math.inf
 
 
 ActionSpace = Discrete | MultiDiscrete | Continuous

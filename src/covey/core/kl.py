@@ -38,6 +38,15 @@ def k3(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
     return log_x_BT.expm1() - log_x_BT
 
 
+def absolute(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:
+    """|log x|. No estimate of the KL: a distance whose gradient has the same size at every x but 1. KL-Cov
+    (arXiv 2505.22617), listing 1.
+
+    Arguments and return as in `k1`.
+    """
+    return _log_x(logprobs_BT, reference_logprobs_BT).abs()
+
+
 def exact(logprobs_BTV: Tensor, reference_logprobs_BTV: Tensor) -> Tensor:
     """sum_a pi(a) (log pi(a) - log reference(a)), over every action. Kullback and Leibler (1951), section 2.
 

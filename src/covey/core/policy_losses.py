@@ -95,3 +95,21 @@ def cispo(
     ratio_BT = log_ratio_BT.detach().exp()
     low_BT, high_BT = ratio_BT < least, ratio_BT > cap
     return Surrogate(-ratio_BT.clamp(least, cap) * advantages_BT * logprobs_BT, low_BT, high_BT)
+
+
+def shifted_clip_range(clip_low: float, clip_high: float, factor: float) -> tuple[float, float]:
+    """The clip range that raises the entropy (factor above 1) or lowers it (below 1).
+
+    (min(1, clip_low / factor), clip_high * factor)
+
+    Clipping of negative advantages, below, raises the entropy; clipping of positive advantages, above, lowers it (Park
+    et al., arXiv 2509.26114). So a factor above 1 clips more below and less above.
+
+    Args:
+        clip_low, clip_high: the clip range at factor 1: the ratio is clipped to 1 - clip_low and 1 + clip_high.
+        factor: above 0.
+
+    Returns:
+        (clip_low, clip_high).
+    """
+    return min(1.0, clip_low / factor), clip_high * factor

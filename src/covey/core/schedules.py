@@ -1,4 +1,4 @@
-"""Schedules: functions of the training step, which counts from 1; and an adaptive KL coefficient."""
+"""Schedules: functions of the training step, which counts from 1; and controllers of the KL and of the entropy."""
 
 from __future__ import annotations
 
@@ -63,3 +63,24 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
     """
     error = max(-0.2, min(0.2, kl / target - 1))
     return coefficient * (1 + error * min(1.0, rollouts / horizon))
+
+
+def adaptive_entropy_value(
+    value: float, entropy: float, *, target: float, gain: float, low: float, high: float
+) -> float:
+    """What controls the entropy in the next step: larger if the entropy is below its target, smaller if it is above.
+
+    clip(value * exp(gain * clip((target - entropy) / |target|, -1, 1)), low, high)
+
+    An integral controller of the logarithm. Skywork-OR1 (arXiv 2505.22312, section 3.2.5) adds or subtracts a constant
+    after every step instead, so its coefficient has a scale that must be set for each task.
+
+    Args:
+        value: of this step, above 0: coefficient of the entropy bonus, or factor of the clip range.
+        entropy: measured in this step, in nats per decision.
+        target: the target entropy, not 0; below 0 is possible for continuous actions.
+        gain: relative change of the value if the entropy deviates from the target by the target's size or more.
+        low, high: bounds of the value.
+    """
+    error = max(-1.0, min(1.0, (target - entropy) / abs(target)))
+    return max(low, min(high, value * math.exp(gain * error)))

@@ -123,6 +123,7 @@ class Batch:
     proximal_logprobs_BT: Tensor | None = None  # of the old policy, computed by the trainer, in nats
     reference_all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action, if V is small
     proximal_all_logprobs_BTV: Tensor | None = None
+    penalised_BT: Tensor | None = None  # bool, True at decisions with the penalty of KL-Cov; None: there is none
     group_weight_B: Tensor | None = None  # weight of the row's group in the loss; None: all are 1
     replayed_B: Tensor | None = None  # bool, True if an earlier step sampled the row; None: none of them
     loss_weights_BT: Tensor | None = None  # weight of each decision in the loss

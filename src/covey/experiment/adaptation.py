@@ -86,6 +86,7 @@ class AllWeights:
             temperature=policy.temperature,
             microbatch_tokens=policy.microbatch_tokens,
             backend=policy.backend,
+            minimum=policy.minimum,
         )
 
     def critic(self, policy: LanguagePolicy, trunk: str) -> LanguageCritic:

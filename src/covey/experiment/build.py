@@ -14,6 +14,7 @@ from torch import nn
 from covey.algorithms import (
     ALGORITHMS,
     Algorithm,
+    HighCovariance,
     KLEstimator,
     KLInLoss,
     KLInReward,
@@ -31,6 +32,7 @@ from covey.config import (
     RunConfig,
     UpdateBase,
 )
+from covey.config.validate_entropy import entropy_factors
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
 from covey.runtime.best_checkpoint import BestPinned, NothingPinned
@@ -41,6 +43,7 @@ from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.sharding import WHOLE, Weights
 from covey.tracking.console import Display
 from covey.tracking.run_store import CHECKPOINTS_FOLDER, RunStore
+from covey.train.entropy_control import NO_ENTROPY_CONTROL, BonusControl, ClipControl, EntropyControl
 from covey.train.kl_coefficient import AdaptiveCoefficient, KLCoefficient, ScheduledCoefficient
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.replay import NoReplay, RecentGroups, Replay
@@ -121,7 +124,9 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
             if field not in parameters:
                 raise ConfigError(f"algorithm {name!r} does not clip: leave out loss.{field}")
             chosen[field] = value
-    return replace(build(kl=penalty, **chosen), importance=_importance_weights(loss))
+    return replace(
+        build(kl=penalty, **chosen), importance=_importance_weights(loss), high_covariance=_high_covariance(loss)
+    )
 
 
 def _importance_weights(loss: LossBase) -> ratios.ImportanceWeights | None:
@@ -132,6 +137,11 @@ def _importance_weights(loss: LossBase) -> ratios.ImportanceWeights | None:
     of_token = loss.importance_level == "token"
     log_ratio = ratios.token_log_ratio if of_token else ratios.sequence_product_log_ratio
     return ratios.ImportanceWeights(cap, low, high, log_ratio)
+
+
+def _high_covariance(loss: LossBase) -> HighCovariance:
+    low, high = loss.clip_cov_bounds
+    return HighCovariance(loss.clip_cov_fraction, (low, high), loss.kl_cov_fraction, loss.kl_cov_coefficient)
 
 
 def _kl_placement(to: str, estimator: KLEstimator) -> KLPlacement:
@@ -146,12 +156,39 @@ def build_kl_coefficient(penalty: KLPenalty, loss: LossBase) -> KLCoefficient:
     """The KL coefficient of every step: adaptive after the warm-up if there is a target, otherwise scheduled."""
     if loss.adaptive_kl_target is None:
         return ScheduledCoefficient(penalty.coefficient)
-    return AdaptiveCoefficient(
-        penalty.coefficient,
-        penalty.placement.metric,
-        target=loss.adaptive_kl_target,
-        horizon=loss.adaptive_kl_horizon,
-        first_step=max(1, loss.kl_warmup_steps),
+    target, horizon = loss.adaptive_kl_target, loss.adaptive_kl_horizon
+
+    def rule(coefficient: float, measured: float, rollouts: int) -> float:
+        return schedules.adaptive_kl_coefficient(
+            coefficient, measured, target=target, horizon=horizon, rollouts=rollouts
+        )
+
+    first_step = max(1, loss.kl_warmup_steps)
+    return AdaptiveCoefficient(penalty.coefficient, penalty.placement.metric, rule, first_step=first_step)
+
+
+def build_entropy_control(name: str, loss: LossBase) -> EntropyControl:
+    """The controller of the entropy if there is a target.
+
+    Args:
+        name: of the algorithm, a key of `ALGORITHMS`.
+        loss: the [loss] table of either kind of run.
+    """
+    if loss.entropy_target is None:
+        return NO_ENTROPY_CONTROL
+    target, gain = loss.entropy_target, loss.entropy_gain
+    by_bonus = loss.entropy_controller == "bonus"
+    low, high = (factor * (loss.entropy_coefficient if by_bonus else 1.0) for factor in entropy_factors(loss))
+
+    def rule(value: float, measured: float, rollouts: int) -> float:
+        return schedules.adaptive_entropy_value(value, measured, target=target, gain=gain, low=low, high=high)
+
+    if by_bonus:
+        return BonusControl(rule, coefficient=loss.entropy_coefficient)
+    parameters = inspect.signature(ALGORITHMS[name]).parameters
+    given = {field: getattr(loss, field) for field in ("clip_low", "clip_high")}
+    return ClipControl(
+        rule, **{field: parameters[field].default if value is None else value for field, value in given.items()}
     )
 
 
@@ -170,7 +207,7 @@ def build_learners(
     """The learners of a run, with their optimizers and learning rates.
 
     Args:
-        config: with the [update] table.
+        config: with the name of the algorithm and the tables [update] and [loss].
         algorithm: defines the losses.
         policy: the policy to train.
         kl_coefficient: of the KL penalty.
@@ -185,7 +222,8 @@ def build_learners(
     plan = update_plan(update, single_decisions=single_decisions)
     optimizers = [build_optimizer(module, update, team, weights) for module, weights in modules]
     rate = learning_rate(update.learning_rate, update, config.steps)
-    actor = PolicyLearner(policy, optimizers[0], algorithm, plan, rate, kl_coefficient)
+    control = build_entropy_control(config.algorithm, config.loss)
+    actor = PolicyLearner(policy, optimizers[0], algorithm, plan, rate, kl_coefficient, entropy_control=control)
     if not critics:
         return (actor,)
     critic_rate = learning_rate(update.critic_learning_rate or update.learning_rate, update, config.steps)

@@ -105,6 +105,12 @@ class ControlBuilder:
             raise ConfigError(
                 "loss.kl_estimator = 'exact' sums over all actions, and here they are continuous: use 'k3'"
             )
+        target, (low, high) = config.loss.entropy_target, self.environments.actions.entropy_range
+        if target is not None and not low < target < high:
+            raise ConfigError(
+                f"loss.entropy_target is {target:g}, but the entropy of a policy with these actions is between "
+                f"{low:.3g} and {high:.3g} nats: set it between them"
+            )
 
     def describe(self) -> str:
         config = self.config

@@ -11,12 +11,14 @@ from covey.config import ConfigError, RunConfig, RunError
 from covey.config.model_sources import find_origin
 from covey.config.recipe import config_from_dict
 from covey.data import Group, RolloutCredit, Start
-from covey.experiment.conversations import build_rollout_kind
+from covey.experiment.conversations import RolloutKind, build_rollout_kind
 from covey.experiment.evaluate_llm import answer_records, answers, by_kind, nothing_scored, scores_of, unscored
 from covey.experiment.llm import build_machine, load_policy
 from covey.experiment.problem import build_problem, fit_prompts, opened_problem
 from covey.llm.generation.truncation import WHOLE, Truncation
 from covey.llm.grader import RewardGrader
+from covey.llm.model.chat import Chat
+from covey.llm.model.loading import find_chat
 from covey.tracking.console import Display
 from covey.tracking.records import rollout_record
 from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
@@ -141,7 +143,8 @@ def sample_groups(
         problem: the number of the held-out problem, from 0.
 
     Raises:
-        ConfigError: as `build_problem` and `load_policy` do; if there is no such problem, or every environment failed.
+        ConfigError: as `build_problem` and `load_policy` do; if there is no such problem, the prompt is too long, or
+            every environment failed.
     """
     kind = build_rollout_kind(config)
     graders: list[RewardGrader] = []
@@ -155,6 +158,8 @@ def sample_groups(
             if problem >= len(found.held_out):
                 raise ConfigError(f"there is no held-out problem {problem}: the last is {len(found.held_out) - 1}")
             start = found.held_out[problem]
+        if (described := find_chat(config.model)) is not None:
+            _refuse_long(config, kind, start, *described)
         loaded = load_policy(config, build_machine("auto", config.precision, 0))
         sampler = replace(kind.sampler(loaded.sampler), temperature=temperature, truncation=truncation)
         (group,) = sampler.sample([start], n, step=0)
@@ -171,6 +176,17 @@ def sample_groups(
             grader.close()
         kind.close()
     return Sampled(group, notes)
+
+
+def _refuse_long(config: RunConfig, kind: RolloutKind, start: Start, chat: Chat, model_config: Any) -> None:
+    """Refuse a prompt that leaves no room in the model's positions.
+
+    Raises:
+        ConfigError: with the numbers of tokens.
+    """
+    limit = kind.prompt_limit(chat.with_config(config.chat), model_config, config.rollout_limit, drop=False)
+    if fault := limit.fault(start.prompt):
+        raise ConfigError(fault)
 
 
 def precision_of(model: str) -> str:

@@ -44,10 +44,12 @@ from covey.experiment.llm_components import (
 from covey.experiment.problem import Problem, build_problem, fit_prompts
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.generation.truncation import Truncation
 from covey.llm.grader import RewardGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat, load_model, resolve_checkpoint, save_architecture
+from covey.llm.model.minimum_length import MinimumLength
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.model.stop_strings import stop_strings
 from covey.llm.policy import LanguagePolicy
@@ -120,13 +122,17 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
         loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
     sampling, chat = config.sampling, loaded.chat.with_config(config.chat)
     policy = LanguagePolicy(
-        loaded.module, temperature=sampling.temperature, microbatch_tokens=config.update.microbatch_tokens
+        loaded.module,
+        temperature=sampling.temperature,
+        microbatch_tokens=config.update.microbatch_tokens,
+        minimum=MinimumLength(sampling.min_new_tokens, chat.end_ids),
     )
     if config.update.recompute:
         recompute_layers(policy.module)
     sampler = LanguageSampler(
         LocalGenerator(policy), chat, config.seed, sampling.max_new_tokens, sampling.temperature,
         sampling.rows_at_once, stop=stop_strings(chat, sampling.stop),
+        truncation=Truncation(min_new_tokens=sampling.min_new_tokens),
     )  # fmt: skip
     return LoadedPolicy(policy, chat, sampler)
 

@@ -175,7 +175,9 @@ class SharedTrunkValues:
     def packed(self, policy: LanguagePolicy, batch: Batch, decided: ActionHiddenStates) -> dict[str, Tensor]:
         return {"values_BT": decided.scatter_to_batch(self.head(decided.hidden_NW))}
 
-    def by_row(self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor) -> dict[str, Tensor]:
+    def by_row(
+        self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor, early_T: Tensor | None
+    ) -> dict[str, Tensor]:
         return {}
 
     def after_rows(self, policy: LanguagePolicy, batch: Batch) -> dict[str, Tensor]:

@@ -30,8 +30,9 @@ from covey.llm.model.hidden_states import (
     row_tokens,
     scatter_to_batch,
 )
-from covey.llm.model.logprobs import token_logprobs
+from covey.llm.model.logprobs import EVERY, token_logprobs
 from covey.llm.model.microbatches import order_rows, split_rows
+from covey.llm.model.minimum_length import NO_MINIMUM, MinimumLength
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
 from covey.llm.model.pretrained import save_weights
 from covey.runtime.sharding import WHOLE, Weights
@@ -46,8 +47,10 @@ class ExtraOutput(Protocol):
     def packed(self, policy: LanguagePolicy, batch: Batch, decided: ActionHiddenStates) -> dict[str, Tensor]:
         """[B, T], from the hidden states of a packed forward pass."""
 
-    def by_row(self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor) -> dict[str, Tensor]:
-        """[T], from the log-probabilities of one rollout."""
+    def by_row(
+        self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor, early_T: Tensor | None
+    ) -> dict[str, Tensor]:
+        """[T], from the log-probabilities of one rollout; `early_T` is True where they exclude end tokens."""
 
     def after_rows(self, policy: LanguagePolicy, batch: Batch) -> dict[str, Tensor]:
         """[B, T], from an additional forward pass after the rollouts were evaluated one by one."""
@@ -70,6 +73,7 @@ class LanguagePolicy:
         extra: Sequence[ExtraOutput] = (),
         weights: Weights = WHOLE,
         trained: nn.Module | None = None,
+        minimum: MinimumLength = NO_MINIMUM,
     ) -> None:
         """
         Args:
@@ -80,6 +84,7 @@ class LanguagePolicy:
             extra: additional outputs of every evaluation, such as a critic's values.
             weights: their division among the ranks, or their adapter (`AdapterWeights`).
             trained: the module with the parameters that are trained, such as an adapter's; None: the model.
+            minimum: decisions at which end tokens have probability 0, as they have in the sampler.
 
         Raises:
             ConfigError: if the model cannot be trained, in one line that names its architecture.
@@ -88,7 +93,7 @@ class LanguagePolicy:
         self.temperature = temperature
         self.microbatch_tokens = microbatch_tokens
         self.extra = tuple(extra)
-        self.weights = weights
+        self.weights, self.minimum = weights, minimum
         self.trained: nn.Module = module if trained is None else trained
         self.backend = choose_backend(module) if backend is None else backend
         if self.backend.sampling is Sampling.NATIVE:
@@ -106,6 +111,7 @@ class LanguagePolicy:
             extra=(*self.extra, *extra),
             weights=weights or self.weights,
             trained=self.trained if trained is None else trained,
+            minimum=self.minimum,
         )
 
     @property
@@ -153,17 +159,24 @@ class LanguagePolicy:
         state = self.weights.state_dict(self.module)
         return partial(save_weights, self.module, dict(merged_tensors(self.module, state.items())))
 
-    def log_distribution(self, tokens_L: Tensor, decisions: int) -> Tensor:
-        """logp_TV over the vocabulary at the last `decisions` tokens, by the model's own forward pass, in nats."""
-        return exact_logprobs(next_token_logits(self.module, tokens_L, decisions), self.temperature)
+    def log_distribution(self, tokens_L: Tensor, decisions: int, early_T: Tensor | None = None) -> Tensor:
+        """logp_TV over the vocabulary at the last `decisions` tokens, by the model's own forward pass, in nats. Where
+        `early_T` is True, end tokens are excluded.
+        """
+        logits_TV = next_token_logits(self.module, tokens_L, decisions)
+        if (excluded := self.minimum.excluded(early_T)) is not None:
+            logits_TV = excluded.exclude(logits_TV.clone(), EVERY, EVERY)
+        return exact_logprobs(logits_TV, self.temperature)
 
     def _evaluate_packed(self, batch: Batch) -> PolicyOutput:
         """One forward pass over all rollouts, packed into one row of tokens."""
-        decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
+        early_BT = self.minimum.early(batch.mask_BT)
+        decided = hidden_states_for_actions(self.module.base_model, batch, packed=True, early_BT=early_BT)
         head = self.module.get_output_embeddings()
         logprobs_N, entropy_N = token_logprobs(
-            decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.temperature, self.backend.kernels
-        )
+            decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.temperature, self.backend.kernels,
+            self.minimum.excluded(decided.early_N),
+        )  # fmt: skip
         extra: dict[str, Tensor] = {}
         for output in self.extra:
             extra |= output.packed(self, batch, decided)
@@ -174,9 +187,10 @@ class LanguagePolicy:
         position_N = batch.mask_BT.flatten().nonzero()[:, 0]
         rows: list[dict[str, Tensor]] = []
         evaluate = with_present_adapter(self.module, self._evaluate_row)
+        early_BT = self.minimum.early(batch.mask_BT)
         for row, length in enumerate(row_lengths(batch)):
-            tokens_L = row_tokens(batch, row, length)
-            output_T = checkpoint(evaluate, tokens_L, length, use_reentrant=False)
+            tokens_L, early_T = row_tokens(batch, row, length), None if early_BT is None else early_BT[row, :length]
+            output_T = checkpoint(evaluate, tokens_L, length, early_T, use_reentrant=False)
             rows.append({name: value_T[batch.mask_BT[row, :length]] for name, value_T in output_T.items()})
         output_BT = {
             name: scatter_to_batch(torch.cat([row[name] for row in rows]), position_N, batch) for name in rows[0]
@@ -185,15 +199,15 @@ class LanguagePolicy:
             output_BT |= output.after_rows(self, batch)
         return PolicyOutput(**output_BT)
 
-    def _evaluate_row(self, tokens_L: Tensor, decisions: int) -> dict[str, Tensor]:
+    def _evaluate_row(self, tokens_L: Tensor, decisions: int, early_T: Tensor | None) -> dict[str, Tensor]:
         """The fields of `PolicyOutput` for one rollout, [T] each."""
-        logp_TV = self.log_distribution(tokens_L, decisions)
+        logp_TV = self.log_distribution(tokens_L, decisions, early_T)
         output_T = {
             "logprobs_BT": logp_TV.gather(1, tokens_L[-decisions:, None])[:, 0],
             "entropy_BT": -(logp_TV.exp() * logp_TV).sum(dim=1),
         }
         for output in self.extra:
-            output_T |= output.by_row(self, logp_TV, tokens_L)
+            output_T |= output.by_row(self, logp_TV, tokens_L, early_T)
         return output_T
 
 
@@ -213,18 +227,27 @@ class KLToReference:
         reference = self.reference.module
         with torch.no_grad():
             other_NW = self.reference.weights.run(
-                lambda: hidden_states_for_actions(reference.base_model, batch, packed=True).hidden_NW
+                lambda: (
+                    hidden_states_for_actions(
+                        reference.base_model, batch, packed=True, early_BT=policy.minimum.early(batch.mask_BT)
+                    ).hidden_NW
+                )
             )
         head, other_head = policy.module.get_output_embeddings(), reference.get_output_embeddings()
         kernels = policy.backend.kernels
-        kl_N = exact_kl(decided.hidden_NW, head, other_NW, other_head, policy.temperature, kernels)
+        excluded = policy.minimum.excluded(decided.early_N)
+        kl_N = exact_kl(decided.hidden_NW, head, other_NW, other_head, policy.temperature, kernels, excluded)
         return {"kl_BT": decided.scatter_to_batch(kl_N)}
 
-    def by_row(self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor) -> dict[str, Tensor]:
+    def by_row(
+        self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor, early_T: Tensor | None
+    ) -> dict[str, Tensor]:
         if not torch.is_grad_enabled():
             return {}
         with torch.no_grad():
-            other_TV = self.reference.weights.run(lambda: self.reference.log_distribution(tokens_L, len(logp_TV)))
+            other_TV = self.reference.weights.run(
+                lambda: self.reference.log_distribution(tokens_L, len(logp_TV), early_T)
+            )
         return {"kl_BT": kl.exact(logp_TV, other_TV)}
 
     def after_rows(self, policy: LanguagePolicy, batch: Batch) -> dict[str, Tensor]:

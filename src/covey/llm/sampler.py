@@ -42,7 +42,7 @@ class LanguageSampler:
     deadline_seconds: float | None = None  # for one call of `sample`
     ready: Callable[[Group], None] = lambda group: None  # called for each group when its completions have ended
     stop: StopStrings | None = None  # a completion also ends with the token that completes one of these
-    truncation: Truncation = WHOLE  # tokens that may not be drawn; for sampling without training
+    truncation: Truncation = WHOLE  # tokens that may not be drawn
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """Groups in the order of `starts`. If an end token was sampled, it is the last action.

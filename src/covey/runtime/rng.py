@@ -24,6 +24,7 @@ CONTINUING = 5  # stream of the continuations from which the labels of reasoning
 SELECTING = 6  # stream of the completions of a group that become examples for a reward model
 REPLAYING = 7  # stream of the examples of earlier iterations on which a reward model is trained again
 ADAPTING = 8  # stream of the first matrices of a low-rank adapter
+CLIPPING = 9  # stream of the decisions without a policy gradient (Clip-Cov)
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

@@ -20,8 +20,9 @@ from rich.text import Text
 from covey.config.fields import plural, printable
 from covey.config.terminal import fitted
 from covey.tracking.diagnosis import Diagnosis, Finding, conclusion
+from covey.tracking.evaluations import results_by_kind
 from covey.tracking.notebook import NotebookOutput, in_notebook
-from covey.tracking.score_kinds import is_above
+from covey.tracking.score_kinds import ScoreKind, is_above
 from covey.tracking.wording import Shown, Wording, find_wording
 
 if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
@@ -315,16 +316,30 @@ def before_after_table(summary: dict[str, Any]) -> Table:
 def by_kind_tables(summary: dict[str, Any]) -> list[Table]:
     """A table with the scores of every kind of problem at the token limit of training; [] if there are no kinds."""
     evaluation, kind = summary["evaluations"][0], find_wording(summary).kind
-    before, after = (evaluation[when].get("by_kind", {}) for when in ("before", "after"))
-    if not after:
-        return []
+    kinds = results_by_kind(*(evaluation[when].get("by_kind") for when in ("before", "after")))
+    return [by_kind_table(kinds, kind)] if kinds else []
+
+
+def by_kind_table(kinds: Sequence[Mapping[str, Any]], kind: ScoreKind) -> Table:
+    """The scores of every kind of problem, as `results_by_kind` gives them, before and after training."""
     table = Table("kind of problem", title="By kind of problem", title_style="bold")
     for name in ("problems", "before", "after"):
         table.add_column(name, justify="right", style="bold" if name == "after" else None)
-    for name, found in after.items():
-        earlier = kind.write(before[name]["score"]) if name in before else "-"
-        table.add_row(name, str(found["count"]), earlier, kind.write_interval(found))
-    return [table]
+    for each in kinds:
+        before, after = each["before"], each["after"]
+        table.add_row(
+            Text(printable(each["kind"])),
+            count_of_kind(each),
+            "-" if before is None else kind.write(before["score"]),
+            "-" if after is None else kind.write_interval(after),
+        )
+    return table
+
+
+def count_of_kind(result: Mapping[str, Any]) -> str:
+    """The number of problems of one of `results_by_kind`."""
+    count = (result["after"] or result["before"])["count"]
+    return "-" if count is None else f"{count:,.0f}"
 
 
 def cost_line(summary: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from covey.tracking.plain_files import Refused, TooLarge
 from covey.tracking.run_reader import RunReader, kind_of_run, number, prompt_text, table, text
-from covey.tracking.score_kinds import SCORE_KINDS
+from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
 from covey.tracking.turns import conversation_turns, searched_text
 
 Answers = dict[int, dict[str, Any]]  # of one evaluation at one token limit, by problem
@@ -22,6 +22,7 @@ def evaluations_of(
     """Before and after training by token limit, the training's first.
 
     They are those of the summary; before there is one, they are computed from the first and the last held-out answers.
+    "kinds" has the results of every kind of problem; [] if there are not at least two kinds.
     """
     written = (summary or {}).get("evaluations")
     if isinstance(written, list) and written:
@@ -30,6 +31,7 @@ def evaluations_of(
                 "max_new_tokens": number(one.get("max_new_tokens")),
                 "before": _estimate(one.get("before")),
                 "after": _estimate(one.get("after")),
+                "kinds": results_by_kind(*(table(one.get(when)).get("by_kind") for when in ("before", "after"))),
             }
             for one in map(table, written)
         ]
@@ -39,13 +41,44 @@ def evaluations_of(
         return []
     first, last = (read_answers(reader, step) for step in (steps[0], steps[-1]))
 
-    def estimate(answers: Answers | None) -> dict[str, Any] | None:
-        scores = [score for one in (answers or {}).values() if (score := number(one.get("score"))) is not None]
-        return _estimate(kind.estimate(scores)) if scores else None
+    found = []
+    for limit in token_limits([first, last]):
+        before = first.get(limit, {})
+        after = last.get(limit, {}) if len(steps) > 1 else {}
+        found.append({
+            "max_new_tokens": limit,
+            "before": _estimate(_mean(before.values(), kind)),
+            "after": _estimate(_mean(after.values(), kind)),
+            "kinds": kinds_of_answers(before, after, kind),
+        })  # fmt: skip
+    return found
 
-    before = {limit: estimate(first.get(limit)) for limit in token_limits([first, last])}
-    after = {limit: estimate(last.get(limit)) if len(steps) > 1 else None for limit in before}
-    return [{"max_new_tokens": limit, "before": before[limit], "after": after[limit]} for limit in before]
+
+def kinds_of_answers(before: Answers, after: Answers, kind: ScoreKind) -> list[dict[str, Any]]:
+    """The results by kind of problem of two evaluations, as `results_by_kind`, computed from their answers."""
+    found: list[dict[str, Any]] = []
+    for answers in (before, after):
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for line in answers.values():
+            lines.setdefault(text(line.get("kind")), []).append(line)
+        found.append({name: _mean(of_kind, kind) for name, of_kind in lines.items()})
+    return results_by_kind(*found)
+
+
+def results_by_kind(before: Any, after: Any) -> list[dict[str, Any]]:
+    """[{"kind": its name, "before": ESTIMATE | None, "after": ESTIMATE | None}, ...] from the tables "by_kind" of two
+    evaluations; [] if there are not at least two kinds.
+    """
+    results = [{name: _estimate(value) for name, value in table(one).items()} for one in (before, after)]
+    names = sorted({name for one in results for name, value in one.items() if value is not None})
+    if len(names) < 2:
+        return []
+    return [{"kind": name, "before": results[0].get(name), "after": results[1].get(name)} for name in names]
+
+
+def _mean(answers: Iterable[Mapping[str, Any]], kind: ScoreKind) -> dict[str, Any] | None:
+    scores = [score for one in answers if (score := number(one.get("score"))) is not None]
+    return kind.estimate(scores) if scores else None
 
 
 def _estimate(value: Any) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ python -m covey.tracking.metrics > docs/metrics.md
 
 from __future__ import annotations
 
+from covey.tracking.entropy_metrics import ENTROPY_METRICS
 from covey.tracking.metric import Metric
 from covey.tracking.replay_metrics import REPLAY_METRICS
 from covey.tracking.sampler_metrics import SAMPLER_METRICS
@@ -92,7 +93,7 @@ METRICS: dict[str, Metric] = _glossary(
         "nats per decision",
         "entropy of the policy's distribution of the next decision; that of a normal distribution may be below 0",
         "falls slowly; a policy of n actions begins at ln n. Near 0 the rollouts of a group are all equal: raise the "
-        "temperature or the KL coefficient, in control the entropy coefficient",
+        "temperature or the KL coefficient, in control the entropy coefficient, or set an entropy_target",
     ),
     Metric(
         "policy/std",
@@ -264,6 +265,7 @@ METRICS: dict[str, Metric] = _glossary(
         "0; otherwise rollouts of different tasks are compared with each other",
     ),
     *REPLAY_METRICS,
+    *ENTROPY_METRICS,
     *SAMPLER_METRICS,
     *SFT_METRICS,
     Metric(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from covey.core.schedules import Schedule, adaptive_kl_coefficient
+from covey.core.schedules import Schedule
+
+Rule = Callable[[float, float, int], float]  # value, measured, rollouts of the step -> value of the next step
 
 
 class KLCoefficient(Protocol):
@@ -43,35 +45,31 @@ class ScheduledCoefficient:
 
 
 class AdaptiveCoefficient:
-    """Adaptive KL controller, which keeps the KL near a target: Ziegler et al. (arXiv 1909.08593), section 2.2.
+    """Controller that keeps a metric near a target.
 
     The coefficient follows the schedule until the end of the warm-up. During the warm-up the KL is penalised less than
     later, and a coefficient that rose because of this would be too high afterwards.
     """
 
-    def __init__(self, schedule: Schedule, metric: str, *, target: float, horizon: int, first_step: int = 1) -> None:
+    def __init__(self, schedule: Schedule, metric: str, rule: Rule, *, first_step: int = 1) -> None:
         """
         Args:
             schedule: the coefficient of the first steps.
-            metric: name of the measured KL, in nats per decision.
-            target: target KL, in nats per decision.
-            horizon: number of rollouts over which a KL that deviates by 20 % changes the coefficient by 20 %.
+            metric: name of the metric that is measured.
+            rule: the coefficient of the next step.
             first_step: the first step after which the coefficient is adapted.
         """
-        self.schedule, self.metric = schedule, metric
-        self.target, self.horizon, self.first_step = target, horizon, first_step
+        self.schedule, self.metric, self.rule, self.first_step = schedule, metric, rule, first_step
         self._next = math.nan  # the coefficient of the next step; NaN: that of the schedule
 
     def at(self, step: int) -> float:
         return self.schedule(step) if math.isnan(self._next) else self._next
 
     def after(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
-        """Set the coefficient of the next step, if this step measured a KL."""
+        """Set the coefficient of the next step, if this step measured the metric."""
         measured = metrics.get(self.metric, math.nan)
         if step >= self.first_step and not math.isnan(measured):
-            self._next = adaptive_kl_coefficient(
-                self.at(step), measured, target=self.target, horizon=self.horizon, rollouts=rollouts
-            )
+            self._next = self.rule(self.at(step), measured, rollouts)
 
     def state_dict(self) -> dict[str, Any]:
         """The coefficient of the next step."""

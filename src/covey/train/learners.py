@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from covey.core.schedules import Schedule
 from covey.data import Batch, Critic, Policy, PolicyOutput
 from covey.runtime.optimizer import StepResult
 from covey.runtime.timer import Measure
+from covey.train.entropy_control import NO_ENTROPY_CONTROL, EntropyControl
 from covey.train.kl_coefficient import KLCoefficient
 from covey.train.metrics import UpdateMetrics
 
@@ -74,6 +75,10 @@ class Learner(Protocol):
     def optimizers(self) -> Mapping[str, Optimizer]:
         """The optimizers, by their names in a checkpoint."""
 
+    @property
+    def entropy_control(self) -> EntropyControl:
+        """The controller of the policy's entropy."""
+
     def epochs(self, step: int) -> range:
         """The epoch numbers of a step; the order of the minibatches is a function of (seed, step, epoch)."""
 
@@ -109,6 +114,7 @@ class PolicyLearner:
     plan: UpdatePlan
     learning_rate: Schedule
     kl_coefficient: KLCoefficient
+    entropy_control: EntropyControl = field(default=NO_ENTROPY_CONTROL, kw_only=True)
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
@@ -124,7 +130,8 @@ class PolicyLearner:
         with measure("time/forward"):
             output = self.policy.evaluate(part)
             part = part.to(output.logprobs_BT.device)
-            terms = self.algorithm.loss(output, part, self.kl_coefficient.at(step))
+            algorithm = self.entropy_control.acting(self.algorithm, step)
+            terms = algorithm.loss(output, part, self.kl_coefficient.at(step))
         loss = self._loss(terms, output, part, metrics)
         with measure("time/backward"):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -144,7 +151,8 @@ class PolicyLearner:
         return metrics.kl_of_epoch() > self.plan.target_kl
 
     def coefficients(self, step: int) -> dict[str, float]:
-        return {"learning_rate": self.learning_rate(step), "kl_coefficient": self.kl_coefficient.at(step)}
+        chosen = {"learning_rate": self.learning_rate(step), "kl_coefficient": self.kl_coefficient.at(step)}
+        return chosen | self.entropy_control.coefficients(step)
 
     def _loss(self, terms: LossTerms, output: PolicyOutput, part: Batch, metrics: UpdateMetrics) -> Tensor:
         return terms.loss
@@ -164,6 +172,10 @@ class CriticLearner:
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
         return {"critic_optimizer": self.optimizer}
+
+    @property
+    def entropy_control(self) -> EntropyControl:
+        return NO_ENTROPY_CONTROL
 
     def epochs(self, step: int) -> range:
         return range(self.plan.epochs + self.plan.critic_epochs)

@@ -57,7 +57,7 @@ def train_step(run: Components, config: LoopConfig, progress: Progress) -> StepR
             joined(collected.groups, replayed.groups), run.policy, run.algorithm,
             reference=run.reference, critics=run.critics, kl_coefficient=run.kl_coefficient.at(step),
             optimizer_steps=run.learners[0].plan.optimizer_steps(step), mask_truncated=config.mask_truncated,
-            team=run.team,
+            seed=config.seed, step=step, team=run.team,
         )  # fmt: skip
     with clock.measure("time/update"):
         batch = prepared.batch()
@@ -73,7 +73,7 @@ def train_step(run: Components, config: LoopConfig, progress: Progress) -> StepR
     weights = {f"weights of the {name}": item.checksum() for name, item in optimizers_of(run).items()}
     check_agreement(collected.all_groups, updated | weights, run.team, f"step {step}")
     progress.advance(collected.all_groups, metrics)
-    run.kl_coefficient.after(step, metrics, sum(len(group.rollouts) for group in collected.all_groups))
+    run.adapt(step, metrics, sum(len(group.rollouts) for group in collected.all_groups))
     return StepRecord(step, metrics, collected.all_groups, credits)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from covey.core.kl import k3
 from covey.core.loss_weights import count
 from covey.data import Batch, Critic, Policy, PolicyOutput, Team
 from covey.runtime.distributed import ALONE
+from covey.runtime.rng import CLIPPING, uniforms
 from covey.train.metrics import value_metrics
 from covey.train.shards import fill_rows, own_shards, shard_rows, shortest_row
 
@@ -87,6 +89,8 @@ def prepare_rows(
     kl_coefficient: float = 0.0,
     optimizer_steps: int = 1,
     mask_truncated: bool = False,
+    seed: int = 0,
+    step: int = 1,
     team: Team = ALONE,
 ) -> Prepared:
     """Compute the inputs of the update, once per step: values, advantages, loss weights, old and reference
@@ -102,11 +106,13 @@ def prepare_rows(
         kl_coefficient: coefficient of this step.
         optimizer_steps: number of optimizer steps of the policy on this batch.
         mask_truncated: exclude truncated rollouts from the loss; the baseline still includes their rewards.
+        seed, step: they determine the random choice of Clip-Cov.
         team: its ranks evaluate the rows together; everything else is computed on every rank from the same numbers.
 
     Returns:
         The rows and metrics of the step. A row has a gradient if a decision of it has a non-zero advantage; or if the
-        loss has a KL or entropy term and some rollout of its group has a non-zero advantage; or if there is a critic.
+        loss has a KL, entropy or KL-Cov term and some rollout of its group has a non-zero advantage; or if there is a
+        critic.
 
     Raises:
         ConfigError: if the algorithm needs a reference policy or a critic that is missing, or if a critic is given to
@@ -126,7 +132,7 @@ def prepare_rows(
     if mask_truncated:
         counted_BT = counted_BT & ~batch.truncated_B[:, None]
     signal_G = has_signal(batch, advantages_BT)
-    by_group = kl.in_loss or bool(algorithm.entropy_coefficient)
+    by_group = kl.in_loss or bool(algorithm.entropy_coefficient) or algorithm.high_covariance.in_loss
     signal_B = signal_G[batch.group_B] if by_group else (advantages_BT != 0).any(dim=1)
     kept_B = counted_BT.any(dim=1) & (signal_B | bool(critics))
     fresh_B = batch.fresh_B
@@ -155,7 +161,18 @@ def prepare_rows(
         proximal_logprobs_BT=old_scores.get("logprobs_BT"),
         proximal_all_logprobs_BTV=old_scores.get("all_logprobs_BTV"),
     )
-    return Prepared(rows, kept_B, batch.mask_BT, advantages_BT, metrics)
+    live_BT = counted_BT & signal_G[batch.group_B][:, None]
+    rows, of_covariance = algorithm.high_covariance.choose(rows, live_BT, partial(_uniform, seed, step))
+    return Prepared(rows, kept_B, batch.mask_BT, advantages_BT, metrics | of_covariance)
+
+
+def _uniform(seed: int, step: int, mask_BT: Tensor) -> Tensor:
+    """Uniform numbers for the decisions of a mask, functions of (seed, step, row, column); 0 elsewhere."""
+    row_N, column_N = mask_BT.nonzero(as_tuple=True)
+    uniform_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+    drawn_N = uniforms(seed, step, 0, row_N.numpy(), column_N.numpy(), stream=CLIPPING)
+    uniform_BT[row_N, column_N] = torch.from_numpy(drawn_N)
+    return uniform_BT
 
 
 def _loss_weights(batch: Batch, algorithm: Algorithm, counted_BT: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from covey.data import (
 from covey.runtime.distributed import ALONE
 from covey.runtime.sharding import WHOLE
 from covey.train.collect import Collector, FixedGroups, GroupSize
+from covey.train.entropy_control import EntropyControl
 from covey.train.kl_coefficient import KLCoefficient
 from covey.train.learners import Learner
 from covey.train.prepare import NO_REFERENCE
@@ -105,6 +106,16 @@ class Components:
     team: Team = ALONE
     weights: SamplerWeights = WHOLE
 
+    @property
+    def entropy_control(self) -> EntropyControl:
+        """That of the policy."""
+        return self.learners[0].entropy_control
+
+    def adapt(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
+        """Adapt KL and entropy to the metrics of a finished step with `rollouts` rollouts."""
+        self.kl_coefficient.after(step, metrics, rollouts)
+        self.entropy_control.after(step, metrics, rollouts)
+
 
 @dataclass(frozen=True)
 class LoopConfig:
@@ -177,6 +188,7 @@ def _stateful(run: Components) -> dict[str, Any]:
     return optimizers_of(run) | {
         "reference": run.reference_updater,
         "kl_coefficient": run.kl_coefficient,
+        "entropy_control": run.entropy_control,
         "selection": run.selection,
         "replay": run.replay,
         "reward_model": run.reward_model,

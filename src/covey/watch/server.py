@@ -37,7 +37,9 @@ GET /api/runs              all watched runs, those that changed last first
 GET /api/runs/{id}         one run: RUN and
     {"config": {...} | null,                         config.toml as tables
      "summary": {...} | null,                        summary.json, else stopped.json
-     "evaluations": [{"max_new_tokens": 14 | null, "before": ESTIMATE | null, "after": ESTIMATE | null}, ...],
+     "evaluations": [{"max_new_tokens": 14 | null, "before": ESTIMATE | null, "after": ESTIMATE | null,
+                      "kinds": [{"kind": "3 steps", "before": ESTIMATE | null, "after": ESTIMATE | null}, ...]}, ...],
+                                                     "kinds": of problems; [] if there are not at least two
      "metrics": [{"name": "reward/mean", "unit": "reward", "meaning": "...", "healthy": "..."}, ...],
                                                      those that the run has, in the order of the glossary
      "wording": {"measured": "problem", "evaluation": "held-out accuracy, greedy", "x_metric": "step",

@@ -13,6 +13,7 @@ import pytest
 
 from covey.config import ConfigError
 from covey.llm.conversation import environment_worker
+from covey.llm.conversation.environment import HostedEnvironment
 from covey.llm.conversation.python_environment import copied_environment
 from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses
 from helpers import guessing
@@ -194,6 +195,53 @@ def test_a_column_without_json_fails_the_conversation(processes):
         processes.open(0).ask({"do": "reset", "columns": {"columns": object()}}).result(60)
 
 
+STEP = "\n    def step(self, m): return 'x', 0.0, False"
+MISTAKES = {
+    "class E:\n    def __init__(self, size): ..." + STEP:
+        "missing a required argument: 'size'; its options are size: give it a default value, set options = "
+        '["size = ..."], or in Python use functools.partial',
+    "class E:\n    async def reset(self): return 'x'" + STEP:
+        "E.reset is an async function or a generator: make it an ordinary method",
+    "class E:\n    async def step(self, m): return 'x', 0.0, False":
+        "E.step is an async function or a generator: make it an ordinary method",
+    "class E:\n    def step(self, m): yield 'x', 0.0, False":
+        "E.step is an async function or a generator: make it an ordinary method",
+    "class E:\n    def step(self): return 'x', 0.0, False":
+        "E.step does not take one argument, the text of a turn: write def step(self, message)",
+    "class E:\n    def step(self, a, b): return 'x', 0.0, False":
+        "E.step does not take one argument, the text of a turn: write def step(self, message)",
+    "class E:\n    def reset(self, answer, /): return 'x'" + STEP:
+        "reset takes 'answer' by position, but gets columns by name: take out the /",
+    "class E:\n    def reset(self, secret): return 'x'" + STEP:
+        "reset asks for 'secret', but the data has only answer",
+    "import no_such_package\nclass E:" + STEP:
+        "ModuleNotFoundError: No module named 'no_such_package' (mistaken.py line 1)",
+    "import sys\nsys.exit(2)\nclass E: ...": "SystemExit: 2 (mistaken.py line 2)",
+    "class E:" + STEP + "\nE = E()": "is an object: name a function or a class",
+}  # fmt: skip
+
+
+def describe_and_reset(processes):
+    session = processes.open(0)
+    session.ask({"do": "describe"}).result(60)
+    session.ask({"do": "reset", "columns": {"answer": 1}}).result(60)
+
+
+@pytest.mark.parametrize("source", MISTAKES)
+def test_a_mistake_in_a_class_is_one_line_that_names_the_fix(source, tmp_path):
+    file = tmp_path / "mistaken.py"
+    file.write_text(source)
+    processes = EnvironmentProcesses(f"{file}:E", 60.0, 1000)
+    try:
+        with pytest.raises((ConfigError, EnvironmentFailed)) as refused:
+            describe_and_reset(processes)
+    finally:
+        processes.close()
+    assert MISTAKES[source] in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert "ConfigError" not in str(refused.value)
+
+
 def test_a_reply_after_the_deadline_is_dropped():
     run, environment = socket.socketpair()
     run.sendall(json.dumps({"id": 1}).encode() + b"\n")
@@ -210,3 +258,19 @@ def test_a_reply_after_the_deadline_is_dropped():
     with environment:
         environment_worker._converse(environment, slow)
     assert slow.calls == 1
+
+
+class Unreadable:
+    def add(self, a: bytearray) -> int:
+        """Add.
+
+        Args:
+            a: a number
+        """
+        return len(a)
+
+
+def test_a_tool_that_cannot_be_described_is_one_line_that_names_the_fix():
+    message = HostedEnvironment(Unreadable, 1000).answer({"do": "describe"})["failed"]
+    assert message.startswith("the tool Unreadable.add cannot be described to a model (Couldn't convert the type hint")
+    assert message.endswith("or begin the name with an underscore if it is no tool")

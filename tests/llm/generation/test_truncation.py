@@ -93,4 +93,12 @@ def test_a_truncated_sampler_draws_from_what_is_left():
         assert any(rollout.end is EndReason.STOP for group in groups for rollout in group.rollouts)
     same = replace(whole, truncation=WHOLE).sample(starts, 3, 1)
     assert [g.rollouts for g in same] == [g.rollouts for g in whole.sample(starts, 3, 1)]
-    assert all(WHOLE.is_whole != other.is_whole for other in CASES)
+    assert not WHOLE.restricts(0)
+    assert all(other.restricts(0) for other in CASES)
+
+
+def test_a_minimum_restricts_until_it_is_reached():
+    assert [Truncation(min_new_tokens=3).restricts(shortest) for shortest in (0, 2, 3, 4)] == [True, True, False, False]
+    assert Truncation(min_new_tokens=3, top_k=5).restricts(9)
+    assert Truncation(top_k=5, min_new_tokens=3).after(2) == Truncation(top_k=5, min_new_tokens=1)
+    assert Truncation(min_new_tokens=3).after(7) == WHOLE

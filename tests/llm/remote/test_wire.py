@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from covey.data import EndReason
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
+from covey.llm.generation.truncation import Truncation
 from covey.llm.remote import wire
 
 SETTINGS = GenerationSettings(4, 1.0, frozenset({1, 2}), 7, shared_prefix=1)
@@ -166,6 +167,16 @@ def test_a_turn_of_a_conversation_is_named_to_the_server():
     assert wire.read_request(body, 10, ("run-7", 7), NO_STOP) == turn
     body["covey"]["continues"] = 1
     with pytest.raises(wire.BadBody, match="continues must be true or false"):
+        wire.read_request(body, 10, ("run-7", 7), NO_STOP)
+
+
+def test_a_minimum_length_is_named_to_coveys_server_alone():
+    least = replace(REQUEST, settings=replace(SETTINGS, truncation=Truncation(min_new_tokens=3)))
+    body = wire.request_body(least, "run-7", covey=True)
+    assert wire.read_request(body, 10, ("run-7", 7), NO_STOP) == least
+    assert "min_tokens" not in wire.request_body(REQUEST, "run-7", covey=True)["sampling_params"]
+    body["sampling_params"]["min_tokens"] = -1
+    with pytest.raises(wire.BadBody, match=r"sampling_params\.min_tokens"):
         wire.read_request(body, 10, ("run-7", 7), NO_STOP)
 
 

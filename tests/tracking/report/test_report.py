@@ -16,7 +16,7 @@ from covey.config.tasks import ArithmeticConfig
 from covey.tracking.report import charts, write_report
 from covey.tracking.report.charts import MOST_POINTS, Axes, Interval, Line, chart, thinned
 from covey.tracking.report.html import Html, element, pre, text_of
-from covey.tracking.report.result import verdict_text
+from covey.tracking.report.result import MOST_KINDS, verdict_text
 from covey.tracking.report.run_data import RunData, flat, unique_names
 from covey.tracking.run_folder import FolderLock
 from helpers.conversation_records import conversation
@@ -125,6 +125,55 @@ def test_a_finished_run_of_a_language_model(tmp_path: Path) -> None:
     assert 'content="default-src &#x27;none&#x27;; style-src &#x27;unsafe-inline&#x27;; base-uri' in page
     assert "prefers-color-scheme:dark" in page
     assert "@media print" in page
+
+
+KINDS = {"2 + 1 digits": (0.25, 0.75), "borrow <b>": (0.5, 0.25)}
+
+
+def with_kinds(run: Path, kinds: dict[str, tuple[float, float]]) -> Path:
+    """A run whose summary has the scores before and after of these kinds of problems, ten of each."""
+    file = run / "summary.json"
+    summary = json.loads(file.read_text())
+    for place, when in enumerate(("before", "after")):
+        summary["evaluations"][0][when]["by_kind"] = {
+            name: {"score": scores[place], "low": scores[place] - 0.1, "high": scores[place] + 0.1, "count": 10}
+            for name, scores in kinds.items()
+        }
+    file.write_text(json.dumps(summary))
+    return run
+
+
+def test_results_by_kind_of_problem(tmp_path: Path) -> None:
+    _, reader = report(tmp_path, with_kinds(language_run(tmp_path / "run"), KINDS))
+    shown = words(reader)
+    assert (
+        "kind of problem problems before after change 2 + 1 digits 10 25.0% (15.0 to 35.0) 75.0% (65.0 to 85.0)"
+        in shown
+    )
+    assert "borrow <b> 10 50.0% (40.0 to 60.0) 25.0% (15.0 to 35.0) -25.0 points" in shown
+    many = {f"kind {place:03d}": (0.0, 1.0) for place in range(MOST_KINDS + 2)}
+    _, reader = report(tmp_path, with_kinds(language_run(tmp_path / "many"), many))
+    assert f"kind {MOST_KINDS - 1:03d}" in words(reader)
+    assert f"kind {MOST_KINDS:03d}" not in words(reader)
+    assert "... 2 more kinds" in words(reader)
+
+
+def test_a_run_without_kinds_has_no_results_by_kind(tmp_path: Path) -> None:
+    one = with_kinds(language_run(tmp_path / "one"), {"borrow": (0.0, 1.0)})
+    for run in (language_run(tmp_path / "run"), one, control_run(tmp_path / "agent")):
+        assert "kind of problem" not in words(report(tmp_path, run)[1])
+
+
+def test_results_by_kind_of_a_run_that_trains_are_those_of_its_answers(tmp_path: Path) -> None:
+    answers = [answer(step, problem, float(problem < step), kind=f"{problem % 2 + 1} steps")
+               for step in (0, 2, 4) for problem in range(6)]  # fmt: skip
+    data = RunData(language_run(tmp_path / "run", state="crashed", answers=answers), "run", "", 0)
+    first, second = data.evaluations[0]["kinds"]
+    assert [each["kind"] for each in (first, second)] == ["1 steps", "2 steps"]
+    assert [(each["before"]["score"], each["after"]["score"]) for each in (first, second)] == [
+        (0.0, pytest.approx(2 / 3)), (0.0, pytest.approx(2 / 3))
+    ]  # fmt: skip
+    assert first["after"]["count"] == 3
 
 
 def test_the_outcome_follows_the_intervals(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from covey.llm.rewards.reward_call import one_line, shown
 
 LONGEST_ATTRIBUTE = 1 << 16  # characters of an attribute in JSON that rewards can read
 MOST_ATTRIBUTES = 100
+_NOT_CALLED = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 NO_TOOLS = frozenset({"reset", "step", "close"})  # public methods that the run calls, and the model does not
 
@@ -64,10 +65,42 @@ def check_options(kind: Callable[..., Any], options: Mapping[str, Any]) -> None:
     known = f"its options are {', '.join(names) or 'none'}"
     if unknown and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
         raise WrongEnvironment(f"conversation.options: there is no option {unknown[0]!r}; {known}")
+    missing = [
+        parameter.name for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind not in _ANY and parameter.name not in options
+    ]  # fmt: skip
+    if missing:
+        raise WrongEnvironment(
+            f"conversation.options: missing a required argument: {missing[0]!r}; {known}: give it a default value, set "
+            f'options = ["{missing[0]} = ..."], or in Python use functools.partial'
+        )
     try:
         signature.bind(**options)
     except TypeError as error:
         raise WrongEnvironment(f"conversation.options: {error}; {known}") from None
+
+
+def check_methods(environment: Any) -> None:
+    """Refuse methods that the run cannot call.
+
+    Raises:
+        WrongEnvironment: naming the method.
+    """
+    owner = type(environment).__name__
+    for name in ("reset", "step", "close"):
+        method = getattr(environment, name, None)
+        if any(uncalled(method) for uncalled in _NOT_CALLED):
+            raise WrongEnvironment(f"{owner}.{name} is an async function or a generator: make it an ordinary method")
+    if style_of(environment) != "step":
+        return
+    try:
+        inspect.signature(environment.step).bind("")
+    except TypeError:
+        raise WrongEnvironment(
+            f"{owner}.step does not take one argument, the text of a turn: write def step(self, message)"
+        ) from None
+    except ValueError:  # a method in C
+        return
 
 
 class HostedEnvironment:
@@ -101,12 +134,15 @@ class HostedEnvironment:
         except WrongEnvironment as error:
             return {"failed": str(error)}
         except BaseException as error:
-            return {"failed": one_line(error)}
+            known = type(error).__name__ == "ConfigError"  # of a tool that cannot be described
+            return {"failed": str(error) if known else one_line(error)}
         return reply
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._environment is None:
-            self._environment = self._kind()
+            made = self._kind()
+            check_methods(made)
+            self._environment = made
         environment = self._environment
         match request["do"]:
             case "describe":
@@ -194,6 +230,8 @@ def _accepted(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)
     for name, parameter in parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise WrongEnvironment(f"reset takes {name!r} by position, but gets columns by name: take out the /")
         required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
         if required and name not in columns:
             there = ", ".join(columns) or "no columns"

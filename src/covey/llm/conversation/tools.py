@@ -79,7 +79,7 @@ def describe_tools(environment: object) -> list[Tool]:
             schema = get_json_schema(method)
             json.dumps(schema)
         except Exception as error:  # of a hint that cannot be resolved, too
-            reason = " ".join(str(error).split())[:300].rstrip(".!")
+            reason = " ".join(str(error).split())[:160].rstrip(".!")
             raise ConfigError(
                 f"{where} cannot be described to a model ({reason}): give every argument a type hint and a line in the "
                 'section "Args:" of the docstring, or begin the name with an underscore if it is no tool'

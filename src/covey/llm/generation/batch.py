@@ -138,7 +138,7 @@ class ContinuousBatch:
         one_each = np.array_equal(self.branch_R, np.arange(len(logits_BV)))
         logits_RV = logits_BV if one_each else logits_BV[torch.from_numpy(self.branch_R).to(device)]
         uniforms_R = torch.from_numpy(self.uniforms_NT[position]).to(device)
-        if not self.truncation.is_whole:
+        if len(self.open_R) and self.truncation.restricts(int(position[1].min())):
             lengths_R, end_ids = (torch.from_numpy(numbers).to(device) for numbers in (position[1], self.end_ids))
             logits_RV = self.truncation.apply(logits_RV, lengths_R, end_ids, self.temperature)
         tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, self.temperature, self.kernels)

@@ -198,6 +198,7 @@ class Engine:
             "kernels": backend.kernels,
             "shared_prefix": settings.shared_prefix,
             "stop": settings.stop,
+            "truncation": settings.truncation,
         }
         if settings.continues and (decoder := backend.conversation_decoder(module, rows, tokens)):
             return TurnBatch(decoder, self.cache, **arguments)

@@ -48,7 +48,7 @@ class GenerationSettings:
     # call. The last bits of log-probabilities depend on it.
     shared_prefix: int | None = None
     stop: StopStrings | None = None  # a completion also ends with the token that completes one of these
-    truncation: Truncation = WHOLE  # tokens that may not be drawn; for sampling without training
+    truncation: Truncation = WHOLE  # tokens that may not be drawn
     continues: bool = False  # True: a turn of a conversation, which later requests may begin with
 
 

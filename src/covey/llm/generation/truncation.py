@@ -1,14 +1,14 @@
 """Truncation of the distribution that tokens are drawn from: top-k, top-p, min-p and a minimum length.
 
-It is for sampling without training. An update of the policy needs log-probabilities of the distribution that was
-sampled, and the trainer computes those of the whole distribution.
+An update of the policy needs log-probabilities of the distribution that was sampled. The trainer computes those with a
+minimum length (`covey.llm.model.minimum_length`). Top-k, top-p and min-p are for sampling without training.
 
 Shapes: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,9 +26,16 @@ class Truncation:
     min_new_tokens: int = 0  # no end token is drawn before a completion has this many tokens, without the end token
 
     @property
-    def is_whole(self) -> bool:
-        """True if every token may be drawn."""
-        return self == WHOLE
+    def _cuts_tail(self) -> bool:
+        return bool(self.top_k or self.top_p < 1.0 or self.min_p)
+
+    def after(self, tokens: int) -> Truncation:
+        """The truncation of what continues a completion of this many tokens."""
+        return replace(self, min_new_tokens=max(self.min_new_tokens - tokens, 0))
+
+    def restricts(self, shortest: int) -> bool:
+        """True if a token may not be drawn after `shortest` tokens of a completion."""
+        return self._cuts_tail or shortest < self.min_new_tokens
 
     def apply(self, logits_RV: Tensor, lengths_R: Tensor, end_ids: Tensor, temperature: float) -> Tensor:
         """The logits, with -infinity for the tokens that may not be drawn.
@@ -44,7 +51,7 @@ class Truncation:
             logits_RV[:, end_ids] = logits_RV[:, end_ids].masked_fill(
                 (lengths_R < self.min_new_tokens)[:, None], -torch.inf
             )
-        if temperature == 0.0 or not (self.top_k or self.top_p < 1.0 or self.min_p):
+        if temperature == 0.0 or not self._cuts_tail:
             return logits_RV
         sorted_RV, order_RV = logits_RV.double().div(temperature).sort(dim=1, descending=True, stable=True)
         if self.top_k:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.llm.model.logprobs import EVERY, LogitGradients, Logits, chunk_bytes, gradient_bytes
+from covey.llm.model.minimum_length import Excluded
 from covey.llm.native.bindings import Kernels, KernelSet
 
 
@@ -21,6 +22,7 @@ def exact_kl(
     reference_head: Any,
     temperature: float,
     kernels: KernelSet,
+    excluded: Excluded | None = None,
 ) -> Tensor:
     """Exact KL(pi || reference) at each decision: sum_v pi(v) (log pi(v) - log reference(v)), in nats.
 
@@ -35,6 +37,7 @@ def exact_kl(
         reference_head: the reference's output layer. No gradient flows into the reference.
         temperature: sampling temperature.
         kernels: compute the gradient of the output layer if they support the dtype and device of the hidden states.
+        excluded: tokens with probability 0 under both policies.
 
     Returns:
         kl_N in fp32 (in fp64 for fp64 inputs), with a gradient to `hidden_NW` and `head`.
@@ -43,7 +46,7 @@ def exact_kl(
     return _ExactKL.apply(
         hidden_NW, head.weight, head.bias,
         reference_hidden_NW.detach(), reference_head.weight.detach(), reference_bias, temperature,
-        kernels.of(hidden_NW),
+        kernels.of(hidden_NW), excluded,
     )  # fmt: skip
 
 
@@ -61,9 +64,10 @@ class _ExactKL(torch.autograd.Function):
         reference_bias: Tensor | None,
         temperature: float,
         kernels: Kernels | None,
+        excluded: Excluded | None,
     ) -> Tensor:
-        logits = Logits(hidden, weight, bias, temperature)
-        others = Logits(reference_hidden, reference_weight, reference_bias, temperature)
+        logits = Logits(hidden, weight, bias, temperature, excluded)
+        others = Logits(reference_hidden, reference_weight, reference_bias, temperature, excluded)
         kl = torch.empty(len(hidden), dtype=logits.exact, device=hidden.device)
         log_total, other_log_total = torch.empty_like(kl), torch.empty_like(kl)
         for part in logits.by_decision():
@@ -74,14 +78,14 @@ class _ExactKL(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, bias, reference_hidden, reference_weight, reference_bias, log_total, other_log_total, kl
         )
-        ctx.temperature, ctx.kernels = temperature, kernels
+        ctx.temperature, ctx.kernels, ctx.excluded = temperature, kernels, excluded
         return kl
 
     @staticmethod
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, other_hidden, other_weight, other_bias, log_total, other_log_total, kl = ctx.saved_tensors
-        logits = Logits(hidden, weight, bias, ctx.temperature)
-        others = Logits(other_hidden, other_weight, other_bias, ctx.temperature)
+        logits = Logits(hidden, weight, bias, ctx.temperature, ctx.excluded)
+        others = Logits(other_hidden, other_weight, other_bias, ctx.temperature, ctx.excluded)
         gradients = LogitGradients(logits, ctx.kernels, trains_head=ctx.needs_input_grad[1])
         for part in logits.by_token():
             z, other = logits.divided(EVERY, part), others.divided(EVERY, part)
@@ -89,7 +93,7 @@ class _ExactKL(torch.autograd.Function):
             slope *= z.sub_(log_total[:, None]).exp_()
             slope.mul_(grad_kl[:, None] / ctx.temperature)
             gradients.add(part, logits.rounded(slope))
-        return *gradients.all(), None, None, None, None, None
+        return *gradients.all(), None, None, None, None, None, None
 
 
 def buffer_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True) -> int:

@@ -30,13 +30,16 @@ class ActionHiddenStates:
     index_D: Tensor  # index of each decision's entry, 0 to N - 1
     position_D: Tensor  # position of each decision in the flattened mask_BT
     batch: Batch
+    early_N: Tensor | None = None  # True at the entries of the decisions that were marked as early; None without marks
 
     def scatter_to_batch(self, value_N: Tensor) -> Tensor:
         """value_BT: the value of each decision; 0 at undecided columns."""
         return scatter_to_batch(value_N[self.index_D], self.position_D, self.batch)
 
 
-def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -> ActionHiddenStates:
+def hidden_states_for_actions(
+    model: nn.Module, batch: Batch, *, packed: bool, early_BT: Tensor | None = None
+) -> ActionHiddenStates:
     """Forward pass of a decoder without its output layer over a batch.
 
     Undecided tokens before a row's last decision are fed too, because later decisions attend to them.
@@ -46,6 +49,7 @@ def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -
         batch: on the device of the model.
         packed: feed all rows as one row of tokens, with each group's prompt once. Only for models whose attention takes
             a layout. Otherwise, the rollouts are fed one by one, and recomputed in the backward pass to bound memory.
+        early_BT: marks of decisions (`MinimumLength.early`). Only decisions with equal marks share an entry.
     """
     position_D = batch.mask_BT.flatten().nonzero()[:, 0]
     actions_D = batch.actions_BT.flatten()[position_D]
@@ -53,15 +57,28 @@ def hidden_states_for_actions(model: nn.Module, batch: Batch, *, packed: bool) -
         hidden_LW, source_BT = _packed(model, batch)
         source_D = source_BT.flatten().to(position_D.device)[position_D]
         actions = int(batch.actions_BT.max()) + 1
-        decided_N, index_D = (source_D * actions + actions_D).unique(return_inverse=True)
-        return ActionHiddenStates(hidden_LW[decided_N // actions], decided_N % actions, index_D, position_D, batch)
+        key_D, early_D = source_D * actions + actions_D, _marks(early_BT, position_D)
+        if early_D is not None:
+            key_D = 2 * key_D + early_D
+        decided_N, index_D = key_D.unique(return_inverse=True)
+        early_N = None
+        if early_D is not None:
+            decided_N, early_N = decided_N // 2, decided_N % 2 == 1
+        return ActionHiddenStates(
+            hidden_LW[decided_N // actions], decided_N % actions, index_D, position_D, batch, early_N
+        )
     rows, compute = [], with_present_adapter(model, _row)
     for row, length in enumerate(row_lengths(batch)):
         hidden_TW = checkpoint(compute, model, row_tokens(batch, row, length), length, use_reentrant=False)
         rows.append(hidden_TW[batch.mask_BT[row, :length]])
     return ActionHiddenStates(
-        torch.cat(rows), actions_D, torch.arange(len(position_D), device=position_D.device), position_D, batch
-    )
+        torch.cat(rows), actions_D, torch.arange(len(position_D), device=position_D.device), position_D, batch,
+        _marks(early_BT, position_D),
+    )  # fmt: skip
+
+
+def _marks(early_BT: Tensor | None, position_D: Tensor) -> Tensor | None:
+    return None if early_BT is None else early_BT.flatten()[position_D]
 
 
 def kept_bytes(decisions: int, hidden: int, itemsize: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.llm.model.minimum_length import Excluded
 from covey.llm.native.bindings import Kernels, KernelSet
 
 CHUNK = 512  # decisions per chunk of logits: 50 MB in bf16 with a vocabulary of 50,000
@@ -24,6 +25,7 @@ def token_logprobs(
     tokens_N: Tensor,
     temperature: float,
     kernels: KernelSet,
+    excluded: Excluded | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token, and entropy of its distribution, in nats.
 
@@ -36,11 +38,12 @@ def token_logprobs(
         tokens_N: int64.
         temperature: sampling temperature.
         kernels: compute everything after the matrix product if they support the dtype and device of the hidden states.
+        excluded: tokens with probability 0; no token of `tokens_N` may be one of its decision.
 
     Returns:
         logprobs_N and entropy_N in fp32 (in fp64 for fp64 inputs). Gradients flow through both.
     """
-    return _TokenLogprobs.apply(hidden_NW, weight_VW, bias_V, tokens_N, temperature, kernels.of(hidden_NW))
+    return _TokenLogprobs.apply(hidden_NW, weight_VW, bias_V, tokens_N, temperature, kernels.of(hidden_NW), excluded)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -55,8 +58,9 @@ class _TokenLogprobs(torch.autograd.Function):
         tokens: Tensor,
         temperature: float,
         kernels: Kernels | None,
+        excluded: Excluded | None,
     ) -> tuple[Tensor, Tensor]:
-        logits = Logits(hidden, weight, bias, temperature)
+        logits = Logits(hidden, weight, bias, temperature, excluded)
         logprobs = torch.empty(len(hidden), dtype=logits.exact, device=hidden.device)
         entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in logits.by_decision():
@@ -72,7 +76,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part] = z.gather(1, tokens[part, None])[:, 0] - log_total[part]
             entropy[part] = log_total[part] - torch.linalg.vecdot(p, z) / total
         ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
-        ctx.temperature, ctx.kernels = temperature, kernels
+        ctx.temperature, ctx.kernels, ctx.excluded = temperature, kernels, excluded
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -81,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
-        logits = Logits(hidden, weight, bias, ctx.temperature)
+        logits = Logits(hidden, weight, bias, ctx.temperature, ctx.excluded)
         kernels: Kernels | None = ctx.kernels
         gradients = LogitGradients(logits, kernels, trains_head=ctx.needs_input_grad[1])
         grad_logprobs, grad_entropy = (None if g is None else g.contiguous() for g in (grad_logprobs, grad_entropy))
@@ -103,7 +107,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 here = (tokens >= part.start) & (tokens < part.stop)
                 grad_z[here, tokens[here] - part.start] += grad_logprobs[here]
             gradients.add(part, logits.rounded(grad_z.div_(ctx.temperature)))
-        return *gradients.all(), None, None, None
+        return *gradients.all(), None, None, None, None
 
 
 class Logits:
@@ -114,8 +118,16 @@ class Logits:
     is complete and needs no sum over chunks.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        excluded: Excluded | None = None,
+    ) -> None:
         self.hidden, self.weight, self.bias, self.temperature = hidden, weight, bias, temperature
+        self.excluded = excluded
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
         self.size = chunk_size(len(hidden), len(weight))  # elements of a chunk
         self._products: Tensor | None = None
@@ -131,14 +143,16 @@ class Logits:
         return (slice(v, min(v + width, len(self.weight))) for v in range(0, len(self.weight), width))
 
     def products(self, decisions: slice, tokens: slice) -> Tensor:
-        """W h + b; valid until the next call."""
+        """W h + b, with the logits of excluded tokens; valid until the next call."""
         hidden, weight = self.hidden[decisions], self.weight[tokens]
         if self._products is None:
             self._products = self.hidden.new_empty(self.size)
         out = self._products[: len(hidden) * len(weight)].view(len(hidden), len(weight))
         if self.bias is None:
-            return torch.mm(hidden, weight.T, out=out)
-        return torch.addmm(self.bias[tokens], hidden, weight.T, out=out)
+            torch.mm(hidden, weight.T, out=out)
+        else:
+            torch.addmm(self.bias[tokens], hidden, weight.T, out=out)
+        return out if self.excluded is None else self.excluded.exclude(out, decisions, tokens)
 
     def divided(self, decisions: slice, tokens: slice) -> Tensor:
         """z = (W h + b) / temperature in fp32; valid until the next call."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from covey.config import RunError
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
+from covey.llm.generation.truncation import Truncation
 from covey.llm.model.architecture import vocabulary_of
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote import wire
@@ -101,7 +102,8 @@ def _requests(policy: LanguagePolicy, end_ids: frozenset[int]) -> list[Generatio
     """Random prompts, the same in every probe of a model."""
     generator = torch.Generator().manual_seed(SEED)
     prompts = torch.randint(vocabulary_of(policy.module), (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
-    settings = GenerationSettings(NEW_TOKENS, 1.0, end_ids, 0)
+    shortest = Truncation(min_new_tokens=policy.minimum.tokens)
+    settings = GenerationSettings(NEW_TOKENS, 1.0, end_ids, 0, truncation=shortest)
     return [
         GenerationRequest(tuple(prompt), COMPLETIONS, RandomKey(SEED, 0, number), settings)
         for number, prompt in enumerate(prompts)

@@ -105,7 +105,7 @@ class Proof:
         policy = self.policy
         return LanguagePolicy(
             policy.module, temperature=temperature, microbatch_tokens=policy.microbatch_tokens, backend=policy.backend,
-            weights=policy.weights,
+            weights=policy.weights, minimum=policy.minimum,
         )  # fmt: skip
 
 

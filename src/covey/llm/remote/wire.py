@@ -32,6 +32,7 @@ import numpy as np
 
 from covey.data import EndReason
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
+from covey.llm.generation.truncation import Truncation
 from covey.llm.model.stop_strings import StopStrings
 from covey.runtime.rng import philox4x32
 
@@ -88,6 +89,8 @@ def request_body(request: GenerationRequest, version: str, *, covey: bool) -> di
     body = {"token_ids": list(request.prompt), "sampling_params": parameters, "cache_salt": version}
     if covey and settings.stop is not None:
         parameters["stop"] = list(settings.stop.strings)
+    if covey and settings.truncation.min_new_tokens:
+        parameters["min_tokens"] = settings.truncation.min_new_tokens
     own = asdict(key) | {"shared_prefix": settings.shared_prefix or 0, "continues": settings.continues}
     return body | {"covey": own, "weight_version": version} if covey else body
 
@@ -131,6 +134,7 @@ def read_request(
         raise BadBody("sampling_params.temperature must be at least 0")
     end_ids = frozenset(_tokens(parameters.get("stop_token_ids", []), vocabulary, "sampling_params.stop_token_ids"))
     strings = _texts(parameters.get("stop", []), "sampling_params.stop")
+    min_tokens = _integer(parameters.get("min_tokens", 0), 0, MOST_TOKENS, "sampling_params.min_tokens")
     own = _object(fields.get("covey"), "covey")
     key = _key(own, n, max_tokens)
     # The last token of a prompt is never shared.
@@ -153,6 +157,7 @@ def read_request(
             shared_prefix=shared,
             stop=stop(strings),
             continues=continues,
+            truncation=Truncation(min_new_tokens=min_tokens),
         ),
     )
 

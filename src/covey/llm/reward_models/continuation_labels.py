@@ -150,7 +150,11 @@ class StepLabeller:
         sampler = self.sampler
         prompt = (*group.rollouts[prefix.rollout].context, *prefix.actions)
         fits = self.positions is None or len(prompt) + longest <= self.positions
-        settings = replace(sampler.settings(longest if fits else prefix.room), deadline_seconds=None)
+        settings = replace(
+            sampler.settings(longest if fits else prefix.room),
+            deadline_seconds=None,
+            truncation=sampler.truncation.after(len(prefix.actions)),
+        )
         first = (prefix.rollout * MOST_STEPS + prefix.step) * MOST_CONTINUATIONS
         key = RandomKey(sampler.seed, iteration, group.start.index, first, CONTINUING)
         return GenerationRequest(prompt, self.continuations, key, settings)

@@ -24,7 +24,10 @@ LARGEST_METRIC = 1e300  # so that the sum over a step is finite
 LONGEST_NAME = 100  # characters in the name of a logged metric or column
 _OWN_NAMES = ("reward_call.py", "worker.py", "runner.py", "reward_process.py", "adapters.py")
 _OWN_FILES = {str(Path(__file__).with_name(name)) for name in _OWN_NAMES}
-_OWN_FILES |= {str(Path(__file__).parents[1] / "conversation" / name) for name in ("environment.py", "tools.py")}
+_OWN_FILES |= {
+    str(Path(__file__).parents[1] / "conversation" / name)
+    for name in ("environment.py", "environment_worker.py", "tools.py")
+}
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -201,6 +201,8 @@ def load_function(name: str) -> Callable[..., Any]:
         module = importlib.import_module(source)
     function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
+        if function is not None:
+            raise AttributeError(f"{attribute!r} in {source} is an object: name a function or a class")
         raise AttributeError(f"{source} has no function {attribute!r}")
     return function
 

@@ -43,6 +43,10 @@ def entropy_collapse(history: History, settings: Settings) -> Seen | None:
 def _more_entropy(settings: Settings) -> str:
     bonus = settings.number("loss.entropy_coefficient", 0.0)
     advice = settings.change("loss.entropy_coefficient", 3 * bonus or (0.01 if settings.is_control else 0.002))
+    if settings.get("loss.entropy_target") is None:
+        advice += " with an entropy_target"
+    if not settings.number("loss.clip_cov_fraction", 0.0):
+        advice += f", {settings.change('loss.clip_cov_fraction', 0.002)}"
     temperature = settings.number("sampling.temperature", 1.0)
     if not settings.is_control and temperature < 1:
         return f"{settings.change('sampling.temperature', 1.0)}, or {advice}"

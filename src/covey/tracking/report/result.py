@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from covey.config.fields import plural
-from covey.tracking.console import clock
+from covey.tracking.console import clock, count_of_kind
 from covey.tracking.diagnosis import CHECKS, Finding
 from covey.tracking.report.charts import COLORS, Axes, Interval, Line, chart
+from covey.tracking.report.completions import one_line
 from covey.tracking.report.html import Html, element, section, table
 from covey.tracking.report.run_data import RunData
 from covey.tracking.report.samples import unit_of
@@ -17,6 +18,7 @@ from covey.tracking.score_kinds import axis_tick, is_above
 
 WIDE, NARROW, SMALL = (760.0, 300.0), (400.0, 260.0), (340.0, 190.0)  # of charts, in points
 MOST_PANELS = 24
+MOST_KINDS = 100  # of problems
 # Metrics of the small charts: title, unit ({unit} is a token or an action), limits. Those that no run has are left out.
 PANELS: tuple[tuple[str, str, str, tuple[float | None, float | None]], ...] = (
     ("reward/mean", "Reward", "mean of a step", (None, None)),
@@ -58,8 +60,27 @@ def result_section(run: RunData, level: int) -> Html:
         element("p", verdict_text(run), class_="headline"),
         table(head, rows, numbers=(1, 2, 3)),
         element("p", note, class_="note"),
+        _by_kind(run, head[2]),
         level=level,
     )
+
+
+def _by_kind(run: RunData, after: str) -> Html | None:
+    """The scores of every kind of problem at the token limit of training; None if there are no kinds."""
+    kinds = run.evaluations[0]["kinds"]
+    if not kinds:
+        return None
+    rows = [
+        [
+            one_line(each["kind"]), count_of_kind(each),
+            _written(run, each["before"]), _written(run, each["after"]), _change(run, each["before"], each["after"]),
+        ]
+        for each in kinds[:MOST_KINDS]
+    ]  # fmt: skip
+    head = ("kind of problem", "problems", "before", after, "change")
+    left = len(kinds) - MOST_KINDS
+    more = element("p", f"... {plural(left, 'more kind')}", class_="muted") if left > 0 else None
+    return element("div", table(head, rows, numbers=(1, 2, 3, 4)), more)
 
 
 def verdict_text(run: RunData) -> Html:

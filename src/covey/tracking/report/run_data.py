@@ -83,7 +83,8 @@ class RunData:
         if score is None:
             return []
         known = {key: number(first.get(key)) for key in ("low", "high", "count")}
-        return [{"max_new_tokens": first.get("max_new_tokens"), "before": {"score": score, **known}, "after": None}]
+        before = {"score": score, **known}
+        return [{"max_new_tokens": first.get("max_new_tokens"), "before": before, "after": None, "kinds": []}]
 
     @cached_property
     def findings(self) -> list[Finding]:

@@ -105,6 +105,7 @@ const TITLES = {
   "reward/mean": "Reward, mean", "reward/std": "Reward, spread", "score/mean": "Score in training", "eval/score": "Held-out score",
   kl: "KL to the reference", "kl/behavior": "KL of the update", entropy: "Entropy", "policy/std": "Spread of actions", loss: "Loss",
   "loss/value": "Value loss", grad_norm: "Gradient norm", learning_rate: "Learning rate", kl_coefficient: "KL coefficient",
+  entropy_coefficient: "Entropy coefficient", "clip/range_low": "Clip range, below", "clip/range_high": "Clip range, above",
   "ratio/max": "Largest ratio", "clip/low": "Clipped below", "clip/high": "Clipped above", "length/mean": "Length, mean",
   "length/max": "Length, longest", "length/truncated_fraction": "Truncated", "length/steps": "Reasoning steps",
   "groups/zero_advantage_fraction": "Groups without signal", "groups/failed_rollouts": "Failed rewards",

@@ -5,7 +5,7 @@ import { Curves } from "./curves.js";
 import { h, put, throttle } from "./dom.js";
 import { Findings } from "./findings.js";
 import { bytes, number, seconds, vocabulary, whole } from "./format.js";
-import { results } from "./result.js";
+import { byKind, results } from "./result.js";
 import { router } from "./router.js";
 import { overlaid } from "./runs_list.js";
 
@@ -13,8 +13,9 @@ export class Overview {
   constructor(detail) {
     this.detail = detail;
     this.result = h("section", { class: "panel", "aria-labelledby": "result" }, h("h2", { id: "result" }, "Result so far"), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Table of the evaluations" }));
+    this.kinds = h("div", { class: "scroll by-kind", tabIndex: 0, role: "region", "aria-label": "Table of the results by kind of problem", hidden: true });
     this.facts = h("dl", { class: "fact-list" });
-    this.result.append(this.facts);
+    this.result.append(this.kinds, this.facts);
     this.findings = new Findings((metric) => this.curves?.reveal(metric));
     this.differences = h("section", { class: "panel differences", hidden: true, "aria-labelledby": "differences" }, h("h2", { id: "differences" }, "What differs"), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Table of the settings that differ" }));
     this.place = h("section", { "aria-label": "Curves" });
@@ -45,6 +46,12 @@ export class Overview {
   drawTop() {
     this.top.classList.toggle("several", this.details.length > 1);
     put(this.result.querySelector(".scroll"), results(this.details));
+    const written = JSON.stringify(this.details.map((detail) => [detail.id, detail.evaluations?.[0]?.kinds]));
+    if (written !== this.shownKinds) { // otherwise the place in the table stays
+      this.shownKinds = written;
+      put(this.kinds, byKind(this.details));
+      this.kinds.hidden = !this.kinds.firstChild;
+    }
     put(this.facts, facts(this.detail).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     this.differences.hidden = this.details.length < 2;
     if (this.details.length > 1) put(this.differences.querySelector(".scroll"), differences(this.details));

@@ -1,4 +1,4 @@
-// The result so far: scores before and after with their intervals, as a table and drawn on one line.
+// The result so far: scores before and after with their intervals, as tables and drawn on one line; of all held-out problems and by kind.
 
 import { h } from "./dom.js";
 import { count, number, vocabulary } from "./format.js";
@@ -9,9 +9,7 @@ export function results(details) {
   if (!rows.length) return h("p", { class: "hint" }, "No evaluation yet.");
   const several = details.length > 1;
   const limits = rows.some(({ evaluation }) => evaluation.max_new_tokens !== null && evaluation.max_new_tokens !== undefined);
-  const bounds = rows.flatMap(({ evaluation }) => [evaluation.before, evaluation.after]).filter(Boolean).flatMap((e) => [e.low, e.high, e.score]).filter((v) => v !== null && v !== undefined);
-  const accuracy = rows.every(({ detail }) => vocabulary(detail).kind === "accuracy");
-  const [low, high] = accuracy ? [0, 1] : padded(Math.min(...bounds), Math.max(...bounds));
+  const [low, high] = range(rows.map(({ evaluation }) => evaluation), details);
   const { before, after } = rows[0].evaluation;
   const measured = details[0].wording?.measured ?? "case";
   return h("table", { class: "results" },
@@ -21,18 +19,43 @@ export function results(details) {
     h("tbody", {}, rows.map(({ detail, i, evaluation }) => row(detail, i, evaluation, { several, limits, low, high }))));
 }
 
-function padded(low, high) {
+// A table of the results by kind of problem of the shown runs, at the token limit of training; null if there are no kinds.
+export function byKind(details) {
+  const several = details.length > 1;
+  const shown = details.map((detail, i) => ({ detail, i, kinds: detail.evaluations?.[0]?.kinds ?? [] }));
+  const names = [...new Set(shown.flatMap(({ kinds }) => kinds.map(({ kind }) => kind)))].sort();
+  if (!names.length) return null;
+  const rows = names.flatMap((name) => shown.map(({ detail, i, kinds }) => ({ detail, i, name, found: kinds.find(({ kind }) => kind === name) })).filter(({ found }) => found));
+  const [low, high] = range(rows.map(({ found }) => found), details);
+  return h("table", { class: "results" },
+    h("caption", {}, "By kind of problem, 95\u202f% interval. \u25cb before \u25cf now"),
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "kind"), several && h("th", { scope: "col" }, "run"),
+      h("th", { scope: "col" }, "before"), h("th", { scope: "col" }, "now"), h("th", { scope: "col" }, "change"), h("td", { class: "drawn", "aria-hidden": "true" }, scale(low, high, vocabulary(details[0]))))),
+    h("tbody", {}, rows.map(({ detail, i, name, found }) => h("tr", {}, h("th", { scope: "row", class: "kind" }, name, h("small", {}, count((found.after ?? found.before).count, detail.wording?.measured ?? "case"))), several && h("td", {}, h("i", { class: "swatch", vars: { "--colour": `var(--run-${i})` } }), ` ${detail.name}`),
+      compared(detail, i, found, low, high)))));
+}
+
+// The axis for pairs of estimates.
+function range(pairs, details) {
+  if (details.every((detail) => vocabulary(detail).kind === "accuracy")) return [0, 1];
+  const bounds = pairs.flatMap(({ before, after }) => [before, after]).filter(Boolean).flatMap((e) => [e.low, e.high, e.score]).filter((v) => v !== null && v !== undefined);
+  const [low, high] = [Math.min(...bounds), Math.max(...bounds)];
   const spread = high - low || Math.abs(high) || 1;
   return [low - 0.05 * spread, high + 0.05 * spread];
 }
 
-function row(detail, i, { max_new_tokens: limit, before, after }, { several, limits, low, high }) {
+function row(detail, i, evaluation, { several, limits, low, high }) {
+  return h("tr", {}, several && h("th", { scope: "row" }, h("i", { class: "swatch", vars: { "--colour": `var(--run-${i})` } }), detail.name),
+    limits && h("td", {}, evaluation.max_new_tokens ?? "\u2013"), compared(detail, i, evaluation, low, high));
+}
+
+// The cells of a pair of estimates: before, now, change, drawing.
+function compared(detail, i, { before, after }, low, high) {
   const words = vocabulary(detail);
   const change = before && after ? after.score - before.score : null;
-  return h("tr", {}, several && h("th", { scope: "row" }, h("i", { class: "swatch", vars: { "--colour": `var(--run-${i})` } }), detail.name),
-    limits && h("td", {}, limit ?? "\u2013"), h("td", {}, estimate(before, words)), h("td", {}, estimate(after, words)),
+  return [h("td", {}, estimate(before, words)), h("td", {}, estimate(after, words)),
     h("td", { class: change > 0 ? "better" : change < 0 ? "worse" : "" }, change === null ? "\u2013" : words.change(change)),
-    h("td", { class: "drawn", "aria-hidden": "true" }, whiskers(before, after, low, high, i)));
+    h("td", { class: "drawn", "aria-hidden": "true" }, whiskers(before, after, low, high, i))];
 }
 
 function estimate(value, words) {
