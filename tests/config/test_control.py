@@ -174,7 +174,7 @@ def test_unknown_fields_get_a_suggestion(tmp_path: Path) -> None:
         ENVIRONMENT + "[rollouts]\nsteps = 4\n": "('steps' belongs at the top, before the first [table])",
         ENVIRONMENT + "[update]\ngamma = 0.9\n": "('gamma' belongs in [rollouts])",
         ENVIRONMENT + "[rollouts]\nkind = 'episode'\n": "did you mean 'episodes'?",
-        ENVIRONMENT + "[rollouts]\ngroups = 'episodes'\n": "unknown field 'groups' in [rollouts] (did you mean",
+        ENVIRONMENT + "[rollouts]\ngroups = 'episodes'\n": "('groups' belongs in [replay])",
         ENVIRONMENT + "[rollouts]\ncompare = 'step'\n": "unknown field 'compare' in [rollouts]",
         ENVIRONMENT + "[loss]\ncredit = 'reward_to_go_by_steps'\n": "did you mean 'reward_to_go_by_step'?",
         'environment = "CartPole-v1"\n': "[environment] must be a table with fields below it",

@@ -35,7 +35,7 @@ def test_the_table_at_the_end_of_a_run(before):
     after = by_kind([group(0, "a", 1.0), group(1, "b", 0.0)], SCORE_KINDS["accuracy"])
     summary = {"domain": "language", "score_kind": "accuracy", "evaluations": [{"before": before, "after": after}]}
     (table,) = by_kind_tables(summary)
-    cells = [list(column.cells) for column in table.columns]
+    cells = [[str(cell) for cell in column.cells] for column in table.columns]
     assert cells[0] == ["a", "b"]
     assert cells[1] == ["1", "1"]
     assert cells[2] == (["25.0%", "-"] if before else ["-", "-"])

@@ -79,6 +79,9 @@ CASES = {
             "kl_cov_fraction": 0.1,
         }
     ),
+    "grpo_minimum_length": case(sampling={"min_new_tokens": 3}),
+    "grpo_selection": case(selection={"candidates": 3, "back_to_data": True}),
+    "grpo_replay": case(replay={"groups": 2}),
     "grpo_exact_kl": case(loss={"kl_coefficient": 0.1, "kl_estimator": "exact"}),
     "grpo_target_kl": case(update={"target_kl": 1e-4, "epochs": 4}),
     "grpo_gdpo": case(loss={"normalize_rewards": "each"}),

@@ -153,6 +153,11 @@ class Batch:
         return int(self.mask_BT.shape[0])
 
     @property
+    def has_replayed(self) -> bool:
+        """Whether an earlier step sampled a row."""
+        return self.replayed_B is not None
+
+    @property
     def fresh_B(self) -> Tensor:
         """Bool, True if this step sampled the row."""
         return torch.ones_like(self.valid_B) if self.replayed_B is None else ~self.replayed_B

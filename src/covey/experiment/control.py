@@ -119,8 +119,7 @@ class ControlBuilder:
         return f"{config.algorithm} on {config.environment.id}, {steps}{credit}"
 
     def build(self, store: RunStore, display: Display) -> Experiment:
-        config = self.config
-        gamma = config.discount
+        config, gamma = self.config, self.config.discount
         policy = build_policy(config, self.environments)
         sampler = self.rollouts.sampler(policy, REWARD_SCALES[config.rollouts.reward_scaling](gamma))
         algorithm = build_algorithm(

@@ -256,8 +256,7 @@ class LLMBuilder:
             team=self.team,
             weights=sampler_weights,
         )
-        machine = environment(self.chosen.device, self.chosen.dtype)
-        machine |= loaded.policy.backend.recorded()
+        machine = environment(self.chosen.device, self.chosen.dtype) | loaded.policy.backend.recorded()
         return Experiment(
             parts, _loop_config(config), held_out.measure, lambda: _collect(models, loaded, iterated),
             machine, lambda: {"model": config.model},

@@ -385,9 +385,8 @@ def markdown_table() -> str:
     """The glossary as a markdown table, one row per metric."""
     lines = ["| metric | unit | meaning | a healthy run |", "|---|---|---|---|"]
     for metric in METRICS.values():
-        meaning = metric.meaning.replace("|", "\\|")
-        if not metric.reproducible:
-            meaning += " (differs from run to run)"
+        differs = "" if metric.reproducible else " (differs from run to run)"
+        meaning = metric.meaning.replace("|", "\\|") + differs
         lines.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {metric.healthy} |")
     return "\n".join(lines) + "\n"
 

@@ -12,7 +12,7 @@ from covey.train.gather import check_agreement
 from covey.train.prepare import prepare_rows
 from covey.train.record import step_metrics
 from covey.train.replay import joined
-from covey.train.state import Components, LoopConfig, Progress, optimizers_of, save_checkpoint, saved_if_lost
+from covey.train.state import Components, LoopConfig, Progress, checksums_of, save_checkpoint, saved_if_lost
 from covey.train.update import update
 
 # An optimizer step with a non-finite gradient is skipped. After this number in a row, training has diverged.
@@ -49,7 +49,7 @@ def train(run: Components, config: LoopConfig, progress: Progress, *, should_sto
 
 def train_step(run: Components, config: LoopConfig, progress: Progress) -> StepRecord:
     """One step: draw, sample, grade, prepare, update, refresh. Advances `progress`; returns the record of the step."""
-    step, clock = progress.step + 1, Clock()
+    step, seed, clock = progress.step + 1, config.seed, Clock()
     collected = collect(run, config, progress, clock)
     replayed = run.replay.draw(step)
     with clock.measure("time/prepare"):
@@ -57,21 +57,19 @@ def train_step(run: Components, config: LoopConfig, progress: Progress) -> StepR
             joined(collected.groups, replayed.groups), run.policy, run.algorithm,
             reference=run.reference, critics=run.critics, kl_coefficient=run.kl_coefficient.at(step),
             optimizer_steps=run.learners[0].plan.optimizer_steps(step), mask_truncated=config.mask_truncated,
-            seed=config.seed, step=step, team=run.team,
+            seed=seed, step=step, team=run.team,
         )  # fmt: skip
     with clock.measure("time/update"):
-        batch = prepared.batch()
-        updated = update(run.learners, batch, seed=config.seed, step=step, measure=clock.measure, team=run.team)
+        updated = update(run.learners, prepared.batch(), seed=seed, step=step, measure=clock.measure, team=run.team)
     with clock.measure("time/refresh"):
         run.sampler.refresh(progress.version + 1)
         run.reference_updater.after(step)
     with clock.measure("time/record"):
         credits = run.recorder.credits(collected, prepared.of_step())
-    selection = run.selection.after(step, collected.all_groups)
     run.replay.after(step, collected.groups, prepared)
-    metrics = step_metrics(collected, prepared.metrics | selection | replayed.metrics, updated, clock)
-    weights = {f"weights of the {name}": item.checksum() for name, item in optimizers_of(run).items()}
-    check_agreement(collected.all_groups, updated | weights, run.team, f"step {step}")
+    chosen = run.selection.after(step, collected.all_groups) | replayed.metrics
+    metrics = step_metrics(collected, prepared.metrics | chosen, updated, clock)
+    check_agreement(collected.all_groups, updated | checksums_of(run), run.team, f"step {step}")
     progress.advance(collected.all_groups, metrics)
     run.adapt(step, metrics, sum(len(group.rollouts) for group in collected.all_groups))
     return StepRecord(step, metrics, collected.all_groups, credits)

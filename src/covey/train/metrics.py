@@ -145,8 +145,8 @@ class UpdateMetrics:
     def add_policy(self, part: Batch, output: PolicyOutput, terms: LossTerms) -> None:
         """Add a microbatch of the policy. Rows of earlier steps have metrics of their own, and count in the loss."""
         mask_BT, sums = part.mask_BT, self.sums[self.shard]
-        if part.replayed_B is not None:
-            sums.add_replayed(mask_BT & part.replayed_B[:, None], terms)
+        if part.has_replayed:
+            sums.add_replayed(mask_BT & ~part.fresh_B[:, None], terms)
             mask_BT = mask_BT & part.fresh_B[:, None]
         old_to_new_BT = k3(torch.zeros_like(terms.log_ratio_BT), terms.log_ratio_BT)
         added = torch.stack(

@@ -56,7 +56,7 @@ class Prepared:
 
     def of_step(self) -> Prepared:
         """The same without the rows of earlier steps."""
-        if self.rows.replayed_B is None:
+        if not self.rows.has_replayed:
             return self
         own = self.rows.fresh_B.nonzero()[:, 0]
         rows = replace(self.rows, mask_BT=self.decided_BT).select(own)
@@ -272,9 +272,9 @@ def _check_components(
 
 
 def _check_replay(batch: Batch, algorithm: Algorithm, kl: KLPlacement) -> None:
-    if batch.replayed_B is None:
+    if not batch.has_replayed:
         return
-    if algorithm.importance is None:
+    if not algorithm.importance:
         raise ConfigError(f"the algorithm {algorithm.name} has no importance weights for the rows of earlier steps")
     if algorithm.needs_critic or kl.rows_for_reward(batch).any():
         raise ConfigError(

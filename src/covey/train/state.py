@@ -183,6 +183,11 @@ def optimizers_of(run: Components) -> dict[str, Any]:
     return {name: item for learner in run.learners for name, item in learner.optimizers.items()}
 
 
+def checksums_of(run: Components) -> dict[str, Any]:
+    """Checksums of what the optimizers train, which all ranks must agree on."""
+    return {f"weights of the {name}": item.checksum() for name, item in optimizers_of(run).items()}
+
+
 def _stateful(run: Components) -> dict[str, Any]:
     """The components whose state is saved, by their names in a checkpoint."""
     return optimizers_of(run) | {
