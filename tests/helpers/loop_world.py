@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from covey.core import schedules
-from covey.data import Group, Start, StepRecord
+from covey.data import Group, Start, StepRecord, collate
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import FixedSize
 from covey.train.kl_coefficient import ScheduledCoefficient
-from covey.train.state import Components, LoopConfig
+from covey.train.loop import train
+from covey.train.state import Components, LoopConfig, Progress
 from helpers.gradients import make
 from helpers.tabular_policy import ToyPolicy, rollout
 from helpers.updates import learners_of
@@ -67,6 +71,53 @@ class World:
         self.bests.append(best)
 
 
+@dataclass
+class PolicyWorld:
+    """Tries every action of every start, with its log-probability under the policy. The reward is the action's number,
+    so that the policy moves steadily.
+    """
+
+    policy: ToyPolicy
+    recorded: list[dict[str, float]] = field(default_factory=list)
+    saved: list[dict[str, Any]] = field(default_factory=list)
+
+    def draw(self, seed: int, step: int, count: int, **_: Any) -> list[Start]:
+        return [Start(index, prompt=index) for index in range(count)]
+
+    def held_out(self, count: int) -> list[Start]:
+        return []
+
+    def sample(self, starts, group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
+        groups = [Group(s, [rollout([a], None, context=s.index) for a in range(group_size)]) for s in starts]
+        with torch.no_grad():
+            logprobs_BT = self.policy.evaluate(collate(groups)).logprobs_BT
+        for item, logprob in zip((r for g in groups for r in g.rollouts), logprobs_BT[:, 0].tolist(), strict=True):
+            item.behavior_logprobs = [logprob]
+        return groups
+
+    def refresh(self, version: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def grade(self, groups: list[Group]) -> list[Group]:
+        for group in groups:
+            for item in group.rollouts:
+                item.reward = float(item.actions[0])
+        return groups
+
+    def record(self, record: StepRecord) -> None:
+        self.recorded.append(record.metrics)
+
+    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
+        self.saved.append(copy.deepcopy(state))
+
+    def series(self, name: str) -> list[float]:
+        return [metrics[name] for metrics in self.recorded]
+
+
 def build(world: World, steps: int, **changes: Any) -> tuple[Components, LoopConfig]:
     policy = ToyPolicy(seed=None)
     parts = Components(
@@ -82,3 +133,9 @@ def build(world: World, steps: int, **changes: Any) -> tuple[Components, LoopCon
 
 def never() -> bool:
     return False
+
+
+def go(parts: Components, settings: LoopConfig, progress: Progress | None = None) -> Progress:
+    progress = progress or Progress()
+    train(parts, settings, progress, should_stop=lambda: False)
+    return progress

@@ -5,7 +5,6 @@ Shapes: B rollouts, T decisions.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,10 +26,10 @@ from covey.train.collect import FixedSize
 from covey.train.entropy_control import NO_ENTROPY_CONTROL
 from covey.train.kl_coefficient import ScheduledCoefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
-from covey.train.loop import train
 from covey.train.prepare import Prepared, prepare_rows
 from covey.train.state import Components, LoopConfig, Progress, load_checkpoint
 from helpers.gradients import gradient_of, make, same, step_gradients
+from helpers.loop_world import PolicyWorld, go
 from helpers.tabular_policy import ACTIONS, ToyPolicy, random_groups, rollout
 from helpers.updates import one_update
 
@@ -242,48 +241,9 @@ def test_off_draws_nothing_and_leaves_the_batch():
 # ---- the controllers ----
 
 
-class World:
-    """Samples every action of two starts, each once; the reward is the action's number."""
-
-    def __init__(self, policy: ToyPolicy) -> None:
-        self.policy = policy
-        self.recorded: list[dict[str, float]] = []
-        self.saved: list[dict[str, Any]] = []
-
-    def draw(self, seed: int, step: int, count: int, **_: Any) -> list[Start]:
-        return [Start(index, prompt=index) for index in range(count)]
-
-    def sample(self, starts, group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
-        groups = [Group(s, [rollout([a], None, context=s.index) for a in range(group_size)]) for s in starts]
-        with torch.no_grad():
-            logprobs_BT = self.policy.evaluate(collate(groups)).logprobs_BT
-        for item, logprob in zip((r for g in groups for r in g.rollouts), logprobs_BT[:, 0].tolist(), strict=True):
-            item.behavior_logprobs = [logprob]
-        return groups
-
-    def grade(self, groups: list[Group]) -> list[Group]:
-        for item in (r for g in groups for r in g.rollouts):
-            item.reward = float(item.actions[0])
-        return groups
-
-    def refresh(self, version: int) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def record(self, record: Any) -> None:
-        self.recorded.append(record.metrics)
-
-    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
-        self.saved.append(copy.deepcopy(state))
-
-    def series(self, name: str) -> list[float]:
-        return [metrics[name] for metrics in self.recorded]
-
-
-def build(loss: LossBase, name: str = "grpo", *, steps: int = 12, epochs: int = 3, kind: type[World] = World):
+def build(
+    loss: LossBase, name: str = "grpo", *, steps: int = 12, epochs: int = 3, kind: type[PolicyWorld] = PolicyWorld
+):
     """A run, and what it recorded. The learning rate is large, so that the ratios leave the clip range."""
     policy = ToyPolicy(seed=None)
     world = kind(policy)
@@ -301,10 +261,6 @@ def build(loss: LossBase, name: str = "grpo", *, steps: int = 12, epochs: int = 
     return world, parts, LoopConfig(
         steps=steps, seed=7, starts_per_step=2, group_size=FixedSize(ACTIONS), checkpoint_every=5
     )  # fmt: skip
-
-
-def go(parts: Components, settings: LoopConfig, progress: Progress | None = None) -> None:
-    train(parts, settings, progress or Progress(), should_stop=lambda: False)
 
 
 BONUS = LossBase(kl_coefficient=0.0, entropy_coefficient=0.1, entropy_target=1.2)
@@ -388,7 +344,7 @@ def test_a_step_without_a_measured_entropy_changes_nothing():
     assert set(world.series("entropy_coefficient")) == {0.1}
 
 
-class OnPolicy(World):
+class OnPolicy(PolicyWorld):
     """Samples actions from the policy; the reward is the action's number with noise, so that it always differs."""
 
     def sample(self, starts, group_size: int, step: int, first_rollout: int = 0) -> list[Group]:

@@ -6,10 +6,9 @@ Shapes: B rollouts, T decisions.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,66 +19,21 @@ from covey.algorithms import Algorithm, KLInLoss, KLPenalty, cispo, grpo, reinfo
 from covey.config import LossBase
 from covey.core import kl, schedules
 from covey.core.ratios import ImportanceWeights
-from covey.data import Batch, EndReason, Group, Rollout, Start, StepRecord, collate
+from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.build import build_algorithm, build_kl_coefficient
 from covey.runtime.ema import EMAWeights
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import FixedSize
 from covey.train.kl_coefficient import KLCoefficient, ScheduledCoefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
-from covey.train.loop import train
 from covey.train.prepare import prepare_batch
-from covey.train.state import Components, LoopConfig, NeverUpdate, Progress, load_checkpoint
+from covey.train.state import Components, LoopConfig, NeverUpdate, load_checkpoint
+from helpers.loop_world import PolicyWorld, go
 from helpers.tabular_policy import ACTIONS, Recorder, ToyPolicy, rollout
 from helpers.updates import one_update
 
 ROLLOUTS = 2 * ACTIONS
 TARGET, HORIZON = 0.02, 100
-
-
-@dataclass
-class World:
-    """Tries every action of two starts; the reward is the action's number, so that the policy moves steadily."""
-
-    policy: ToyPolicy
-    recorded: list[dict[str, float]] = field(default_factory=list)
-    saved: list[dict[str, Any]] = field(default_factory=list)
-
-    def draw(self, seed: int, step: int, count: int, **_: Any) -> list[Start]:
-        return [Start(index, prompt=index) for index in range(count)]
-
-    def held_out(self, count: int) -> list[Start]:
-        return []
-
-    def sample(self, starts, group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
-        groups = [Group(s, [rollout([a], None, context=s.index) for a in range(group_size)]) for s in starts]
-        with torch.no_grad():
-            logprobs_BT = self.policy.evaluate(collate(groups)).logprobs_BT
-        for item, logprob in zip((r for g in groups for r in g.rollouts), logprobs_BT[:, 0].tolist(), strict=True):
-            item.behavior_logprobs = [logprob]
-        return groups
-
-    def refresh(self, version: int) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def grade(self, groups: list[Group]) -> list[Group]:
-        for group in groups:
-            for item in group.rollouts:
-                item.reward = float(item.actions[0])
-        return groups
-
-    def record(self, record: StepRecord) -> None:
-        self.recorded.append(record.metrics)
-
-    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
-        self.saved.append(copy.deepcopy(state))
-
-    def series(self, name: str) -> list[float]:
-        return [metrics[name] for metrics in self.recorded]
 
 
 def build(
@@ -92,7 +46,7 @@ def build(
     **settings: Any,
 ):
     policy = ToyPolicy(seed=None)
-    world, reference = World(policy), ToyPolicy(seed=None)
+    world, reference = PolicyWorld(policy), ToyPolicy(seed=None)
     updater = NeverUpdate() if share is None else EMAWeights(reference.module, policy.module, share, every=every)
     algorithm, optimizer = grpo(kl=penalty), MasterAdamW(policy.module, lr=0.05)
     kl_coefficient = kl_coefficient or ScheduledCoefficient(penalty.coefficient)
@@ -105,12 +59,6 @@ def build(
         reference_updater=updater,
     )  # fmt: skip
     return world, parts, LoopConfig(steps=12, seed=7, starts_per_step=2, group_size=FixedSize(ACTIONS), **settings)
-
-
-def go(parts: Components, settings: LoopConfig, progress: Progress | None = None) -> Progress:
-    progress = progress or Progress()
-    train(parts, settings, progress, should_stop=lambda: False)
-    return progress
 
 
 def controlled(coefficient: float = 0.05, warmup: int = 0, to: str = "reference") -> tuple[KLPenalty, KLCoefficient]:

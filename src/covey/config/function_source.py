@@ -25,8 +25,8 @@ _PARSING = threading.Lock()
 _LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.JoinedStr)
 
 
-def check_function_name(function: str, where: str) -> None:
-    """Refuse a name that is not `file.py:function` or `module:function`, or does not exist.
+def check_function_name(function: str, where: str, kind: str = "function") -> None:
+    """Refuse a name that is not `file.py:function` or `module:function`, or does not exist. Messages call it a `kind`.
 
     Raises:
         ConfigError: beginning with `where`, which names the field: if the file or the module is missing, the file is
@@ -40,14 +40,14 @@ def check_function_name(function: str, where: str) -> None:
     if source.endswith(".py"):
         if not path.is_file():
             raise ConfigError(f"{where}: {missing_file(path, source)}")
-        _check_source(path, name, where)
+        _check_source(path, name, where, kind)
     elif os.sep in source:
         raise ConfigError(f"{where}: {source} is no Python file; a file's name ends with .py")
     else:
-        _check_module(source, name, where)
+        _check_module(source, name, where, kind)
 
 
-def _check_module(module: str, name: str, where: str) -> None:
+def _check_module(module: str, name: str, where: str, kind: str) -> None:
     """Look for a module as the function's process will: first in the working directory."""
     if not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(f"{where}: {module!r} is no module's name, nor a Python file: a file's name ends with .py")
@@ -63,10 +63,10 @@ def _check_module(module: str, name: str, where: str) -> None:
     if first != module and found.submodule_search_locations is None:
         raise ConfigError(f"{where}: {first!r} is no package, so there is no module {module!r}")
     if first == module and found.origin and found.origin.endswith(".py"):
-        _check_source(Path(found.origin), name, where)
+        _check_source(Path(found.origin), name, where, kind)
 
 
-def _check_source(path: Path, name: str, where: str) -> None:
+def _check_source(path: Path, name: str, where: str, kind: str) -> None:
     """Parse a file and look for a function among the names that it binds."""
     try:
         with _PARSING, warnings.catch_warnings():
@@ -83,12 +83,11 @@ def _check_source(path: Path, name: str, where: str) -> None:
     bound = _bound_names(tree)
     if bound is None:
         return
-    what = "class" if where.startswith("conversation.") else "function"
     if name not in bound:
         functions = [known for known, node in bound.items() if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-        raise ConfigError(f"{where}: {path} has no {what} {name!r}{did_you_mean(name, functions)}")
+        raise ConfigError(f"{where}: {path} has no {kind} {name!r}{did_you_mean(name, functions)}")
     if isinstance(bound[name], _LITERALS):
-        raise ConfigError(f"{where}: {name!r} in {path} is no {what}")
+        raise ConfigError(f"{where}: {name!r} in {path} is no {kind}")
 
 
 def _bound_names(tree: ast.Module) -> dict[str, ast.AST | None] | None:

@@ -63,7 +63,7 @@ def _check_name(conversation: ConversationConfig) -> None:
             f"conversation=covey.Conversation({given}, ...), or set conversation.environment to file.py:Class"
         )
     if ":" in conversation.environment:
-        check_function_name(conversation.environment, "conversation.environment")
+        check_function_name(conversation.environment, "conversation.environment", "class")
     elif conversation.environment not in BUILT_IN_ENVIRONMENTS:
         names = list(BUILT_IN_ENVIRONMENTS)
         raise ConfigError(
