@@ -60,7 +60,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale and not trackers and not environments" -n $(WORKERS) --dist loadscope
 
 mutants: $(STAMP)
-	@echo "The mutants: about 20 minutes on two cores"
+	@echo "The mutants: about 25 minutes on two cores"
 	@$(BIN)/python -m pytest -m mutants tests/architecture/test_mutants.py
 
 test-slow: $(STAMP)
