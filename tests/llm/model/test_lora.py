@@ -16,7 +16,7 @@ from covey.config.adapter_folder import adapter_folder, read_adapter_config
 from covey.data import Batch, Start, collate
 from covey.llm.critic import AdapterCritic
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.model.adapted_layers import adapted_layers, merged_weight
+from covey.llm.model.adapted_layers import adapted_layers, base_of, joined_weights, merged_weight
 from covey.llm.model.chat import Chat
 from covey.llm.model.lora import (
     CRITIC,
@@ -206,6 +206,29 @@ def test_in_bf16_merged_weights_are_rounded_once() -> None:
         error = (merged_weight(layer).double() - exact_MN).abs() / exact_MN.abs().clamp(min=1e-3)
         assert merged_weight(layer).dtype == torch.bfloat16
         assert float(error.max()) <= 2**-8
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_weights_are_merged_a_few_rows_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, adapter = adapted(kind)
+    layers = list(adapted_layers(adapter.model).values())
+    whole = [merged_weight(layer) for layer in layers]
+    monkeypatch.setattr("covey.llm.model.adapted_layers.MERGED_ROWS", 5)
+    for layer, expected in zip(layers, whole, strict=True):
+        torch.testing.assert_close(merged_weight(layer), expected, rtol=0, atol=1e-6)
+
+
+def test_joined_weights_are_those_of_each_layer_and_a_single_frozen_one_is_not_copied() -> None:
+    policy, adapter = adapted("llama")
+    attention = policy.module.base_model.layers[0].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    expected = torch.cat([merged_weight(layer) for layer in layers])
+    assert not torch.equal(expected, torch.cat([base_of(layer).weight for layer in layers]))
+    assert torch.equal(joined_weights(*layers), expected)
+    mixed = [base_of(layers[0]), layers[1]]
+    assert torch.equal(joined_weights(*mixed), torch.cat([base_of(layers[0]).weight, merged_weight(layers[1])]))
+    head = policy.module.get_output_embeddings()
+    assert joined_weights(head).data_ptr() == head.weight.data_ptr()
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from covey.llm.model.adapted_layers import adapted_layers, base_of, merged_weight
+from covey.llm.model.adapted_layers import adapted_layers, base_of, joined_weights
 
 ROWS = 64  # number of rows for which oneDNN chooses the memory format; other numbers work too
 
@@ -28,9 +28,8 @@ def packs(weight: Tensor) -> bool:
 
 def joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Concatenated weights, merged with their adapters, and biases of linear layers with the same input."""
-    weights = [merged_weight(layer) for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    return torch.cat(weights).detach(), torch.cat(biases).detach() if biases else None
+    return joined_weights(*layers), torch.cat(biases).detach() if biases else None
 
 
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
