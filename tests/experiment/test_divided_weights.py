@@ -9,16 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from covey.config import RunConfig
+from covey.config import ConfigError, LoRAConfig, RunConfig
+from covey.experiment.adaptation import adapt
+from covey.experiment.divided_weights import check_same_weights
+from covey.llm.model.adapted_layers import base_of
 from covey.llm.model.base_identity import BASE_FILE
+from covey.llm.policy import LanguagePolicy
 from covey.runtime.distributed import Alone, ShardedTeam
 from covey.runtime.sharding import is_sharded
 from helpers import sharded_adapters
 from helpers.rank_cases import start_ranks
 from helpers.rank_runs import finish
 from helpers.sharded_adapters import CONFIG, REFRESHED, SHARDS, build, found, frozen_numbers
+from helpers.thread_team import ThreadTeam, on_ranks
+from helpers.tiny_models import tiny_model
 
 
 @pytest.fixture
@@ -50,6 +57,28 @@ def test_policy_reference_and_critic_compute_as_with_whole_weights(
     assert not any(is_sharded(one) for one in weights.state_dict(module).values())
     texts = [(tmp_path / name / "critic" / BASE_FILE).read_text() for name in ("whole", "sharded")]
     assert texts[0] == texts[1], "the checksum is that of whole weights"
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapter"])
+@pytest.mark.parametrize("other", [None, 0, 2])
+def test_ranks_that_have_loaded_other_weights_are_refused(rank: int, other: int | None) -> None:
+    config = RunConfig(model="mine", lora=LoRAConfig(rank))
+    loaded = [adapt(LanguagePolicy(tiny_model("llama", dtype=torch.bfloat16)), config) for _ in range(3)]
+    if other is not None:
+        module = loaded[other][0].module.get_submodule("model.layers.1.mlp.down_proj")
+        base_of(module).weight.data[0, 0] += 0.5
+
+    def compare(team: ThreadTeam) -> str:
+        try:
+            check_same_weights(*loaded[team.rank], config.model, team)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    line = {0: "rank 1 has", 2: "rank 2 has"}.get(other, "")  # type: ignore[arg-type]
+    for found_line in on_ranks(3, 3, compare):
+        assert found_line.startswith(line)
+        assert bool(found_line) == (other is not None)
 
 
 @pytest.mark.slow

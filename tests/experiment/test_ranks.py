@@ -222,6 +222,41 @@ def test_a_rank_whose_weights_differ_by_one_bit_is_found_in_the_same_step(model:
         assert "rank 1 has another result than rank 0 in step 1 (weights of the optimizer)" in err
 
 
+OTHER_MODEL = """
+import sys
+from dataclasses import replace
+import covey.experiment.llm as llm
+from covey import run
+from covey.config import ClusterConfig, LoRAConfig
+from covey.runtime.ranks import own_rank
+from helpers.rank_cases import BASE
+
+load = llm.load_policy
+
+def load_another(config, machine):
+    loaded = load(config, machine)
+    if own_rank():
+        loaded.policy.module.base_model.layers[0].mlp.down_proj.weight.data[0, 0] += 0.1
+    return loaded
+
+llm.load_policy = load_another
+weights, rank = sys.argv[2:]
+run(replace(BASE, model=sys.argv[1], run_dir="run", cluster=ClusterConfig(2, weights), lora=LoRAConfig(int(rank))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize(("weights", "rank"), [("fsdp", 0), ("replicate", 4)])
+def test_a_rank_that_has_loaded_another_model_is_found(model: Path, tmp_path: Path, weights: str, rank: int) -> None:
+    (tmp_path / "other.py").write_text(OTHER_MODEL)
+    arguments = ["other.py", str(model), weights, str(rank)]
+    for one in start_ranks(arguments, 2, tmp_path, PYTHONPATH=os.pathsep.join(sys.path)):
+        _, err = one.communicate(timeout=LIMIT)
+        assert one.returncode
+        assert f"rank 1 has loaded other weights of {model} than rank 0" in err
+
+
 GRADED = """
 import sys
 from covey.config import RunError

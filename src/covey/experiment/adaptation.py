@@ -25,7 +25,7 @@ from covey.config import RunConfig
 from covey.config.adapter_folder import adapter_folder, resolved
 from covey.llm.critic import AdapterCritic, LanguageCritic
 from covey.llm.model.adapted_layers import all_factors
-from covey.llm.model.base_identity import BASE_FILE, check_base, save_base
+from covey.llm.model.base_identity import BASE_FILE, check_base, checksum_of_base, save_base
 from covey.llm.model.lora import (
     CRITIC,
     REFERENCE,
@@ -63,6 +63,9 @@ class Adaptation(Protocol):
     ) -> tuple[LanguagePolicy, LanguagePolicy]:
         """The policy and its reference after the ranks have divided their weights."""
 
+    def checksum(self, policy: LanguagePolicy) -> str:
+        """The checksum of the weights of the model as it was loaded, without an adapter."""
+
     def check_architecture(self, folder: Path) -> None:
         """Refuse to resume a run with other frozen weights; `folder` is that of `save_architecture`.
 
@@ -97,6 +100,9 @@ class AllWeights:
     ) -> tuple[LanguagePolicy, LanguagePolicy]:
         reference = reference.with_outputs(weights=shard(reference.module))
         return policy.with_outputs(weights=shard(policy.module)), reference
+
+    def checksum(self, policy: LanguagePolicy) -> str:
+        return checksum_of_base(policy.module)
 
     def check_architecture(self, folder: Path) -> None:
         """All weights are in the checkpoints."""
@@ -139,6 +145,9 @@ class AdapterOnly:
         name = REFERENCE if self.copies_reference else None
         reference = reference.with_outputs(weights=AdapterWeights(policy.module, name, base))
         return policy.with_outputs(weights=base), reference
+
+    def checksum(self, policy: LanguagePolicy) -> str:
+        return self.adapter.base.checksum
 
     def check_architecture(self, folder: Path) -> None:
         if (folder / BASE_FILE).is_file():

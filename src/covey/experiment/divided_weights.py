@@ -14,7 +14,7 @@ from covey.data import Team
 from covey.experiment.adaptation import Adaptation
 from covey.llm.critic import LanguageCritic
 from covey.llm.policy import LanguagePolicy
-from covey.runtime.distributed import ShardedTeam
+from covey.runtime.distributed import ShardedTeam, exchange_json
 from covey.runtime.sharding import WHOLE, Weights, is_sharded, shard
 from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER
 
@@ -48,6 +48,24 @@ class Models:
             for critic, weights in zip(self.critics, self.critic_weights, strict=True)
         ]
         return [(MODEL_FOLDER, self.policy.collect()), *critics]
+
+
+def check_same_weights(policy: LanguagePolicy, adaptation: Adaptation, name: str, team: Team) -> None:
+    """Compare the weights that the ranks have loaded; every rank calls it, before the ranks divide them.
+
+    Later only trained weights are compared, and of divided weights no rank has more than its rows.
+
+    Raises:
+        ConfigError: on every rank, if they differ.
+    """
+    if team.size == 1:
+        return
+    first, *others = exchange_json(team, adaptation.checksum(policy))
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise ConfigError(
+                f"rank {rank} has loaded other weights of {name} than rank 0: copy the same model to every machine"
+            )
 
 
 def divide(
