@@ -26,6 +26,7 @@ from covey.config.recipe_writing import config_to_toml
 from covey.llm.model.conversion import EMBEDDED
 from helpers.installed import Environment
 from helpers.judge_server import JudgeServer
+from helpers.openenv_server import EchoServer
 from helpers.pages import EXAMPLES, PAGES, ROOT, Block, blocks_of, whole_recipe, write_files
 from helpers.tiny_models import tiny_folder
 
@@ -44,7 +45,8 @@ SHORT_CALLS = {
 }
 SHORT_CONSTANTS = {"STEPS": 2}
 SHORT_NAMES = ("SamplingConfig", "EvaluationConfig", "ControlEvaluationConfig")
-PRINTED_JUDGE = "http://127.0.0.1:8000/v1"  # in its place a server of this test answers
+PRINTED_JUDGE = "http://127.0.0.1:8000/v1"  # in place of these two, servers of this test answer
+PRINTED_OPENENV = "http://127.0.0.1:8000"
 LAST_STEP = ("step-00000060", "step-00000002")  # a checkpoint that a page names, and that of a short run
 AS_PRINTED = ("README.md", *(str(path.relative_to(ROOT)) for path in EXAMPLES))  # the others train a tiny model instead
 SAMPLE = (
@@ -123,10 +125,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environmen
 
 
 @pytest.fixture
-def judge() -> Iterator[str]:
-    """The address of a judge that likes every completion equally well."""
+def servers() -> Iterator[dict[str, str]]:
+    """Printed address -> that of a judge that likes every completion equally well, or of an OpenEnv server."""
+    echo = EchoServer()
     with JudgeServer(lambda asked: asked.say('{"reason": "it is a text", "score": 7}')) as server:
-        yield server.address
+        yield {PRINTED_JUDGE: server.address, PRINTED_OPENENV: echo.url}
+    echo.close()
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +145,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Reader:
     """Follows one page in a folder of its own."""
 
-    def __init__(self, page: Path, folder: Path, environment: Environment, model: str, judge: str) -> None:
+    def __init__(self, page: Path, folder: Path, environment: Environment, model: str, servers: dict[str, str]) -> None:
         self.page, self.folder, self.environment = page, folder, environment
         self.appended = ["--model", model] if model else []
         self.runs: dict[str, list[str]] = {}  # folder of a run -> the words that trained it
@@ -152,7 +156,10 @@ class Reader:
             (folder / "examples" / example.name).write_text(shorter(example.read_text(encoding="utf-8")))
         write_files(page, folder)
         for recipe in folder.glob("*.toml"):
-            recipe.write_text(recipe.read_text(encoding="utf-8").replace(PRINTED_JUDGE, judge), encoding="utf-8")
+            text = recipe.read_text(encoding="utf-8")
+            for printed, address in servers.items():
+                text = text.replace(f'"{printed}"', f'"{address}"')
+            recipe.write_text(text, encoding="utf-8")
 
     def covey(self, words: Sequence[str], **options: Any) -> tuple[int, str]:
         print("$ covey", shlex.join(words))
@@ -288,10 +295,12 @@ def test_covey_is_the_wheel_s(environment: Environment) -> None:
     [pytest.param(page, marks=pytest.mark.ci_sample if page.name in SAMPLE else ()) for page in [*EXAMPLES, *PAGES]],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_a_page_runs_as_printed(page: Path, tmp_path: Path, environment: Environment, tiny: Path, judge: str) -> None:
+def test_a_page_runs_as_printed(
+    page: Path, tmp_path: Path, environment: Environment, tiny: Path, servers: dict[str, str]
+) -> None:
     printed = str(page.relative_to(ROOT)) in AS_PRINTED
     blocks = blocks_of(page)
-    reader = Reader(page, tmp_path, environment, "" if printed else str(tiny), judge)
+    reader = Reader(page, tmp_path, environment, "" if printed else str(tiny), servers)
     for block in blocks:
         reader.follow(block)
     programs = [block.text for block in blocks if block.kind == "python" and not block.file]

@@ -79,6 +79,23 @@ class CounterServer:
             seen(connection, total, "go on", float(total), total >= 10)
 
 
+class EchoServer(CounterServer):
+    """Repeats messages, as the package's own example does; a message pays its length."""
+
+    def __init__(self) -> None:
+        message = {"properties": {"message": {"type": "string"}}, "required": ["message"]}
+        super().__init__({"action": message, "observation": {"properties": {"echoed_message": {"type": "string"}}}})
+
+    def session(self, connection: ServerConnection) -> None:
+        for text in connection:
+            message = json.loads(text)
+            if message["type"] == "close":
+                return
+            said = message["data"].get("message", "begin")
+            payload = {"observation": {"echoed_message": said}, "reward": float(len(said)), "done": False}
+            send(connection, "observation", payload)
+
+
 def use_tool(connection: ServerConnection, data: dict, total: int) -> int:
     """List the tools, or call `add`, which pays the sum so far and ends at 10; returns what was added."""
     if data["type"] == "list_tools":

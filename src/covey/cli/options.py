@@ -132,7 +132,9 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if leaf in DEFAULT_ACTION:
         leaf = f"{leaf} {DEFAULT_ACTION[leaf]}"
     own, fields = _split(rest, commands[leaf])
-    arguments = parser.parse_args([*leaf.split(), *own])
+    arguments, unexpected = parser.parse_known_args([*leaf.split(), *own])
+    if unexpected:
+        commands[leaf].error(_unexpected(unexpected[0], rest))
     _check_fields(fields, commands[leaf], arguments.takes_fields)
     return arguments, fields
 
@@ -144,6 +146,18 @@ def _no_command(word: str, commands: list[str], parser: Parser) -> str:
     if not near and (word in packaged_recipes() or word.endswith(".toml")):
         return f"{word} is a recipe, not a command: write {command('train', word)}"
     return f"there is no command {shortened(word) or repr(word)}{near}; commands: {', '.join(commands)}"
+
+
+def _unexpected(word: str, words: Sequence[str]) -> str:
+    """The error for a word that no option or positional takes, such as the second of `--targets q_proj, v_proj`."""
+    before = list(words[: words.index(word)]) if word in words else []
+    options = [number for number, one in enumerate(before) if one.startswith("--")]
+    told = f"unexpected word {shortened(word)}"
+    if not options or len(before) - options[-1] < 2:
+        return told
+    option, *values = before[options[-1] :]
+    written = ",".join(value.strip(",") for value in [*values, word])
+    return f"{told}: an option has one value, so write a list as {option} {written}, and a text with spaces in quotes"
 
 
 def _check_fields(fields: list[str], parser: Parser, takes_fields: bool) -> None:
