@@ -69,6 +69,7 @@ NOT_RUN = {
     ".venv/bin/python benchmarks/reward_hacking.py --frozen 'runs/frozen-*' --retrained 'runs/retrained-*'": "belongs "
     "to the repository, not to what is installed",
     "covey export runs/arithmetic_grpo-001@60 my_model_60": "the run of this test has two steps",
+    "covey export runs/my_adapter-001@60 my_lora --adapter": "the run of this test has two steps",
     "covey export runs/arithmetic_grpo-001@best my_best_model": "the run of this test has no evaluation in between",
     "covey export runs/arithmetic_grpo-001 my_model --gguf q8_0": "the tiny model has other tokens",
     ".venv/bin/python benchmarks/recording.py": "takes minutes, in the repository",
@@ -265,8 +266,9 @@ class Reader:
 class _Shorter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in SHORT_CALLS:
-            call = ast.parse(f"f({SHORT_CALLS[node.func.id]})", mode="eval").body
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))  # covey.RunConfig(...) or RunConfig(...)
+        if name in SHORT_CALLS:
+            call = ast.parse(f"f({SHORT_CALLS[name]})", mode="eval").body
             assert isinstance(call, ast.Call)
             given = {keyword.arg for keyword in call.keywords}
             node.keywords = [*(keyword for keyword in node.keywords if keyword.arg not in given), *call.keywords]

@@ -246,7 +246,6 @@ run(replace(BASE, model=sys.argv[1], run_dir="run", cluster=ClusterConfig(2, wei
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(("weights", "rank"), [("fsdp", 0), ("replicate", 4)])
 def test_a_rank_that_has_loaded_another_model_is_found(model: Path, tmp_path: Path, weights: str, rank: int) -> None:
     (tmp_path / "other.py").write_text(OTHER_MODEL)
