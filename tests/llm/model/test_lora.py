@@ -219,7 +219,7 @@ def test_weights_are_merged_a_few_rows_at_a_time(kind: str, monkeypatch: pytest.
 
 
 def test_joined_weights_are_those_of_each_layer_and_a_single_frozen_one_is_not_copied() -> None:
-    policy, adapter = adapted("llama")
+    policy, _ = adapted("llama")
     attention = policy.module.base_model.layers[0].self_attn
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
     expected = torch.cat([merged_weight(layer) for layer in layers])
