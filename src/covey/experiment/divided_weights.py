@@ -79,8 +79,10 @@ def divide(
     """Shard the weights, if the ranks of the team divide them.
 
     Raises:
-        ConfigError: if the forward passes of the model are not as many as its microbatches.
+        ConfigError: if the ranks have loaded different weights, or the forward passes of the model are not as many as
+            its microbatches.
     """
+    check_same_weights(policy, adaptation, config.model, team)
     if not isinstance(team, ShardedTeam):
         return Models(policy, reference, critics, [WHOLE for _ in critics])
     if not policy.shares_prompts:

@@ -27,7 +27,7 @@ from covey.experiment.build import (
     build_replay,
 )
 from covey.experiment.conversations import build_rollout_kind
-from covey.experiment.divided_weights import Models, check_same_weights, divide
+from covey.experiment.divided_weights import Models, divide
 from covey.experiment.evaluate_llm import HeldOut
 from covey.experiment.external_sampler import build_generator, describe_sampler
 from covey.experiment.iteration import build_iterated_reward_model
@@ -266,7 +266,6 @@ class LLMBuilder:
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
         loaded = load_policy(self.config, self.chosen)
         loaded.policy, loaded.adaptation = adapt(loaded.policy, self.config)
-        check_same_weights(loaded.policy, loaded.adaptation, self.config.model, self.team)
         loaded.sampler = self.kind.sampler(loaded.sampler)
         loaded.adaptation.check_architecture(store.shared_dir / ARCHITECTURE_FOLDER)
 
