@@ -110,8 +110,8 @@ def merged_weight(layer: Any, whole: Tensor | None = None) -> Tensor:
 def joined_weights(*layers: Any) -> Tensor:
     """The concatenated weights [M, N] of linear layers with the same inputs, merged with their adapters.
 
-    Only tensors of a few MB are allocated beside the result, and a single weight without an adapter is not copied:
-    copies of whole weights leave holes in the heap, which were a fifth of the peak of a model with 4B parameters.
+    Only tensors of a few MB are allocated beside the result, because copies of whole weights leave holes in the heap. A
+    single weight without an adapter is not copied: that of an output layer may be as large as ten other layers.
     """
     weights = [base_of(layer).weight.detach() for layer in layers]
     if len(layers) == 1 and factors_of(layers[0]) is None:
