@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from covey.cli.diagnose import add_diagnose_options
@@ -134,7 +135,7 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     own, fields = _split(rest, commands[leaf])
     arguments, unexpected = parser.parse_known_args([*leaf.split(), *own])
     if unexpected:
-        commands[leaf].error(_unexpected(unexpected[0], rest))
+        commands[leaf].error(_unexpected(unexpected[0], rest, commands[leaf]))
     _check_fields(fields, commands[leaf], arguments.takes_fields)
     return arguments, fields
 
@@ -148,15 +149,16 @@ def _no_command(word: str, commands: list[str], parser: Parser) -> str:
     return f"there is no command {shortened(word) or repr(word)}{near}; commands: {', '.join(commands)}"
 
 
-def _unexpected(word: str, words: Sequence[str]) -> str:
+def _unexpected(word: str, words: Sequence[str], parser: Parser) -> str:
     """The error for a word that no option or positional takes, such as the second of `--targets q_proj, v_proj`."""
-    before = list(words[: words.index(word)]) if word in words else []
-    options = [number for number, one in enumerate(before) if one.startswith("--")]
     told = f"unexpected word {shortened(word)}"
-    if not options or len(before) - options[-1] < 2:
+    place = words.index(word) if word in words else 0
+    option = words[place - 2] if place >= 2 else ""
+    action = parser._option_string_actions.get(option)
+    if not option.startswith("--") or "=" in option or (action and action.nargs == 0):
         return told
-    option, *values = before[options[-1] :]
-    written = ",".join(value.strip(",") for value in [*values, word])
+    values = takewhile(lambda one: not one.startswith("--"), words[place - 1 :])
+    written = ",".join(value.strip(",") for value in values)
     return f"{told}: an option has one value, so write a list as {option} {written}, and a text with spaces in quotes"
 
 

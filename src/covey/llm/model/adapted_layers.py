@@ -99,11 +99,10 @@ def merged_weight(layer: Any, whole: Tensor | None = None) -> Tensor:
     `whole` is W if the layer has only this rank's rows of it.
     """
     weight: Tensor = base_of(layer).weight.detach() if whole is None else whole
-    factors = factors_of(layer)
-    if factors is None:
+    if factors_of(layer) is None:
         return weight
     merged = torch.empty_like(weight)
-    _merge(merged, weight, factors, transposed=layer.fan_in_fan_out)
+    _merge(merged, weight, layer)
     return merged
 
 
@@ -117,21 +116,21 @@ def joined_weights(*layers: Any) -> Tensor:
     if len(layers) == 1 and factors_of(layers[0]) is None:
         return weights[0]
     joined = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
-    for part, weight, layer in zip(joined.split([*map(len, weights)]), weights, layers, strict=True):
-        factors = factors_of(layer)
-        if factors is None:
-            part.copy_(weight)
-        else:
-            _merge(part, weight, factors, transposed=layer.fan_in_fan_out)
+    for part, weight, layer in zip(joined.split([len(weight) for weight in weights]), weights, layers, strict=True):
+        _merge(part, weight, layer)
     return joined
 
 
 @torch.no_grad()
-def _merge(merged: Tensor, weight: Tensor, factors: Factors, *, transposed: bool) -> None:
-    """Write W + s B A to `merged`, MERGED_ROWS rows at a time."""
+def _merge(merged: Tensor, weight: Tensor, layer: Any) -> None:
+    """Write W + s B A to `merged`, MERGED_ROWS rows at a time; W without an adapter."""
+    factors = factors_of(layer)
+    if factors is None:
+        merged.copy_(weight)
+        return
     exact = torch.promote_types(weight.dtype, torch.float32)
     a_RN, b_MR = (factor.detach().to(exact) for factor in factors[:2])
-    left, right = (a_RN.T, b_MR.T) if transposed else (b_MR, a_RN)
+    left, right = (a_RN.T, b_MR.T) if layer.fan_in_fan_out else (b_MR, a_RN)
     for begin in range(0, len(weight), MERGED_ROWS):
         rows = slice(begin, begin + MERGED_ROWS)
         merged[rows] = torch.add(weight[rows].to(exact), left[rows] @ right, alpha=factors.scaling)
