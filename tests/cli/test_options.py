@@ -94,15 +94,15 @@ def test_a_printed_recipe_is_a_recipe(capsys: pytest.CaptureFixture[str], tmp_pa
         ("completion tcsh", "choose from"),
         (
             "train family --targets q_proj, v_proj",
-            "unexpected word 'v_proj': an option has one value, so write a list as --targets q_proj,v_proj, and a text "
+            "extra word 'v_proj': an option has one value, so write a list as --targets q_proj,v_proj, and a text "
             "with spaces in quotes (see covey train --help)",
         ),
         ("train family --digits 1 2 3", "so write a list as --digits 1,2,3, and"),
-        ("train --seed 3 family cartpole_grpo", "unexpected word 'cartpole_grpo' (see covey train --help)"),
-        ("eval --render m lookup", "unexpected word 'lookup' (see covey eval --help)"),
-        ("eval m --task arithmetic lookup", "unexpected word 'lookup': an option has one value"),
-        ("train family cartpole_grpo", "unexpected word 'cartpole_grpo' (see covey train --help)"),
-        ("train family --seed=3 cartpole_grpo", "unexpected word 'cartpole_grpo' (see covey train --help)"),
+        ("train --seed 3 family cartpole_grpo", "extra word 'cartpole_grpo' (see covey train --help)"),
+        ("eval --render m lookup", "extra word 'lookup' (see covey eval --help)"),
+        ("eval m --task arithmetic lookup", "extra word 'lookup': an option has one value"),
+        ("train family cartpole_grpo", "extra word 'cartpole_grpo' (see covey train --help)"),
+        ("train family --seed=3 cartpole_grpo", "extra word 'cartpole_grpo' (see covey train --help)"),
     ],
 )
 def test_misspelt_words_are_told_with_the_nearest_one(

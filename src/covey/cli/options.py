@@ -133,9 +133,9 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if leaf in DEFAULT_ACTION:
         leaf = f"{leaf} {DEFAULT_ACTION[leaf]}"
     own, fields = _split(rest, commands[leaf])
-    arguments, unexpected = parser.parse_known_args([*leaf.split(), *own])
-    if unexpected:
-        commands[leaf].error(_unexpected(unexpected[0], rest, commands[leaf]))
+    arguments, extra = parser.parse_known_args([*leaf.split(), *own])
+    if extra:
+        commands[leaf].error(_extra_word(extra[0], rest, commands[leaf]))
     _check_fields(fields, commands[leaf], arguments.takes_fields)
     return arguments, fields
 
@@ -149,13 +149,13 @@ def _no_command(word: str, commands: list[str], parser: Parser) -> str:
     return f"there is no command {shortened(word) or repr(word)}{near}; commands: {', '.join(commands)}"
 
 
-def _unexpected(word: str, words: Sequence[str], parser: Parser) -> str:
+def _extra_word(word: str, words: Sequence[str], parser: Parser) -> str:
     """The error for a word that no option or positional takes, such as the second of `--targets q_proj, v_proj`."""
-    told = f"unexpected word {shortened(word)}"
+    told = f"extra word {shortened(word)}"
     place = words.index(word) if word in words else 0
     option = words[place - 2] if place >= 2 else ""
     action = parser._option_string_actions.get(option)
-    if not option.startswith("--") or "=" in option or (action and action.nargs == 0):
+    if not option.startswith("--") or option == "--" or "=" in option or (action and action.nargs == 0):
         return told
     values = takewhile(lambda one: not one.startswith("--"), words[place - 1 :])
     written = ",".join(value.strip(",") for value in values)
