@@ -24,7 +24,9 @@ class CounterServer:
         self.schema = {"action": ACTION, "observation": OBSERVATION} if schema is None else schema
         self.open, self.sessions, self.resets = 0, 0, []
         self.most = 10**9
-        self.server = serve(self.talk, "127.0.0.1", 0, process_request=self.answer, compression=None)
+        # Without pings, whose threads draw from the global generator of `random`, in the middle of other tests too.
+        options = {"process_request": self.answer, "compression": None, "ping_interval": None}
+        self.server = serve(self.talk, "127.0.0.1", 0, **options)
         self.url = f"http://127.0.0.1:{self.server.socket.getsockname()[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 

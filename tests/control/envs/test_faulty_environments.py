@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.recipe import config_from_dict
-from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward
+from covey.control.envs.checked import EnvironmentFault, Watchdog, checked_flag, checked_observation, checked_reward
 from covey.control.envs.vector_env import Environments, check_environment, make_environments
 from covey.experiment.control import ControlBuilder
 from covey.experiment.run import check, run
@@ -200,6 +200,16 @@ def test_python_code_that_hangs_in_this_process_is_interrupted(register):
     with pytest.raises(EnvironmentFault, match=r"did not answer within 0.5 s: .* environment.timeout_seconds"):
         collect_episodes(environments)
     time.sleep(0.5)  # nothing is left to be raised here
+
+
+def test_the_thread_of_a_watchdog_ends_with_it():
+    watchdog = Watchdog(0.2, "environment")
+    with watchdog:
+        thread = watchdog._thread
+    assert thread.is_alive()
+    del watchdog
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_a_fault_ends_the_run_in_one_line_and_what_was_learned_stays(register, tmp_path):

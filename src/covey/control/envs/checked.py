@@ -6,6 +6,7 @@ import ctypes
 import re
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,10 @@ class Watchdog:
 
     def __enter__(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="covey-watchdog")
+            pause = min(self.seconds / 4, 1.0)
+            self._thread = threading.Thread(
+                target=_watch, args=(weakref.ref(self), pause), daemon=True, name="covey-watchdog"
+            )
             self._thread.start()
         self._thread_id = threading.get_ident()
         self._due = time.monotonic() + self.seconds
@@ -139,12 +143,18 @@ class Watchdog:
                 "environment.timeout_seconds"
             ) from None
 
-    def _watch(self) -> None:
-        while True:
-            time.sleep(min(self.seconds / 4, 1.0))
-            with self._lock:
-                if not self._fired and time.monotonic() > self._due:
-                    self._fired = True
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(self._thread_id), ctypes.py_object(_Overdue)
-                    )
+    def interrupt_if_overdue(self) -> None:
+        with self._lock:
+            if not self._fired and time.monotonic() > self._due:
+                self._fired = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread_id), ctypes.py_object(_Overdue)
+                )
+
+
+def _watch(reference: weakref.ref[Watchdog], pause: float) -> None:
+    """The thread of a watchdog. It ends when nothing refers to the watchdog any more."""
+    while (watchdog := reference()) is not None:
+        watchdog.interrupt_if_overdue()
+        del watchdog  # not referred to during the pause
+        time.sleep(pause)

@@ -28,7 +28,9 @@ from covey.runtime.cache import cache_folder, check_private, make_folder
 from covey.runtime.device import cpu_info
 
 SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-shared")
+# -fno-strict-aliasing, because the kernels read and write the same memory as vectors of several types. With strict
+# aliasing GCC 12 moved reads before these writes, depending on the processor that -march=native names.
+FLAGS = ("-O3", "-march=native", "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-fopenmp", "-shared")
 COMPILE_SECONDS = 300.0
 SCRATCH = ".compiling-"  # prefix of the folders in which compilers write
 CHECKSUM = ".sha256"  # suffix of the file that holds a library's checksum

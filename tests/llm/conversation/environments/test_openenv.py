@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +47,17 @@ def test_an_episode(server: CounterServer) -> None:
     assert counter.observation == {"total": 10, "word": "go on", "metadata": {"hidden": 1}}, "rewards read it"
     counter.close()
     counter.close()
+
+
+def test_an_open_connection_has_no_thread_that_draws_from_the_global_generator(server: CounterServer) -> None:
+    """The pings of websockets draw from `random` after 20 s, in the middle of what an environment draws."""
+    before = set(threading.enumerate())
+    counter = OpenEnv(server.url)
+    counter.reset(seed=0, answer=3)
+    started = [thread.name for thread in set(threading.enumerate()) - before]
+    counter.close()
+    assert any("recv_events" in name for name in started), "the name by which the threads of a connection are known"
+    assert not any("keepalive" in name for name in started)
 
 
 def test_a_field_of_the_observation_and_columns_for_the_reset_are_chosen_by_options(server: CounterServer) -> None:
@@ -189,6 +202,11 @@ def test_a_server_with_neither_fields_nor_tools_is_refused(
     monkeypatch.setattr("helpers.openenv_server.use_tool", no_tools)
     with pytest.raises(WrongEnvironment, match="has neither fields of actions nor tools"):
         OpenEnv.prepare(url=other_server.url)
+    assert other_server.sessions == 1
+    deadline = time.monotonic() + 5
+    while other_server.open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not other_server.open, "its session is closed"
 
 
 def no_tools(connection: Any, data: dict[str, Any], total: int) -> int:

@@ -79,10 +79,9 @@ class OpenEnv(Adapter):
             WrongEnvironment: if it does not answer, or an option names a field that it does not have.
         """
         cls._schemas.pop(options["url"], None)
-        environment = cls(**options)
         cls._tools.pop(options["url"], None)
-        environment.tool_schemas()
-        environment.close()
+        with contextlib.closing(cls(**options)) as environment:
+            environment.tool_schemas()
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         if not self._calls_tools:

@@ -126,6 +126,9 @@ class WebSocketClient:
                 max_size=MOST_BYTES,
                 proxy=None,
                 compression=None,
+                # The server pings. The thread that would do it here draws from the global generator of `random` at
+                # arbitrary times, so an environment that uses it in the same process would not be repeatable.
+                ping_interval=None,
             )
         except (WebSocketException, InvalidURI, OSError) as error:
             raise WrongEnvironment(

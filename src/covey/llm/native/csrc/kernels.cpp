@@ -91,6 +91,27 @@ extern "C" void decode_step_bf16(const DecodeStepArgs* args) { decode_step(*args
 extern "C" bool has_amx() { return amx_enabled(); }
 extern "C" void weight_gradients_bf16(const WeightGradientArgs* args) { weight_gradients(*args); }
 
+// Whether the scores of queries 1, 2, ... with three keys of ones are right, one query at a time as in decoding.
+static bool scores_are_right() {
+    constexpr int HEAD_DIM = BLOCK, TOKENS = 3, COUNT = TILE + 1;
+    TileConfig tile_config;
+    std::vector<bf16> keys(KVBlock<bf16>::size(PAD, HEAD_DIM)), values(keys.size()), ones(HEAD_DIM);
+    for (bf16& one : ones) from_float(1.0f, &one);
+    KVBlock<bf16> block(keys.data(), values.data(), 0, HEAD_DIM);
+    for (int t = 0; t < TOKENS; t++) block.append(ones.data(), ones.data());
+    Queries<bf16> queries(HEAD_DIM);
+    queries.resize(COUNT);
+    for (int q = 0; q < COUNT; q++) std::fill_n(queries.row(q), HEAD_DIM, q + 1.0f);
+    queries.pack(COUNT);
+    Prefetcher prefetcher;
+    float scores[PAD];
+    for (int q = 0; q < COUNT; q++) {
+        block.score(queries, q, 1, scores, PAD, prefetcher);
+        if (std::any_of(scores, scores + TOKENS, [&](float score) { return score != (q + 1) * HEAD_DIM; })) return false;
+    }
+    return true;
+}
+
 // build.py calls this in a process of its own before it keeps a library, and refuses one that crashes or miscalculates.
 extern "C" bool self_test() {
     constexpr int COLUMNS = 2 * PAD, ROWS = 16;
@@ -99,6 +120,7 @@ extern "C" bool self_test() {
     std::fill_n(weight, COLUMNS, 3.0f);
     rmsnorm_fp32(x, weight, out, &scale, 1, COLUMNS, 0.0f, 2);
     if (std::any_of(out, out + COLUMNS, [](float y) { return !(std::abs(y - 3.0f) < 1e-5f); })) return false;
+    if (!scores_are_right()) return false;
     if (!has_avx512_bf16()) return true;
     alignas(64) static bf16 ones[COLUMNS * COLUMNS], tiles[COLUMNS * COLUMNS], products[ROWS * COLUMNS];
     for (bf16& one : ones) from_float(1.0f, &one);
