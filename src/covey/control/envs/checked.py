@@ -147,9 +147,7 @@ class Watchdog:
         with self._lock:
             if not self._fired and time.monotonic() > self._due:
                 self._fired = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread_id), ctypes.py_object(_Overdue)
-                )
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(_Overdue))
 
 
 def _watch(reference: weakref.ref[Watchdog], pause: float) -> None:
