@@ -54,13 +54,6 @@ def test_mistakes_in_data_and_reward_files_are_told_before_torch_is_loaded(table
 TABLES = [tables.recipes, tables.failing_rewards, tables.commands]
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.slow
-@pytest.mark.ci_sample
-def test_some_malformed_inputs_are_one_line_each(table, forks: Forks, tmp_path: Path) -> None:
-    check(forks, list(islice(table(), 0, None, 3)), tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.ci_sample
 @pytest.mark.parametrize("table", TABLES)
