@@ -35,7 +35,7 @@ from covey.comparison.estimates import (
     trailing_mean,
 )
 from covey.comparison.figure import draw_final_scores, draw_learning_curves, draw_metrics
-from covey.comparison.report import Comparison, markdown_report, summarise
+from covey.comparison.report import Comparison, findings, markdown_report, summarise
 from covey.config import ConfigError
 from covey.tracking.score_kinds import ACCURACY
 from covey.tracking.wording import CONTROL, SECONDS
@@ -246,6 +246,7 @@ def test_two_seeds_claim_nothing_and_three_are_told_what_they_are_worth() -> Non
     text = markdown_report(compare_runs(2), two)
     assert "no difference is claimed from fewer than 3 seeds" in text
     assert "is better" not in text.replace("called better", "")
+    assert not [line for line in findings(two) if " against " in line], "the caution is said once, not for each pair"
     three = markdown_report(compare_runs(3), summarise(compare_runs(3)))
     assert "completely apart in one of 10 comparisons" in three
 

@@ -28,6 +28,7 @@ from covey.tracking.wording import SECONDS, Wording
 CURVES_PICTURE, METRICS_PICTURE, FINAL_PICTURE = "learning_curves.png", "metrics.png", "final_scores.png"
 LEAST_SEEDS = 3  # with fewer no difference is claimed
 MANY_SEEDS = 10  # with fewer, bootstrap intervals are too narrow
+TOO_FEW_SEEDS = "too few seeds to say"
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _compare_pair(
 
 def _verdict(low: float, high: float, first: str, second: str, seeds: int) -> str:
     if seeds < LEAST_SEEDS:
-        return "too few seeds to say"
+        return TOO_FEW_SEEDS
     if low > 0.5:
         return f"{first} is better"
     if high < 0.5:
@@ -188,6 +189,8 @@ def findings(summary: dict[str, Any]) -> list[str]:
             )
     verdicts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for pair in summary["pairs"]:
+        if pair["verdict"] == TOO_FEW_SEEDS:  # a caution says it once, for all pairs
+            continue
         both = verdicts.setdefault((pair["first"], pair["second"]), {})
         both.setdefault(pair["verdict"], []).append(pair["measure"])
     for (first, second), found in verdicts.items():
