@@ -1,10 +1,10 @@
 """Runs the mutants of `tests/**/mutants.toml`: deliberate faults, each of which must make a test fail.
 
 A mutant is one change of text in a copy of the package. `python mutants.py FOLDER [NAME ...]` makes the copies in
-FOLDER, runs each mutant's tests on it and prints a JSON object of pytest's exit statuses (1: a test failed), also that
-of an unchanged copy. If a test failed, the mutant's copy is removed. `make mutants` runs all of them; `make test` only
-checks that each text occurs exactly once. Packages are imported once and every mutant runs in a fork, because imports
-take longer than the tests. As many run at a time as there are processors.
+FOLDER, runs each mutant's tests on it and prints a JSON object with the `Outcome` of each, also that of an unchanged
+copy. If a test failed, the mutant's copy is removed. `make mutants` runs all of them; `make test` only checks that each
+text occurs exactly once. Packages are imported once and every mutant runs in a fork, because imports take longer than
+the tests. As many run at a time as there are processors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -53,6 +54,14 @@ class Mutant(NamedTuple):
     new: str
     tests: list[str]  # files, or single tests where they notice sooner
     cpu: str = ""  # flag of the processors that run this code, and after "without" one that they lack
+
+
+class Outcome(NamedTuple):
+    """How the tests of a mutant ended."""
+
+    status: int  # pytest's exit status (1: a test failed), or minus the signal that ended the process
+    seconds: float
+    mib: int  # peak memory
 
 
 def _runs_here(cpu: str) -> bool:
@@ -116,25 +125,26 @@ def main(root: Path, names: list[str]) -> None:
     mutants = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     tests = {mutant.name: mutant.tests for mutant in mutants}
     tests[UNCHANGED] = sorted({name for some in tests.values() for name in some})
-    statuses: dict[str, int] = {}
-    running: dict[int, str] = {}
+    outcomes: dict[str, Outcome] = {}
+    running: dict[int, tuple[str, float]] = {}
 
     def wait_for_one() -> None:
-        child, status = os.wait()
-        name = running.pop(child)
-        statuses[name] = os.waitstatus_to_exitcode(status)
-        if name != UNCHANGED and statuses[name] == 1:
+        child, status, usage = os.wait4(-1, 0)
+        name, started = running.pop(child)
+        code = os.waitstatus_to_exitcode(status)
+        outcomes[name] = Outcome(code, round(time.monotonic() - started, 1), usage.ru_maxrss >> 10)
+        if name != UNCHANGED and code == 1:
             shutil.rmtree(root / name, ignore_errors=True)  # hundreds of copies would fill a small disk
 
-    for mutant in (*mutants, None):
+    for mutant in (None, *mutants):  # the unchanged copy first, because it takes minutes
         name = mutant.name if mutant else UNCHANGED
         copy_package(root / name, mutant)
-        if len(running) == (os.cpu_count() or 1):
+        if len(running) == len(os.sched_getaffinity(0)):
             wait_for_one()
-        running[start(root / name, tests[name])] = name
+        running[start(root / name, tests[name])] = (name, time.monotonic())
     while running:
         wait_for_one()
-    print(json.dumps(statuses))
+    print(json.dumps({name: outcome._asdict() for name, outcome in outcomes.items()}))
 
 
 if __name__ == "__main__":

@@ -280,9 +280,9 @@ def test_a_second_optimizer_of_a_module_after_the_first():
     assert not torch.equal(module[1].weight, before)
 
 
-def stepped(team):
-    """Parameters and state in bf16 after two steps, in which every shard has other data."""
-    module = make_module(torch.bfloat16)
+def stepped(team, module):
+    """Parameters and state of a copy of the module after two steps, in which every shard has other data."""
+    module = copy.deepcopy(module)
     optimizer = MasterAdamW(module, lr=0.01, team=team)
     for step in (0, 1):
         for shard in own_shards(team):
@@ -293,8 +293,9 @@ def stepped(team):
 
 
 def test_every_rank_has_the_new_parameters():
-    expected = stepped(Alone(2))
-    for found in on_ranks(2, 2, stepped):
+    module = make_module(torch.bfloat16)  # outside of the threads, which share the global random generator
+    expected = stepped(Alone(2), module)
+    for found in on_ranks(2, 2, lambda team: stepped(team, module)):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 

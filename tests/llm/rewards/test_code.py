@@ -296,7 +296,7 @@ def test_a_program_has_the_memory_of_its_limit(name: str) -> None:
 
 def test_output_is_cut_while_it_is_read() -> None:
     program = "import os\nos.write(1, b'1' * 1000)\nwhile True: os.write(1, b' ' * 65536)"
-    verdict = Judge(any_backend(), replace(LIMITS, output_bytes=1 << 16)).judge(
+    verdict = Judge(any_backend(), replace(LIMITS, output_bytes=1 << 16, seconds=5.0)).judge(
         program, StdinTests([StdinCase("", "1")])
     )
     assert verdict.text == "case 1: printed more than 64 KiB"

@@ -144,6 +144,7 @@ class Watchdog:
             ) from None
 
     def interrupt_if_overdue(self) -> None:
+        """Raise `_Overdue` in the watched thread if its call takes too long; the thread of the watchdog calls this."""
         with self._lock:
             if not self._fired and time.monotonic() > self._due:
                 self._fired = True

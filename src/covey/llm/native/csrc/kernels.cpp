@@ -91,7 +91,7 @@ extern "C" void decode_step_bf16(const DecodeStepArgs* args) { decode_step(*args
 extern "C" bool has_amx() { return amx_enabled(); }
 extern "C" void weight_gradients_bf16(const WeightGradientArgs* args) { weight_gradients(*args); }
 
-// Whether the scores of queries 1, 2, ... with three keys of ones are right, one query at a time as in decoding.
+// Whether attention scores are right: queries filled with 1, 2, ..., one at a time as in decoding, and keys of ones.
 static bool scores_are_right() {
     constexpr int HEAD_DIM = BLOCK, TOKENS = 3, COUNT = TILE + 1;
     TileConfig tile_config;
@@ -107,7 +107,8 @@ static bool scores_are_right() {
     float scores[PAD];
     for (int q = 0; q < COUNT; q++) {
         block.score(queries, q, 1, scores, PAD, prefetcher);
-        if (std::any_of(scores, scores + TOKENS, [&](float score) { return score != (q + 1) * HEAD_DIM; })) return false;
+        const float expected = (q + 1) * HEAD_DIM;
+        if (std::any_of(scores, scores + TOKENS, [&](float score) { return score != expected; })) return false;
     }
     return true;
 }
