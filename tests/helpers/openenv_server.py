@@ -24,6 +24,7 @@ class CounterServer:
         self.schema = {"action": ACTION, "observation": OBSERVATION} if schema is None else schema
         self.open, self.sessions, self.resets = 0, 0, []
         self.most = 10**9
+        self.token = ""  # that requests must have
         # Without pings, whose threads draw from the global generator of `random`, in the middle of other tests too.
         options = {"process_request": self.answer, "compression": None, "ping_interval": None}
         self.server = serve(self.talk, "127.0.0.1", 0, **options)
@@ -35,6 +36,8 @@ class CounterServer:
 
     def answer(self, connection: ServerConnection, request: object) -> Response | None:
         path = request.path
+        if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return connection.respond(HTTPStatus.UNAUTHORIZED, "no access\n")
         if path == "/ws":
             return None
         if path == "/schema" and self.schema != "missing":

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -153,6 +154,71 @@ def test_options_that_do_not_fit_are_refused(server: CounterServer, options: dic
             OpenEnv.prepare(**{"url": server.url} | filled)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def private_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[CounterServer]:
+    """A server that needs the access token of the variable RIGHT."""
+    found = CounterServer()
+    found.token = "s3cret"
+    for name, value in {"RIGHT": " s3cret\n", "WRONG": "s3cret2", "EMPTY": "", "TWO_WORDS": "s3 cret"}.items():
+        monkeypatch.setenv(name, value)
+    yield found
+    found.close()
+
+
+def test_the_access_token_is_sent_to_a_private_server_by_every_process(private_server: CounterServer) -> None:
+    options = {"url": private_server.url, "token_variable": "RIGHT"}
+    OpenEnv.prepare(**options)
+    processes = EnvironmentProcesses(CLASS, 30.0, 100, options)
+    session = processes.open(0)
+    assert session.ask({"do": "reset", "columns": {"seed": 0}}).result(60)["text"] == '{"total": 0, "word": "begin"}'
+    processes.close()
+
+
+def test_the_access_token_is_sent_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIGHT", "s3cret")
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"observation": {}}')
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        client = openenv_client.HttpClient(Address(f"http://localhost:{server.server_port}", "RIGHT"))
+        client.reset({})
+        client.close()
+        thread.join()
+    assert seen == ["Bearer s3cret"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "refuses access (status 401)"),
+        ({"token_variable": "WRONG"}, "refuses access (status 401)"),
+        ({"token_variable": "EMPTY"}, "there is no such variable"),
+        ({"token_variable": "TWO_WORDS"}, "there is no such variable"),
+        ({"token_variable": "s3cret"}, "is the name of an environment variable with an access token"),
+        ({"token_variable": "RIGHT", "url": "http://192.0.2.1:8000"}, "which is not encrypted"),
+        ({"token_variable": "RIGHT", "url": "ws://localhost.example:8000"}, "which is not encrypted"),
+        ({"url": "http://me:s3cret@127.0.0.1:8000"}, "has a user name or a password"),
+    ],
+)
+def test_an_access_token_that_is_missing_wrong_or_would_be_shown_is_refused(
+    private_server: CounterServer, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WrongEnvironment) as refused:
+        OpenEnv.prepare(**{"url": private_server.url} | options)
+    assert message in str(refused.value)
+    assert "s3" not in str(refused.value)
 
 
 @pytest.mark.parametrize("other_server", ["no json", {"action": 3}, ["x"]], indirect=True)

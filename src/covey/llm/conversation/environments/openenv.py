@@ -45,6 +45,7 @@ class OpenEnv(Adapter):
         observation: field of the observation that the model reads; empty: all, as JSON if there are several.
         columns: columns of a row that are sent with the reset.
         transport: "websocket", or "http" for an environment whose steps need no earlier ones.
+        token_variable: name of the environment variable with the access token of a private server; empty: none.
     """
 
     _schemas: ClassVar[dict[str, Json]] = {}  # url -> schemas, which the processes of conversations have from `prepare`
@@ -57,10 +58,11 @@ class OpenEnv(Adapter):
         observation: str = "",
         columns: Sequence[str] = (),
         transport: str = "websocket",
+        token_variable: str = "",
     ) -> None:
         if transport not in CLIENTS:
             raise WrongEnvironment(f"the option transport is {transport!r}: choose {' or '.join(CLIENTS)}")
-        self._url, self._address = url, Address(url)
+        self._url, self._address = url, Address(url, token_variable)
         self._columns, self._observation_field = tuple(columns), observation
         self._client: Client = CLIENTS[transport](self._address)
         schemas = self._schemas.get(url) or self._schemas.setdefault(url, self._address.schema())

@@ -7,7 +7,10 @@ it makes an environment for every request, or, in early versions, has one for al
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
+import os
+import re
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -49,31 +52,54 @@ class Client(Protocol):
 
 
 class Address:
-    """Where a server is.
+    """Where a server is, and the headers of requests to it.
 
     >>> Address("http://127.0.0.1:8000/").websocket
     'ws://127.0.0.1:8000/ws'
     """
 
-    def __init__(self, url: str) -> None:
-        """Raises WrongEnvironment if it is no address."""
+    def __init__(self, url: str, token_variable: str = "") -> None:
+        """Read an address.
+
+        Args:
+            token_variable: name of the environment variable with the access token; empty: none is sent.
+
+        Raises:
+            WrongEnvironment: if it is no address, there is no token, or the token would be sent in the clear.
+        """
         scheme, _, rest = str(url).rstrip("/").partition("://")
         kinds = {"http": "", "ws": "", "https": "s", "wss": "s"}
+        host = ""
         try:
-            fits = scheme in kinds and bool(urlsplit(f"http://{rest}").hostname) and urlsplit(f"//{rest}").port != 0
+            parts = urlsplit(f"//{rest}")
+            if scheme in kinds and parts.port != 0:
+                host = parts.hostname or ""
         except ValueError:  # a port that is no number
-            fits = False
-        if not fits:
+            pass
+        if host and parts.username is not None:
+            raise WrongEnvironment(
+                "the option url has a user name or a password: give the address alone, and the name of an environment "
+                "variable with an access token in the option token_variable"
+            )
+        if not host:
             raise WrongEnvironment(
                 f"the option url is {url!r}: give the address of an OpenEnv server, http://host:port"
             )
         self.http = f"http{kinds[scheme]}://{rest}"
         self.websocket = f"ws{kinds[scheme]}://{rest}/ws"
+        self.headers: dict[str, str] = {}
+        if token_variable:
+            if not kinds[scheme] and not _is_this_machine(host):
+                raise WrongEnvironment(
+                    f"the option url is {url!r}, which is not encrypted, and token_variable names an access token: use "
+                    "https"
+                )
+            self.headers = {"Authorization": f"Bearer {_token(token_variable)}"}
 
     def schema(self) -> Json:
         """JSON Schemas of the server's `action` and `observation`; {} if it does not tell them."""
         try:
-            with httpx2.Client(timeout=SCHEMA_SECONDS, trust_env=False) as client:
+            with httpx2.Client(timeout=SCHEMA_SECONDS, trust_env=False, headers=self.headers) as client:
                 response = client.get(f"{self.http}/schema")
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise WrongEnvironment(
@@ -81,6 +107,11 @@ class Address:
             ) from None
         if response.status_code == 404:
             return {}
+        if response.status_code in (401, 403):
+            raise WrongEnvironment(
+                f"the server at {self.http} refuses access (status {response.status_code}): give the name of an "
+                "environment variable with a valid access token in the option token_variable"
+            )
         found = _read(response.content, self.http) if response.status_code == 200 else {}
         if not isinstance(found.get("action"), dict):
             raise WrongEnvironment(f"the server at {self.http} is no OpenEnv server: /schema has no schema of actions")
@@ -126,6 +157,7 @@ class WebSocketClient:
                 max_size=MOST_BYTES,
                 proxy=None,
                 compression=None,
+                additional_headers=self._address.headers,
                 # The server pings. The thread that would do it here draws from the global generator of `random` at
                 # arbitrary times, so an environment that uses it in the same process would not be repeatable.
                 ping_interval=None,
@@ -172,7 +204,9 @@ class HttpClient:
     def __init__(self, address: Address) -> None:
         self._address = address
         # The deadline of a call is that of the conversation.
-        self._client = httpx2.Client(timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS), trust_env=False)
+        self._client = httpx2.Client(
+            timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS), trust_env=False, headers=address.headers
+        )
 
     def reset(self, arguments: Mapping[str, Any]) -> Json:
         return self._post("/reset", dict(arguments))
@@ -198,6 +232,24 @@ class HttpClient:
 
 class _NoSession(Exception):
     """The server has as many sessions as it allows."""
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _token(variable: str) -> str:
+    """The value of an environment variable, which is never shown: a wrong name may be the token itself."""
+    token = os.environ.get(variable, "").strip()
+    if not re.fullmatch(r"[\x21-\x7e]+", token):
+        raise WrongEnvironment(
+            "the option token_variable is the name of an environment variable with an access token, and there is no "
+            "such variable with one word of printable ASCII characters: set it"
+        )
+    return token
 
 
 def _read(content: str | bytes, where: str) -> Json:
