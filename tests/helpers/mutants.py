@@ -1,10 +1,10 @@
 """Runs the mutants of `tests/**/mutants.toml`: deliberate faults, each of which must make a test fail.
 
 A mutant is one change of text in a copy of the package. `python mutants.py FOLDER [NAME ...]` makes the copies in
-FOLDER, runs each mutant's tests on it and prints a JSON object with the `Outcome` of each, also that of an unchanged
-copy. If a test failed, the mutant's copy is removed. `make mutants` runs all of them; `make test` only checks that each
-text occurs exactly once. Packages are imported once and every mutant runs in a fork, because imports take longer than
-the tests. As many run at a time as there are processors.
+FOLDER, runs each mutant's tests on it until one fails, and prints a JSON object with the `Outcome` of each. The tests
+that failed then run on unchanged copies, where they must pass. If a test failed, the mutant's copy is removed. `make
+mutants` runs all of them; `make test` only checks that each text occurs exactly once. Packages are imported once and
+every mutant runs in a fork, because imports take longer than the tests. As many run at a time as there are processors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,8 @@ import torch
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "src" / "covey"
 UNCHANGED = "unchanged"
+FAILED = "failed_tests"
+PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -62,6 +65,19 @@ class Outcome(NamedTuple):
     status: int  # pytest's exit status (1: a test failed), or minus the signal that ended the process
     seconds: float
     mib: int  # peak memory
+    failed: list[str]  # tests, each as file::name below the folder of the tests
+
+
+class FailedTests:
+    """A plugin of pytest that writes the names of failed tests to a file, one per line."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self.file.open("a") as file:
+                file.write(report.nodeid.removeprefix(f"{TESTS.name}/") + "\n")
 
 
 def _runs_here(cpu: str) -> bool:
@@ -110,7 +126,8 @@ def start(folder: Path, tests: list[str]) -> int:
         import covey
 
         assert Path(covey.__file__).is_relative_to(folder)
-        status = pytest.main([*OPTIONS, *(str(TESTS / name) for name in tests)])
+        plugin = FailedTests(folder / FAILED)
+        status = pytest.main([*OPTIONS, *(str(TESTS / name) for name in tests)], plugins=[plugin])
     finally:
         os._exit(status)
 
@@ -123,28 +140,42 @@ def main(root: Path, names: list[str]) -> None:
         pytest.main([str(warm_up)])
     gc.freeze()  # pytest collects garbage at its end: without looking through all of torch again
     mutants = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    tests = {mutant.name: mutant.tests for mutant in mutants}
-    tests[UNCHANGED] = sorted({name for some in tests.values() for name in some})
+    outcomes = run_all(root, [(mutant.name, mutant, mutant.tests) for mutant in mutants])
+    # A mutant that crashed has no failed test.
+    noticed = {name for mutant in mutants for name in (outcomes[mutant.name].failed or mutant.tests)}
+    outcomes |= run_all(root, [(f"{UNCHANGED}_{i}", None, part) for i, part in enumerate(in_parts(noticed))])
+    print(json.dumps({name: outcome._asdict() for name, outcome in outcomes.items()}))
+
+
+def in_parts(tests: set[str]) -> list[list[str]]:
+    """Divide tests into one part for each processor, each with whole files."""
+    files = sorted({name.partition("::")[0] for name in tests})
+    chosen = [set(files[i::PROCESSORS]) for i in range(PROCESSORS)]
+    return [sorted(name for name in tests if name.partition("::")[0] in some) for some in chosen if some]
+
+
+def run_all(root: Path, jobs: Sequence[tuple[str, Mutant | None, list[str]]]) -> dict[str, Outcome]:
+    """Run tests on copies of the package in the folder `root`: a job is the name of a copy, its mutant, and tests."""
     outcomes: dict[str, Outcome] = {}
     running: dict[int, tuple[str, float]] = {}
 
     def wait_for_one() -> None:
         child, status, usage = os.wait4(-1, 0)
         name, started = running.pop(child)
-        code = os.waitstatus_to_exitcode(status)
-        outcomes[name] = Outcome(code, round(time.monotonic() - started, 1), usage.ru_maxrss >> 10)
-        if name != UNCHANGED and code == 1:
+        code, failed = os.waitstatus_to_exitcode(status), root / name / FAILED
+        names = failed.read_text().splitlines() if failed.exists() else []
+        outcomes[name] = Outcome(code, round(time.monotonic() - started, 1), usage.ru_maxrss >> 10, names)
+        if code == 1 and not name.startswith(UNCHANGED):
             shutil.rmtree(root / name, ignore_errors=True)  # hundreds of copies would fill a small disk
 
-    for mutant in (None, *mutants):  # the unchanged copy first, because it takes minutes
-        name = mutant.name if mutant else UNCHANGED
+    for name, mutant, tests in jobs:
         copy_package(root / name, mutant)
-        if len(running) == len(os.sched_getaffinity(0)):
+        if len(running) == PROCESSORS:
             wait_for_one()
-        running[start(root / name, tests[name])] = (name, time.monotonic())
+        running[start(root / name, tests)] = (name, time.monotonic())
     while running:
         wait_for_one()
-    print(json.dumps({name: outcome._asdict() for name, outcome in outcomes.items()}))
+    return outcomes
 
 
 if __name__ == "__main__":
