@@ -143,6 +143,9 @@ def compile_with_little_optimisation(folder: Path) -> None:
 
 
 def main(root: Path, names: list[str]) -> None:
+    unknown = set(names) - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        sys.exit(f"no mutant that runs on this processor is named {', '.join(sorted(unknown))}")
     compile_with_little_optimisation(root)
     torch.set_num_threads(1)
     warm_up = root / "test_warm_up.py"
