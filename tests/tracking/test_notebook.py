@@ -63,6 +63,8 @@ summary = run(read_recipe("tiny.toml", {options}))
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_run_is_one_output_that_is_updated(folder: Path) -> None:
     published, printed = outputs_of(RUN.format(options=["--show-rollouts-every", "1"]), folder)
     assert len({output["id"] for output in published}) == 1

@@ -181,6 +181,8 @@ def kernels_of(instruction_set: str, dtype: torch.dtype) -> Kernels:
 PROMPTS, COMPLETIONS = [5, 23, 2, 7, 8], [[1, 9, 40, 3], [12, 1, 70, 30], [2], [3, 9, 9, 4, 8], []]
 
 
+@pytest.mark.slow  # each set of flags is compiled
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_every_instruction_set_gives_the_numbers_and_gradients_of_plain_attention(instruction_set, dtype):
