@@ -141,6 +141,14 @@ def is_this_machine(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
+def is_local(host: str) -> bool:
+    """True for a loopback address and for "localhost"."""
+    try:
+        return is_this_machine(host)
+    except ValueError:
+        return host == "localhost"
+
+
 def _secret_in_address(where: str, what: str) -> ConfigError:
     return ConfigError(
         f"{where}: judge must be a plain address, and this one has {what}; an access token belongs in a file "

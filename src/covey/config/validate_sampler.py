@@ -12,7 +12,7 @@ from covey.config.files import shortened, user_path
 from covey.config.llm import RunConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.token_file import default_token_file, read_token
-from covey.config.validate_judge import is_this_machine
+from covey.config.validate_judge import is_local
 
 
 def check_sampler(config: RunConfig) -> None:
@@ -43,7 +43,7 @@ def check_sampler(config: RunConfig) -> None:
     hosts = [_host(address) for address in sampler.servers]
     if len(set(hosts)) < len(hosts):
         raise ConfigError("sampler.servers has an address twice: name each server once")
-    elsewhere = [host for host, _ in hosts if not _is_local(host)]
+    elsewhere = [host for host, _ in hosts if not is_local(host)]
     if elsewhere and not sampler.token_file:
         raise ConfigError(
             f"sampler.servers: {elsewhere[0]} is another machine, so sampler.token_file must name the file with its "
@@ -84,13 +84,6 @@ def _host(address: str) -> tuple[str, int]:
             f"sampler.servers must be addresses such as http://127.0.0.1:8801, without a path (is {shortened(address)})"
         )
     return parts.hostname, port or (443 if parts.scheme == "https" else 80)
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return is_this_machine(host)
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_folder(sampler: SamplerConfig, elsewhere: list[str]) -> None:

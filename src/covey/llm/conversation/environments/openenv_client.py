@@ -7,7 +7,6 @@ it makes an environment for every request, or, in early versions, has one for al
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import httpx2
 from websockets.exceptions import ConnectionClosed, InvalidURI, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
+from covey.config.validate_judge import is_local
 from covey.llm.conversation.adapter import WrongEnvironment
 from covey.llm.rewards.reward_call import one_printable_line
 
@@ -89,7 +89,7 @@ class Address:
         self.websocket = f"ws{kinds[scheme]}://{rest}/ws"
         self.headers: dict[str, str] = {}
         if token_variable:
-            if not kinds[scheme] and not _is_this_machine(host):
+            if not kinds[scheme] and not is_local(host):
                 raise WrongEnvironment(
                     f"the option url is {url!r}, which is not encrypted, and token_variable names an access token: use "
                     "https"
@@ -232,13 +232,6 @@ class HttpClient:
 
 class _NoSession(Exception):
     """The server has as many sessions as it allows."""
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _token(variable: str) -> str:
