@@ -124,7 +124,7 @@ def test_a_writer_is_found_on_a_file_system_without_locks(tmp_path: Path) -> Non
     make_run(tmp_path / "run")
 
     def write() -> object:
-        file = open(tmp_path / "run" / "covey.lock", "r+")  # noqa: SIM115
+        file = open(tmp_path / "run" / "covey.lock", "w")  # noqa: SIM115 -- not r+: a shorter number would leave a rest
         file.write(f"{os.getpid()} {os.uname().nodename}\n")
         file.flush()
         return file
