@@ -421,6 +421,17 @@ def test_a_remedy_follows_the_settings():
     assert rate.remedy == "Try update.learning_rate = 3.33e-06 (now 1e-05)"
 
 
+def test_a_minimum_length_is_proposed_against_shorter_completions_alone():
+    """It is a fraction of the length at the start, and not below a minimum that the run has already."""
+    case = CASES["length drift"]
+    shorter = {"length/mean": then(12.5, 5)}
+    assert "sampling.min_new_tokens = 9 (unset now)" in case.found(shorter)["length drift"].remedy
+    assert "min_new_tokens" not in case.found({})["length drift"].remedy
+    cannot = {"conversation": {"environment": "maze"}}, {"sampler": {"kind": "vllm"}}
+    for tables in ({"sampling": {"min_new_tokens": 9}}, *cannot):
+        assert "min_new_tokens" not in case.found({"config": tables, **shorter})["length drift"].remedy
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_check_says_nothing_about_metrics_that_are_missing(name):
     assert not found(CASES[name].config, {})

@@ -14,6 +14,7 @@ NEARLY_ALL = 0.9  # the others are too few to compare with
 EQUAL = 1e-6
 COSTLY = 0.5  # standard deviations of the reward
 DRIFT = 2.0  # factor of the length
+LEAST = 0.75  # proposed minimum length, as a fraction of the mean length at the start
 
 
 def truncation(history: History, settings: Settings) -> Seen | None:
@@ -59,19 +60,34 @@ def length_drift(history: History, settings: Settings) -> Seen | None:
             continue
         return Seen(
             f"the completions went from {start:.3g} to {level:.3g} {unit}, and the score did not rise",
-            f"Try {_against_drift(settings, level > start)}",
+            f"Try {_against_lengthening(settings) if level > start else _against_shortening(history, settings)}",
         )
     return None
 
 
-def _against_drift(settings: Settings, longer: bool) -> str:
-    coefficient = settings.number("loss.kl_coefficient", 0.0)
-    hold = settings.change("loss.kl_coefficient", 2 * coefficient or 0.02)
-    if longer and settings.algorithm == "grpo":
+def _against_lengthening(settings: Settings) -> str:
+    if settings.algorithm == "grpo":
         return (
-            f"{settings.change('algorithm', 'dr_grpo')}, whose loss does not favour long wrong completions, or {hold}"
+            f"{settings.change('algorithm', 'dr_grpo')}, whose loss does not favour long wrong completions, or "
+            f"{_held(settings)}"
         )
-    return f"{hold}, and read rollouts/: does the reward pay for {'long' if longer else 'short'} completions?"
+    return f"{_held(settings)}, and read rollouts/: does the reward pay for long completions?"
+
+
+def _against_shortening(history: History, settings: Settings) -> str:
+    tokens = int(LEAST * (history.start("length/mean") or 0.0))
+    # In a conversation the minimum is that of a turn, and the length that of all turns. vLLM as the sampler has none.
+    can_be_set = settings.get("conversation") is None and settings.get("sampler.kind") != "vllm"
+    if can_be_set and tokens > settings.number("sampling.min_new_tokens", 0):
+        minimum = f"{settings.change('sampling.min_new_tokens', tokens)}, which allows no shorter completions, or "
+    else:
+        minimum = ""
+    return f"{minimum}{_held(settings)}, and read rollouts/: does the reward pay for short completions?"
+
+
+def _held(settings: Settings) -> str:
+    """The change that holds the policy near the reference."""
+    return settings.change("loss.kl_coefficient", 2 * settings.number("loss.kl_coefficient", 0.0) or 0.02)
 
 
 CHECKS = (
