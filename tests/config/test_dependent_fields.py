@@ -103,6 +103,7 @@ name = "arithmetic"
 [sampling]
 prompts_per_step = 8
 max_new_tokens = 20
+min_new_tokens = 10
 overlong_tokens = 10
 {sampling}
 [loss]
@@ -145,8 +146,20 @@ token_limits = [20, 40]
         ("--minibatches 1", {"loss.kl_cov_fraction": 0.0, "loss.kl_cov_coefficient": 1.0, "loss.entropy_target": 0.5}),
         ("--clip-cov-fraction 0", {"loss.clip_cov_bounds": (1.0, 5.0)}),
         ("--refresh-every 0", {"reference.refresh_fraction": 1.0}),
-        ("--max-new-tokens 8", {"sampling.overlong_tokens": 4, "evaluation.token_limits": (8, 40)}),
-        ("--max-new-tokens 40", {"sampling.overlong_tokens": 10, "evaluation.token_limits": (40,)}),
+        (
+            "--max-new-tokens 8",
+            {"sampling.min_new_tokens": 4, "sampling.overlong_tokens": 4, "evaluation.token_limits": (8, 40)},
+        ),
+        (
+            "--max-new-tokens 40",
+            {"sampling.min_new_tokens": 10, "sampling.overlong_tokens": 10, "evaluation.token_limits": (40,)},
+        ),
+        ("--max-new-tokens 1", {"sampling.min_new_tokens": 0}),
+        ("--digits 1", {"sampling.min_new_tokens": 0}),
+        ("--task countdown", {"sampling.min_new_tokens": 0}),
+        ("--model elsewhere", {"sampling.min_new_tokens": 0}),
+        ("--examples 1+1,2", {"sampling.min_new_tokens": 0}),
+        ("--sampler.kind covey --sampler.start 1", {"sampling.min_new_tokens": 10}),
         ("--prompts-per-step 6", {"update.minibatches": 3}),
         ("--group-size 2", {"sampling.initial_group_size": 2, "sampling.max_group_size": 40}),
         ("--group-size 50", {"sampling.initial_group_size": 8, "sampling.max_group_size": 50}),
@@ -163,6 +176,15 @@ def test_what_a_change_brings_with_it(words: str, expected: dict[str, Any], tmp_
     path.write_text(RECIPE.format(sampling=adaptive, loss="clip_low = 0.1"))
     config = read_recipe(path, words.split())
     assert {name: get(config, name) for name in expected} == expected
+
+
+def test_vllm_as_the_sampler_has_no_minimum_length(tmp_path: Path) -> None:
+    recipe, token = tmp_path / "whole.toml", tmp_path / "token"
+    recipe.write_text(RECIPE.format(sampling="", loss=""))
+    token.touch(0o600)
+    token.write_text("a" * 40)
+    words = ["--sampler.kind", "vllm", "--servers", "http://127.0.0.1:8801", "--token-file", str(token)]
+    assert get(read_recipe(recipe, words), "sampling.min_new_tokens") == 0
 
 
 def test_rewards_follow_the_task() -> None:

@@ -136,6 +136,14 @@ def _scaled_tokens(recipe: RunConfig, config: RunConfig, name: str) -> int | Non
     return round(tokens * limit / recipe.sampling.max_new_tokens)
 
 
+def _minimum_length(recipe: RunConfig, config: RunConfig, name: str) -> int:
+    """Scale the minimum length with the limit if it no longer fits."""
+    minimum, limit = config.sampling.min_new_tokens, config.sampling.max_new_tokens
+    if minimum < limit or limit < 1 or recipe.sampling.max_new_tokens <= minimum:
+        return minimum
+    return minimum * limit // recipe.sampling.max_new_tokens
+
+
 def _token_limits(recipe: RunConfig, config: RunConfig, name: str) -> tuple[int, ...]:
     """Keep the token limit of training among those of evaluations."""
     old, new = recipe.sampling.max_new_tokens, config.sampling.max_new_tokens
@@ -254,6 +262,7 @@ _STEPS = (
     *("checkpoint.every", "evaluation.every"),
 )
 _CLIPS = ("loss.clip_low", "loss.clip_high", "loss.dual_clip")
+_LENGTH = ("model", "task", "task.digits", "chat.examples", "chat.system_prompt")  # causes of another length of answers
 _GROUP_SIZES = ("sampling.adaptive", "sampling.group_size", "sampling.final_group_size")
 _ALGORITHM = ("algorithm", "rollouts.kind")
 _REPLAYED = (
@@ -357,6 +366,9 @@ RULES: dict[type, list[Rule]] = {
         ),
         Rule("sampling.max_group_size", _GROUP_SIZES, _most),
         Rule("sampling.overlong_tokens", ("sampling.max_new_tokens",), _scaled_tokens),
+        Rule("sampling.min_new_tokens", _LENGTH, default),
+        Rule("sampling.min_new_tokens", ("sampler.kind",), _if(lambda config: config.sampler.kind == "vllm", default)),
+        Rule("sampling.min_new_tokens", ("sampling.max_new_tokens",), _minimum_length),
         Rule("evaluation.token_limits", ("sampling.max_new_tokens",), _token_limits),
         Rule("update.minibatches", ("sampling.prompts_per_step",), _minibatches),
         Rule(
