@@ -71,6 +71,6 @@ HEALTHY: dict[str, Healthy] = {
 # Runs of the embedded model, by the commands that made them.
 COMMANDS = {
     "arithmetic_grpo": "covey train arithmetic_grpo --steps 40 --token-limits 14 --evaluation.problems 64 "
-    "--evaluation.every 20",
+    "--evaluation.every 20 --min-new-tokens 0",
     "family": "covey train family --token-budget 24000 --threads 1",
 }

@@ -48,7 +48,13 @@ def truncation_of(arguments: argparse.Namespace, temperature: float, sampling: S
     if temperature == 0 and (without_effect := [name for name in given if name != "min_new_tokens"]):
         option = f"--{without_effect[0].replace('_', '-')}"
         raise ConfigError(f"{option} changes no greedy answer: raise --temperature, or leave it out")
+    is_of_run = "min_new_tokens" not in given
     shortest = given.setdefault("min_new_tokens", sampling.min_new_tokens)
     if shortest >= sampling.max_new_tokens:
+        if is_of_run:
+            raise ConfigError(
+                f"--max-new-tokens must be above the run's minimum length, {shortest} (is {sampling.max_new_tokens}): "
+                "raise it, or add --min-new-tokens 0"
+            )
         raise ConfigError(f"--min-new-tokens must be below --max-new-tokens, {sampling.max_new_tokens} (is {shortest})")
     return given

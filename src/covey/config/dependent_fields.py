@@ -139,9 +139,7 @@ def _scaled_tokens(recipe: RunConfig, config: RunConfig, name: str) -> int | Non
 def _minimum_length(recipe: RunConfig, config: RunConfig, name: str) -> int:
     """Scale the minimum length with the limit if it no longer fits."""
     minimum, limit = config.sampling.min_new_tokens, config.sampling.max_new_tokens
-    if minimum < limit or limit < 1 or recipe.sampling.max_new_tokens <= minimum:
-        return minimum
-    return minimum * limit // recipe.sampling.max_new_tokens
+    return minimum if minimum < limit else minimum * limit // recipe.sampling.max_new_tokens
 
 
 def _token_limits(recipe: RunConfig, config: RunConfig, name: str) -> tuple[int, ...]:
@@ -262,7 +260,7 @@ _STEPS = (
     *("checkpoint.every", "evaluation.every"),
 )
 _CLIPS = ("loss.clip_low", "loss.clip_high", "loss.dual_clip")
-_LENGTH = ("model", "task", "task.digits", "chat.examples", "chat.system_prompt")  # causes of another length of answers
+_LENGTH = ("model", "task", "task.digits", "chat.examples", "chat.system_prompt")  # change the length of answers
 _GROUP_SIZES = ("sampling.adaptive", "sampling.group_size", "sampling.final_group_size")
 _ALGORITHM = ("algorithm", "rollouts.kind")
 _REPLAYED = (

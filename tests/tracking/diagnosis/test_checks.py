@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
@@ -426,7 +426,11 @@ def test_a_minimum_length_is_proposed_against_shorter_completions_alone():
     case = CASES["length drift"]
     shorter = {"length/mean": then(12.5, 5)}
     assert "sampling.min_new_tokens = 9 (unset now)" in case.found(shorter)["length drift"].remedy
+    whole = asdict(config_from_dict(copy.deepcopy(LANGUAGE)))  # with all tables, as a run records them
+    assert "sampling.min_new_tokens = 9 (now 0)" in case.found({"config": whole, **shorter})["length drift"].remedy
     assert "min_new_tokens" not in case.found({})["length drift"].remedy
+    fewer_steps = {"length/mean": 10, "length/steps": then(4, 2)}
+    assert "min_new_tokens" not in case.found(fewer_steps)["length drift"].remedy
     cannot = {"conversation": {"environment": "maze"}}, {"sampler": {"kind": "vllm"}}
     for tables in ({"sampling": {"min_new_tokens": 9}}, *cannot):
         assert "min_new_tokens" not in case.found({"config": tables, **shorter})["length drift"].remedy

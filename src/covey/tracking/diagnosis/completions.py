@@ -58,9 +58,12 @@ def length_drift(history: History, settings: Settings) -> Seen | None:
         start, level = history.start(name), history.level(name)
         if not start or level is None or history.rises("score/mean") or 1 / DRIFT < level / start < DRIFT:
             continue
+        if level > start:
+            remedy = _against_lengthening(settings)
+        else:
+            remedy = _against_shortening(settings, start if unit == "tokens" else 0.0)
         return Seen(
-            f"the completions went from {start:.3g} to {level:.3g} {unit}, and the score did not rise",
-            f"Try {_against_lengthening(settings) if level > start else _against_shortening(history, settings)}",
+            f"the completions went from {start:.3g} to {level:.3g} {unit}, and the score did not rise", f"Try {remedy}"
         )
     return None
 
@@ -69,24 +72,23 @@ def _against_lengthening(settings: Settings) -> str:
     if settings.algorithm == "grpo":
         return (
             f"{settings.change('algorithm', 'dr_grpo')}, whose loss does not favour long wrong completions, or "
-            f"{_held(settings)}"
+            f"{_stronger_kl(settings)}"
         )
-    return f"{_held(settings)}, and read rollouts/: does the reward pay for long completions?"
+    return f"{_stronger_kl(settings)}, and read rollouts/: does the reward pay for long completions?"
 
 
-def _against_shortening(history: History, settings: Settings) -> str:
-    tokens = int(LEAST * (history.start("length/mean") or 0.0))
+def _against_shortening(settings: Settings, tokens_at_start: float) -> str:
+    shortest = int(LEAST * tokens_at_start)
     # In a conversation the minimum is that of a turn, and the length that of all turns. vLLM as the sampler has none.
-    can_be_set = settings.get("conversation") is None and settings.get("sampler.kind") != "vllm"
-    if can_be_set and tokens > settings.number("sampling.min_new_tokens", 0):
-        minimum = f"{settings.change('sampling.min_new_tokens', tokens)}, which allows no shorter completions, or "
+    can_be_set = not settings.get("conversation.environment") and settings.get("sampler.kind") != "vllm"
+    if can_be_set and shortest > settings.number("sampling.min_new_tokens", 0):
+        minimum = f"{settings.change('sampling.min_new_tokens', shortest)}, which allows no shorter completions, or "
     else:
         minimum = ""
-    return f"{minimum}{_held(settings)}, and read rollouts/: does the reward pay for short completions?"
+    return f"{minimum}{_stronger_kl(settings)}, and read rollouts/: does the reward pay for short completions?"
 
 
-def _held(settings: Settings) -> str:
-    """The change that holds the policy near the reference."""
+def _stronger_kl(settings: Settings) -> str:
     return settings.change("loss.kl_coefficient", 2 * settings.number("loss.kl_coefficient", 0.0) or 0.02)
 
 
