@@ -18,6 +18,7 @@ from covey.config.recipe_writing import write_config
 from covey.runtime.cache import cache_folder
 from covey.tracking.run_store import read_metrics
 from covey.tracking.trackers.rows import CHARACTERS, COLUMNS
+from covey.tracking.trackers.tracker import NEW, Position, TrackedRun
 from helpers import toy_envs
 from helpers.iterative_runs import STEPS as ITERATIVE_STEPS
 from helpers.iterative_runs import write_iterative_recipes
@@ -110,6 +111,40 @@ def test_a_run_that_was_killed_is_in_its_tracker_once_and_whole(
     assert all(0 < len(rows) <= 6 for rows in found.tables.values())
     config = found.config.get("environment.id") or found.config["environment"]["id"]
     assert config == "CartPole-v1"
+
+
+@pytest.mark.trackers
+@pytest.mark.filterwarnings("ignore:For backward compatibility, 'str' dtypes")  # MLflow's tables, of pandas
+@pytest.mark.parametrize("damaged", [False, True])
+def test_mlflow_has_the_rows_of_a_step_once_if_the_process_was_killed_between_table_and_metrics(
+    damaged: bool, tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `damaged`, while MLflow copied the table: the rows before are lost, and the tracker goes on."""
+    from covey.tracking.trackers.mlflow import MLflowTracker
+
+    for name in ("MLFLOW_LOGGING_LEVEL", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+        os.environ.pop(name)
+    monkeypatch.chdir(tmp_path)
+    run = TrackedRun(tmp_path, "run", "recipe", {"seed": 1})
+    position, steps = None, {step: [(step, 0, "prompt", "completion", 1.0, None, 3, "end")] * 2 for step in range(1, 5)}
+    for first in (1, 3):
+        tracker = MLflowTracker()
+        begun = tracker.start(run, position)
+        position = Position(begun.id)
+        assert begun.step == (first - 1 if first > 1 else NEW)
+        for step in range(first, first + 2):
+            tracker.log(step, {"time/step": 0.5}, steps[step])
+        if first == 1:  # step 3 as it is if the process was killed in the middle
+            tracker._client.log_batch = None
+            with pytest.raises(TypeError):
+                tracker.log(3, {"time/step": 0.5}, steps[3])
+            if damaged:
+                next(Path("mlruns").rglob("rollouts.json")).write_text('{"columns": [')
+    tracker.finish({})
+    found = READERS["mlflow"](tmp_path, tmp_path)
+    assert found.curves == {"time/step": [(step, 0.5) for step in steps]}
+    assert {step: len(rows) for step, rows in found.tables.items()} == dict.fromkeys([3, 4] if damaged else steps, 2)
 
 
 @pytest.mark.parametrize("name", TRACKERS)

@@ -148,6 +148,10 @@ class Listing:
         self.ended.append(summary)
 
 
+def fail(summary: Any = None) -> None:
+    raise OSError("no space")
+
+
 BEFORE = [{"score": 0.25}]
 SUMMARY = {"steps": 5, "evaluations": [{"before": BEFORE[0], "after": {"score": 0.75}}]}
 
@@ -179,9 +183,6 @@ def test_every_step_is_logged_once_from_the_evaluation_before_to_the_one_after(t
 
 
 def test_a_run_that_goes_on_sends_what_the_tracker_lacks(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise OSError("no space")
-
     first, second = Listing(at=2, do=fail), Listing()
     notes = track(tmp_path / "run", first, range(1, 4))
     assert len(notes) == 1
@@ -206,9 +207,20 @@ def test_steps_that_a_resumed_run_repeats_are_not_logged_again(tmp_path: Path) -
     assert third.steps == [], "the evaluation after training was logged"
 
 
+def test_the_evaluation_after_training_is_logged_once_if_the_end_is_repeated(tmp_path: Path) -> None:
+    """A process that is killed while its tracker uploads the summary: the resumed run evaluates again."""
+    first, second = Listing(), Listing()
+    first.finish = fail  # type: ignore[method-assign]
+    track(tmp_path / "run", first, range(1, 6), summary=SUMMARY)
+    assert track(tmp_path / "run", second, range(0), begun=5, summary=SUMMARY) == []
+    assert first.steps[-1] == (5, {"eval/score": 0.75})
+    assert second.steps == []
+    assert second.ended == [SUMMARY]
+
+
 def test_a_damaged_position_begins_a_new_run_with_all_steps(tmp_path: Path) -> None:
     track(tmp_path / "run", Listing(), range(1, 4))
-    for damage in ("", "[]", '{"id": 3, "step": 2, "finished": false}', '{"id": "x"', '{"id": "x", "step": "2"}'):
+    for damage in ("", "[]", '{"id": 3, "step": 2, "evaluated": false}', '{"id": "x"', '{"id": "x", "step": "2"}'):
         (tmp_path / "run/trackers/listing.json").write_text(damage)
         tracker = Listing()
         track(tmp_path / "run", tracker, range(0), begun=3)

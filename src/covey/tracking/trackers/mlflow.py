@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ EXPERIMENT = "covey"  # unless MLFLOW_EXPERIMENT_NAME names another
 PARAMETERS_AT_ONCE = 100  # MLflow's limits
 LONGEST_PARAMETER, LONGEST_NAME = 6_000, 250
 PROBE = "time/step"  # a metric of every step
+TABLE = "rollouts.json"
 
 
 class MLflowTracker:
@@ -40,7 +44,9 @@ class MLflowTracker:
         if position is not None:
             self._client.update_run(self._id, status="RUNNING")
             last = max((point.step for point in self._client.get_metric_history(self._id, PROBE)), default=NEW)
-            return Position(position.id, max(position.step, last), position.finished)
+            position = replace(position, step=max(position.step, last))
+            self._drop_rows_after(position.step)
+            return position
         created = self._client.create_run(self._experiment(), run_name=run.name, tags={"recipe": run.recipe})
         self._id = created.info.run_id
         parameters = [
@@ -63,13 +69,30 @@ class MLflowTracker:
                     raise
         return str(found.experiment_id)
 
+    def _drop_rows_after(self, step: int) -> None:
+        """Remove the rows of later steps, which a process leaves if it is killed between a step's table and metrics.
+
+        A table that is damaged, because the process was killed while MLflow copied it, is emptied.
+        """
+        if TABLE not in [file.path for file in self._client.list_artifacts(self._id)]:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            text = Path(self._client.download_artifacts(self._id, TABLE, folder)).read_text(encoding="utf-8")
+        try:
+            rows = json.loads(text)["data"]
+        except ValueError:
+            rows = None
+        kept = [row for row in rows or () if row[COLUMNS.index("step")] <= step]
+        if kept != rows:
+            self._client.log_dict(self._id, {"columns": COLUMNS, "data": kept}, TABLE)
+
     def log(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Row]) -> None:
-        """Log the metrics in one transaction, and add the rollouts to the table `rollouts.json`."""
+        """Add the rollouts to the table, and then log the metrics in one transaction."""
         now = int(time.time() * 1000)
         points = [self._metric(_allowed(name), value, now, step) for name, value in metrics.items()]
         if rollouts:
             columns = {name: [row[place] for row in rollouts] for place, name in enumerate(COLUMNS)}
-            self._client.log_table(self._id, columns, "rollouts.json")
+            self._client.log_table(self._id, columns, TABLE)
         self._client.log_batch(self._id, metrics=points)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:

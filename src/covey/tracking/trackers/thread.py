@@ -80,10 +80,11 @@ class TrackerThread:
                     if self.fault:
                         return
                     position = self._log(step, position)
-            if item.result is not None and not position.finished:
+            if item.result is not None and not position.evaluated:
                 self._tracker.log(item.result.number, item.result.metrics, item.result.rollouts())
+                position = replace(position, evaluated=True)
+                self._keep(position)
             self._tracker.finish(item.summary)
-            self._keep(replace(position, finished=position.finished or item.summary is not None))
         except BaseException as error:  # SystemExit too, which some packages raise
             self.fault = self.fault or " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
@@ -106,6 +107,6 @@ def read_position(path: Path) -> Position | None:
     """The position in a file; None if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError):
         position = Position(**json.loads(path.read_text(encoding="utf-8")))
-        if isinstance(position.id, str) and type(position.step) is int and type(position.finished) is bool:
+        if isinstance(position.id, str) and type(position.step) is int and type(position.evaluated) is bool:
             return position
     return None

@@ -28,7 +28,7 @@ class Position:
 
     id: str  # by which the tracker finds its own run again
     step: int = NEW  # the last step that it has
-    finished: bool = False  # True: the summary was logged
+    evaluated: bool = False  # True: the evaluation after training was logged
 
 
 class Tracker(Protocol):

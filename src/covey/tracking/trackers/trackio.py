@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from covey.tracking.trackers.rows import COLUMNS, Row
@@ -35,7 +36,7 @@ class TrackioTracker:
         if position is None:
             return Position(name)
         last = self._run._next_step - 1  # trackio's database, which it writes twice a second, may lack the last steps
-        return Position(name, last, position.finished)
+        return replace(position, step=last)
 
     def log(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Row]) -> None:
         """Log metrics, and the rollouts as a table."""

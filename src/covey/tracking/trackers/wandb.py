@@ -6,6 +6,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class WandbTracker:
         )
         if position is None or not self._run.resumed:
             return Position(own)
-        return Position(own, self._run.step - 1 if self._run.step else NEW, position.finished)
+        return replace(position, step=self._run.step - 1 if self._run.step else NEW)
 
     def log(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Row]) -> None:
         """Log metrics, and the rollouts as a table."""
