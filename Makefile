@@ -57,7 +57,7 @@ train: $(STAMP)
 
 test: $(STAMP)
 	@echo "The tests without the slow ones: about 8 minutes on two cores"
-	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale and not trackers and not environments" -n $(WORKERS) --dist loadscope
+	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale and not trackers and not environments and not gpu" -n $(WORKERS) --dist loadscope
 
 mutants: $(STAMP)
 	@echo "The mutants: about 25 minutes on two cores"
@@ -65,7 +65,7 @@ mutants: $(STAMP)
 
 test-slow: $(STAMP)
 	@echo "All tests and mutants: some hours on two cores"
-	@$(BIN)/python -m pytest -m "not scale and not trackers and not environments"
+	@$(BIN)/python -m pytest -m "not scale and not trackers and not environments and not gpu"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from memory import RANDOM_MODELS, model_for
 from peers import RESULTS, peer_version, peers_python, run_contestant
 from rich.console import Console
 from rich.table import Table
@@ -48,23 +50,34 @@ def main(options: Sequence[str]) -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", choices=[EMBEDDED, *RANDOM_MODELS], default=EMBEDDED)
+    parser.add_argument("--tokenizer", default="", help="a folder, for a model with random weights")
+    parser.add_argument("--peers-python", default="", help="an interpreter; default: one made from peers.lock")
     parser.add_argument(
         "--output", type=Path, default=None, help="a JSON file; default: benchmarks/results/<date>.json"
     )
     arguments = parser.parse_args(options)
+    with tempfile.TemporaryDirectory(prefix="covey-models-") as folder:
+        compare(arguments, find_model(model_for(arguments.model, Path(folder), arguments.tokenizer)))
+
+
+def compare(arguments: argparse.Namespace, model: str) -> None:
+    """Run the rounds; print and write the results."""
     threads = set_threads(0)
     shape = Shape(
-        find_model(EMBEDDED),
+        model,
         arguments.prompts,
         arguments.group_size,
         arguments.prompt_tokens,
         arguments.new_tokens,
         threads,
+        arguments.device,
     )
-    interpreters = {"trl": peers_python()} if "trl" in arguments.peers else {}
+    interpreters = {"trl": arguments.peers_python or peers_python()} if "trl" in arguments.peers else {}
     rounds: list[dict[str, Numbers]] = []
     for number in range(1, arguments.rounds + 1):
-        results: dict[str, Numbers] = {"machine": {"matmul_flops": matmul_rate()}}
+        results: dict[str, Numbers] = {"machine": {"matmul_flops": matmul_rate()}} if arguments.device == "cpu" else {}
         for name in ["covey", *arguments.peers]:
             print(f"round {number} of {arguments.rounds}: {name} ...", end=" ", flush=True)
             script, switches = ("covey", {"COVEY_NATIVE": "0"}) if name == "torch" else (name, {})
@@ -75,19 +88,19 @@ def main(options: Sequence[str]) -> None:
         rounds.append(results)
     summary = summarise(rounds, shape)
     show(rounds, summary, shape)
-    device = torch.device("cpu")
+    device = torch.device(arguments.device)
     versions = {"transformers": version("transformers")}
     if "trl" in arguments.peers:
         versions["trl"] = peer_version("trl")
     record = {
         **summary,
-        "shape": asdict(shape) | {"model": EMBEDDED},
+        "shape": asdict(shape) | {"model": arguments.model},
         "rounds": rounds,
         "environment": environment(device, choose_precision("auto", device)),
         "peers": versions,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
-    output = arguments.output or RESULTS / f"cpu-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}.json"
+    output = arguments.output or RESULTS / f"{arguments.device}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(record, indent=2) + "\n")
     print(f"written to {output}")
@@ -124,11 +137,11 @@ def summarise(rounds: list[dict[str, Numbers]], shape: Shape) -> dict[str, Any]:
     def ratios(peer: str, key: str, ours: str = "covey") -> Numbers:
         return spread([r[peer][key] / r[ours][key] for r in rounds])
 
-    summary: dict[str, Any] = {
-        "share_of_matmul_rate": spread(
+    summary: dict[str, Any] = {}
+    if "machine" in rounds[0]:
+        summary["share_of_matmul_rate"] = spread(
             [update_flops(shape) / r["covey"]["update_seconds"] / r["machine"]["matmul_flops"] for r in rounds]
         )
-    }
     if "generate" in rounds[0]:
         summary["sampling_ratio_vs_generate"] = ratios("generate", "sampling_seconds")
         if "torch" in rounds[0]:
@@ -149,7 +162,7 @@ def show(rounds: list[dict[str, Numbers]], summary: dict[str, Any], shape: Shape
     """Two tables: what was measured (medians), and the ratios."""
     console = Console()
     title = (
-        f"SmolLM2-135M, {shape.prompts} prompts x {shape.group_size} completions, {shape.prompt_tokens} + "
+        f"{Path(shape.model).name}, {shape.prompts} prompts x {shape.group_size} completions, {shape.prompt_tokens} + "
         f"{shape.new_tokens} tokens, {shape.threads} threads, median of {len(rounds)}"
     )
     table = Table(title=title)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 
 import torch
-from shape import make_prompts, read_shape, report
+from shape import make_prompts, now, read_shape, report
 
 from covey.algorithms import KLPenalty, grpo
 from covey.core.schedules import constant
@@ -27,7 +26,7 @@ def main() -> None:
     shape = read_shape()
     set_threads(shape.threads)
     keep_freed_memory()
-    device = choose_device("cpu")
+    device = choose_device(shape.device)
     loaded = load_model(shape.model, dtype=choose_precision("auto", device), device=device)
     loaded.chat.end_ids = frozenset()  # every completion has the full length
     policy = LanguagePolicy(loaded.module)
@@ -40,16 +39,16 @@ def main() -> None:
     learner = PolicyLearner(policy, optimizer, algorithm, UpdatePlan(), constant(1e-6), kl_coefficient)
 
     def step(number: int, new_tokens: int) -> tuple[float, float]:
-        began = time.perf_counter()
+        began = now()
         sampler = LanguageSampler(LocalGenerator(policy), loaded.chat, 0, new_tokens)
         groups = sampler.sample(starts, shape.group_size, number)
-        sampled = time.perf_counter()
+        sampled = now()
         for group in groups:
             for rollout in group.rollouts:
                 rollout.reward = rng.random()
         batch, _ = prepare_batch(collate(groups), policy, algorithm)
         update([learner], batch, seed=0, step=number)
-        return sampled - began, time.perf_counter() - sampled
+        return sampled - began, now() - sampled
 
     step(1, 4)  # warm-up
     step(2, shape.new_tokens)  # the first of this size is given fresh memory, which costs time on its own

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
-from shape import make_prompts, read_shape, report
+from shape import make_prompts, now, read_shape, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -13,17 +11,17 @@ def main() -> None:
     shape = read_shape()
     torch.set_num_threads(shape.threads)
     tokenizer = AutoTokenizer.from_pretrained(shape.model)
-    model = AutoModelForCausalLM.from_pretrained(shape.model, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(shape.model, dtype=torch.bfloat16).eval().to(shape.device)
     texts = [text for text in make_prompts(shape, tokenizer) for _ in range(shape.group_size)]
-    inputs = tokenizer(texts, return_tensors="pt")
+    inputs = tokenizer(texts, return_tensors="pt").to(shape.device)
 
     def generate(new_tokens: int) -> float:
-        began = time.perf_counter()
+        began = now()
         model.generate(
             **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
             max_new_tokens=new_tokens, min_new_tokens=new_tokens,
         )  # fmt: skip
-        return time.perf_counter() - began
+        return now() - began
 
     generate(4)  # warm-up
     generate(shape.new_tokens)  # the first of this size is given fresh memory

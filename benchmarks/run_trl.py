@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import tempfile
-import time
 from typing import Any
 
 import torch
 from datasets import Dataset
-from shape import make_prompts, read_shape, report
+from shape import make_prompts, now, read_shape, report
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -21,10 +20,10 @@ class StepTimes(TrainerCallback):
         self.seconds: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.began = time.perf_counter()
+        self.began = now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.began)
+        self.seconds.append(now() - self.began)
 
 
 def main() -> None:
@@ -47,7 +46,7 @@ def main() -> None:
             max_steps=2,  # the first is given fresh memory
             save_strategy="no",
             report_to=[],
-            use_cpu=True,
+            use_cpu=shape.device == "cpu",
             disable_tqdm=True,
         )
         times = StepTimes()
@@ -63,9 +62,9 @@ def main() -> None:
         generate = trainer._generate_and_score_completions
 
         def timed(inputs: Any) -> Any:
-            began = time.perf_counter()
+            began = now()
             outputs = generate(inputs)
-            sampling.append(time.perf_counter() - began)
+            sampling.append(now() - began)
             return outputs
 
         trainer._generate_and_score_completions = timed

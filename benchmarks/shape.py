@@ -1,6 +1,6 @@
 """The work that every contestant is given: prompts of one exact length, and how many tokens to write.
 
-Read by each contestant in its own environment, so it needs transformers and nothing of covey.
+Read by each contestant in its own environment, so it needs torch and transformers, and nothing of covey.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import json
 import random
 import resource
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 WORDS = ("time", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family")
 
@@ -26,6 +29,7 @@ class Shape:
     prompt_tokens: int
     new_tokens: int
     threads: int
+    device: str = "cpu"
 
     @property
     def rows(self) -> int:
@@ -56,7 +60,16 @@ def make_prompts(shape: Shape, tokenizer: Any) -> list[str]:
     return texts
 
 
+def now() -> float:
+    """Seconds of a clock, after everything that was given to a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def report(**numbers: Any) -> None:
-    """The contestant's last line, which the benchmark reads."""
+    """The contestant's last line, which the benchmark reads. On a GPU, memory is torch's."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if torch.cuda.is_initialized():
+        peak = torch.cuda.max_memory_allocated()
     print(json.dumps(numbers | {"peak_memory_bytes": peak}), flush=True)

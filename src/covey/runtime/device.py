@@ -44,6 +44,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def device_kind(device: torch.device) -> str:
+    """ "cuda", or "cpu" for every other device: the key of settings that differ between the two."""
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
     """Choose the precision from `auto` (bf16 if the hardware has instructions for it, else fp32), `bf16` or `fp32`.
 

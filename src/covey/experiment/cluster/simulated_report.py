@@ -128,6 +128,7 @@ class ClusterPlanner:
             completions=workload.group_size,
             max_rows=sampling.rows_at_once,
             max_new_tokens=sampling.max_new_tokens,
+            device=planner.place.device,
         )
         return replace(
             self.cluster(self.ranks * server.devices, server),

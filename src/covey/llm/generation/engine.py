@@ -33,6 +33,7 @@ from covey.llm.generation.local_generator import (
 )
 from covey.llm.generation.prefix_cache import PrefixCache, TurnBatch
 from covey.llm.policy import LanguagePolicy
+from covey.runtime.device import device_kind
 
 # A batch begins when no further request has come for QUIET_SECONDS, so that requests of one step begin together.
 QUIET_SECONDS, LONGEST_QUIET_SECONDS = 0.005, 0.1
@@ -187,7 +188,7 @@ class Engine:
         backend, module, tokens = self.policy.backend, self.policy.module, settings.max_new_tokens
         if settings.continues:  # a row has the tokens of earlier turns too
             tokens += max(map(len, prompts))
-        fitting = self.rows or fitting_rows(row_bytes(backend, prompts, tokens))
+        fitting = self.rows or fitting_rows(row_bytes(backend, prompts, tokens), device_kind(module.device))
         rows = max(min(fitting, max(ROWS, len(jobs) * completions)), completions)
         arguments: dict[str, Any] = {
             "prompts": prompts,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from covey.data import EndReason
@@ -28,10 +29,12 @@ from covey.llm.generation.turns import OpenConversations, Respond, TurnAnswer
 from covey.llm.model.prefix_tree import shared_prompt_prefix
 from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
+from covey.runtime.device import device_kind
 from covey.runtime.rng import uniforms
 
-# Limit on the memory of the keys and values of a batch, if the settings do not give the number of rows.
-CACHE_BYTES = 2 << 30
+# Limits on the memory of the keys and values of a batch, if the settings do not give the number of rows: on a CPU, and
+# as a share of a GPU's. A plan for a GPU that this machine lacks assumes one of 80 GB.
+CACHE_BYTES, CACHE_SHARE, ASSUMED_GPU_BYTES = 2 << 30, 0.25, 80 << 30
 
 
 @dataclass
@@ -177,8 +180,9 @@ class LocalGenerator:
         return None
 
     def rows_in_memory(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> int:
-        """Number of rows whose keys and values fit into `CACHE_BYTES`."""
-        return fitting_rows(row_bytes(self.policy.backend, prompts, max_new_tokens))
+        """Number of rows whose keys and values fit into `cache_limit`."""
+        device = device_kind(self.policy.module.device)
+        return fitting_rows(row_bytes(self.policy.backend, prompts, max_new_tokens), device)
 
 
 @dataclass
@@ -355,9 +359,17 @@ def row_bytes(backend: Backend, prompts: Sequence[tuple[int, ...]], max_new_toke
     return backend.row_bytes + backend.token_bytes * (max_new_tokens + longest)
 
 
-def fitting_rows(row_bytes: int) -> int:
-    """Number of rows whose keys and values, of `row_bytes` bytes each, fit into `CACHE_BYTES` together."""
-    return CACHE_BYTES // row_bytes
+def cache_limit(device: str) -> int:
+    """Bytes for the keys and values of a batch on the device "cpu" or "cuda"."""
+    if device == "cpu":
+        return CACHE_BYTES
+    has_gpu = torch.cuda.is_available()
+    return int(CACHE_SHARE * (torch.cuda.get_device_properties().total_memory if has_gpu else ASSUMED_GPU_BYTES))
+
+
+def fitting_rows(row_bytes: int, device: str) -> int:
+    """Number of rows whose keys and values, of `row_bytes` bytes each, fit into `cache_limit` together."""
+    return cache_limit(device) // row_bytes
 
 
 def rows_together(fitting: int, requests: int, completions: int) -> int:

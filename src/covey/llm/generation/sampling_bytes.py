@@ -27,14 +27,16 @@ def token_bytes(heads: Heads, layers: int, itemsize: int) -> int:
     return decoder.token_bytes(layers, heads, itemsize)
 
 
-def decoded_rows(token: int, *, requests: int, completions: int, max_rows: int, max_new_tokens: int) -> int:
+def decoded_rows(
+    token: int, *, requests: int, completions: int, max_rows: int, max_new_tokens: int, device: str
+) -> int:
     """Number of completions that are generated together, in whole groups.
 
     Args:
         token: bytes of the keys and values of a token.
-        requests, completions, max_rows, max_new_tokens: as in `sampling_bytes`.
+        requests, completions, max_rows, max_new_tokens, device: as in `sampling_bytes`.
     """
-    fitting = max_rows or local_generator.fitting_rows(token * max_new_tokens)
+    fitting = max_rows or local_generator.fitting_rows(token * max_new_tokens, device)
     return local_generator.rows_together(fitting, requests, completions) // completions * completions
 
 
@@ -50,6 +52,7 @@ def sampling_bytes(
     max_new_tokens: int,
     prompt_tokens: int,
     native: bool,
+    device: str,
 ) -> SamplingBytes:
     """Bytes for requests of equal size, with as many whole groups at a time as fit.
 
@@ -60,14 +63,22 @@ def sampling_bytes(
         max_rows: completions that are generated together; 0 if memory decides.
         max_new_tokens, prompt_tokens: tokens of a completion and of a prompt.
         native: `NativeDecoder` and covey's kernels if True, else `SharedPrefixDecoder` and torch.
+        device: "cpu" or "cuda".
     """
     token = token_bytes(heads, layers, itemsize)
     rows = decoded_rows(
-        token, requests=requests, completions=completions, max_rows=max_rows, max_new_tokens=max_new_tokens
+        token,
+        requests=requests,
+        completions=completions,
+        max_rows=max_rows,
+        max_new_tokens=max_new_tokens,
+        device=device,
     )
     logits = batch.logits_bytes(rows, vocabulary, itemsize)
-    cache_bytes = native_decoder.cache_bytes if native else shared_prefix_decoder.cache_bytes
+    shape = token, rows, max_new_tokens, rows // completions, prompt_tokens
+    if native:
+        return SamplingBytes(native_decoder.cache_bytes(*shape), logits)
     return SamplingBytes(
-        cache_bytes(token, rows, max_new_tokens, rows // completions, prompt_tokens),
-        logits if native else logits + token_sampling.buffer_bytes(rows, vocabulary),
+        shared_prefix_decoder.cache_bytes(*shape, device),
+        logits + token_sampling.buffer_bytes(rows, vocabulary, device),
     )

@@ -16,21 +16,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.llm.generation.decoder import PrefillLayout, prefill
+from covey.llm.generation.graphed_step import GraphedStep
 from covey.llm.generation.llama_layers import LlamaLayers
 from covey.llm.generation.prepacked_linear import PackedLinears
 from covey.llm.model.architecture import is_llama_like
 from covey.llm.model.prefix_attention import Layout, SharedPrefixAttention, forward
 from covey.llm.native.bindings import PAD
+from covey.runtime.device import device_kind
 
-GROWTH = PAD  # tokens for which rows are given room together, as in the kernels
+# Tokens for which rows are given room together: on a CPU as in the kernels, on a GPU more, because a step is captured
+# as a graph whenever they are given room. Ended rows are removed by copying the keys and values of the others.
+GROWTH = {"cpu": PAD, "cuda": 128}
+COMPACT_THRESHOLD = {"cpu": 0.125, "cuda": 0.25}
 
 
-def capacity(tokens: int) -> int:
+def capacity(tokens: int, device: str) -> int:
     """Number of own tokens that a row has room for while it has `tokens` of them."""
-    return -(-tokens // GROWTH) * GROWTH
+    growth = GROWTH[device]
+    return -(-tokens // growth) * growth
 
 
-def cache_bytes(token_bytes: int, rows: int, max_new_tokens: int, prompts: int, prompt_tokens: int) -> int:
+def cache_bytes(token_bytes: int, rows: int, max_new_tokens: int, prompts: int, prompt_tokens: int, device: str) -> int:
     """Largest number of bytes of the keys and values of all rows and of their prompts.
 
     `select` copies the keys of the remaining rows, then the values. Without forks, these are at most the fraction
@@ -41,9 +47,10 @@ def cache_bytes(token_bytes: int, rows: int, max_new_tokens: int, prompts: int, 
         rows: R.
         max_new_tokens: limit of a row.
         prompts, prompt_tokens: S and P.
+        device: "cpu" or "cuda".
     """
-    own = token_bytes * rows * capacity(max_new_tokens)
-    copied = int(own / 2 * (1 - SharedPrefixDecoder.compact_threshold))
+    own = token_bytes * rows * capacity(max_new_tokens, device)
+    copied = int(own / 2 * (1 - COMPACT_THRESHOLD[device]))
     return own + copied + token_bytes * prompts * prompt_tokens
 
 
@@ -51,18 +58,23 @@ class SharedPrefixDecoder:
     """Decoder for models of transformers whose attention takes a layout (see `prefix_attention`); implements `Decoder`.
 
     All rows are at the same position of their completions, so new rows are admitted only after all others have ended.
+    On a GPU a step is a CUDA graph. Rows do not fork there, because every fork replaces the tensors of the graph.
     """
 
-    compact_threshold = 0.125  # the removal of rows copies the keys and values of the others
     can_fork = True
 
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module
         self.rows = rows
+        self.device = device_kind(module.device)
+        self.compact_threshold = COMPACT_THRESHOLD[self.device]
+        if self.device == "cuda":
+            self.can_fork = False
         # Not on a GPU, because `LlamaLayers` needs a second copy of the weights.
         fused = module.device.type == "cpu" and is_llama_like(module)
         self.network = LlamaLayers(module) if fused else OwnForward(module)
         self.layout: _DecodingLayout | None = None
+        self.graphed_step = GraphedStep(self._compute, module.device)
 
     def free_rows(self) -> int:
         return self.rows if self.layout is None else 0
@@ -71,17 +83,25 @@ class SharedPrefixDecoder:
     def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
         hidden_SW, stored = prefill(self.module, prompts, common)
         prompt_of_row = torch.arange(len(prompts), device=self.module.device).repeat_interleave(group_size)
-        self.layout = _DecodingLayout(stored, prompt_of_row)
+        self.layout = _DecodingLayout(stored, prompt_of_row, self.device)
+        self.graphed_step.reset()
         return self.network.head(hidden_SW)
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
         assert self.layout is not None
-        return self.network(tokens_R, self.layout.next_positions(), self.layout)
+        if self.layout.feed(tokens_R):
+            self.graphed_step.reset()
+        return self.graphed_step()
+
+    def _compute(self) -> Tensor:
+        assert self.layout is not None
+        return self.network(self.layout.fed_R, self.layout.positions_R, self.layout)
 
     @torch.inference_mode()
     def select(self, rows: Tensor) -> None:
         assert self.layout is not None
+        self.graphed_step.reset()
         if len(rows):
             self.layout.select(rows)
         else:
@@ -104,10 +124,12 @@ class _DecodingLayout:
     """Layout for one new token per row, which attends to its prompt and to the tokens that its row has decoded.
 
     The KV cache of the completions has up to GROWTH unused positions, which are masked. It grows in blocks, because
-    a matrix product with a slice of a larger tensor would copy the slice for every token.
+    a matrix product with a slice of a larger tensor would copy the slice for every token. A step reads the tensors
+    `fed_R`, `positions_R`, `unwritten_1T` and `column_1`, which `feed` changes in place.
     """
 
-    def __init__(self, stored: PrefillLayout, prompt_of_row: Tensor) -> None:
+    def __init__(self, stored: PrefillLayout, prompt_of_row: Tensor, device: str) -> None:
+        self.device = device
         self.keys_KSPD, self.values_KSPD = stored.keys, stored.values
         self.lengths_S = torch.tensor(stored.prompt_lengths, device=prompt_of_row.device)
         rows = len(prompt_of_row)
@@ -116,19 +138,30 @@ class _DecodingLayout:
             for tensors in (stored.keys, stored.values)
         )
         self.decoded = 0
+        self.column_1 = torch.zeros(1, dtype=torch.int64, device=prompt_of_row.device)
+        self._set_rows(prompt_of_row)
+
+    def _set_rows(self, prompt_of_row: Tensor) -> None:
         self.prompt_of_row = prompt_of_row
         self.slots = SharedPrefixAttention(self.lengths_S, prompt_of_row)
+        self.prompt_lengths_R = self.lengths_S[prompt_of_row]
+        self.positions_R, self.fed_R = torch.empty_like(self.prompt_lengths_R), torch.empty_like(prompt_of_row)
 
-    def next_positions(self) -> Tensor:
-        """Positions of the tokens about to be fed, for which there is room from now on."""
-        if missing := capacity(self.decoded + 1) - self.own_keys[0].shape[2]:
+    def feed(self, tokens_R: Tensor) -> bool:
+        """Take the tokens of the next step, and make room for them; returns whether tensors were replaced."""
+        missing = capacity(self.decoded + 1, self.device) - self.own_keys[0].shape[2]
+        if missing:
             for tensors in (self.own_keys, self.own_values):
                 for layer, tensor in enumerate(tensors):  # one by one: never all of them twice
                     tensors[layer] = F.pad(tensor, (0, 0, 0, missing))
+            positions = torch.arange(self.own_keys[0].shape[2], device=self.prompt_of_row.device)
+            self.unwritten_1T = (positions >= self.decoded)[None]
+        self.fed_R.copy_(tokens_R)
+        self.column_1.fill_(self.decoded)
+        self.unwritten_1T[:, self.decoded] = False
+        torch.add(self.prompt_lengths_R, self.decoded, out=self.positions_R)
         self.decoded += 1
-        positions = torch.arange(self.own_keys[0].shape[2], device=self.prompt_of_row.device)
-        self.unwritten_1T = (positions >= self.decoded)[None]
-        return self.lengths_S[self.prompt_of_row] + (self.decoded - 1)
+        return missing > 0
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows, and the prompts that they need. Rows stay ordered by prompt."""
@@ -140,14 +173,13 @@ class _DecodingLayout:
             longest = int(self.lengths_S.max())  # remove columns that are padding in all prompts
             self.keys_KSPD = [key[:, prompts, :longest] for key in self.keys_KSPD]
             self.values_KSPD = [value[:, prompts, :longest] for value in self.values_KSPD]
-        self.prompt_of_row = prompt_of_row
-        self.slots = SharedPrefixAttention(self.lengths_S, prompt_of_row)
+        self._set_rows(prompt_of_row)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         heads, rows, _ = query.shape
         own_keys, own_values = self.own_keys[layer], self.own_values[layer]
-        own_keys[:, :, self.decoded - 1] = key
-        own_values[:, :, self.decoded - 1] = value
+        self._write(own_keys, key)
+        self._write(own_values, value)
 
         by_key_head = query.unflatten(0, (len(key), -1)).transpose(1, 2)
         query_KRMD = torch.mul(by_key_head, scaling, out=query.new_empty(by_key_head.shape))
@@ -160,3 +192,10 @@ class _DecodingLayout:
             self.unwritten_1T,
         )
         return out.transpose(0, 1).reshape(rows, heads, -1)  # values may be narrower than keys
+
+    def _write(self, own_KRTD: Tensor, new_KRD: Tensor) -> None:
+        """Write the keys or values of the fed tokens. A CUDA graph needs the column as a tensor."""
+        if self.device == "cuda":
+            own_KRTD.index_copy_(2, self.column_1, new_KRD[:, :, None])
+        else:
+            own_KRTD[:, :, self.decoded - 1] = new_KRD

@@ -10,9 +10,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from covey.llm.native.bindings import KernelSet
+from covey.runtime.device import device_kind
 
 BLOCK = 256  # width of a block: two short cumulative sums replace one over the whole vocabulary
-ROWS = 32  # rows per chunk of probabilities: 6 MB with a vocabulary of 50,000, which fits into the CPU's cache
+# Rows per chunk of probabilities: 6 MB with a vocabulary of 50,000, which fits into a CPU's cache. A chunk is thirty
+# kernels of a GPU.
+ROWS = {"cpu": 32, "cuda": 256}
 
 
 def sample_tokens(
@@ -42,17 +45,18 @@ def sample_tokens(
         return tokens_R, z_RV.gather(1, tokens_R[:, None])[:, 0] - total_R
     if (native := kernels.of(logits_RV)) is not None:
         return native.sample_tokens(logits_RV.contiguous(), uniforms_R, temperature)
-    pieces = zip(logits_RV.split(ROWS), uniforms_R.split(ROWS), strict=True)
+    rows = ROWS[device_kind(logits_RV.device)]
+    pieces = zip(logits_RV.split(rows), uniforms_R.split(rows), strict=True)
     tokens, logprobs = zip(*(_draw(logits, uniforms, temperature) for logits, uniforms in pieces), strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def buffer_bytes(rows: int, vocabulary: int) -> int:
-    """Bytes of the probabilities of up to `ROWS` rows and of their padded copy, in fp32.
+def buffer_bytes(rows: int, vocabulary: int, device: str) -> int:
+    """Bytes of the probabilities of up to `ROWS` rows and of their padded copy, in fp32; `device` is "cpu" or "cuda".
 
     Only torch holds them, the kernels do not. The padding itself is not counted.
     """
-    return 2 * min(rows, ROWS) * vocabulary * torch.float32.itemsize
+    return 2 * min(rows, ROWS[device]) * vocabulary * torch.float32.itemsize
 
 
 def _check_finite(total_R: Tensor) -> None:

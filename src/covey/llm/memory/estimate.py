@@ -232,6 +232,7 @@ def _sampling(
         max_new_tokens=config.rollout_limit,
         prompt_tokens=prompt_tokens,
         native=device == "cpu" and size.has_kernels,
+        device=device,
     )
     return {
         "prepacked weights": prepacked_linear.copy_bytes(size.prepacked_parameters, width, device),
