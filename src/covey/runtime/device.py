@@ -19,6 +19,7 @@ from torch import Tensor
 from covey.config import ConfigError
 from covey.config.machine import memory_bytes, processors
 from covey.config.validate_size import check_threads
+from covey.runtime.ranks import own_rank
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,10 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16
     if name == "auto":
         return torch.float32
-    _log.warning("precision is bf16 but this %s has no instructions for it: fp32 will be faster", device.type.upper())
+    if own_rank() == 0:
+        _log.warning(
+            "precision is bf16 but this %s has no instructions for it: fp32 will be faster", device.type.upper()
+        )
     return torch.bfloat16
 
 

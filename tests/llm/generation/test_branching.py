@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -289,3 +291,17 @@ def test_microbatches_count_what_is_fed_once_once(limit):
     assert all(tokens(piece) <= limit or len(piece) == 1 for piece in pieces)
     for piece, following in pairwise(pieces):  # and no two of them would fit
         assert tokens(torch.cat([piece, following])) > limit
+
+
+def test_a_decoder_is_freed_with_its_last_reference() -> None:
+    """Its keys and values are gigabytes, which must not wait for the garbage collector."""
+    gc.disable()
+    try:
+        decoder = SharedPrefixDecoder(tiny_model(), 4)
+        decoder.prefill([[5, 6, 7]], 2)
+        decoder.step(torch.tensor([3, 4]))
+        kept = weakref.ref(decoder)
+        del decoder
+        assert kept() is None
+    finally:
+        gc.enable()

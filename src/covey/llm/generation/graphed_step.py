@@ -6,58 +6,94 @@ one as the GPU to compute them. A graph has fixed addresses, so it is captured a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MOST_FAILURES = 3  # captures that fail, as of a model that reads numbers back from the GPU; then none is tried again
-
 
 class GraphedStep:
-    """Calls a function, as a CUDA graph if possible. Its inputs are tensors that it finds in place."""
+    """Calls a function, the same every time, as a CUDA graph if possible. It finds its inputs in place.
 
-    def __init__(self, compute: Callable[[], Tensor], device: torch.device) -> None:
-        self._compute, self._device = compute, device
+    The function is given with every call, because a decoder that its own step refers to would keep its memory until
+    Python's garbage collector finds the cycle.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Not known before the first call, which also loads the kernels.
+        self.can_be_captured: bool | None = None if device.type == "cuda" else False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Tensor | None = None
+        self._is_current = False
         self._pool: Any = None
-        # The first call of a decoder is not captured, because kernels may be loaded by it.
-        self._is_first, self._failures = True, 0
 
     def reset(self) -> None:
-        """Forget the graph, because tensors were replaced."""
-        self._graph = self._output = None
+        """Have the graph captured anew, because tensors were replaced."""
+        self._is_current = False
 
-    def __call__(self) -> Tensor:
+    def __call__(self, compute: Callable[[], Tensor]) -> Tensor:
         """The function's result. The next call may overwrite it."""
-        if self._device.type != "cuda" or self._is_first or not (self._graph or self._capture()):
-            self._is_first = False
-            return self._compute()
+        if self.can_be_captured is None:
+            output, self.can_be_captured = _computed_without_waiting(compute)
+            return output
+        if not self.can_be_captured or not (self._is_current or self._capture(compute)):
+            return compute()
         assert self._graph is not None
         assert self._output is not None
         self._graph.replay()
         return self._output
 
-    def _capture(self) -> bool:
-        if self._failures >= MOST_FAILURES:
-            return False
+    def _capture(self, compute: Callable[[], Tensor]) -> bool:
+        """Capture a graph; False, now and later, if that fails."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
-            with torch.cuda.stream(stream):
-                # Other threads of the process, such as one that trains, may use the GPU meanwhile.
+            with torch.cuda.stream(stream), _without_garbage_collection():
+                # Other threads of the process, such as that of a reward, may use the GPU meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    output = self._compute()
+                    output = compute()
                 finally:
                     graph.capture_end()
         except Exception:  # whatever the model's code raises, or CUDA for what a graph cannot have
-            self._failures += 1
+            self.can_be_captured = False
             return False
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._graph, self._output = graph, output
+        # The graph before lives until now, because memory goes from one to the next while one of them has the pool.
+        self._graph, self._output, self._is_current = graph, output, True
         return True
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Context manager for a capture, which fails if the collector destroys another graph meanwhile."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _computed_without_waiting(compute: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+    """A result, and whether the processor did not wait for the GPU meanwhile, as it cannot within a graph.
+
+    A capture that fails leaves torch's generator of random numbers on the GPU unusable, so it is not tried out.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            output = compute()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return output, not any("called a synchronizing CUDA operation" in str(wait.message) for wait in waits)

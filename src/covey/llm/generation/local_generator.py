@@ -34,7 +34,7 @@ from covey.runtime.rng import uniforms
 
 # Limits on the memory of the keys and values of a batch, if the settings do not give the number of rows: on a CPU, and
 # as a share of a GPU's. A plan for a GPU that this machine lacks assumes one of 80 GB.
-CACHE_BYTES, CACHE_SHARE, ASSUMED_GPU_BYTES = 2 << 30, 0.25, 80 << 30
+CACHE_BYTES, CACHE_SHARE, ASSUMED_GPU_BYTES = 2 << 30, 0.125, 80 << 30
 
 
 @dataclass

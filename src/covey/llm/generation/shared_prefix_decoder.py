@@ -74,7 +74,7 @@ class SharedPrefixDecoder:
         fused = module.device.type == "cpu" and is_llama_like(module)
         self.network = LlamaLayers(module) if fused else OwnForward(module)
         self.layout: _DecodingLayout | None = None
-        self.graphed_step = GraphedStep(self._compute, module.device)
+        self.graphed_step = GraphedStep(module.device)
 
     def free_rows(self) -> int:
         return self.rows if self.layout is None else 0
@@ -92,7 +92,7 @@ class SharedPrefixDecoder:
         assert self.layout is not None
         if self.layout.feed(tokens_R):
             self.graphed_step.reset()
-        return self.graphed_step()
+        return self.graphed_step(self._compute)
 
     def _compute(self) -> Tensor:
         assert self.layout is not None
