@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; processes that a test starts inherit it
@@ -17,6 +18,7 @@ os.environ |= {
     "SDL_AUDIODRIVER": "dummy",
     "PYGAME_HIDE_SUPPORT_PROMPT": "hide",
 }  # as gymnasium sets it
+os.environ["MATPLOTLIBRC"] = str(Path(__file__).with_name("helpers") / "matplotlibrc")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell, and so in every process started
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -36,6 +36,7 @@ MOMENTS = {
     "saving the model": Interrupt("covey.experiment.run", "write_folders"),
     "the curve": Interrupt("covey.experiment.run", "draw"),
 }
+SAMPLE = ("reading the recipe", "compiling", "the first evaluation", "saving the model", "the curve")  # that CI runs
 BEGUN = ("saving the model", "the curve")
 
 
@@ -50,7 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param(moment, marks=() if moment == "the first step" else (pytest.mark.slow, pytest.mark.ci_sample))
+        pytest.param(moment, marks=(pytest.mark.slow, pytest.mark.ci_sample) if moment in SAMPLE else pytest.mark.slow)
+        if moment != "the first step"
+        else moment
         for moment in MOMENTS
     ],
 )
@@ -80,8 +83,7 @@ def test_ctrl_c_while_covey_is_imported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
-@pytest.mark.parametrize("errors_too", [False, True])
+@pytest.mark.parametrize("errors_too", [pytest.param(False, marks=pytest.mark.ci_sample), True])
 def test_a_run_outlives_the_reader_of_its_output(errors_too: bool, folder: Path) -> None:
     """As in `covey train ... | head -1`. What it leaves can be read by whom the umask lets."""
     run_dir = f"unread {errors_too}"

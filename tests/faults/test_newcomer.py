@@ -110,6 +110,5 @@ def test_twelve_prompts_and_an_own_reward(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_twelve_prompts_and_an_own_reward_on_the_embedded_model(tmp_path, monkeypatch, capsys):
     walk(tmp_path, "smollm2-135m", 2, 12, monkeypatch, capsys)

@@ -52,7 +52,7 @@ def test_the_same_recipe_with_ppo_trains_policy_and_critic(uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
+@pytest.mark.parametrize("uninterrupted", [pytest.param("own", marks=pytest.mark.ci_sample), "policy"], indirect=True)
 def test_sigkill_and_resume_end_with_the_same_bits(uninterrupted, folder, recipe):
     trunk, expected = uninterrupted
     run_dir = folder / f"killed-{trunk}"
