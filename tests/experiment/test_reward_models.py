@@ -150,8 +150,7 @@ def test_killed_trainings_end_with_the_same_bits(data: str, place: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
-@pytest.mark.parametrize("data", ["pairs", "grades", "steps"])
+@pytest.mark.parametrize("data", ["pairs", pytest.param("grades", marks=pytest.mark.ci_sample), "steps"])
 def test_trainings_killed_twenty_times_end_with_the_same_bits(data: str, place: Path) -> None:
     kill_many_times(data, 20, place)
 
@@ -206,7 +205,7 @@ def test_examples_with_held_out_prompts_are_dropped_if_the_user_says_so(place: P
         (["train", "--resume", "tiny"], "there is no training of a reward model to resume in tiny"),
         (["train", "grades.jsonl", "--center", "0.1"], "center is for preference pairs"),
         (["train", "pairs.jsonl", "--step-separator", ""], "step_separator is empty"),
-        (["train", "pairs.jsonl", "--max-tokens", "3"], "set --long-examples drop"),
+        (["train", "pairs.jsonl", "--model", "tiny", "--max-tokens", "3"], "set --long-examples drop"),
         (["eval", "tiny", "pairs.jsonl"], "is a language model, no reward model: train one with"),
         (["eval", "tiny", "pairs.jsonl", "--picture", "x.gif"], "no reward model"),
         (["judge"], "invalid choice: 'judge'"),

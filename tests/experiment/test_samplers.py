@@ -109,8 +109,7 @@ def test_a_lost_server_changes_no_bit_and_without_any_the_run_is_resumed_later(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.ci_sample)])
 def test_ranks_with_sharded_weights_and_servers_have_the_bits_of_one_process(
     model: Path, tmp_path: Path, precision: str
 ) -> None:
@@ -149,8 +148,7 @@ def test_servers_have_the_weights_merged_with_an_adapter_by_ranks_that_divide_it
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.ci_sample), "bf16"])
 def test_servers_have_the_weights_merged_with_an_adapter(model: Path, tmp_path: Path, precision: str) -> None:
     """If they had the weights without the adapter, their KL to the trainer would be that of the reference."""
     lora = '\n[lora]\nrank = 2\nalpha = 400\ntargets = ["q_proj", "v_proj", "down_proj"]\n'
@@ -249,7 +247,6 @@ def test_two_ranks_share_two_servers_and_end_alike_if_both_are_lost(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_embedded_model_on_two_servers_has_the_bits_of_one_alone(folder: Path) -> None:
     with serving(Path("smollm2-135m"), folder, 2, ["--precision", "bf16"]) as servers:
         table = sampler_table([one.address for one in servers], token_file(folder))

@@ -116,7 +116,10 @@ def assert_same(run_dir: Path, expected: Path) -> None:
         assert one[key] == other[key]
 
 
-LATER = [pytest.param(*moment, marks=(pytest.mark.slow, pytest.mark.ci_sample)) for moment in ((1, 0), (6, 900))]
+LATER = [
+    pytest.param(1, 0, marks=pytest.mark.slow),
+    pytest.param(6, 900, marks=(pytest.mark.slow, pytest.mark.ci_sample)),
+]
 
 
 @pytest.mark.parametrize(("step", "calls"), [(3, 40), *LATER])
