@@ -83,6 +83,7 @@ def test_ranks_that_have_loaded_other_weights_are_refused(rank: int, other: int 
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
+@pytest.mark.alone
 def test_two_ranks_have_half_of_the_frozen_weights_and_the_bits_of_one(tmp_path: Path) -> None:
     kind, dtype = "llama", "bfloat16"
     words = [sharded_adapters.__file__, str(tmp_path), kind, dtype]

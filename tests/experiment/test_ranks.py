@@ -23,7 +23,7 @@ from helpers.rank_cases import IN_BF16, IN_FP32, QUICK, start_ranks
 from helpers.rank_runs import LIMIT, MOMENTS, compare, files_of, finish, trained
 from helpers.tiny_models import tiny_folder
 
-pytestmark = pytest.mark.timeout(3000)
+pytestmark = [pytest.mark.timeout(3000), pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

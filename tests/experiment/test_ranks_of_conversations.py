@@ -13,7 +13,7 @@ from helpers.rank_cases import ADAPTERS, CONVERSATIONS, start_ranks
 from helpers.rank_runs import LIMIT, MOMENTS, compare, files_of, finish, trained
 from helpers.tiny_models import calling_folder, tiny_folder
 
-pytestmark = pytest.mark.timeout(3000)
+pytestmark = [pytest.mark.timeout(3000), pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

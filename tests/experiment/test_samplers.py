@@ -20,7 +20,7 @@ from helpers.sampled_runs import files_of, sampler_table, write_recipe
 from helpers.samplers import Proxy, Serving, begin, is_generation, serving, token_file, wait_for
 from helpers.tiny_models import calling_folder, tiny_folder
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ FLOORS = {
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
+@pytest.mark.alone
 @pytest.mark.timeout(1500)
 def test_covey_is_still_several_times_faster_than_its_peers(tmp_path):
     device = choose_device("cpu")
@@ -42,6 +43,7 @@ def test_covey_is_still_several_times_faster_than_its_peers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
+@pytest.mark.alone
 def test_the_costs_of_control_are_measured():
     work = {"measure": "costs", "counts": [8], "fragment_steps": [8], "fixed_count": 8}
     done = subprocess.run([sys.executable, str(CONTROL), json.dumps(work)], check=True, capture_output=True, text=True)

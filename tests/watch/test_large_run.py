@@ -79,6 +79,7 @@ class Measured:
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_a_large_run_stays_quick(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "large", STEPS, ROLLOUTS)
