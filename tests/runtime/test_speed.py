@@ -35,9 +35,13 @@ def test_covey_is_still_several_times_faster_than_its_peers(tmp_path):
         pytest.skip("no C++ compiler: the kernels cannot be compiled")
     output = tmp_path / "ratios.json"
     command = [sys.executable, str(BENCH), "language", "--peers", "torch", "generate", "plain", *SMALL]
-    subprocess.run([*command, "--rounds", "2", "--output", str(output)], check=True)
-    measured = json.loads(output.read_text())
-    best = {name: measured[name]["high"] for name in FLOORS}
+    best = dict.fromkeys(FLOORS, 0.0)
+    for _ in range(2):  # a second round only where noise has spoilt the first
+        subprocess.run([*command, "--rounds", "1", "--output", str(output)], check=True)
+        measured = json.loads(output.read_text())
+        best = {name: max(best[name], measured[name]["high"]) for name in FLOORS}
+        if all(best[name] > floor for name, floor in FLOORS.items()):
+            break
     assert all(best[name] > floor for name, floor in FLOORS.items()), best
 
 
