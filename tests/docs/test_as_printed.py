@@ -52,10 +52,8 @@ AS_PRINTED = ("README.md", *(str(path.relative_to(ROOT)) for path in EXAMPLES)) 
 SAMPLE = (
     "tutorial.md",
     "control.md",
-    "process.md",
-    "mathematics.md",
     "own_reward.py",
-)  # that CI runs: a minute and a half
+)  # that CI runs
 
 NOT_RUN = {
     "make test": "runs the tests",
