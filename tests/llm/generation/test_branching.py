@@ -295,9 +295,11 @@ def test_microbatches_count_what_is_fed_once_once(limit):
 
 def test_a_decoder_is_freed_with_its_last_reference() -> None:
     """Its keys and values are gigabytes, which must not wait for the garbage collector."""
+    module = tiny_model()
+    LanguagePolicy(module)  # sets the attention that takes a layout
     gc.disable()
     try:
-        decoder = SharedPrefixDecoder(tiny_model(), 4)
+        decoder = SharedPrefixDecoder(module, 4)
         decoder.prefill([[5, 6, 7]], 2)
         decoder.step(torch.tensor([3, 4]))
         kept = weakref.ref(decoder)
