@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 # allowed to keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow mutants lint bench oracle scale trackers environments clean
+.PHONY: help train test test-slow mutants lint bench oracle gpu scale trackers environments clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -29,6 +29,7 @@ help:
 	@echo "make lint       ruff, mypy and the import contracts"
 	@echo "make bench      time covey beside its peers; one part: $(BIN)/python benchmarks/bench.py control"
 	@echo "make oracle     compare losses, advantages and gradients with TRL and stable-baselines3, in $(ORACLE)"
+	@echo "make gpu        the tests that need a GPU"
 	@echo "make scale      compare covey with a real vLLM as the sampler, in $(SCALE) (3.1 GB, Linux on x86-64)"
 	@echo "make trackers   track runs with Weights & Biases, trackio and MLflow, offline, in $(TRACKERS) (0.6 GB)"
 	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) (0.2 GB)"
@@ -58,3 +59,73 @@ train: $(STAMP)
 test: $(STAMP)
 	@echo "The tests without the slow ones: about 12 minutes on two cores"
 	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale and not trackers and not environments and not gpu" -n $(WORKERS) --dist loadscope
+
+mutants: $(STAMP)
+	@echo "The mutants: about 25 minutes on two cores"
+	@$(BIN)/python -m pytest -m mutants tests/architecture/test_mutants.py
+
+test-slow: $(STAMP)
+	@echo "All tests and mutants: some hours on two cores"
+	@$(BIN)/python -m pytest -m "not scale and not trackers and not environments and not gpu"
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
+	@$(BIN)/mypy && $(BIN)/mypy benchmarks examples
+	@$(BIN)/lint-imports --no-logo
+
+bench: $(STAMP)
+	@$(BIN)/python benchmarks/bench.py
+
+$(ORACLE)/oracle-installed: tests/oracle/oracle.lock benchmarks/peers.lock
+	@test -x $(ORACLE)/bin/python || { echo "Creating $(ORACLE)"; $(PYTHON) -m venv $(ORACLE); }
+	@echo "Installing TRL and stable-baselines3 (some minutes, once)"
+	@$(ORACLE)/bin/python -m pip -qq --disable-pip-version-check install -r tests/oracle/oracle.lock
+	@touch $@
+
+oracle: $(ORACLE)/oracle-installed
+	@PYTHONPATH=src $(ORACLE)/bin/python -m pytest tests/oracle --disable-warnings -W default
+
+# --no-deps: the lock file has all packages but torchvision, torchaudio and torchcodec, which vLLM lists, does not need
+# for text, and which do not fit this torch.
+$(SCALE)/scale-installed: extras/covey_vllm/scale.lock $(wildcard extras/covey_vllm/pyproject.toml extras/covey_vllm/src/covey_vllm/*.py)
+	@test -x $(SCALE)/bin/python || { echo "Creating $(SCALE)"; $(PYTHON) -m venv $(SCALE); }
+	@echo "Installing vLLM for CPUs (3.1 GB, up to ten minutes, once)"
+	@$(SCALE)/bin/python -m pip -qq --disable-pip-version-check install --no-compile --no-deps -r extras/covey_vllm/scale.lock
+	@$(SCALE)/bin/python -m pip -qq --disable-pip-version-check install --no-deps --no-build-isolation --force-reinstall extras/covey_vllm
+	@touch $@
+
+gpu: $(STAMP)
+	@$(BIN)/python -m pytest -m gpu tests/gpu -n $(WORKERS) --dist worksteal
+
+scale: $(STAMP) $(SCALE)/scale-installed
+	@echo "vLLM as the sampler: about half an hour on two cores"
+	@$(BIN)/python -m pytest -m scale tests/scale
+
+# An environment with the packages of $(VENV), and before them those of a lock file, which add to them or replace them.
+# $(1): its folder, $(2): the lock file, $(3): what is installed
+define beside_venv
+	@rm -rf $(1)
+	@echo "Creating $(1)"; $(BIN)/python -m venv --without-pip $(1)
+	@echo "Installing $(3) (half a minute, once)"
+	@$(BIN)/python -m pip --python $(1)/bin/python -qq --disable-pip-version-check install --no-compile --no-deps -r $(2)
+	@folder() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+		echo "import site; site.addsitedir('$$(folder $(VENV))')" > "$$(folder $(1))/zz_packages_of_venv.pth"
+	@touch $@
+endef
+
+$(TRACKERS)/trackers-installed: $(STAMP) tests/tracking/trackers/trackers.lock
+	$(call beside_venv,$(TRACKERS),tests/tracking/trackers/trackers.lock,Weights & Biases$(COMMA) trackio and MLflow)
+
+trackers: $(TRACKERS)/trackers-installed
+	@$(TRACKERS)/bin/python -m pytest -m trackers tests/tracking/trackers
+
+$(ENVIRONMENTS)/environments-installed: $(STAMP) $(ENVIRONMENTS_LOCK)
+	$(call beside_venv,$(ENVIRONMENTS),$(ENVIRONMENTS_LOCK),openenv and verifiers)
+
+environments: $(ENVIRONMENTS)/environments-installed
+	@echo "Environments of openenv and verifiers: some minutes on two cores"
+	@$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/llm/conversation/environments
+
+clean:
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
