@@ -17,6 +17,7 @@ from covey.data import StepRecord
 from covey.tracking.console import Display
 from covey.tracking.diagnosis import CHECKS, Diagnosis, brief, conclusion, diagnose, diagnose_run
 from covey.tracking.diagnosis.diagnosis import STRIDE
+from covey.tracking.diagnosis.finding import sentence
 from covey.tracking.diagnosis.history import SETTLED
 
 CONFIG = {
@@ -211,3 +212,8 @@ def test_damaged_metrics_are_a_mistake(run_dir):
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\nbroken\n{"step": 3}\n')
     with pytest.raises(ConfigError, match="line 2 is damaged"):
         diagnose_run(run_dir)
+
+
+@pytest.mark.parametrize("end", [".", "?", "!", ""])
+def test_a_sentence_has_one_mark_at_its_end(end):
+    assert sentence(f" does it pay{end}") == f"Does it pay{end or '.'}"

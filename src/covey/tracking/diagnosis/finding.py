@@ -58,3 +58,9 @@ class Check:
     explanation: str
     source: str = ""  # of the thresholds, for docs/healthy.md
     keeps_first: bool = False  # evidence and remedy are those of the first observation, not of the last
+
+
+def sentence(words: str) -> str:
+    """The words with a capital letter at the beginning and a mark at the end."""
+    words = words.strip()
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "?", "!")) else ".")

@@ -10,7 +10,7 @@ from typing import Any
 from covey.config.fields import command, plural
 from covey.config.recipe import read_tables
 from covey.tracking.diagnosis.diagnosis import CHECKS, diagnose
-from covey.tracking.diagnosis.finding import Finding
+from covey.tracking.diagnosis.finding import Finding, sentence
 from covey.tracking.diagnosis.history import SETTLED
 from covey.tracking.diagnosis.settings import Settings
 from covey.tracking.run_store import CONFIG_FILE, SUMMARY_FILE, read_metrics
@@ -90,7 +90,7 @@ def write_findings(run_dir: Path, findings: Sequence[Finding]) -> str:
             f"{finding.severity}: {finding.check} ({_steps(vars(finding), steps)})",
             f"  {finding.evidence}.",
             f"  {finding.explanation}",
-            f"  {finding.remedy}.",
+            f"  {sentence(finding.remedy)}",
             f"  metrics: {', '.join(finding.metrics)}",
         ]
     return "\n".join([*lines, "", HEALTHY_FACTS] if settings.optimizer_steps == 1 else lines)

@@ -8,6 +8,7 @@ from typing import Any
 from covey.config.fields import plural
 from covey.tracking.console import clock, count_of_kind
 from covey.tracking.diagnosis import CHECKS, Finding
+from covey.tracking.diagnosis.finding import sentence
 from covey.tracking.report.charts import COLORS, Axes, Interval, Line, chart
 from covey.tracking.report.completions import one_line
 from covey.tracking.report.html import Html, element, section, table
@@ -209,16 +210,11 @@ def _finding(finding: Finding) -> Html:
             element("b", f"{finding.severity.capitalize()}: {finding.check}"),
             element("span", f", {steps}", class_="muted"),
         ),
-        element("p", _sentence(finding.evidence)),
-        element("p", _sentence(finding.explanation), class_="muted"),
-        element("p", element("b", _sentence(finding.remedy))),
+        element("p", sentence(finding.evidence)),
+        element("p", sentence(finding.explanation), class_="muted"),
+        element("p", element("b", sentence(finding.remedy))),
         class_=f"finding {'problem' if finding.severity == 'problem' else 'warning'}",
     )
-
-
-def _sentence(words: str) -> str:
-    words = words.strip()
-    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "?", "!")) else ".")
 
 
 def _main_lines(runs: Sequence[RunData], name: str, x_metric: str) -> tuple[list[Line], list[Interval]]:
