@@ -46,7 +46,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_kind(device: torch.device) -> str:
-    """ "cuda", or "cpu" for every other device: the key of settings that differ between the two."""
+    """The key of settings that differ between GPUs and CPUs: "cuda", or "cpu" for every other device."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 
