@@ -39,7 +39,8 @@ def trained(config: RunConfig, model: Path, run_dir: Path, device: str) -> list[
 
 
 def assert_numbers_of_a_cpu(on_gpu: list[dict[str, Any]], on_cpu: list[dict[str, Any]]) -> None:
-    assert [step.keys() for step in on_gpu] == [step.keys() for step in on_cpu]
+    assert len(on_gpu) == len(on_cpu)
+    assert on_gpu[0].keys() == on_cpu[0].keys()
     for name, value in on_cpu[0].items():
         assert on_gpu[0][name] == pytest.approx(value, rel=TOLERANCE, abs=1e-4, nan_ok=True), name
     assert all(math.isfinite(value) for step in on_gpu for value in step.values() if value is not None)
