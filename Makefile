@@ -57,11 +57,11 @@ train: $(STAMP)
 	@$(BIN)/covey train arithmetic_grpo
 
 test: $(STAMP)
-	@echo "The tests without the slow ones: about 12 minutes on two cores"
+	@echo "The tests without the slow ones: about a quarter of an hour on two cores"
 	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale and not trackers and not environments and not gpu" -n $(WORKERS) --dist loadscope
 
 mutants: $(STAMP)
-	@echo "The mutants: about 25 minutes on two cores"
+	@echo "The mutants: about half an hour on two cores"
 	@$(BIN)/python -m pytest -m mutants tests/architecture/test_mutants.py
 
 test-slow: $(STAMP)

@@ -77,7 +77,9 @@ def compare(arguments: argparse.Namespace, model: str) -> None:
     interpreters = {"trl": arguments.peers_python or peers_python()} if "trl" in arguments.peers else {}
     rounds: list[dict[str, Numbers]] = []
     for number in range(1, arguments.rounds + 1):
-        results: dict[str, Numbers] = {"machine": {"matmul_flops": matmul_rate()}} if arguments.device == "cpu" else {}
+        results: dict[str, Numbers] = {}
+        if (arguments.device, arguments.model) == ("cpu", EMBEDDED):  # whose products `update_flops` counts
+            results["machine"] = {"matmul_flops": matmul_rate()}
         for name in ["covey", *arguments.peers]:
             print(f"round {number} of {arguments.rounds}: {name} ...", end=" ", flush=True)
             script, switches = ("covey", {"COVEY_NATIVE": "0"}) if name == "torch" else (name, {})
@@ -87,7 +89,7 @@ def compare(arguments: argparse.Namespace, model: str) -> None:
             print(", ".join(f"{key.removesuffix('_seconds')} {value:.1f} s" for key, value in seconds.items()))
         rounds.append(results)
     summary = summarise(rounds, shape)
-    show(rounds, summary, shape)
+    show(rounds, summary, shape, arguments.model)
     device = torch.device(arguments.device)
     versions = {"transformers": version("transformers")}
     if "trl" in arguments.peers:
@@ -158,11 +160,11 @@ def summarise(rounds: list[dict[str, Numbers]], shape: Shape) -> dict[str, Any]:
     return summary
 
 
-def show(rounds: list[dict[str, Numbers]], summary: dict[str, Any], shape: Shape) -> None:
+def show(rounds: list[dict[str, Numbers]], summary: dict[str, Any], shape: Shape, model: str) -> None:
     """Two tables: what was measured (medians), and the ratios."""
     console = Console()
     title = (
-        f"{Path(shape.model).name}, {shape.prompts} prompts x {shape.group_size} completions, {shape.prompt_tokens} + "
+        f"{model}, {shape.prompts} prompts x {shape.group_size} completions, {shape.prompt_tokens} + "
         f"{shape.new_tokens} tokens, {shape.threads} threads, median of {len(rounds)}"
     )
     table = Table(title=title)

@@ -73,7 +73,7 @@ class GraphedStep:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Context manager for a capture, which fails if the collector destroys another graph meanwhile."""
+    """Context manager for a capture, which may fail if the collector destroys another graph meanwhile."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -86,7 +86,7 @@ def _without_garbage_collection() -> Iterator[None]:
 def _computed_without_waiting(compute: Callable[[], Tensor]) -> tuple[Tensor, bool]:
     """A result, and whether the processor did not wait for the GPU meanwhile, as it cannot within a graph.
 
-    A capture that fails leaves torch's generator of random numbers on the GPU unusable, so it is not tried out.
+    It is not tried out, because a capture that CUDA breaks off may leave torch's state on the GPU unusable.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as waits:
