@@ -1,7 +1,7 @@
 # `make` explains the targets. Each creates .venv from the lock files when it is missing or they have changed.
 
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 TORCH ?=
 UV := 0.13.9
 VENV := .venv
@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
-	@echo "make test       the tests, without the slow ones, in 2 processes; in another number: make test WORKERS=4"
+	@echo "make test       the tests, without the slow ones, in 3 processes; in another number: make test WORKERS=4"
 	@echo "make mutants    break the code on purpose, one change at a time, and check that a test notices each"
 	@echo "make test-slow  all tests, the mutants among them"
 	@echo "make lint       ruff, mypy and the import contracts"

@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.config.terminal import fitted, say
+from helpers.cases import every_nth
 
 WORDS = st.lists(st.text("abcxyz-/.=", min_size=1, max_size=30), min_size=1, max_size=40)
 ADVICE = "The policy got better. Next: train for longer: covey train my_recipe.toml --steps 200 --group-size 8 --seed 1"
@@ -74,7 +75,19 @@ def on_a_terminal(words: list[str], columns: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "words",
-    ["", "--help", "train --help", "eval --help", "plan --help", "trian x", "recipes", "check cartpole_grpo --seed 3"],
+    every_nth(
+        2,
+        [
+            "",
+            "--help",
+            "train --help",
+            "eval --help",
+            "trian x",
+            "plan --help",
+            "check cartpole_grpo",
+            "recipes",
+        ],
+    ),
 )
 def test_commands_fit_80_columns(words: str) -> None:
     lines = on_a_terminal(words.split(), 80)

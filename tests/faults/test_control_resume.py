@@ -96,8 +96,7 @@ def reproducible_summary(run_dir: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        "episodes",
-        *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.ci_sample)) for name in SAMPLE),
+        *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.ci_sample)) for name in ("episodes", *SAMPLE)),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward_to_go", "fragments")),
     ],
 )

@@ -167,14 +167,15 @@ def fail_at(place: Place, kind: str, code: int, numbers: Sequence[int], resume: 
     return len(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
         errno.ENOSPC,
-        pytest.param(errno.EROFS, marks=pytest.mark.slow),
-        pytest.param(errno.EIO, marks=(pytest.mark.slow, pytest.mark.ci_sample)),
-        pytest.param(errno.EACCES, marks=pytest.mark.slow),
-        pytest.param(KILL, marks=(pytest.mark.slow, pytest.mark.ci_sample)),
+        errno.EROFS,
+        pytest.param(errno.EIO, marks=pytest.mark.ci_sample),
+        errno.EACCES,
+        pytest.param(KILL, marks=pytest.mark.ci_sample),
     ],  # EDQUOT and EFBIG fail where ENOSPC does
     ids=NAMES.get,
 )

@@ -9,6 +9,7 @@ import pytest
 
 from covey.config.recipe_writing import write_config
 from helpers import toy_envs
+from helpers.cases import slow_unless
 from helpers.kills import Kills, anywhere
 from helpers.run_helpers import reproducible_metrics, write_recipe
 from helpers.tiny_models import tiny_folder
@@ -30,7 +31,7 @@ KINDS: dict[str, Any] = {
     "CartPole groups": {"rollouts": {"starts_per_step": 4, "group_size": 4}},
     "CartPole fragments": {"algorithm": "ppo", "rollouts": FRAGMENTS, "update": {"minibatches": 2, "critic_epochs": 2}},
 }
-SAMPLE = ("GRPO", "CartPole fragments")  # killed ten times in CI; each kind twice by `make test`
+SAMPLE = ("GRPO", "CartPole fragments")  # killed twice by `make test` and ten times in CI
 ADAPTERS = {
     "GRPO with an adapter": ["--rank", "2", "--refresh-every", "2", "--precision", "bf16"],
     "PPO with adapters": ["--rank", "2", "--algorithm", "ppo", "--trunk", "adapter", "--critic-warmup-steps", "2"],
@@ -63,7 +64,7 @@ def kill_many_times(kind: str, kills: int, place: Path) -> None:
     runs.kill([anywhere] * kills)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_unless(SAMPLE.__contains__, KINDS))
 def test_killed_runs_end_with_the_same_bits(kind: str, place: Path) -> None:
     kill_many_times(kind, 2, place)
 

@@ -79,6 +79,8 @@ def test_patterns_of_every_kind_are_answered(forks: Forks, tiny: Path, tmp_path:
     check(forks, of(tiny, tables.patterns()), tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_names_that_are_no_path_are_one_line_each(forks: Forks, tmp_path: Path) -> None:
     """Every name at one of the fifteen places."""
     check(forks, list(islice(tables.paths(), 0, None, 16)), tmp_path)

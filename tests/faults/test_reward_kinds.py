@@ -170,11 +170,16 @@ def faults(tmp_path, monkeypatch):
 CASES = [f"{kind}@{moment}" for kind, moment in itertools.product(KINDS, MOMENTS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([f"{kind}@{MOMENTS[place % 4]}" for place, kind in enumerate(KINDS)], id="each_kind_once"),
-        pytest.param(CASES, id="every_pair", marks=pytest.mark.slow),
+        pytest.param(
+            [f"{kind}@{MOMENTS[place % 4]}" for place, kind in enumerate(KINDS)],
+            id="each_kind_once",
+            marks=pytest.mark.ci_sample,
+        ),
+        pytest.param(CASES, id="every_pair"),
     ],
 )
 def test_no_fault_at_any_moment_costs_more_than_its_own_group(cases, faults, capfd):

@@ -3,21 +3,25 @@
 A mutant is one change of text in a copy of the package. `python mutants.py FOLDER [NAME ...]` makes the copies in
 FOLDER, runs each mutant's tests on it until one fails, and prints a JSON object with the `Outcome` of each. The tests
 that failed then run on unchanged copies, where they must pass. If a test failed, the mutant's copy is removed. `make
-mutants` runs all of them; `make test` only checks that each text occurs exactly once. Packages are imported once and
-every mutant runs in a fork, because imports take longer than the tests. As many run at a time as there are processors.
+mutants` runs all of them; `make test` only checks that each text occurs exactly once. Each runs in a fork of a process
+that has imported all other packages, and its copy has the bytecode of the files that the mutant leaves unchanged,
+because imports take longer than most of the tests. Some tests wait, so one more runs at a time than there are
+processors.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
+import runpy
 import shutil
 import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,18 +32,20 @@ TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "src" / "covey"
 UNCHANGED = "unchanged"
 FAILED = "failed_tests"
-PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+IMPORTED = "imported_modules"
+COMPILED = "compiled"
+AT_ONCE = 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+PARTS = 8  # of the tests on unchanged copies
 
 CPU_INFO = Path("/proc/cpuinfo")
 
 # A mutant must be noticed by the explicit examples of a property: which ones hypothesis makes is chance.
-OPTIONS = ["-x", "--tb=line", "--timeout=300", "--hypothesis-profile=explicit"]
+OPTIONS = ["-x", "--tb=line", "--timeout=120", "--hypothesis-profile=explicit"]
 
 # Makes pytest, hypothesis and torch import what they import on first use.
 WARM_UP = """
 import pytest, torch
 from hypothesis import given, strategies
-from transformers import PreTrainedTokenizerFast
 
 @given(strategies.integers())
 def test_hypothesis(number): ...
@@ -96,11 +102,36 @@ def read_mutants() -> list[Mutant]:
 MUTANTS = [mutant for mutant in read_mutants() if _runs_here(mutant.cpu)]
 
 
-def copy_package(folder: Path, mutant: Mutant | None) -> None:
-    shutil.copytree(PACKAGE, folder / "covey", ignore=_all_but_code)
+def copy_package(source: Path, folder: Path, mutant: Mutant | None) -> None:
+    """Copy a compiled package without its bytecode of the file that the mutant changes."""
+    shutil.copytree(source, folder / "covey", copy_function=os.link)
     if mutant:
         target = folder / "covey" / mutant.file
-        target.write_text(target.read_text().replace(mutant.old, mutant.new))
+        text = target.read_text()
+        target.unlink()  # the file is linked from all copies
+        target.write_text(text.replace(mutant.old, mutant.new))
+        for compiled in target.parent.glob(f"__pycache__/{target.stem}.*.pyc"):
+            compiled.unlink()
+
+
+def import_packages(root: Path, tests: set[str]) -> Path:
+    """Import all that the tests import outside of this project, and return a copy of covey with its bytecode."""
+    shutil.copytree(PACKAGE, root / COMPILED / "covey", ignore=_all_but_code)
+    warm_up = root / "test_warm_up.py"
+    warm_up.write_text(WARM_UP)
+    with redirect_stdout(sys.stderr):
+        pytest.main([str(warm_up)])
+    runpy.run_path(str(TESTS / "conftest.py"))  # sets variables that packages read when they are imported
+    files = sorted({name.partition("::")[0] for name in tests})
+    _, status = os.waitpid(start(root / COMPILED, files, "--collect-only"), 0)
+    if status:
+        sys.exit((root / COMPILED / "log").read_text())
+    for name in (root / COMPILED / IMPORTED).read_text().split():
+        if name.partition(".")[0] not in ("covey", "tests", "helpers", "conftest", "__main__"):
+            with suppress(ImportError):  # a module that another one makes
+                importlib.import_module(name)
+    gc.freeze()  # pytest collects garbage at its end: without looking through all of torch again
+    return root / COMPILED / "covey"
 
 
 def _all_but_code(folder: str, names: list[str]) -> list[str]:
@@ -111,8 +142,11 @@ def _all_but_code(folder: str, names: list[str]) -> list[str]:
     ]
 
 
-def start(folder: Path, tests: list[str]) -> int:
-    """The id of a fork of this process that imports covey from `folder`, runs the tests and exits as pytest does."""
+def start(folder: Path, tests: Sequence[str], *options: str, compiles: bool = False) -> int:
+    """The id of a fork of this process that imports covey from `folder`, runs the tests and exits as pytest does.
+
+    It writes the names of the modules that it has imported to a file. `compiles`: it has kernels of its own.
+    """
     child = os.fork()
     if child:
         return child
@@ -123,22 +157,25 @@ def start(folder: Path, tests: list[str]) -> int:
         os.dup2(log, 2)
         sys.path.insert(0, str(folder))
         os.environ["PYTHONPATH"] = str(folder)  # for the processes that tests start
+        if compiles:
+            os.environ["COVEY_CACHE"] = str(folder / "cache")  # a cache lets one process compile at a time
         import covey
 
         assert Path(covey.__file__).is_relative_to(folder)
         plugin = FailedTests(folder / FAILED)
         # As text: a path would make "[7 / 2]" of the parameters "[7 // 2]".
-        status = pytest.main([*OPTIONS, *(f"{TESTS}/{name}" for name in tests)], plugins=[plugin])
+        status = pytest.main([*OPTIONS, *options, *(f"{TESTS}/{name}" for name in tests)], plugins=[plugin])
+        (folder / IMPORTED).write_text("\n".join(sys.modules))
     finally:
         os._exit(status)
 
 
-def compile_with_little_optimisation(folder: Path) -> None:
-    """Set $CXX to the compiler with -O1, because a mutant of the kernels is compiled once and runs for seconds only."""
+def compile_without_optimisation(folder: Path) -> None:
+    """Set $CXX to the compiler with -O0, because a mutant of the kernels is compiled once and runs for seconds only."""
     found = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if found:
         compiler = folder / "c++"
-        compiler.write_text(f'#!/bin/sh\nexec {found} "$@" -O1\n')
+        compiler.write_text(f'#!/bin/sh\nexec {found} "$@" -O0\n')
         compiler.chmod(0o755)
         os.environ["CXX"] = str(compiler)
 
@@ -147,30 +184,26 @@ def main(root: Path, names: list[str]) -> None:
     unknown = set(names) - {mutant.name for mutant in MUTANTS}
     if unknown:
         sys.exit(f"no mutant that runs on this processor is named {', '.join(sorted(unknown))}")
-    compile_with_little_optimisation(root)
+    compile_without_optimisation(root)
     torch.set_num_threads(1)
-    warm_up = root / "test_warm_up.py"
-    warm_up.write_text(WARM_UP)
-    with redirect_stdout(sys.stderr):
-        pytest.main([str(warm_up)])
-    gc.freeze()  # pytest collects garbage at its end: without looking through all of torch again
     mutants = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    outcomes = run_all(root, [(mutant.name, mutant, mutant.tests) for mutant in mutants])
+    package = import_packages(root, {name for mutant in mutants for name in mutant.tests})
+    outcomes = run_all(root, package, [(mutant.name, mutant, mutant.tests) for mutant in mutants])
     # A mutant that crashed has no failed test.
     noticed = {name for mutant in mutants for name in (outcomes[mutant.name].failed or mutant.tests)}
-    outcomes |= run_all(root, [(f"{UNCHANGED}_{i}", None, part) for i, part in enumerate(in_parts(noticed))])
+    outcomes |= run_all(root, package, [(f"{UNCHANGED}_{i}", None, part) for i, part in enumerate(in_parts(noticed))])
     print(json.dumps({name: outcome._asdict() for name, outcome in outcomes.items()}))
 
 
 def in_parts(tests: set[str]) -> list[list[str]]:
-    """Divide tests into one part for each processor, each with whole files."""
+    """Divide tests into parts with whole files."""
     files = sorted({name.partition("::")[0] for name in tests})
-    chosen = [set(files[i::PROCESSORS]) for i in range(PROCESSORS)]
+    chosen = [set(files[i::PARTS]) for i in range(PARTS)]
     return [sorted(name for name in tests if name.partition("::")[0] in some) for some in chosen if some]
 
 
-def run_all(root: Path, jobs: Sequence[tuple[str, Mutant | None, list[str]]]) -> dict[str, Outcome]:
-    """Run tests on copies of the package in the folder `root`: a job is the name of a copy, its mutant, and tests."""
+def run_all(root: Path, package: Path, jobs: Sequence[tuple[str, Mutant | None, list[str]]]) -> dict[str, Outcome]:
+    """Run tests on copies of `package` in the folder `root`: a job is the name of a copy, its mutant, and tests."""
     outcomes: dict[str, Outcome] = {}
     running: dict[int, tuple[str, float]] = {}
 
@@ -184,10 +217,11 @@ def run_all(root: Path, jobs: Sequence[tuple[str, Mutant | None, list[str]]]) ->
             shutil.rmtree(root / name, ignore_errors=True)  # hundreds of copies would fill a small disk
 
     for name, mutant, tests in jobs:
-        copy_package(root / name, mutant)
-        if len(running) == PROCESSORS:
+        copy_package(package, root / name, mutant)
+        if len(running) == AT_ONCE:
             wait_for_one()
-        running[start(root / name, tests)] = (name, time.monotonic())
+        compiles = mutant is not None and not mutant.file.endswith(".py")
+        running[start(root / name, tests, compiles=compiles)] = (name, time.monotonic())
     while running:
         wait_for_one()
     return outcomes

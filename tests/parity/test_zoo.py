@@ -16,6 +16,7 @@ from covey.llm.model.chat import Chat
 from covey.llm.model.plain_forward import accepted
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
+from helpers.cases import every_nth
 from helpers.tiny_models import tiny_tokenizer
 from helpers.zoo import FAMILIES, VOCABULARY, zoo_model
 
@@ -47,7 +48,7 @@ SAMPLE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", SAMPLE)
+@pytest.mark.parametrize("kind", every_nth(2, SAMPLE))
 def test_a_family_is_sampled_and_trained_as_transformers_computes_it(kind):
     check_family(kind, window=7)
 

@@ -154,7 +154,10 @@ def test_actions_reach_the_environment_in_its_own_shape(space, sent, monkeypatch
     "tables",
     [
         {"algorithm": "grpo", "loss": {"credit": "reward_to_go_by_step"}},
-        {"algorithm": "ppo", "rollouts": {"kind": "fragments", "environments": 8, "fragment_steps": 20}},
+        pytest.param(
+            {"algorithm": "ppo", "rollouts": {"kind": "fragments", "environments": 8, "fragment_steps": 20}},
+            marks=[pytest.mark.slow, pytest.mark.ci_sample],
+        ),
     ],
     ids=["grpo", "ppo"],
 )

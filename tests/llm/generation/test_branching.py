@@ -213,7 +213,7 @@ def attend_by_torch(monkeypatch, scores_limit: int) -> None:
 WAYS = [*((kind, "kernels") for kind in FAST), *((kind, way) for kind in SHARED for way in ("products", "fused"))]
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "way"), WAYS)
 @pytest.mark.parametrize("beginning", [0, 11])
 def test_numbers_and_gradients_are_those_of_whole_rows(kind, way, threads, beginning, monkeypatch):

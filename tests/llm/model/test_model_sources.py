@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from covey.experiment import inference
 from covey.experiment.llm import Machine
 from covey.llm.model import hub
 from covey.llm.model.loading import load_model
+from helpers.cases import every_nth
 from helpers.tiny_models import tiny_folder, tiny_gguf
 
 CPU = torch.device("cpu")
@@ -132,8 +134,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("command", ["check", "plan", "eval", "sample", "train", "resume"])
+COMMANDS = ["check", "plan", "eval", "sample", "train", "resume"]
+
+
+@pytest.mark.parametrize(("source", "command"), every_nth(5, itertools.product(SOURCES, COMMANDS)))
 def test_every_source_in_every_command(command, source, places, tmp_path, capsys, monkeypatch):
     model, run_dir = places[source], str(tmp_path / "run")
     recipe = write_recipe(tmp_path, model)

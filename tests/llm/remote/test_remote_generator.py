@@ -36,6 +36,7 @@ from covey.llm.remote.generator import RemoteGenerator
 from covey.llm.remote.group_transport import GroupTransport
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import FileTransport, Transport, private_folders
+from helpers.cases import every_nth
 from helpers.samplers import TOKEN, Proxy, Serving, begin, is_generation, serving, wait_for
 from helpers.tiny_models import tiny_folder, tiny_model
 
@@ -255,7 +256,7 @@ FAULTS: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 }
 
 
-@pytest.mark.parametrize("fault", list(FAULTS))
+@pytest.mark.parametrize("fault", every_nth(2, FAULTS))
 def test_a_faulty_server_changes_no_bit_and_no_group_is_generated_twice(
     servers: list[Serving], policy: LanguagePolicy, fault: str
 ) -> None:

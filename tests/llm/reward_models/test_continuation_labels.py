@@ -320,6 +320,8 @@ boundary = "even.py:thirds"
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_another_model_continues_the_steps(tmp_path: Path) -> None:
     """Completions and the labels of their last steps stay the same; a completer of the same weights changes none."""
     model = tiny_folder(tmp_path / "tiny")

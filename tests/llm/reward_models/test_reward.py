@@ -16,6 +16,7 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.reward_models.loading import load_reward_model
 from covey.llm.reward_models.model import RewardModel, ScoreScale
+from helpers.cases import slow_unless
 from helpers.reward_models import tiny_reward_model
 from helpers.run_helpers import covey, reproducible_metrics
 from helpers.tiny_models import tiny_folder
@@ -216,7 +217,7 @@ every = 1
 """
 
 
-@pytest.mark.parametrize("kind", list(RewardModelKind))
+@pytest.mark.parametrize("kind", slow_unless(RewardModelKind.PROCESS.__eq__, RewardModelKind))
 def test_a_run_is_trained_by_a_reward_model(kind: RewardModelKind, tmp_path: Path) -> None:
     by_step = kind is RewardModelKind.PROCESS
     saved(tmp_path / "reward", kind)

@@ -18,6 +18,7 @@ from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinC
 from covey.llm.rewards.sandbox.limits import Limits
 from covey.llm.rewards.sandbox.pipes import ProgramFault
 from covey.llm.rewards.sandbox.session import Sandbox, Session
+from helpers.cases import every_nth
 from helpers.hostile_programs import ESCAPES, EXHAUSTING, FORGERIES, TRY
 from helpers.sandboxes import BACKENDS, any_backend, backend, processes_left
 
@@ -94,7 +95,7 @@ def test_a_program_reaches_nothing_outside(
     assert canary.read_text() == "secret of the host"
 
 
-@pytest.mark.parametrize("name", EXHAUSTING)
+@pytest.mark.parametrize("name", every_nth(2, EXHAUSTING, pytest.mark.ci_sample))
 def test_a_program_that_takes_too_much_is_ended(name: str, sandbox: Sandbox) -> None:
     began = time.monotonic()
     verdict = Judge(sandbox, SHORT).judge(EXHAUSTING[name], StdinTests([StdinCase("", "42")]))
@@ -103,7 +104,7 @@ def test_a_program_that_takes_too_much_is_ended(name: str, sandbox: Sandbox) -> 
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("name", FORGERIES)
+@pytest.mark.parametrize("name", every_nth(2, FORGERIES, pytest.mark.ci_sample))
 def test_a_program_forges_no_verdict(name: str) -> None:
     """The parent decides on verdicts, in the same way for every sandbox."""
     assert_forges_nothing(name, any_backend())

@@ -85,6 +85,8 @@ def test_held_out_is_fixed_and_a_longer_one_begins_like_a_shorter_one(task):
     assert task.held_out(50)[:20] == again.held_out(20)
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_draws_are_the_same_in_another_process():
     code = (
         "from covey.llm.tasks import *\n"
