@@ -190,7 +190,6 @@ def test_every_named_algorithm_is_in_the_table():
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_table_of_the_page_is_that_of_the_script():
     for line in enumeration.family_table().splitlines():
         assert line in LINES

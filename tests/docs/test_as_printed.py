@@ -49,11 +49,7 @@ PRINTED_JUDGE = "http://127.0.0.1:8000/v1"  # in place of these two, servers of 
 PRINTED_OPENENV = "http://127.0.0.1:8000"
 LAST_STEP = ("step-00000060", "step-00000002")  # a checkpoint that a page names, and that of a short run
 AS_PRINTED = ("README.md", *(str(path.relative_to(ROOT)) for path in EXAMPLES))  # the others train a tiny model instead
-SAMPLE = (
-    "tutorial.md",
-    "control.md",
-    "own_reward.py",
-)  # that CI runs
+SAMPLE = ("tutorial.md", "control.md")  # that CI runs
 
 NOT_RUN = {
     "make test": "runs the tests",

@@ -150,7 +150,7 @@ def test_killed_trainings_end_with_the_same_bits(data: str, place: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", ["pairs", pytest.param("grades", marks=pytest.mark.ci_sample), "steps"])
+@pytest.mark.parametrize("data", ["pairs", "grades", "steps"])
 def test_trainings_killed_twenty_times_end_with_the_same_bits(data: str, place: Path) -> None:
     kill_many_times(data, 20, place)
 

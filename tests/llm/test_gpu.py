@@ -40,7 +40,7 @@ def steps_of(folder: Path, recipe: Path, program: str) -> list[dict[str, float]]
     ("kind", "algorithm"),
     [
         pytest.param("llama", "", marks=[pytest.mark.slow, pytest.mark.ci_sample]),
-        pytest.param("qwen3", PPO, marks=[pytest.mark.slow, pytest.mark.ci_sample]),
+        pytest.param("qwen3", PPO, marks=pytest.mark.slow),
         pytest.param("gpt2", "", marks=pytest.mark.slow),
         pytest.param("bloom", "", marks=pytest.mark.slow),
     ],

@@ -66,7 +66,6 @@ def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16(exact, starts):
     assert ours < 1.2 * theirs
 
 
-@pytest.mark.ci_sample
 def test_bf16_behavior_logprobs_are_no_further_from_fp32_than_transformers_own(exact, starts):
     low = load_model(EMBEDDED, dtype=torch.bfloat16, device=CPU)
     policy, groups = sampled(low, starts)

@@ -463,7 +463,7 @@ def test_check_reports_the_same_prediction() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", pytest.param("ppo:policy", marks=pytest.mark.ci_sample)])
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "ppo:policy"])
 def test_the_peak_of_a_real_run_is_predicted_within_15_percent(algorithm: str, tmp_path: Path) -> None:
     output = tmp_path / "memory.json"
     script = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), "--cases", "one small microbatch"]

@@ -104,7 +104,7 @@ def test_a_program_that_takes_too_much_is_ended(name: str, sandbox: Sandbox) -> 
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("name", every_nth(2, FORGERIES, pytest.mark.ci_sample))
+@pytest.mark.parametrize("name", every_nth(2, FORGERIES))
 def test_a_program_forges_no_verdict(name: str) -> None:
     """The parent decides on verdicts, in the same way for every sandbox."""
     assert_forges_nothing(name, any_backend())
