@@ -65,6 +65,8 @@ def main(options: Sequence[str]) -> None:
 def compare(arguments: argparse.Namespace, model: str) -> None:
     """Run the rounds; print and write the results."""
     threads = set_threads(0)
+    device = torch.device(arguments.device)
+    precision = choose_precision("auto", device)
     shape = Shape(
         model,
         arguments.prompts,
@@ -73,13 +75,14 @@ def compare(arguments: argparse.Namespace, model: str) -> None:
         arguments.new_tokens,
         threads,
         arguments.device,
+        {torch.bfloat16: "bf16", torch.float32: "fp32"}[precision],
     )
     interpreters = {"trl": arguments.peers_python or peers_python()} if "trl" in arguments.peers else {}
     rounds: list[dict[str, Numbers]] = []
     for number in range(1, arguments.rounds + 1):
         results: dict[str, Numbers] = {}
         if (arguments.device, arguments.model) == ("cpu", EMBEDDED):  # whose products `update_flops` counts
-            results["machine"] = {"matmul_flops": matmul_rate()}
+            results["machine"] = {"matmul_flops": matmul_rate(precision)}
         for name in ["covey", *arguments.peers]:
             print(f"round {number} of {arguments.rounds}: {name} ...", end=" ", flush=True)
             script, switches = ("covey", {"COVEY_NATIVE": "0"}) if name == "torch" else (name, {})
@@ -90,7 +93,6 @@ def compare(arguments: argparse.Namespace, model: str) -> None:
         rounds.append(results)
     summary = summarise(rounds, shape)
     show(rounds, summary, shape, arguments.model)
-    device = torch.device(arguments.device)
     versions = {"transformers": version("transformers")}
     if "trl" in arguments.peers:
         versions["trl"] = peer_version("trl")
@@ -98,7 +100,7 @@ def compare(arguments: argparse.Namespace, model: str) -> None:
         **summary,
         "shape": asdict(shape) | {"model": arguments.model},
         "rounds": rounds,
-        "environment": environment(device, choose_precision("auto", device)),
+        "environment": environment(device, precision),
         "peers": versions,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
@@ -108,9 +110,9 @@ def compare(arguments: argparse.Namespace, model: str) -> None:
     print(f"written to {output}")
 
 
-def matmul_rate() -> float:
-    """FLOP/s of a bf16 matrix product of the model's own shape, on this machine, now."""
-    a, b = torch.randn(4096, 576).bfloat16(), torch.randn(576, 1536).bfloat16()
+def matmul_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of a matrix product of the model's own shape, on this machine, now."""
+    a, b = torch.randn(4096, 576, dtype=dtype), torch.randn(576, 1536, dtype=dtype)
     for _ in range(5):
         a @ b
     rates = []

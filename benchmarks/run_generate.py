@@ -1,4 +1,4 @@
-"""transformers' `model.generate` in bf16 with its default cache, on the same rows: the sampler most trainers use."""
+"""transformers' `model.generate` in covey's precision with its default cache, on the same rows: the sampler most trainers use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def main() -> None:
     shape = read_shape()
     torch.set_num_threads(shape.threads)
     tokenizer = AutoTokenizer.from_pretrained(shape.model)
-    model = AutoModelForCausalLM.from_pretrained(shape.model, dtype=torch.bfloat16).eval().to(shape.device)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[shape.precision]
+    model = AutoModelForCausalLM.from_pretrained(shape.model, dtype=dtype).eval().to(shape.device)
     texts = [text for text in make_prompts(shape, tokenizer) for _ in range(shape.group_size)]
     inputs = tokenizer(texts, return_tensors="pt").to(shape.device)
 

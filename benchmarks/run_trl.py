@@ -47,6 +47,7 @@ def main() -> None:
             save_strategy="no",
             report_to=[],
             use_cpu=shape.device == "cpu",
+            bf16=shape.precision == "bf16",
             disable_tqdm=True,
         )
         times = StepTimes()

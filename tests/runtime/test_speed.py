@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from covey.llm.native.bindings import kernels_for
 from covey.runtime.device import choose_device, choose_precision
@@ -31,7 +32,9 @@ FLOORS = {
 @pytest.mark.timeout(1500)
 def test_covey_is_still_several_times_faster_than_its_peers(tmp_path):
     device = choose_device("cpu")
-    if kernels_for(choose_precision("auto", device), device) is None:
+    if choose_precision("auto", device) != torch.bfloat16:
+        pytest.skip("the ratios were recorded in bf16, which this processor does not multiply")
+    if kernels_for(torch.bfloat16, device) is None:
         pytest.skip("no C++ compiler: the kernels cannot be compiled")
     output = tmp_path / "ratios.json"
     command = [sys.executable, str(BENCH), "language", "--peers", "torch", "generate", "plain", *SMALL]
