@@ -1,4 +1,4 @@
-"""transformers' `model.generate` in covey's precision with its default cache, on the same rows: the sampler most trainers use."""
+"""transformers' `model.generate` in covey's precision with its default cache: the sampler that most trainers use."""
 
 from __future__ import annotations
 
