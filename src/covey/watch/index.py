@@ -29,7 +29,7 @@ from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, promp
 from covey.tracking.turns import searched_text
 from covey.watch.rollouts import is_failed, is_truncated
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 BATCH_SECONDS = 0.5  # of the processor's time, of one transaction
 BUSY_SECONDS = 5.0  # that a reader waits for a writer
 LONGEST_TEXT = 1 << 20  # characters of a rollout that are searched
@@ -42,7 +42,8 @@ CREATE TABLE rollouts (
     truncated INTEGER, failed INTEGER, signal INTEGER, offset INTEGER, length INTEGER
 );
 CREATE INDEX by_place ON rollouts (step, grp, place);
-CREATE INDEX by_reward ON rollouts (reward, step);
+CREATE INDEX best ON rollouts (reward DESC, step DESC, grp, place);
+CREATE INDEX worst ON rollouts (reward, step DESC, grp, place);
 """
 TRIGRAMS = "CREATE VIRTUAL TABLE texts USING fts5(text, tokenize='trigram', content='', detail='none')"
 TABLES = ("files", "rollouts", "texts")
