@@ -75,7 +75,7 @@ def compare(arguments: argparse.Namespace, model: str) -> None:
         arguments.new_tokens,
         threads,
         arguments.device,
-        {torch.bfloat16: "bf16", torch.float32: "fp32"}[precision],
+        str(precision).removeprefix("torch."),
     )
     interpreters = {"trl": arguments.peers_python or peers_python()} if "trl" in arguments.peers else {}
     rounds: list[dict[str, Numbers]] = []

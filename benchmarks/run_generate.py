@@ -11,8 +11,7 @@ def main() -> None:
     shape = read_shape()
     torch.set_num_threads(shape.threads)
     tokenizer = AutoTokenizer.from_pretrained(shape.model)
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[shape.precision]
-    model = AutoModelForCausalLM.from_pretrained(shape.model, dtype=dtype).eval().to(shape.device)
+    model = AutoModelForCausalLM.from_pretrained(shape.model, dtype=shape.dtype).eval().to(shape.device)
     texts = [text for text in make_prompts(shape, tokenizer) for _ in range(shape.group_size)]
     inputs = tokenizer(texts, return_tensors="pt").to(shape.device)
 

@@ -27,7 +27,7 @@ def main() -> None:
         began = now()
         for rows in torch.arange(shape.rows).split(ROWS):
             tokens = torch.cat([prompts[rows], completions[rows]], dim=1)
-            with torch.autocast(shape.device, dtype=torch.bfloat16, enabled=shape.precision == "bf16"):
+            with torch.autocast(shape.device, dtype=torch.bfloat16, enabled=shape.dtype == "bfloat16"):
                 logits = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=new_tokens).logits
             logp = logits.float().log_softmax(2).gather(2, completions[rows][..., None])[..., 0]
             (-(logp * advantages[rows]).sum() / completions.numel()).backward()

@@ -1,4 +1,4 @@
-"""A step of TRL's GRPOTrainer with its defaults, on the same prompts and token counts. Runs in TRL's environment."""
+"""A step of TRL's GRPOTrainer with its defaults, in covey's precision. Runs in TRL's environment."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main() -> None:
             save_strategy="no",
             report_to=[],
             use_cpu=shape.device == "cpu",
-            bf16=shape.precision == "bf16",
+            bf16=shape.dtype == "bfloat16",
             disable_tqdm=True,
         )
         times = StepTimes()

@@ -30,7 +30,7 @@ class Shape:
     new_tokens: int
     threads: int
     device: str = "cpu"
-    precision: str = "bf16"  # or fp32: what covey chooses on this machine
+    dtype: str = "bfloat16"  # or float32: what covey chooses on this machine
 
     @property
     def rows(self) -> int:

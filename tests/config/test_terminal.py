@@ -84,7 +84,7 @@ def on_a_terminal(words: list[str], columns: int) -> list[str]:
             "eval --help",
             "trian x",
             "plan --help",
-            "check cartpole_grpo",
+            "check cartpole_grpo --seed 3",
             "recipes",
         ],
     ),

@@ -382,7 +382,6 @@ with joined_ranks():
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
-@pytest.mark.alone
 def test_the_processes_of_a_team_add_in_the_order_of_a_tree(tmp_path: Path) -> None:
     """gloo's sums and messages, beside the same tensors added here."""
     (tmp_path / "sums.py").write_text(SUMS)

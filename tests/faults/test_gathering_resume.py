@@ -98,7 +98,7 @@ def rollouts_of(run_dir: Path, step: int) -> list[dict]:
     return [json.loads(line) for line in (run_dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("way", slow_unless("replay".__eq__, WAYS))
+@pytest.mark.parametrize("way", slow_unless(["replay"], WAYS))
 def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
     expected, killed = whole[way], folder / f"{way}-killed"
     code, output = covey("train", f"{way}.toml", "--run-dir", killed, cwd=folder, moment=Moment(3))

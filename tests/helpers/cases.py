@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
 
 
-def slow_unless(is_quick: Callable[[Any], bool], cases: Iterable[Any]) -> list[Any]:
-    """The cases, those that are not quick with the mark `slow`."""
-    return [case if is_quick(case) else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+def slow_unless(quick: Container[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases, those that are not in `quick` with the mark `slow`."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def every_nth(n: int, cases: Iterable[Any], *marks: pytest.MarkDecorator) -> list[Any]:

@@ -75,6 +75,16 @@ def test_filters(run: Path, name: str, expected: Found) -> None:
     assert places(run, filter=name, first=2, last=2) == [place for place in expected if place[0] == 2]
 
 
+@pytest.mark.parametrize("name", ["best", "worst"])
+def test_an_index_has_the_order_of_rewards(run: Path, name: str) -> None:
+    """Sorting all rollouts of a large run takes longer than the answer may."""
+    with index.connection(built(run)) as database:
+        condition, values = search._condition(database, Query(filter=name))
+        ordered = f"SELECT * FROM rollouts WHERE {condition} ORDER BY {index.FILTERS[name].order}"
+        plan = [row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {ordered}", values)]
+    assert len(plan) == 1, plan  # a second line would be a sort
+
+
 @pytest.mark.parametrize("texts", [True, False])
 @pytest.mark.parametrize(
     ("text", "expected"),

@@ -217,7 +217,7 @@ every = 1
 """
 
 
-@pytest.mark.parametrize("kind", slow_unless(RewardModelKind.PROCESS.__eq__, RewardModelKind))
+@pytest.mark.parametrize("kind", slow_unless([RewardModelKind.PROCESS], RewardModelKind))
 def test_a_run_is_trained_by_a_reward_model(kind: RewardModelKind, tmp_path: Path) -> None:
     by_step = kind is RewardModelKind.PROCESS
     saved(tmp_path / "reward", kind)
