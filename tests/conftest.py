@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ settings.load_profile("tests")
 
 UNWATCHED = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # the second is set when torch first needs its compiler
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD]  # SIGALRM is pytest-timeout's
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all but the first of every n cases of a test with `sampled(n)`."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled and not item.get_closest_marker("slow"):
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % sampled.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,7 +17,6 @@ from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.experiment.run import run
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import Arithmetic
-from helpers.cases import every_nth
 from helpers.credits import REFERENCE_SEED, gradient_of, ready
 from helpers.gradients import same
 from helpers.tabular_policy import ToyPolicy, generator, random_groups
@@ -262,7 +261,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("credit", every_nth(3, CREDITS))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("credit", CREDITS)
 def test_a_tiny_model_learns_from_step_rewards(folder, credit):
     (folder / "halves.py").write_text("def halves(text):\n    return [len(text) // 2]\n")
     chosen = config(

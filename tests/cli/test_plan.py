@@ -171,6 +171,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
 def test_mistakes_are_one_line(
     words: list[str],

@@ -139,6 +139,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "train_seed", recorded_runs.train_quickly)
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.usefixtures("fake")
 def test_a_comparison_writes_its_report_and_goes_on_where_it_was(
     tmp_path: Path, recipes: list[str], capsys: pytest.CaptureFixture[str]
@@ -241,6 +243,8 @@ def test_runs_share_the_cores_by_their_threads(recipes: list[str], monkeypatch: 
     assert runs_at_once(read_contestants(recipes[:1], ["--threads", "0"])) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_real_runs_and_a_real_resume(tmp_path: Path, recipes: list[str]) -> None:
     folder = tmp_path / "out"
     fields = ["--threads", "1", "--hidden", "8", "--checkpoint.every", "2"]

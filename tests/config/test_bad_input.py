@@ -351,6 +351,7 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

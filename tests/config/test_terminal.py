@@ -17,7 +17,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.config.terminal import fitted, say
-from helpers.cases import every_nth
 
 WORDS = st.lists(st.text("abcxyz-/.=", min_size=1, max_size=30), min_size=1, max_size=40)
 ADVICE = "The policy got better. Next: train for longer: covey train my_recipe.toml --steps 200 --group-size 8 --seed 1"
@@ -73,21 +72,10 @@ def on_a_terminal(words: list[str], columns: int) -> list[str]:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()).replace("\r", "").split("\n")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "words",
-    every_nth(
-        2,
-        [
-            "",
-            "--help",
-            "train --help",
-            "eval --help",
-            "trian x",
-            "plan --help",
-            "check cartpole_grpo --seed 3",
-            "recipes",
-        ],
-    ),
+    ["", "--help", "train --help", "eval --help", "trian x", "plan --help", "check cartpole_grpo --seed 3", "recipes"],
 )
 def test_commands_fit_80_columns(words: str) -> None:
     lines = on_a_terminal(words.split(), 80)

@@ -189,6 +189,7 @@ def test_siblings_share_their_state_and_go_their_own_ways() -> None:
     assert rewards[0] == rewards[1] != rewards[2]
 
 
+@pytest.mark.slow
 def test_every_state_of_an_episode_is_as_likely() -> None:
     """Chi-square over 1,200 episodes of two to six states; a fixed seed, so it passes or fails once and for all."""
     sampler = sampler_on(COUNTING, starts=150, size=2, horizon=1)

@@ -61,6 +61,7 @@ def test_the_true_gradient_is_that_of_finite_differences():
     assert (values[0] - values[1]) / 2e-5 == pytest.approx(float(truth[1, 2, 0]), rel=1e-6)
 
 
+@pytest.mark.sampled(3)
 @EVERY_SIZE
 @pytest.mark.parametrize("seed", [1, 2])
 def test_rloo_summed_over_tokens_is_unbiased(size, seed):
@@ -71,6 +72,7 @@ def test_rloo_summed_over_tokens_is_unbiased(size, seed):
     )
 
 
+@pytest.mark.sampled(3)
 @EVERY_SIZE
 @pytest.mark.parametrize("seed", [1, 2])
 def test_reinforce_summed_over_tokens_is_unbiased_but_for_its_size(size, seed):
@@ -102,6 +104,7 @@ def test_dr_grpo_is_unbiased_but_for_its_size(size):
     )
 
 
+@pytest.mark.sampled(3)
 @EVERY_SIZE
 @pytest.mark.parametrize("lam", [1.0, 0.95])
 def test_ppo_unwhitened_is_unbiased_with_lambda_1_or_a_right_critic(size, lam):
@@ -168,11 +171,14 @@ def test_k1_in_the_reward_pulls_as_the_kl_of_completions_does(kl_gradients):
     equal(kl_gradients["k1", "reward"], enumeration.kl_gradient(ListedPolicy(), ListedPolicy(seed=1), whole=True))
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_the_kl_estimators_do():
     for line in enumeration.kl_table().splitlines():
         assert line in LINES
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_the_page_shows_the_bias_of_every_algorithm_in_groups_of_two_and_in_an_endless_step():
     policy, rewards_PO = ListedPolicy(), graded()
     truth = true_gradient(policy, rewards_PO)

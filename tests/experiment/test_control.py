@@ -111,6 +111,8 @@ def test_more_episodes_than_copies_are_played(run_dir: Path) -> None:
     assert result["returns"][:10] == evaluate_run(run_dir, episodes=10)["returns"]
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_the_command_draws_the_agent(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(run_dir), "--episodes", "3", "--render"]) == 0
     out = capsys.readouterr().out
@@ -150,6 +152,7 @@ def test_the_placement_of_the_kl_follows_from_its_estimator() -> None:
             assert (type(to_behavior), to_behavior.estimator) == (KLToBehavior, getattr(kl, estimator))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3", "exact"])
 def test_a_kl_to_the_reference_holds_ppo_back(estimator: str | None, tmp_path: Path) -> None:
     """Against the same run without one. Unset is k1."""
@@ -169,6 +172,7 @@ def test_a_kl_to_the_reference_holds_ppo_back(estimator: str | None, tmp_path: P
     assert moved["held"] < 0.7 * moved["free"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
 def test_a_kl_to_who_acted_shortens_every_step(estimator: str, tmp_path: Path) -> None:
     loss = {"kl_coefficient": 50.0, "kl_estimator": estimator, "kl_to": "behavior"}

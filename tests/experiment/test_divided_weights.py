@@ -59,6 +59,7 @@ def test_policy_reference_and_critic_compute_as_with_whole_weights(
     assert texts[0] == texts[1], "the checksum is that of whole weights"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapter"])
 @pytest.mark.parametrize("other", [None, 0, 2])
 def test_ranks_that_have_loaded_other_weights_are_refused(rank: int, other: int | None) -> None:

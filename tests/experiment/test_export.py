@@ -140,6 +140,7 @@ def test_the_model_card_names_a_licence_only_if_it_is_known(trained: Path, tmp_p
     assert row == f"| 6 | {' | '.join(ACCURACY.write_interval(summary[when]) for when in ('before', 'after'))} |"
 
 
+@pytest.mark.slow
 def test_the_model_of_a_run_becomes_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run on a GGUF file: what is exported is read by transformers and by covey, and is the trained model."""
     settings = RunConfig(

@@ -210,6 +210,7 @@ def test_a_run_with_all_weights_goes_on_from_a_checkpoint_with_an_adapter(traine
     assert masters.keys() == dict(tiny_model().named_parameters()).keys()
 
 
+@pytest.mark.slow
 def test_another_adapter_is_trained_on_the_merged_model(trained: Path, folder: Path) -> None:
     """The base of a checkpoint of the second run is a checkpoint of the first."""
     run(settings(folder, "third", model=f"{trained}@3", steps=1))

@@ -76,6 +76,7 @@ def own(file: Path, name: str) -> Any:
     return names[name]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["of_a_file", "coroutine"])
 def test_groups_are_graded_before_the_last_one_has_been_sampled(
     kind: str,

@@ -144,6 +144,8 @@ def assert_same_training(run_dir: Path, whole: Path) -> None:
     assert len({line["loss"] for line in metrics(whole) if "loss" in line}) > STEPS // 2
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("data", ["pairs", "steps"])
 def test_killed_trainings_end_with_the_same_bits(data: str, place: Path) -> None:
     kill_many_times(data, 2, place)
@@ -188,6 +190,7 @@ def test_examples_with_held_out_prompts_are_dropped_if_the_user_says_so(place: P
     assert f"{count} left out of training because their prompts are held out" in said
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -160,6 +160,7 @@ def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
     assert "is finished: its model is" in said
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rows", "words", "told"),
     [

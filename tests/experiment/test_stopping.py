@@ -116,6 +116,7 @@ def assert_same(run_dir: Path, whole: Path) -> None:
     assert (made / "tensors.safetensors").read_bytes() == (expected / "tensors.safetensors").read_bytes()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "with_model"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_a_stopped_run_leaves_its_summary_so_far_and_its_picture(
     folder: Path, whole: Path, number: int, with_model: bool
@@ -145,6 +146,7 @@ def test_a_stopped_run_leaves_its_summary_so_far_and_its_picture(
     assert_same(run_dir, whole)
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_stop_are_gone_as_soon_as_the_run_goes_on(folder: Path, whole: Path) -> None:
     """Else `covey sample RUN` would answer with weights that are older than the newest checkpoint."""
     settings = config(folder, "twice", checkpoint=CheckpointConfig(every=3, model_if_stopped=True))
@@ -173,6 +175,7 @@ def test_a_finished_run_that_is_resumed_and_stopped_is_still_finished(folder: Pa
     assert_same(copy, whole)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [2, 4])
 def test_an_observer_that_fails_ends_the_run_and_nothing_is_lost(folder: Path, whole: Path, step: int) -> None:
     run_dir, broken, after = folder / f"broken-{step}", Breaks(step, ZeroDivisionError("a bug\nof mine")), Seen()
@@ -284,6 +287,8 @@ def test_a_run_without_the_option_keeps_the_newest_checkpoints_alone(tmp_path: P
     assert not (tmp_path / "agent/checkpoints/best.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_run_ends_early_and_a_stop_in_between_changes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,6 +329,7 @@ def test_options_that_follow_the_score_need_evaluations(folder: Path, changes: d
         validate(config(folder, "x", **changes))
 
 
+@pytest.mark.slow
 def test_run_at_best_is_a_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = config(
         folder,

@@ -121,6 +121,7 @@ def control(home: Path) -> Path:
     return Path("an agent")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("verdict", "fields"),
     [("better", None), ("worse", {"update.learning_rate"}), ("unclear", {"steps"})],
@@ -135,6 +136,7 @@ def test_advice_after_a_language_run(verdict: str, fields: set[str] | None, lang
     assert newest_run().name.startswith("my recipe-")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("verdict", "drawable", "fields"),
     [
@@ -205,6 +207,7 @@ def python_run(home: Path, **changes: Any) -> RunConfig:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_advice_after_a_run_from_python(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own task and rewards have no command, so the advice is the call."""
     given: dict[str, Any] = {"task": Arithmetic(digits=(1,)), "rewards": [longest]}
@@ -219,6 +222,7 @@ def test_advice_after_a_run_from_python(home: Path, capsys: pytest.CaptureFixtur
         assert changed(run_dir, newest_run()) == ({"update.learning_rate"} if verdict == "worse" else {"steps"})
 
 
+@pytest.mark.slow
 def test_advice_after_a_run_from_python_with_a_task_of_covey(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert covey.run(python_run(home, task=ArithmeticConfig(digits=(1, 2)), run_dir="plain"))
     advised = commanded(capsys.readouterr().out)
@@ -226,6 +230,7 @@ def test_advice_after_a_run_from_python_with_a_task_of_covey(home: Path, capsys:
     assert execute(advised)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verdict", list(ADVICE["control"]))
 def test_advice_after_a_control_run_from_python(verdict: str) -> None:
     config = ControlConfig(
@@ -260,6 +265,7 @@ class CannotDraw(gym.Wrapper):
         raise gym.error.DependencyNotInstalled("pygame is not installed")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [NotDrawn, CannotDraw])
 def test_nothing_is_advised_to_be_rendered_that_cannot(
     kind: type[gym.Env], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -293,6 +299,7 @@ def test_advice_of_eval_with_and_without_a_picture(control: Path, capsys: pytest
     assert changed(control, newest_run()) == {"seed"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("python", [True, False])
 def test_advice_after_ctrl_c(

@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 
 from covey.runtime.checkpoint import CheckpointFolder
@@ -53,6 +54,8 @@ def assert_complete(folder: CheckpointFolder, promised: int) -> int:
     return step
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_sigkill_at_random_moments_of_saving(tmp_path):
     path = tmp_path / "checkpoints"
     chooser = random.Random(0)

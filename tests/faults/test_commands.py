@@ -175,6 +175,7 @@ def test_a_run_folder_in_use_is_refused(trained, folder):
     assert len(output.strip().splitlines()) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -113,6 +113,8 @@ def test_a_killed_run_of_conversations_ends_with_the_same_bits(
         assert f"{score:.2f}" in output
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_an_environment_that_is_not_repeatable_is_noticed(folder):
     code, output = covey(
         "train", recipe_of(folder, "Unrepeatable", steps=1), "--run-dir", folder / "unrepeatable", cwd=folder

@@ -69,6 +69,8 @@ def test_ctrl_c_ends_at_any_moment_with_a_command_that_works(moment: str, folder
     assert (folder / run_dir / "summary.json").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_call_that_no_signal_reaches_is_ended_by_a_thread(folder: Path) -> None:
     stuck = replace(MOMENTS["loading the model"], stuck=True)
     code, output = covey("train", "tiny.toml", "--run-dir", "stuck", cwd=folder, moment=stuck)

@@ -51,6 +51,7 @@ def check_same(killed: Path, expected: Path) -> None:
         assert files(killed / last)[name] == files(expected / last)[name]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", SOME)
 def test_each_way_trains_measures_and_writes_what_it_promises(way: str, whole: Callable[[str], Path]) -> None:
     records = records_of(whole(way))

@@ -64,6 +64,7 @@ def kill_many_times(kind: str, kills: int, place: Path) -> None:
     runs.kill([anywhere] * kills)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", slow_unless(SAMPLE, KINDS))
 def test_killed_runs_end_with_the_same_bits(kind: str, place: Path) -> None:
     kill_many_times(kind, 2, place)

@@ -117,6 +117,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], None]]:
     subprocess.run(["umount", str(disk)], check=False, capture_output=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kilobytes", [12, 120])
 def test_a_real_disk_that_is_full(
     kilobytes: int, place: Path, tmp_path: Path, small_disk: Callable[[str], None]
@@ -132,6 +133,7 @@ def test_a_real_disk_that_is_full(
     assert_same(run_dir, place / "whole")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kilobytes", [1, 8])
 def test_a_limit_on_the_size_of_files(kilobytes: int, place: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -169,6 +171,7 @@ at_every_moment = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(2)
 @at_every_moment
 def test_a_file_system_that_becomes_read_only(moment: str, place: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -193,6 +196,7 @@ def test_a_file_system_that_becomes_read_only(moment: str, place: Path, tmp_path
     assert_same(run_dir, place / "whole")
 
 
+@pytest.mark.sampled(2)
 @at_every_moment
 def test_a_run_folder_that_is_moved_can_be_put_back(moment: str, place: Path, tmp_path: Path) -> None:
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
@@ -257,6 +261,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     ["tiny.toml", "data.jsonl", "held_out.jsonl", "rewards.py", "model", "model/config.json", "model/tokenizer.json",
@@ -304,6 +309,7 @@ PARTS_OF_A_RUN = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_folder_without_permission(place: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words: list[object] = ["train", place / "recipe.toml", "--run-dir", run_dir]
@@ -328,6 +334,7 @@ def spare_files(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is of Linux")
 @pytest.mark.parametrize("spare", [3, 5])
 def test_too_many_open_files(spare: int, place: Path, tmp_path: Path) -> None:

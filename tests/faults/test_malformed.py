@@ -96,6 +96,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> damage.Samples:
     return damage.make_samples(tmp_path_factory.mktemp("samples"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [8, pytest.param(25, marks=[pytest.mark.slow, pytest.mark.ci_sample])])
 @pytest.mark.parametrize("generator", damage.GENERATORS)
 def test_damaged_inputs_are_one_line_each(

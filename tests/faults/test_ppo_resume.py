@@ -37,6 +37,7 @@ def uninterrupted(request, folder: Path, recipe: Path) -> tuple[str, Path]:
     return request.param, run_dir
 
 
+@pytest.mark.sampled(2)
 def test_the_same_recipe_with_ppo_trains_policy_and_critic(uninterrupted):
     trunk, run_dir = uninterrupted
     metrics = reproducible_metrics(run_dir)
@@ -74,6 +75,7 @@ def test_sigkill_and_resume_end_with_the_same_bits(uninterrupted, folder, recipe
             assert made[name] == wanted[name], f"{part}/{name}"
 
 
+@pytest.mark.sampled(2)
 def test_a_run_that_starts_from_another_takes_over_its_critic(uninterrupted, folder, recipe):
     trunk, before = uninterrupted
     run_dir = folder / f"next-{trunk}"
@@ -84,6 +86,7 @@ def test_a_run_that_starts_from_another_takes_over_its_critic(uninterrupted, fol
     assert reproducible_metrics(run_dir)[0]["value/mean"] != 0
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_from_a_run_of_grpo_with_a_new_critic(folder, recipe):
     code, output = covey("train", recipe, "--steps", "1", "--run-dir", folder / "grpo", cwd=folder)
     assert code == 0, output

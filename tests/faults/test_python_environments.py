@@ -81,6 +81,8 @@ def own_class(base: type = guessing.Guess) -> type:
     return Own
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_every_form_of_an_environment_trains_the_same(folder: Path, tmp_path: Path) -> None:
     """Also one that draws from `random`, because its process is seeded."""
     limits: dict[str, Any] = {"turns": 3, "total_tokens": 60}
@@ -112,6 +114,8 @@ class StopAfter:
             raise ValueError("enough")
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_run_with_a_class_is_resumed_with_the_same_conversation(folder: Path, tmp_path: Path) -> None:
     conversation = Conversation(own_class(guessing.Steady), turns=2, total_tokens=40)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cases import every_nth
 from helpers.run_helpers import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics, write_recipe
 from helpers.tiny_models import tiny_folder
 
@@ -50,7 +49,8 @@ def test_an_uninterrupted_run_moves_every_part(uninterrupted):
     assert metrics[-1]["kl"] > 0
 
 
-@pytest.mark.parametrize("seed", every_nth(3, range(3)))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_sigkill_at_random_moments_and_resume_ends_with_the_same_bits(seed, folder, recipe, uninterrupted):
     """Anywhere in a step: sampling, updating, writing a checkpoint."""
     rng = random.Random(seed)

@@ -16,7 +16,6 @@ import pytest
 from covey.cli.main import main
 from covey.config.recipe_writing import write_config
 from helpers import toy_envs
-from helpers.cases import every_nth
 from helpers.run_helpers import Moment, covey, files, reproducible_metrics, write_recipe
 from helpers.tiny_models import tiny_folder
 
@@ -156,7 +155,8 @@ ORIGINS: dict[str, Callable[[dict], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", every_nth(3, ORIGINS))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", ORIGINS)
 def test_a_lost_origin_is_one_line(name: str, run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_dir / "origin.json"
     content = ORIGINS[name](json.loads(path.read_text()))

@@ -242,6 +242,7 @@ def trained(tmp_path_factory):
     return train
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_that_a_reward_ended_its_process(trained, tmp_path, capfd):
     """In the run's own process, where nothing can keep a function from it."""
     calls = []
@@ -280,6 +281,7 @@ def test_a_group_that_is_left_out_changes_the_weights(trained):
     assert trained(NOTHING) != trained(LEFT_OUT)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["mute", "os_exit", "kill_parent", "close_and_open"])
 def test_the_weights_are_those_of_a_run_that_leaves_the_faulty_group_out(kind, trained):
     assert trained(f"KINDS[{kind!r}](completions)") == trained(LEFT_OUT)

@@ -118,6 +118,7 @@ def test_tensors_are_numbers(expression, tmp_path):
         one.grade([group("a", "b")])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("expression", "why"),
     [
@@ -357,6 +358,7 @@ def test_numbers_of_numpy_are_columns_like_any_other(graded):
     assert [rollout.extras for rollout in one.rollouts] == [{"reward": {"x": 1.5}}, {"reward": {"x": 2.5}}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("call", "why"),
     [

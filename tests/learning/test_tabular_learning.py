@@ -82,6 +82,7 @@ RATE = {"grpo": 5.0, "dr_grpo": 75.0, "rloo": 15.0, "reinforce": 15.0}
 PLANS = {"on_policy": UpdatePlan(), "two_epochs_of_two": UpdatePlan(epochs=2, minibatches=2)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_learns_and_unlearns(name, plan):

@@ -57,6 +57,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", slow_unless(("grpo", "ppo"), ["grpo", "dr_grpo", "rloo", "reinforce", "ppo"]))
 def test_a_tiny_model_learns(folder, algorithm):
     before, after = train(folder, f"learn-{algorithm}", share_of_digits, algorithm)
@@ -79,6 +80,7 @@ def test_a_run_with_a_task_of_its_own_resumes_when_it_is_given_again(folder):
     assert (run_dir / "model" / "model.safetensors").read_bytes() == model
 
 
+@pytest.mark.slow
 def test_with_the_reward_negated_it_unlearns(folder):
     before, after = train(folder, "unlearn", no_digits)
     assert after >= before

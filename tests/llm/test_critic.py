@@ -85,6 +85,7 @@ def same_gradients(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 # --- values ---
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("own_trunk", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_those_of_a_plain_forward(kind, own_trunk):
@@ -330,6 +331,7 @@ def test_value_loss_of_a_warm_up_is_the_mean_over_its_passes():
 # --- learning ---
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("own_trunk", [True, False])
 def test_the_critic_learns_to_foresee(own_trunk):
     """The reward is a function of the prompt: a critic can know it before the first token."""

@@ -71,6 +71,7 @@ def test_what_shared_prompts_are_not_written_for_goes_the_plain_way(kind):
     assert not LanguagePolicy(tiny_model(kind)).shares_prompts
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", SHARED + PLAIN)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("prompts", [PROMPTS, ALIKE], ids=["unlike", "alike"])
@@ -120,6 +121,7 @@ def test_the_decoders_agree_after_every_departure():
             torch.testing.assert_close(other, shared, atol=1e-4, rtol=0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("prompts", [PROMPTS, ALIKE], ids=["unlike", "alike"])
@@ -373,6 +375,7 @@ def test_greedy_takes_the_likeliest_and_tells_its_logprob():
 # ---- log-probabilities in chunks ----
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from covey.llm.model.chat import Chat
 from covey.llm.model.plain_forward import accepted
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
-from helpers.cases import every_nth
 from helpers.tiny_models import tiny_tokenizer
 from helpers.zoo import FAMILIES, VOCABULARY, zoo_model
 
@@ -48,7 +47,8 @@ SAMPLE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", every_nth(2, SAMPLE))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", SAMPLE)
 def test_a_family_is_sampled_and_trained_as_transformers_computes_it(kind):
     check_family(kind, window=7)
 
@@ -66,6 +66,7 @@ def test_most_families_are_built():
     assert len(set(FAMILIES) - NOT_BUILT) > 150
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

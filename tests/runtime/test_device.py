@@ -135,6 +135,7 @@ def test_peak_memory_is_in_bytes_and_never_falls():
     assert peak_memory_bytes(CPU) >= 400_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives freed memory back")
 def test_freed_memory_is_given_again_without_new_pages():
     script = """

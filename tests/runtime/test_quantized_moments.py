@@ -165,6 +165,7 @@ def train(module: Regression, optimizer: MasterAdamW, steps: range) -> float:
     return float(loss.detach())
 
 
+@pytest.mark.slow
 def test_training_comes_as_far_as_with_fp32_moments() -> None:
     losses = []
     for eight_bit in (False, True):

@@ -84,6 +84,7 @@ def trained(team: Team, name: str) -> tuple[dict[str, float], dict[str, torch.Te
     }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shards", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_several_ranks_have_the_bits_of_one(name: str, shards: int) -> None:

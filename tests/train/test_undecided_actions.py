@@ -137,6 +137,7 @@ def test_microbatches_with_gaps(algorithm, rows):
     same(gradients(groups, algorithm, rows=rows)[0][0], whole)
 
 
+@pytest.mark.sampled(3)
 @EVERY
 @settings(max_examples=10)
 @given(st.integers(0, 100), st.integers(1, 4))
@@ -222,6 +223,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @given(MASKS, st.integers(0, 1000))
 @example(AN_EXAMPLE, 0)
@@ -260,6 +262,7 @@ ESTIMATORS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("credit", ESTIMATORS.values(), ids=ESTIMATORS)
 @settings(max_examples=30)
 @given(MASKS, st.integers(0, 1000))

@@ -56,6 +56,7 @@ def with_dead_group() -> list[Group]:
     return groups
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("averaging", AGGREGATIONS)
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -76,6 +77,7 @@ def test_padding(algorithm):
     same(gradient_of(padded(batch, 3, 0.0), algorithm), gradient_of(batch, algorithm))
 
 
+@pytest.mark.sampled(5)
 @EVERY
 @pytest.mark.parametrize("hidden", [math.inf, -math.inf, math.nan])
 def test_what_stands_at_padding_is_never_read(algorithm, hidden):
@@ -96,6 +98,7 @@ def test_permutation_of_rows(algorithm):
     same(gradient_of(batch.select(order), algorithm), gradient_of(batch, algorithm))
 
 
+@pytest.mark.sampled(5)
 @EVERY
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_microbatch_size(algorithm, rows):
@@ -103,6 +106,7 @@ def test_microbatch_size(algorithm, rows):
     same(gradient_of(batch, algorithm, rows=rows), gradient_of(batch, algorithm))
 
 
+@pytest.mark.sampled(5)
 @EVERY
 @pytest.mark.parametrize("minibatches", [2, 3, 4])
 def test_mean_of_the_minibatches_is_the_step(algorithm, minibatches):

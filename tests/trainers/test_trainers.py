@@ -200,6 +200,7 @@ def test_training_step_is_the_loss_of_what_was_sampled():
     assert metrics["kl"] > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"kl_beta": 0.0, "epochs": 2, "minibatches": 2}])
 def test_a_rule_based_reward_rises(options):
     trainer = grpo_trainer(
@@ -389,6 +390,7 @@ def test_update_policy_is_the_loss_of_the_experiences():
     assert trainer.update_policy(found, num_epochs=1) == pytest.approx(expected.item(), abs=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("trunk", ["own", "the actor's"])
 def test_ppo_learns_a_rule_based_reward(trunk):
     model = tiny_model()
@@ -532,6 +534,7 @@ def test_one_environment_for_all_actions_compares_different_states():
     assert f"{after_another:.4f} rad/s" in page
 
 
+@pytest.mark.slow
 def test_the_sweep_prints_a_row_for_every_setting(capsys):
     sweep = runpy.run_path(str(ROOT / "examples" / "sweep.py"))["sweep"]
     rows = sweep("tiny", group_sizes=(2, 8), clip_epsilons=(0.05, 0.5), steps=5, seeds=1)

@@ -112,6 +112,7 @@ def collect_episodes(environments: Environments, steps: int = 4) -> None:
         environments.step(np.zeros(2, dtype=np.int64))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["sync", "async"])
 @pytest.mark.parametrize("fault", FAULTS)

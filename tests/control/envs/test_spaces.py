@@ -150,6 +150,8 @@ def test_actions_reach_the_environment_in_its_own_shape(space, sent, monkeypatch
     assert taken == [sent]
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     "tables",
     [

@@ -28,6 +28,7 @@ def test_the_memory_table(tables: object) -> None:
     assert in_docs(tables, "memory") == tables.memory_table()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_row_of_the_simulated_table(tables: object) -> None:
     written = in_docs(tables, "simulated")
     assert tables.simulated_table(["0"]) == written[:3]  # type: ignore[attr-defined]

@@ -126,6 +126,7 @@ def test_gae_sees_the_reward_at_the_end_of_each_turn():
     assert by_turn(estimate(batch).advantages_BT, batch) == [[4, 3, 3], [1, 1]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("environment", "rewards", "fits"),
     [

@@ -227,6 +227,7 @@ def describe_and_reset(processes):
     session.ask({"do": "reset", "columns": {"answer": 1}}).result(60)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("source", MISTAKES)
 def test_a_mistake_in_a_class_is_one_line_that_names_the_fix(source, tmp_path):
     file = tmp_path / "mistaken.py"

@@ -106,6 +106,7 @@ def logprobs_of(module: torch.nn.Module, tokens: Sequence[int], temperature: flo
     return (logits.float() / temperature).log_softmax(1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [*NATIVE, *OTHERS])
 def test_every_decision_is_that_of_one_full_forward_and_of_its_own_random_number(kind: str) -> None:
     policy, script = LanguagePolicy(tiny_model(kind), temperature=0.7), Script()
@@ -141,6 +142,7 @@ def test_in_bf16_decisions_are_those_of_a_full_forward_up_to_its_rounding(kind: 
     check_decisions(policy, requests, script, 1.0, 0.08)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("reply", [0, 1, 150])
 @pytest.mark.parametrize("limits", [(1, 1), (1, 30), (9, 2)])
@@ -177,6 +179,7 @@ def test_a_policy_evaluates_the_decisions_of_conversations_alike() -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -295,6 +298,7 @@ def test_siblings_share_every_token_that_they_have_in_common() -> None:
         assert torch.equal(whole.argmax(1)[decided], torch.tensor(tokens)[decided])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_that_are_fed_together_have_the_bits_of_those_fed_one_by_one(threads: int, dtype: torch.dtype) -> None:

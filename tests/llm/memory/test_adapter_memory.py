@@ -22,7 +22,6 @@ from covey.llm.model.lora import add_adapter
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.optimizer import MasterAdamW
-from helpers.cases import every_nth
 
 CONFIG = RunConfig(precision="bf16", device="cpu", model="smollm2-135m")
 GROUPED = {
@@ -90,10 +89,11 @@ def test_the_numbers_of_an_adapter(kind: str, targets: str) -> None:
         adapter_parameters(size, replace(CONFIG, lora=LoRAConfig(rank=5, targets=("qproj",))))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("targets", ["all", "some"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
-@pytest.mark.parametrize("kind", every_nth(2, sorted(FIELDS)))
+@pytest.mark.parametrize("kind", sorted(FIELDS))
 def test_activations_are_those_that_autograd_keeps(
     kind: str, kernels: bool, dtype: torch.dtype, targets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

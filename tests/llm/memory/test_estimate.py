@@ -39,7 +39,6 @@ from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.llm.rewards.runner import InProcess
 from covey.llm.rewards.weighted_reward import WeightedReward
-from helpers.cases import every_nth
 
 ROOT = Path(__file__).parents[3]
 CONFIG = RunConfig(precision="bf16", device="cpu")
@@ -115,10 +114,11 @@ def bytes_kept(policy: LanguagePolicy, batch: Batch) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("limit", [prefix_attention.SCORES_LIMIT, 0], ids=["products", "fused"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
-@pytest.mark.parametrize("kind", every_nth(2, sorted(FIELDS)))
+@pytest.mark.parametrize("kind", sorted(FIELDS))
 def test_activations_are_what_autograd_keeps(
     kind: str, kernels: bool, dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +137,7 @@ def test_activations_are_what_autograd_keeps(
         assert counted == pytest.approx(kept, rel=0.015)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("kind", sorted(FIELDS))

@@ -80,6 +80,7 @@ def test_a_template_that_gives_no_text_is_one_line(case):
     assert "\n" not in str(failed.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [

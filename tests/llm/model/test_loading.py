@@ -101,6 +101,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], value.to(found[name].dtype)), name
 
 
+@pytest.mark.slow
 def test_a_stopped_run_stands_for_its_newest_checkpoint(folder):
     stopped = folder / "stopped"
     assert resolve_checkpoint(str(stopped)) == str(stopped / "checkpoints" / "step-00000003")
@@ -179,6 +180,7 @@ def test_commands_take_a_run_that_was_stopped(folder):
     assert locate_model(str(folder / "finished")).path == folder / "finished" / "model"
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_from_a_run_of_grpo_that_was_stopped(folder):
     config = config_for(folder, "ppo", str(folder / "stopped"), algorithm="ppo", steps=2)
     validate(config, own_task=True)
@@ -212,6 +214,7 @@ def test_the_reference_and_the_old_policy_are_the_checkpoint_too(folder, tmp_pat
     assert parts.critics == ()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("trunk", ["own", "policy"])
 def test_ppo_takes_over_the_critic_of_ppo(folder, tmp_path, trunk, monkeypatch):
     first = config_for(
@@ -235,6 +238,7 @@ def test_ppo_takes_over_the_critic_of_a_finished_run(folder, tmp_path):
     assert_equal(dict(parts.critics[0].module.named_parameters()), saved)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_several_epochs_leave_the_old_policy_and_the_kl_to_it_is_felt(folder, tmp_path, estimator):
     config = config_for(

@@ -82,6 +82,7 @@ def gradients(adapter: Adapter) -> dict[str, Tensor]:
     return {name: factor.grad for name, factor in adapter.parameters.named_parameters()}  # type: ignore[misc]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")], ids=["all", "some"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_and_gradients_are_those_of_peft(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
@@ -153,6 +154,7 @@ def test_merged_weights_are_those_of_a_dense_model_with_the_same_gradient(kind: 
             assert (made[f"{path}.{name}.weight"] - wanted).norm() <= 1e-4 * wanted.norm().clamp(min=1), (path, name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_adapter_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
@@ -272,6 +274,7 @@ def test_the_exact_kl_to_the_model_without_its_adapter(kind: str, *, recomputed:
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm().clamp(min=1e-2), name
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
 def test_the_critic_has_an_adapter_of_its_own(kind: str, *, recomputed: bool) -> None:

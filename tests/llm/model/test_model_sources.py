@@ -26,7 +26,6 @@ from covey.experiment import inference
 from covey.experiment.llm import Machine
 from covey.llm.model import hub
 from covey.llm.model.loading import load_model
-from helpers.cases import every_nth
 from helpers.tiny_models import tiny_folder, tiny_gguf
 
 CPU = torch.device("cpu")
@@ -137,7 +136,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 COMMANDS = ["check", "plan", "eval", "sample", "train", "resume"]
 
 
-@pytest.mark.parametrize(("source", "command"), every_nth(5, itertools.product(SOURCES, COMMANDS)))
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize(("source", "command"), list(itertools.product(SOURCES, COMMANDS)))
 def test_every_source_in_every_command(command, source, places, tmp_path, capsys, monkeypatch):
     model, run_dir = places[source], str(tmp_path / "run")
     recipe = write_recipe(tmp_path, model)
@@ -160,6 +160,7 @@ def test_every_source_in_every_command(command, source, places, tmp_path, capsys
         assert (Path(run_dir) / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_in_both_trainers(source, places):
     options = {"max_new_tokens": 2, "device": "cpu", "precision": "fp32", "reward_function": nothing}
@@ -205,6 +206,7 @@ def test_a_run_begun_from_a_relative_path_is_known_from_anywhere(places, tmp_pat
     assert main(["train", "--resume", str(run_dir)]) == 0
 
 
+@pytest.mark.slow
 def test_runs_that_moved_together_and_lost_their_base_can_be_begun_from(places, tmp_path, monkeypatch):
     shutil.copytree(places["folder"], tmp_path / "mine" / "base")
     first = stopped_run(tmp_path / "mine" / "first", str(tmp_path / "mine" / "base"), monkeypatch)
@@ -224,6 +226,7 @@ def test_an_evaluation_of_a_checkpoint_brings_the_task_of_its_run(places, capsys
     assert "2 problems" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -363,6 +366,8 @@ def test_a_hub_that_never_answers_is_left_after_seconds(server, monkeypatch):
         load_model("someone/tiny", dtype=torch.float32, device=CPU)
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_only_a_name_of_the_hub_is_asked_for_there(server, places):
     for source in SOURCES:
         if source != "hub":

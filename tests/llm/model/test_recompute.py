@@ -15,6 +15,7 @@ from helpers.tiny_models import PLAIN, SHARED, tiny_model
 from helpers.zoo import zoo_model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [*SHARED, *PLAIN])
 def test_the_gradient_has_the_bits_of_layers_that_keep_their_activations(kind: str, dtype: torch.dtype) -> None:

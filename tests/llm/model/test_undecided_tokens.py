@@ -139,6 +139,7 @@ def compare_with_plain(kind: str, batch: Batch, **options) -> LanguagePolicy:
     return policy
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", ["kernels", "products", "fused"])
 @pytest.mark.parametrize("kind", SHARED)
 def test_packed_evaluation_is_that_of_a_plain_forward(kind, way, monkeypatch):
@@ -350,6 +351,7 @@ def ppo_loss(batch: Batch, model: nn.Module, reference: nn.Module, head: nn.Line
     return loss / batch.mask_BT.sum()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [4096, 20])
 @pytest.mark.parametrize("own_trunk", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,25 @@ import torch
 
 from covey.llm.native import bindings, build
 from covey.runtime.cache import cache_folder
+from helpers.mutants import write_unoptimised_compiler
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 REASON = "covey's kernels are not used, so sampling and updates are slower and bf16 is rounded elsewhere: "
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiler(tmp_path_factory) -> Iterator[None]:
+    """Without optimisation, because the kernels run for milliseconds."""
+    unoptimised = write_unoptimised_compiler(tmp_path_factory.mktemp("compiler"))
+    with pytest.MonkeyPatch.context() as patch:
+        if unoptimised:
+            patch.setenv("CXX", str(unoptimised))
+        yield
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
+def built(tmp_path_factory, compiler) -> Path:
     """A cache that holds the compiled kernels; to be copied, never changed."""
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
@@ -300,6 +312,8 @@ def test_processes_that_compile_at_once_wait_for_each_other(fresh, tmp_path, bui
     assert not list(folder.glob(f"{build.SCRATCH}*"))
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_process_that_was_killed_while_it_compiled_is_no_obstacle(fresh, tmp_path, built):
     started = tmp_path / "started"
     does = (

@@ -36,7 +36,6 @@ from covey.llm.remote.generator import RemoteGenerator
 from covey.llm.remote.group_transport import GroupTransport
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import FileTransport, Transport, private_folders
-from helpers.cases import every_nth
 from helpers.samplers import TOKEN, Proxy, Serving, begin, is_generation, serving, wait_for
 from helpers.tiny_models import tiny_folder, tiny_model
 
@@ -98,6 +97,7 @@ def change(policy: LanguagePolicy, factor: float = 1.05) -> None:
             parameter.mul_(factor)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["file", "group"])
 def test_two_servers_have_the_bits_of_this_process_before_and_after_an_update(
     servers: list[Serving], policy: LanguagePolicy, transport: str
@@ -256,7 +256,8 @@ FAULTS: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 }
 
 
-@pytest.mark.parametrize("fault", every_nth(2, FAULTS))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_server_changes_no_bit_and_no_group_is_generated_twice(
     servers: list[Serving], policy: LanguagePolicy, fault: str
 ) -> None:
@@ -390,6 +391,7 @@ def logprobs(turns: dict[tuple[int, int], list[Completion]]) -> list[float]:
     return [logprob for place in sorted(turns) for turn in turns[place] for logprob in turn.logprobs]
 
 
+@pytest.mark.slow
 def test_conversations_have_the_tokens_of_this_process(servers: list[Serving], policy: LanguagePolicy) -> None:
     """Log-probabilities differ by rounding, because a server computes the keys and values of every turn again."""
     asked, local, readers = requests(), Reader(0), [Reader(1), Reader(2)]
@@ -406,6 +408,7 @@ def test_conversations_have_the_tokens_of_this_process(servers: list[Serving], p
     assert len(local.turns) == 32
 
 
+@pytest.mark.slow
 def test_conversations_go_on_without_a_server_that_is_lost(servers: list[Serving], policy: LanguagePolicy) -> None:
     asked, whole, reader = requests(), Reader(0), Reader(1)
     with remote(policy, [server.address for server in servers]) as generator:

@@ -225,6 +225,8 @@ def test_the_verifier_of_a_recipe() -> None:
         verifier_of(config(steps))
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_an_interrupted_command_continues_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while the second part of the prompts is labelled, and while a line of the draft is written."""
     words: list[object] = [
@@ -260,6 +262,7 @@ def test_an_interrupted_command_continues_to_the_same_file(tmp_path: Path, monke
     assert not draft.exists()
 
 
+@pytest.mark.slow
 def test_the_command_writes_data_to_train_on(tmp_path: Path) -> None:
     model = tiny_folder(tmp_path / "tiny")
     words = [

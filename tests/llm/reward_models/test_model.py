@@ -50,6 +50,7 @@ def some_rows(model: RewardModel) -> list[ScoredRow]:
     return [model.encoder.process(prompt, steps) for prompt in PROMPTS for steps in completions]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", [*SHARED, "mistral"])
 def test_scores_are_those_of_transformers(architecture: str, kind: RewardModelKind) -> None:

@@ -66,6 +66,7 @@ def plain_loss(examples: Sequence[Example], score: Any, center: float = 0.0) -> 
     return torch.stack([term.reshape(()) for term in terms]).mean()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("microbatch_tokens", [1, 20, 10_000])
 @pytest.mark.parametrize("name", DATA)
 def test_the_step_is_adamw_on_the_mean_loss_for_any_microbatches(name: str, microbatch_tokens: int) -> None:

@@ -174,6 +174,7 @@ def test_a_reward_is_added_as_contributing_says(tmp_path):
     assert (done.stdout, done.stderr) == ("[1.0, 0.0] accuracy\n", "")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("name", "answer", "completion"),

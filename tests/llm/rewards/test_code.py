@@ -493,6 +493,7 @@ def test_bwrap_itself_has_no_environment_to_show(monkeypatch: pytest.MonkeyPatch
 # ---- nothing stays ----
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.04, 0.08, 0.3])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_nothing_runs_on_when_covey_is_killed(name: str, seconds: float) -> None:

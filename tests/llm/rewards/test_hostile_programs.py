@@ -18,7 +18,6 @@ from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinC
 from covey.llm.rewards.sandbox.limits import Limits
 from covey.llm.rewards.sandbox.pipes import ProgramFault
 from covey.llm.rewards.sandbox.session import Sandbox, Session
-from helpers.cases import every_nth
 from helpers.hostile_programs import ESCAPES, EXHAUSTING, FORGERIES, TRY
 from helpers.sandboxes import BACKENDS, any_backend, backend, processes_left
 
@@ -55,6 +54,8 @@ def shared_memory(content: bytes) -> Iterator[int]:
         libc.shmctl(segment, 0, None)
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", ESCAPES)
 def test_a_program_reaches_nothing_outside(
     name: str, sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +96,9 @@ def test_a_program_reaches_nothing_outside(
     assert canary.read_text() == "secret of the host"
 
 
-@pytest.mark.parametrize("name", every_nth(2, EXHAUSTING, pytest.mark.ci_sample))
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("name", EXHAUSTING)
 def test_a_program_that_takes_too_much_is_ended(name: str, sandbox: Sandbox) -> None:
     began = time.monotonic()
     verdict = Judge(sandbox, SHORT).judge(EXHAUSTING[name], StdinTests([StdinCase("", "42")]))
@@ -104,7 +107,8 @@ def test_a_program_that_takes_too_much_is_ended(name: str, sandbox: Sandbox) -> 
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("name", every_nth(2, FORGERIES))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", FORGERIES)
 def test_a_program_forges_no_verdict(name: str) -> None:
     """The parent decides on verdicts, in the same way for every sandbox."""
     assert_forges_nothing(name, any_backend())

@@ -85,6 +85,7 @@ def test_an_endless_answer_costs_itself_alone():
             one.close()
 
 
+@pytest.mark.slow
 def test_too_many_endless_answers_stop_the_run_without_waiting_for_all():
     one = grader(workers=1, timeout_seconds=0.3)
     with pytest.raises(GradingError, match=r"reward 'math': took longer than 0.3 s"):

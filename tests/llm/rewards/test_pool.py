@@ -210,6 +210,7 @@ def test_groups_that_were_not_started_are_shared_out(grader, count):
     assert processes == sorted(processes, key=processes.index)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("is_started", [True, False])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_a_failing_group_alone_has_no_rewards(grader, is_started, workers):
@@ -221,6 +222,7 @@ def test_a_failing_group_alone_has_no_rewards(grader, is_started, workers):
     assert rewards_of(groups) == [[None] * 2 if index == 3 else [0.01, 0.0] for index in range(7)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_started", [True, False])
 def test_many_failures_stop_the_run_before_all_deadlines_have_passed(grader, is_started):
     judged = grader("seconds", workers=1, seconds=0.2)

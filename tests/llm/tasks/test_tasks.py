@@ -53,6 +53,7 @@ def test_prompt_is_one_user_message_with_a_gold_answer(task):
         assert isinstance(start.columns["answer"], str)
 
 
+@pytest.mark.sampled(2)
 @given(seed=st.integers(0, 2**63), step=st.integers(1, 10**6), count=st.integers(1, 12))
 @settings(max_examples=25)
 @pytest.mark.parametrize("name", GENERATED)
@@ -73,6 +74,7 @@ def test_draws_differ_between_seeds_steps_and_places(task):
     assert all(len(set(draw)) > 15 for draw in draws)
 
 
+@pytest.mark.sampled(2)
 def test_training_never_sees_a_held_out_problem(task):
     held_out = {question(start) for start in task.held_out(300)}
     assert len(held_out) == 300  # no repeats
@@ -102,6 +104,7 @@ def test_draws_are_the_same_in_another_process():
     assert other.stdout.splitlines() == here
 
 
+@pytest.mark.slow
 def test_a_small_task_holds_out_what_it_has():
     small = Arithmetic(digits=(1,), operators=("+",))
     held_out = small.held_out(200)

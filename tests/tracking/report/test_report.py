@@ -307,6 +307,7 @@ def test_conversations_have_their_turns(tmp_path: Path) -> None:
     assert shown.count(expected) == 3
 
 
+@pytest.mark.slow
 def test_a_large_run_has_a_report_of_bounded_size(tmp_path: Path) -> None:
     """Its records have about 40 MB, and 3,000 metrics."""
     huge = "word <&> " * 20_000
