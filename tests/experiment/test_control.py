@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,3 +327,15 @@ def test_rewards_of_ones_own_are_refused() -> None:
     config = toy_envs.read(PPO)
     with pytest.raises(covey.ConfigError, match="takes no task and no rewards"):
         covey.run(config, rewards=[lambda **columns: [1.0]])
+
+
+def test_a_run_starts_without_what_takes_seconds_to_import(run_dir: Path) -> None:
+    """FSDP2 and DTensor are for several ranks, sympy is for the compiler and for tensors on the meta device."""
+    heavy = {"torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sympy", "transformers"}
+    program = (
+        "import sys\nfrom covey.cli.main import main\n"
+        f"main(['eval', {str(run_dir)!r}, '--episodes', '2'])\n"
+        f"sys.exit(', '.join({heavy!r} & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

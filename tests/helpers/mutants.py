@@ -41,6 +41,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 # A mutant must be noticed by the explicit examples of a property: which ones hypothesis makes is chance.
 OPTIONS = ["-x", "--tb=line", "--timeout=120", "--hypothesis-profile=explicit"]
+PATIENT = "--timeout=400"  # without a mutant, where nothing hangs: on a busy machine a test of four ranks takes a minute
 
 # Makes pytest, hypothesis and torch import what they import on first use.
 WARM_UP = """
@@ -224,7 +225,8 @@ def run_all(root: Path, package: Path, jobs: Sequence[tuple[str, Mutant | None, 
         if len(running) == AT_ONCE:
             wait_for_one()
         compiles = mutant is not None and not mutant.file.endswith(".py")
-        running[start(root / name, tests, compiles=compiles)] = (name, time.monotonic())
+        options = () if mutant else (PATIENT,)
+        running[start(root / name, tests, *options, compiles=compiles)] = (name, time.monotonic())
     while running:
         wait_for_one()
     return outcomes

@@ -43,7 +43,7 @@ from covey.tracking.run_store import ADAPTER_FOLDER
 
 
 class Division(Protocol):
-    """Divides the weights of a model among the ranks (`covey.runtime.sharding.shard`)."""
+    """Divides the weights of a model among the ranks (`covey.runtime.fsdp.shard`)."""
 
     def __call__(self, module: nn.Module, *, whole: Collection[nn.Parameter] = ()) -> Weights:
         """The weights; every rank keeps the parameters of `whole`."""

@@ -15,7 +15,7 @@ from covey.experiment.adaptation import Adaptation
 from covey.llm.critic import LanguageCritic
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.distributed import ShardedTeam, exchange_json
-from covey.runtime.sharding import WHOLE, Weights, is_sharded, shard
+from covey.runtime.sharding import WHOLE, Weights, is_sharded
 from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER
 
 
@@ -90,6 +90,8 @@ def divide(
             f"the weights of {type(policy.module).__name__} cannot be sharded, because its rollouts are evaluated one "
             'by one: set cluster.weights = "replicate"'
         )
+    from covey.runtime.fsdp import shard  # imported here, because one process never needs it
+
     division = partial(shard, dtype=policy.module.dtype, team=team, exact=config.cluster.exact)
     critic_weights = [division(critic.trunk) if critic.own_trunk else WHOLE for critic in critics]
     policy, reference = adaptation.divide(policy, reference, division)

@@ -83,6 +83,16 @@ class _MLPFunction(torch.autograd.Function):
         return None, None, *of_parameters
 
 
+class _Linear(nn.Linear):
+    """A linear layer whose weights the caller initialises, so that nothing is drawn from the global generator.
+
+    `nn.utils.skip_init` does the same with tensors on the meta device, for which torch imports sympy: half a second.
+    """
+
+    def reset_parameters(self) -> None:
+        """Nothing is drawn."""
+
+
 class Network(nn.Module):
     """[N, D] -> [N, O]: hidden layers of the given widths, a linear head.
 
@@ -101,7 +111,7 @@ class Network(nn.Module):
         widths = [inputs, *hidden, outputs]
         self.linears: list[nn.Linear] = []
         for index, (before, after) in enumerate(pairwise(widths)):
-            layer = nn.utils.skip_init(nn.Linear, before, after)  # no draws from the global generator
+            layer = _Linear(before, after)
             gain = head_gain if index == len(hidden) else 2**0.5
             nn.init.orthogonal_(layer.weight, gain, generator=generator)
             nn.init.zeros_(layer.bias)
