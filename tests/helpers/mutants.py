@@ -41,7 +41,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 # A mutant must be noticed by the explicit examples of a property: which ones hypothesis makes is chance.
 OPTIONS = ["-x", "--tb=line", "--timeout=120", "--hypothesis-profile=explicit"]
-PATIENT = "--timeout=400"  # without a mutant, where nothing hangs: on a busy machine a test of four ranks takes a minute
+PATIENT = "--timeout=400"  # without a mutant, where nothing hangs: on a busy machine some tests take a minute
 
 # Makes pytest, hypothesis and torch import what they import on first use.
 WARM_UP = """
