@@ -48,6 +48,7 @@ SAMPLE = (
 
 
 @pytest.mark.sampled(4)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_family_is_sampled_and_trained_as_transformers_computes_it(kind):
     check_family(kind, window=7)
