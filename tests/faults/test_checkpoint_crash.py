@@ -13,7 +13,7 @@ from covey.runtime.checkpoint import CheckpointFolder
 from helpers.run_helpers import signal_after
 
 KILLS = 40
-CALLS = 4000  # of Python functions, before a kill: some saves
+CALLS = 6000  # of Python functions, before a kill at the latest: some saves
 
 
 def save_until_killed(folder: Path, calls: int) -> int:

@@ -89,8 +89,6 @@ def check_complete(name: str, folder: Path, run_dir: Path) -> Any:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_run_that_was_killed_is_in_its_tracker_once_and_whole(
     name: str, tmp_path: Path, variables: dict[str, str]
