@@ -9,6 +9,7 @@ import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 
 from covey.tracking.plain_files import Refused, open_below
@@ -100,23 +101,25 @@ class MetricTable:
         if record is None:
             self.damaged += 1
             return
-        step = record["step"]
+        step = record.pop("step")
         if step <= self.last_step:
             self._take_back(step)
         self.steps.append(step)
         count = len(self.steps)
-        for name, value in record.items():
-            column = self.columns.get(name)
-            if column is None:
-                if name == "step" or len(self.columns) >= MOST_COLUMNS:
-                    continue
-                column = self.columns[name] = array("d", [math.nan]) * (count - 1)
-            column.append(value)
-        for column in self.columns.values():
-            if len(column) < count:
-                column.append(math.nan)
+        if list(record) == list(self.columns):  # as in most steps
+            for column, value in zip(self.columns.values(), record.values(), strict=True):
+                column.append(value)
+        else:
+            self._append_by_name(record)
         if count * len(self.columns) > MOST_VALUES:
             self._thin()
+
+    def _append_by_name(self, record: Mapping[str, float]) -> None:
+        new = [name for name in record if name not in self.columns]
+        for name in new[: MOST_COLUMNS - len(self.columns)]:
+            self.columns[name] = array("d", [math.nan]) * (len(self.steps) - 1)
+        for name, column in self.columns.items():
+            column.append(record.get(name, math.nan))
 
     def _take_back(self, step: int) -> None:
         self.generation += 1
@@ -158,15 +161,16 @@ class _Rows(Sequence[Mapping[str, "float | None"]]):
 def parse_metrics(line: bytes) -> dict[str, Any] | None:
     """A line of `metrics.jsonl`: "step" and numbers, NaN for null; None if it is damaged."""
     try:
-        record = json.loads(line)
-        step = record["step"]
+        record: dict[str, Any] = json.loads(str(line, "utf-8"))  # which is faster than to let it find the encoding
+        step = record.pop("step")
         if type(step) is not int or not 1 <= step < 1 << 53:
             return None
-        numbers = {}
-        for name, value in record.items():
-            if value is not None and type(value) not in (int, float):
-                return None
-            numbers[name] = math.nan if value is None else float(value)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        kinds = set(map(type, record.values()))
+        if not kinds <= {int, float, NoneType}:
+            return None
+        if kinds != {float}:
+            record = {name: math.nan if value is None else float(value) for name, value in record.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    return numbers | {"step": step}
+    record["step"] = step
+    return record
