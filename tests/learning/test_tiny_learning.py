@@ -57,8 +57,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("algorithm", slow_unless(("grpo", "ppo"), ["grpo", "dr_grpo", "rloo", "reinforce", "ppo"]))
+@pytest.mark.parametrize("algorithm", slow_unless(["grpo"], ["grpo", "dr_grpo", "rloo", "reinforce", "ppo"]))
 def test_a_tiny_model_learns(folder, algorithm):
     before, after = train(folder, f"learn-{algorithm}", share_of_digits, algorithm)
     assert after > before + 0.3

@@ -196,7 +196,7 @@ def test_calls_run_while_the_sampler_works(grader):
     time.sleep(2.0)  # sampling
     before = time.monotonic()
     judged.grade(groups)
-    assert time.monotonic() - before < 0.6, "seconds; all of them take 1.2"
+    assert time.monotonic() - before < 0.3
     assert all(rollout.reward is not None for one in groups for rollout in one.rollouts)
 
 
