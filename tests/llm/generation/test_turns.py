@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -27,9 +28,9 @@ from covey.llm.generation.generator import (
     GenerationSettings,
     RandomKey,
 )
-from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.generation.local_generator import LocalGenerator, _Turns
 from covey.llm.generation.native_decoder import NativeDecoder
-from covey.llm.generation.turns import Continuation, room
+from covey.llm.generation.turns import Continuation, TurnAnswer, room
 from covey.llm.model.chat import Chat
 from covey.llm.model.stop_strings import stop_strings
 from covey.llm.native.bindings import kernels_for
@@ -60,6 +61,8 @@ class Script:
     limit: int = 6  # of turns after the first
     always: bool = False  # no conversation ends before its last turn, and replies are of the longest length
     delays: random.Random | None = None  # replies come from threads, after random times
+    late: random.Random | None = None  # replies come after random numbers of steps, see `by_steps`
+    held: list[tuple[int, Future[Continuation | None], Continuation | None]] = field(default_factory=list)
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     logprobs: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     decided: dict[tuple[int, int], list[bool]] = field(default_factory=dict)
@@ -79,11 +82,31 @@ class Script:
             self.logprobs[place] += [0.0] * len(reply.tokens)
             self.decided[place] += [False] * len(reply.tokens)
         future: Future[Continuation | None] = Future()
-        if self.delays is None:
-            future.set_result(reply)
-        else:
+        if self.late is not None:
+            self.held.append((self.late.randrange(12), future, reply))
+        elif self.delays is not None:
             threading.Timer(self.delays.random() / 50, future.set_result, [reply]).start()
+        else:
+            future.set_result(reply)
         return future
+
+    @contextmanager
+    def by_steps(self) -> Iterator[None]:
+        """The number of steps is counted in calls of `next_answer`, so that each run has the same order of replies."""
+        next_answer = _Turns.next_answer
+
+        def count(turns: _Turns, wait: bool, deadline: float | None) -> TurnAnswer | None:
+            soonest = min((steps for steps, _, _ in self.held), default=0) if wait and turns.answers.empty() else 0
+            self.held = [(steps - 1 - soonest, future, reply) for steps, future, reply in self.held]
+            arrived = [(future, reply) for steps, future, reply in self.held if steps < 0]
+            self.held = [one for one in self.held if one[0] >= 0]
+            for future, reply in arrived:
+                future.set_result(reply)
+            return next_answer(turns, wait, deadline)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Turns, "next_answer", count)
+            yield
 
     def turns_of(self, place: tuple[int, int]) -> list[tuple[int, int]]:
         """Begin and end of each turn of a conversation among its tokens."""
@@ -193,9 +216,10 @@ def test_a_policy_evaluates_the_decisions_of_conversations_alike() -> None:
 @given(seed=st.integers(0, 1000), rows=st.sampled_from([3, 5, 8, 100]))
 def test_the_time_and_order_of_replies_change_nothing(kind: str, seed: int, rows: int) -> None:
     generator = LocalGenerator(LanguagePolicy(tiny_model(kind)))
-    at_once, late = Script(), Script(delays=random.Random(seed))
+    at_once, late = Script(), Script(late=random.Random(seed))
     generator.converse(make_requests(GenerationSettings(5, 1.0, END_IDS, 0, max_rows=100), 6), at_once)
-    generator.converse(make_requests(GenerationSettings(5, 1.0, END_IDS, 0, max_rows=rows), 6), late)
+    with late.by_steps():
+        generator.converse(make_requests(GenerationSettings(5, 1.0, END_IDS, 0, max_rows=rows), 6), late)
     assert late.tokens == at_once.tokens
     if kind in NATIVE:
         assert late.logprobs == at_once.logprobs
@@ -322,6 +346,34 @@ def test_tokens_that_are_fed_together_have_the_bits_of_those_fed_one_by_one(thre
     finally:
         torch.set_num_threads(1)
     assert torch.equal(found, torch.cat(expected))
+
+
+@pytest.mark.parametrize("decoded", [3, 16, 17, 40])
+def test_a_parked_row_is_unchanged_when_it_comes_back_after_others_went_on_in_its_slot(decoded: int) -> None:
+    module = LanguagePolicy(tiny_model()).module
+    kernels = kernels_for(torch.float32, torch.device("cpu"))
+    assert kernels is not None
+    tokens = [3 + (7 * place) % 80 for place in range(decoded)]
+
+    def prefilled() -> NativeDecoder:
+        decoder = NativeDecoder(module, kernels, 3, 64, chunk=64)
+        decoder.prefill([[5, 6, 7]], 1)
+        return decoder
+
+    def after(*more: int) -> torch.Tensor:
+        return prefilled().extend([[*tokens, *more]])
+
+    decoder = prefilled()
+    decoder.extend([tokens])
+    copied, not_copied = decoder.park(0), decoder.park(0)
+    assert torch.equal(decoder.extend([[11, 12]]), after(11, 12))
+    decoder.bring_back(copied)
+    assert torch.equal(decoder.extend([[13], [21, 22]]), torch.cat([after(11, 12, 13), after(21, 22)]))
+    decoder.select(torch.tensor([1]))
+    decoder.bring_back(not_copied)
+    assert torch.equal(decoder.extend([[23], [31]]), torch.cat([after(21, 22, 23), after(31)]))
+    assert decoder.free_rows() == 1
+    assert not decoder.parked
 
 
 def test_a_turn_is_limited_by_the_models_positions_and_a_conversation_without_room_ends() -> None:

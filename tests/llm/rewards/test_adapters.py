@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import textwrap
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +243,17 @@ def test_rewards_that_may_run_beside_each_other_do() -> None:
 
 
 def test_functions_that_are_no_coroutines_run_one_after_the_other() -> None:
-    running, most = 0, 0
+    """Each waits for another one that runs beside it."""
+    running, most, beside = 0, 0, threading.Event()
 
     def make(name: str) -> Any:
         def function(completions: Any, **columns: Any) -> list[float]:
             nonlocal running, most
             running += 1
             most = max(most, running)
-            time.sleep(0.05)
+            if most > 1:
+                beside.set()
+            beside.wait(0.5)
             running -= 1
             return [1.0] * len(completions)
 
