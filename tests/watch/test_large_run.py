@@ -77,33 +77,18 @@ class Measured:
         self.process.stdout.close()
 
 
-def first_curve(folder: Path) -> float:
-    """The processor's seconds for the first curve of a server that has just started."""
-    server = Measured(folder)
-    try:
-        (run,) = server.client.get("/api/runs").json["runs"]
-        used = server.processor_seconds()
-        assert server.client.get(f"/api/runs/{run['id']}/metrics?names=score/mean").status == 200
-        used = server.processor_seconds() - used
-    finally:
-        server.end()
-    print(f"first curve: {1000 * used:.0f} ms of the processor")
-    return used
-
-
 @pytest.mark.slow
 @pytest.mark.ci_sample
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_a_large_run_stays_quick(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "large", STEPS, ROLLOUTS)
-    assert any(first_curve(tmp_path) < FIRST_CURVE_SECONDS for _ in range(3)), "other work may slow one"
     server = Measured(tmp_path)
     search = f"rollouts?text={NEEDLE.replace(' ', '%20')}"
     try:
         (run,) = server.get("runs", "/api/runs", FIRST_CURVE_SECONDS).json["runs"]
         run = f"/api/runs/{run['id']}"
-        curve = server.get("a curve", f"{run}/metrics?names=score/mean", SEARCH_SECONDS).json
+        curve = server.get("first curve", f"{run}/metrics?names=score/mean", FIRST_CURVE_SECONDS).json
         assert (curve["last_step"], len(curve["steps"])) == (STEPS, 600)
         server.get("the run", run, FIRST_CURVE_SECONDS)
         curves = server.get("61 curves", f"{run}/metrics", FIRST_CURVE_SECONDS).json

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO
 
+import orjson
+
 from covey.tracking.plain_files import Refused, open_below
 from covey.tracking.run_folder import METRICS_FILE
 
@@ -161,7 +163,7 @@ class _Rows(Sequence[Mapping[str, "float | None"]]):
 def parse_metrics(line: bytes) -> dict[str, Any] | None:
     """A line of `metrics.jsonl`: "step" and numbers, NaN for null; None if it is damaged."""
     try:
-        record: dict[str, Any] = json.loads(str(line, "utf-8"))  # which is faster than to let it find the encoding
+        record: dict[str, Any] = _object_of(line)
         step = record.pop("step")
         if type(step) is not int or not 1 <= step < 1 << 53:
             return None
@@ -174,3 +176,10 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
         return None
     record["step"] = step
     return record
+
+
+def _object_of(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)  # five times as fast
+    except orjson.JSONDecodeError:
+        return json.loads(str(line, "utf-8"))  # numbers that are not finite: JSON has none
