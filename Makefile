@@ -57,7 +57,7 @@ train: $(STAMP)
 	@$(BIN)/covey train arithmetic_grpo
 
 test: $(STAMP)
-	@echo "The tests without the slow ones: about a quarter of an hour on two cores"
+	@echo "The tests without the slow ones: about eight minutes on two cores"
 	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale and not trackers and not environments and not gpu" -n $(WORKERS) --dist worksteal
 
 mutants: $(STAMP)

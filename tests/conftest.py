@@ -40,7 +40,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but the first of every n cases of a test with `sampled(n)`."""
+    """Mark as slow all but the first of every n cases of a test with `sampled(n)`; CI runs the first of every `ci`."""
     cases: Counter[str] = Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             test = item.nodeid.partition("[")[0]
             if cases[test] % sampled.args[0]:
                 item.add_marker("slow")
+                if "ci" in sampled.kwargs and cases[test] % sampled.kwargs["ci"] == 0:
+                    item.add_marker("ci_sample")
             cases[test] += 1
 
 

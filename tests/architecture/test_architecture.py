@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
+@cache
 def parse(path):
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 

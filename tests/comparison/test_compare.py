@@ -34,6 +34,8 @@ def side_by_side(work: Callable[[SeedJob], Any], at_once: int) -> ParallelRunner
     return ParallelRunner(work, at_once, preload=("covey.experiment.run",), console=Console(file=io.StringIO()))
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_few_runs_at_a_time_each_in_its_own_process(tmp_path: Path) -> None:
     jobs = make_jobs(tmp_path, 5)
     assert side_by_side(recorded_runs.note_others, 2).run(jobs) == {}
@@ -42,6 +44,8 @@ def test_a_few_runs_at_a_time_each_in_its_own_process(tmp_path: Path) -> None:
     assert max(running for _, running in noted) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_run_does_not_inherit_the_peak_memory_of_another(tmp_path: Path) -> None:
     jobs = make_jobs(tmp_path, 2)
     side_by_side(recorded_runs.measure_memory, 1).run(jobs)
@@ -49,6 +53,8 @@ def test_a_run_does_not_inherit_the_peak_memory_of_another(tmp_path: Path) -> No
     assert large - small > 200 * 2**20
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_failed_run_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     jobs = make_jobs(tmp_path, 5)
     failures = side_by_side(recorded_runs.fail_sometimes, 2).run(jobs)
@@ -67,6 +73,8 @@ def test_a_mistake_concerns_all_runs_and_stops_them(tmp_path: Path) -> None:
     assert not (tmp_path / "1").exists()
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_comparison_leaves_no_run_behind(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(

@@ -282,6 +282,8 @@ def test_failures_stand_first_in_the_report() -> None:
     assert text.index("did not finish") < text.index("reached 475")
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("threshold", [475.0, None])
 def test_pictures_are_drawn_for_anything_that_may_happen(tmp_path: Path, threshold: float | None) -> None:
     runs = {

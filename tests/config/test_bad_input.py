@@ -107,6 +107,8 @@ texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 positive = st.floats(1e-300, 1e300, allow_nan=False)
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @given(texts, texts, positive, st.integers(0, 2**62), st.lists(st.integers(1, 12), min_size=1), st.none() | positive)
 @settings(max_examples=200)
 def test_what_is_written_reads_back_equal(
@@ -364,6 +366,8 @@ def processor_seconds() -> float:
         (["eval", "./nowhere", "--task", "arithmetic"], "there is no folder ./nowhere"),
         (["eval", "smollm2-135m", "--task", "arithmetics"], "did you mean 'arithmetic'?"),
         (["sample", "./nowhere", "hello"], "there is no folder ./nowhere"),
+        (["serve", "smollm2-135m", "--host", "0.0.0.0"], "is reachable from other machines: name a --token-file"),
+        (["serve", "smollm2-135m", "--folder", "./nowhere"], "--folder: there is no folder ./nowhere"),
         (["trian", "RECIPE"], "there is no command 'trian' (did you mean 'train'?)"),
     ],
 )
@@ -389,6 +393,8 @@ def test_debug_shows_the_traceback(recipe: Path) -> None:
     assert done.returncode != 0
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_threads_may_look_up_functions_at_once(tmp_path: Path) -> None:
     """Python 3.11 raises SystemError if two threads parse at once."""
     (tmp_path / "many.py").write_text("".join(f"def f{n}(x):\n    return [x + {n}, (x, [{n}])]\n" for n in range(400)))

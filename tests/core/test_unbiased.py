@@ -135,6 +135,8 @@ def test_the_mean_over_a_rollout_divides_what_it_teaches_by_its_length(size):
     assert enumeration.Bias.of(found, true_gradient(policy, rewards_PO)).error > 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_with_right_and_wrong_only_up_to_three_rollouts_have_one_std():
     # 1 of 2: std 1/2; 1 of 3 or 2 of 3: std sqrt(2)/3. So dividing by it changes no direction yet.
     policy, rewards_PO = ListedPolicy(), (graded() > 0.5).double()

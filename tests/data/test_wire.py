@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -54,6 +55,8 @@ def fields(group: Group) -> list[object]:
 GROUPS = st.lists(st.tuples(st.lists(rollouts(), max_size=3), st.dictionaries(st.text(max_size=2), st.lists(FLOATS))))
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @given(GROUPS)
 @example([])
 @example([([], {})])

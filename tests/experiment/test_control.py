@@ -154,7 +154,7 @@ def test_the_placement_of_the_kl_follows_from_its_estimator() -> None:
             assert (type(to_behavior), to_behavior.estimator) == (KLToBehavior, getattr(kl, estimator))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6, ci=3)
 @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3", "exact"])
 def test_a_kl_to_the_reference_holds_ppo_back(estimator: str | None, tmp_path: Path) -> None:
     """Against the same run without one. Unset is k1."""

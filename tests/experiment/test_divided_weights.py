@@ -36,6 +36,8 @@ def one_rank() -> Iterator[ShardedTeam]:
     dist.destroy_process_group()
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     ("config", "kind", "dtype"), [(CONFIG, "llama", "bfloat16"), (REFRESHED, "gpt2", "float32")], ids=["plain", "gpt2"]
 )

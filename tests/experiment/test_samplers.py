@@ -51,7 +51,8 @@ def metrics(run: Path, name: str) -> list[float]:
     return [json.loads(line)[name] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("transport", ["file", "group"])
 def test_a_run_on_two_servers_has_the_bits_of_one_alone(
     servers: list[Serving], model: Path, folder: Path, alone: Path, transport: str

@@ -87,6 +87,8 @@ def test_a_training_lowers_the_held_out_loss_and_leaves_a_run_that_others_start_
         assert shown in printed
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_recipe_with_a_task_gives_the_whole_command_that_goes_on(place):
     recipe = RECIPE + '[task]\nname = "arithmetic"\n[[rewards]]\nname = "numeric"\n[sampling]\ngroup_size = 2\n'
     (place / "both.toml").write_text(recipe)
@@ -122,6 +124,8 @@ LATER = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize(("step", "calls"), [(3, 40), *LATER])
 def test_a_killed_training_ends_with_the_same_bits(step, calls, whole, place):
     run_dir = place / f"killed-{step}"
@@ -137,6 +141,8 @@ def test_a_killed_training_ends_with_the_same_bits(step, calls, whole, place):
     assert_same(run_dir, whole[0])
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
     run_dir = place / "stopped"
     moment = Moment(4, 0, signal.SIGINT)
@@ -240,6 +246,8 @@ def of_samples(place):
     return place / "of-samples"
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_own_samples_are_recorded(of_samples):
     rows = [json.loads(line) for line in (of_samples / "examples.jsonl").read_text().splitlines()]
     assert all(row["reward"] >= 0.2 for row in rows)

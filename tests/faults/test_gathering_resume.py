@@ -98,6 +98,8 @@ def rollouts_of(run_dir: Path, step: int) -> list[dict]:
     return [json.loads(line) for line in (run_dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("way", slow_unless(["replay"], WAYS))
 def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
     expected, killed = whole[way], folder / f"{way}-killed"
@@ -114,6 +116,8 @@ def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
     assert files(killed / last)["state.json"] == files(expected / last)["state.json"]
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_run_with_replay_records_every_rollout_once(whole):
     metrics = reproducible_metrics(whole["replay"])
     assert max(line["replay/groups"] for line in metrics) > 0

@@ -51,7 +51,8 @@ def check_same(killed: Path, expected: Path) -> None:
         assert files(killed / last)[name] == files(expected / last)[name]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("way", SOME)
 def test_each_way_trains_measures_and_writes_what_it_promises(way: str, whole: Callable[[str], Path]) -> None:
     records = records_of(whole(way))
@@ -94,6 +95,8 @@ def test_killed_at_twenty_moments_ends_with_the_same_bits(way: str, folder: Path
         check_same(killed, whole(way))
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_the_reference_of_an_iteration_is_the_policy_at_its_beginning(whole: Callable[[str], Path]) -> None:
     kl = {line["step"]: line["kl"] for line in reproducible_metrics(whole("pairs"))}
     assert max(kl[step] for step in (1, 3, 5)) < 1e-6 < min(kl[step] for step in (2, 4, 6))

@@ -117,7 +117,8 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], None]]:
     subprocess.run(["umount", str(disk)], check=False, capture_output=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("kilobytes", [12, 120])
 def test_a_real_disk_that_is_full(
     kilobytes: int, place: Path, tmp_path: Path, small_disk: Callable[[str], None]
@@ -133,7 +134,8 @@ def test_a_real_disk_that_is_full(
     assert_same(run_dir, place / "whole")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("kilobytes", [1, 8])
 def test_a_limit_on_the_size_of_files(kilobytes: int, place: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -171,7 +173,8 @@ at_every_moment = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @at_every_moment
 def test_a_file_system_that_becomes_read_only(moment: str, place: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -196,7 +199,8 @@ def test_a_file_system_that_becomes_read_only(moment: str, place: Path, tmp_path
     assert_same(run_dir, place / "whole")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @at_every_moment
 def test_a_run_folder_that_is_moved_can_be_put_back(moment: str, place: Path, tmp_path: Path) -> None:
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"

@@ -38,6 +38,8 @@ def check(forks: Forks, inputs: Sequence[Input], folder: Path) -> None:
     assert not wrong, f"{len(wrong)} of {len(inputs)}"
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("table", [tables.data, tables.reward_files])
 def test_mistakes_in_data_and_reward_files_are_told_before_torch_is_loaded(table, tmp_path: Path) -> None:
     given = [one for one in table() if not one.accepted]
@@ -96,13 +98,13 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> damage.Samples:
     return damage.make_samples(tmp_path_factory.mktemp("samples"))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("count", [8, pytest.param(25, marks=[pytest.mark.slow, pytest.mark.ci_sample])])
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("generator", damage.GENERATORS)
 def test_damaged_inputs_are_one_line_each(
-    generator: str, count: int, samples: damage.Samples, forks: Forks, tiny: Path, tmp_path: Path
+    generator: str, samples: damage.Samples, forks: Forks, tiny: Path, tmp_path: Path
 ) -> None:
-    given = list(damage.GENERATORS[generator](samples, random.Random(20), count))
+    given = list(damage.GENERATORS[generator](samples, random.Random(20), 25))
     check(forks, of(tiny, given) if generator == "data" else given, tmp_path)
 
 

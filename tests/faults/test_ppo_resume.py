@@ -37,7 +37,8 @@ def uninterrupted(request, folder: Path, recipe: Path) -> tuple[str, Path]:
     return request.param, run_dir
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_the_same_recipe_with_ppo_trains_policy_and_critic(uninterrupted):
     trunk, run_dir = uninterrupted
     metrics = reproducible_metrics(run_dir)
@@ -75,7 +76,8 @@ def test_sigkill_and_resume_end_with_the_same_bits(uninterrupted, folder, recipe
             assert made[name] == wanted[name], f"{part}/{name}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_run_that_starts_from_another_takes_over_its_critic(uninterrupted, folder, recipe):
     trunk, before = uninterrupted
     run_dir = folder / f"next-{trunk}"

@@ -156,6 +156,8 @@ def holding_a_lock() -> type:
     return Holding
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     ("conversation", "told"),
     [

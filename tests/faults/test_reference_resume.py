@@ -112,6 +112,8 @@ def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
     assert state["kl_coefficient"]["next"] != 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_the_metrics_show_the_refreshes_and_the_controller(whole):
     metrics = reproducible_metrics(whole("copy"))
     coefficients = [line["kl_coefficient"] for line in metrics]

@@ -76,6 +76,8 @@ def assert_same_weights(run_dir: Path, whole: Path) -> None:
     assert made == expected
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_the_copy_resumes_to_the_same_bits(run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = resume(run_dir, capsys)
     assert "resuming after step 4" in output
@@ -155,7 +157,7 @@ ORIGINS: dict[str, Callable[[dict], object]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12, ci=6)
 @pytest.mark.parametrize("name", ORIGINS)
 def test_a_lost_origin_is_one_line(name: str, run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_dir / "origin.json"
@@ -214,6 +216,8 @@ def test_a_changed_file_is_refused(name: str, own_files: Path, capsys: pytest.Ca
     assert files(run_dir) == recorded
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_another_backend_is_told(own_files: Path, tmp_path: Path) -> None:
     """The data and the functions are as they were, so the run goes on; without the kernels its last bits may differ."""
     run_dir = tmp_path / "run"
@@ -227,6 +231,8 @@ def test_another_backend_is_told(own_files: Path, tmp_path: Path) -> None:
     assert changed in " ".join(output.split())
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("what", ["metrics.jsonl", "rollouts", "both"])
 def test_a_lost_record_is_one_line_each(
     what: str, run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]

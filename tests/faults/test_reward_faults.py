@@ -88,7 +88,7 @@ def rewards_of(groups):
 GOOD_GROUP = [1.0, 2.0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.ci_sample
 @pytest.mark.parametrize("fault", ["raise", "hang", "regex", "sys.exit", "os._exit", "killed", "child"])
 def test_a_call_that_fails_costs_its_own_group_only(grader, fault, caplog):
@@ -125,7 +125,7 @@ def test_printing_and_reading_do_not_touch_the_conversation(grader, capfd):
     assert "more noise" in captured.err
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9, ci=3)
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -198,6 +198,8 @@ def test_large_batches_pass_through_the_pipe(grader):
 # ---- the dry run before training ----
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     ("function", "answer", "why"),
     [

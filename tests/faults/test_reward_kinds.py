@@ -277,6 +277,8 @@ def test_a_resumed_run_says_that_a_reward_ended_its_process(trained, tmp_path, c
     assert not list((tmp_path / "run").rglob("unfinished_call.json"))
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_group_that_is_left_out_changes_the_weights(trained):
     assert trained(NOTHING) != trained(LEFT_OUT)
 
@@ -287,5 +289,7 @@ def test_the_weights_are_those_of_a_run_that_leaves_the_faulty_group_out(kind, t
     assert trained(f"KINDS[{kind!r}](completions)") == trained(LEFT_OUT)
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_the_weights_are_those_of_a_run_without_forks(trained):
     assert trained("KINDS['fork'](completions)") == trained(NOTHING)

@@ -88,6 +88,8 @@ def rewards_of(groups):
     return [[rollout.reward for rollout in one.rollouts] for one in groups]
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     "expression",
     [

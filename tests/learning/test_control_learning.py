@@ -90,18 +90,23 @@ def learnt(tables: dict[str, Any], name: str, run_dir: Path, measured_on: str) -
     return toy_envs.mean_return(toy_envs.train_quietly(config, run_dir).policy, measured_on)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", slow_unless(QUICK, CARTPOLE))
 def test_the_pole_stays_up(name: str, tmp_path: Path) -> None:
     """Untrained greedy agents hold it for 9 to 30 steps, random ones for 22."""
     assert learnt(CARTPOLE[name], "CartPole-v1", tmp_path / "run", "CartPole-v1") > 120
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", slow_unless(QUICK, CARTPOLE))
 def test_the_pole_falls_where_that_is_paid_for(name: str, tmp_path: Path) -> None:
     assert learnt(CARTPOLE[name], toy_envs.NEGATED_CARTPOLE, tmp_path / "run", "CartPole-v1") < 12
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", TARGETS)
 def test_continuous_actions_find_their_target(name: str, tmp_path: Path) -> None:
     """Naming 0 earns -3.3 an episode."""

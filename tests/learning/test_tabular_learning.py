@@ -90,6 +90,8 @@ def test_learns_and_unlearns(name, plan):
     assert train(name, "no_kl", -1.0, PLANS[plan]) < 0.1
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("kl", ["k2_in_loss", "k3_in_loss", "k1_in_reward"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_kl_holds_the_policy_back(name, kl):

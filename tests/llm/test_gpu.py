@@ -66,6 +66,8 @@ def test_a_run_in_bf16_on_a_fake_gpu(tmp_path):
         assert 0 < step["grad_norm"] < 100
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_fake_gpu_refuses_what_a_gpu_refuses():
     script = """
 import torch

@@ -84,7 +84,7 @@ def trained(team: Team, name: str) -> tuple[dict[str, float], dict[str, torch.Te
     }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10, ci=5)
 @pytest.mark.parametrize("shards", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_several_ranks_have_the_bits_of_one(name: str, shards: int) -> None:
@@ -95,6 +95,8 @@ def test_several_ranks_have_the_bits_of_one(name: str, shards: int) -> None:
             assert all(torch.equal(weights[key], master) for key, master in masters.items())
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce_pp", "ppo"])
 def test_shards_change_the_gradient_by_rounding_alone(name: str) -> None:
     metrics, masters = trained(Alone(1), name)

@@ -93,6 +93,8 @@ def some_groups() -> list[Group]:
 # --- whole steps ---
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
 @EVERY
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_gap_changes_no_gradient_and_no_metric(algorithm, plan):
@@ -129,6 +131,8 @@ def test_minibatches_of_single_decisions_add_up_to_the_step(name):
         same(torch.stack(of_critic).mean(dim=0), gradient)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @EVERY
 @pytest.mark.parametrize("rows", [1, 3])
 def test_microbatches_with_gaps(algorithm, rows):
@@ -223,7 +227,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6, ci=2)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @given(MASKS, st.integers(0, 1000))
 @example(AN_EXAMPLE, 0)

@@ -390,7 +390,8 @@ def test_update_policy_is_the_loss_of_the_experiences():
     assert trainer.update_policy(found, num_epochs=1) == pytest.approx(expected.item(), abs=1e-4)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("trunk", ["own", "the actor's"])
 def test_ppo_learns_a_rule_based_reward(trunk):
     model = tiny_model()

@@ -9,6 +9,7 @@ from typing import Any
 from covey.cli.numbers import number
 from covey.config import ConfigError
 from covey.config.model_sources import locate_model
+from covey.config.serving import ServeOptions, VllmOptions
 
 LONGEST_PROBE = 64  # tokens; the probe at the start needs less
 
@@ -79,20 +80,23 @@ def serve_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey serve`.
 
     Raises:
-        ConfigError: if options of one kind of server are given for the other.
+        ConfigError: if an option cannot be used, or is for the other kind of server.
     """
     locate_model(arguments.model)
-    from covey.experiment.serve import ServeOptions, serve_model
-    from covey.experiment.serve_vllm import VllmOptions, serve_vllm
-
     options = ServeOptions(**{item.name: getattr(arguments, item.name) for item in fields(ServeOptions)})
     vllm = VllmOptions(**{item.name: getattr(arguments, item.name) for item in fields(VllmOptions)})
-    if arguments.vllm:
-        if options.rows or options.device != "auto":
-            raise ConfigError("--rows and --device are for covey's own decoder; vLLM has --slots and chooses a device")
-        serve_vllm(options, vllm)
-        return
+    if arguments.vllm and (options.rows or options.device != "auto"):
+        raise ConfigError("--rows and --device are for covey's own decoder; vLLM has --slots and chooses a device")
     for item in fields(VllmOptions):
-        if getattr(vllm, item.name) != item.default:
+        if not arguments.vllm and getattr(vllm, item.name) != item.default:
             raise ConfigError(f"--{item.name.replace('_', '-')} is for vLLM: add --vllm, or leave it out")
-    serve_model(options)
+    options.token()
+    options.weights_folder()
+    if arguments.vllm:
+        from covey.experiment.serve_vllm import serve_vllm
+
+        serve_vllm(options, vllm)
+    else:
+        from covey.experiment.serve import serve_model
+
+        serve_model(options)

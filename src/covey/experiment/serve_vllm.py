@@ -7,7 +7,6 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from covey.config import ConfigError
@@ -15,10 +14,10 @@ from covey.config.faults import path_error
 from covey.config.fields import command
 from covey.config.files import user_path
 from covey.config.model_sources import ModelKind, locate_model
+from covey.config.serving import ServeOptions, VllmOptions
 from covey.config.terminal import say
 from covey.config.token_file import default_token_file
 from covey.experiment.llm import build_machine
-from covey.experiment.serve import ServeOptions, token_for
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.loading import LoadedModel, load_model, model_folder, resolve_checkpoint
 from covey.llm.policy import LanguagePolicy
@@ -34,18 +33,6 @@ TIMEOUT_SECONDS = 600.0  # of a request of the probe
 PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}
 
 
-@dataclass(frozen=True)
-class VllmOptions:
-    """The options of `covey serve --vllm` beside those of `covey serve`."""
-
-    vllm_python: str = ".scale-venv/bin/python"
-    slots: int = 64
-    max_model_len: int = 2048
-    batched_tokens: int = 0
-    kv_gib: int = 2
-    eager: bool = False
-
-
 def serve_vllm(options: ServeOptions, vllm: VllmOptions) -> None:
     """Start vLLM, probe it, and wait until Ctrl-C.
 
@@ -53,7 +40,7 @@ def serve_vllm(options: ServeOptions, vllm: VllmOptions) -> None:
         ConfigError: if an option, the environment or the model cannot be used.
         RunError: if vLLM does not start, ends, or does not take weights.
     """
-    token = token_for(options)
+    token = options.token()
     settings = _settings(options, vllm, Path())
     settings.check()
     machine = build_machine("cpu", options.precision, options.threads)
@@ -85,9 +72,7 @@ def _settings(
     Raises:
         ConfigError: if there is no such folder for weights.
     """
-    folders = (user_path(options.folder, "--folder: "),) if options.folder else private_folders()
-    if options.folder and not folders[0].is_dir():
-        raise ConfigError(f"--folder: there is no folder {options.folder}")
+    own = options.weights_folder()
     return VllmSettings(
         # Not resolved: the interpreter of an environment is a link, and what it is called by decides on the packages.
         python=user_path(vllm.vllm_python, "--vllm-python: ").absolute(),
@@ -95,7 +80,7 @@ def _settings(
         host=options.host,
         port=port,
         token_file=user_path(options.token_file).absolute() if options.token_file else default_token_file(),
-        weights_folders=folders if options.folder else (private_folder(0), *folders),
+        weights_folders=(own,) if own else (private_folder(0), *private_folders()),
         precision=precision,
         slots=vllm.slots,
         max_model_len=vllm.max_model_len,

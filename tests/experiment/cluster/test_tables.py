@@ -24,6 +24,8 @@ def in_docs(tables: object, name: str) -> list[str]:
     return found[0].splitlines()
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_the_memory_table(tables: object) -> None:
     assert in_docs(tables, "memory") == tables.memory_table()  # type: ignore[attr-defined]
 

@@ -39,6 +39,8 @@ def after_last_turn(ids, chat):
     return list(ids[ends[-2] :])
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", CHAT_MODELS)
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from(("42", "The result is 42.", "a b", "{}")), ordinary), min_size=1, max_size=3))
@@ -87,6 +89,8 @@ def control_texts(name):
     return [text for text in (*model.control, *model.plain) if text.strip("▁\n")]
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", CHAT_MODELS)
 @pytest.mark.parametrize("role", ["user", "tool"])
 @settings(max_examples=25)

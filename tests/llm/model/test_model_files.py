@@ -69,6 +69,8 @@ def shard(folder: Path, **fields) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index | fields))
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_whole_model_loads_as_transformers_loads_it(kind, tmp_path):
     torch.manual_seed(0)
@@ -369,6 +371,8 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_whole_is_refused_by_name_in_one_line(case, whole, tmp_path, monkeypatch):
     change, message = REFUSED[case]
@@ -448,6 +452,8 @@ def test_a_gguf_file_without_a_weight_is_refused(tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").glob("model-*"))
 
 
+@pytest.mark.sampled(5)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no checksums", "half"])
 def test_a_damaged_conversion_is_made_anew(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("COVEY_CACHE", str(tmp_path / "cache"))

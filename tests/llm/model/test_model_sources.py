@@ -136,7 +136,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 COMMANDS = ["check", "plan", "eval", "sample", "train", "resume"]
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(39, ci=13)
 @pytest.mark.parametrize(("source", "command"), list(itertools.product(SOURCES, COMMANDS)))
 def test_every_source_in_every_command(command, source, places, tmp_path, capsys, monkeypatch):
     model, run_dir = places[source], str(tmp_path / "run")
@@ -160,7 +160,7 @@ def test_every_source_in_every_command(command, source, places, tmp_path, capsys
         assert (Path(run_dir) / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6, ci=3)
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_in_both_trainers(source, places):
     options = {"max_new_tokens": 2, "device": "cpu", "precision": "fp32", "reward_function": nothing}
@@ -379,6 +379,8 @@ def test_only_a_name_of_the_hub_is_asked_for_there(server, places):
     assert locate_model("someone/tiny").kind is ModelKind.HUB
 
 
+@pytest.mark.sampled(5)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     ("source", "options", "precision"),
     [

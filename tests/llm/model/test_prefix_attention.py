@@ -94,7 +94,7 @@ def gap(some, others) -> float:
 UNEVEN = {5: [1, 9, 40, 3], 23: [12, 1, 70, 30], 2: [2], 7: [3, 9, 9, 4, 8], 8: [1, 1]}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15, ci=5)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", FAST)
 @pytest.mark.parametrize("beginning", [0, 11])
@@ -115,7 +115,8 @@ def test_the_gradients_are_those_of_plain_attention(kind, threads, beginning, mo
         assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("beginning", [0, 11])
 def test_in_bf16_they_are_as_near_to_fp32_as_those_of_transformers_and_always_the_same(beginning):
     batch, gaps = rollouts(UNEVEN, beginning), {"ours": 0.0, "theirs": 0.0}

@@ -98,6 +98,8 @@ def compiler_that(folder: Path, does: str) -> str:
     return str(script)
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_the_kernels_are_compiled_once(filled, monkeypatch):
     monkeypatch.setattr(build, "_compile", no_compiler)
     assert kernels_work()
@@ -288,6 +290,8 @@ def test_a_cache_that_cannot_be_written_ends_in_one_line(obstacle, fresh, tmp_pa
     assert only_line(caplog).startswith(REASON)
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_processes_that_compile_at_once_wait_for_each_other(fresh, tmp_path, built):
     """The first compiles; the others find its library. What a killed compiler left is removed."""
     folder = fresh / f"kernels-{os.geteuid()}"

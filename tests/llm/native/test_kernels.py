@@ -81,6 +81,8 @@ def logprobs_of(groups) -> torch.Tensor:
     return torch.tensor([p for group in groups for rollout in group.rollouts for p in rollout.behavior_logprobs])
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", FAST)
 def test_the_kernels_decode_what_torch_decodes(kind, torch_alone):
     made = make_sampler(kind, every=40)

@@ -54,7 +54,7 @@ def shared_memory(content: bytes) -> Iterator[int]:
         libc.shmctl(segment, 0, None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.ci_sample
 @pytest.mark.parametrize("name", ESCAPES)
 def test_a_program_reaches_nothing_outside(
@@ -96,7 +96,7 @@ def test_a_program_reaches_nothing_outside(
     assert canary.read_text() == "secret of the host"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.ci_sample
 @pytest.mark.parametrize("name", EXHAUSTING)
 def test_a_program_that_takes_too_much_is_ended(name: str, sandbox: Sandbox) -> None:
@@ -107,7 +107,7 @@ def test_a_program_that_takes_too_much_is_ended(name: str, sandbox: Sandbox) -> 
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18, ci=6)
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_program_forges_no_verdict(name: str) -> None:
     """The parent decides on verdicts, in the same way for every sandbox."""

@@ -222,7 +222,8 @@ def test_a_failing_group_alone_has_no_rewards(grader, is_started, workers):
     assert rewards_of(groups) == [[None] * 2 if index == 3 else [0.01, 0.0] for index in range(7)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("is_started", [True, False])
 def test_many_failures_stop_the_run_before_all_deadlines_have_passed(grader, is_started):
     judged = grader("seconds", workers=1, seconds=0.2)

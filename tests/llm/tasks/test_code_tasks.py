@@ -53,6 +53,8 @@ def key_of(task: CodeFunctions, start: object) -> list[object]:
     return ["text", *(run(program, text) for text in TEXTS)]
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("steps", [(1,), (2,), (1, 2)])
 def test_the_answer_passes_every_hidden_case(steps: tuple[int, ...]) -> None:
     task = CodeFunctions(steps=steps)

@@ -149,6 +149,8 @@ def test_an_expensive_expression_costs_neither_the_run_nor_memory(grader: Reward
     assert score(grader, start, "9**9**9", "9**(9**9)", "((9**999)**999)**999", "9" * 3000) == [0.0] * 4
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_metadata_that_json_would_change_is_scored_as_in_the_package(grader: RewardGrader) -> None:
     """These compare tuples, which JSON makes lists."""
     for dataset in ("rearc", "arc_agi", "graph_color"):

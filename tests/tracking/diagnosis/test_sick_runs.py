@@ -29,6 +29,8 @@ def test_every_check_finds_the_record_of_its_sick_run():
     assert [name for name, run in recorded.items() if name not in run.found()] == []
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in SICK])
 def test_a_check_finds_its_sick_run(name, tmp_path):
     sick = SICK[name]

@@ -37,8 +37,7 @@ AGENT = {
     "checkpoint": {"every": 4},
 }
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # MLflow's client
-TRACKERS = [name if name == "tensorboard" else pytest.param(name, marks=pytest.mark.trackers) for name in READERS]
-OF_CI = [
+TRACKERS = [
     pytest.param(
         name, marks=[pytest.mark.slow, pytest.mark.ci_sample] if name == "tensorboard" else pytest.mark.trackers
     )
@@ -162,7 +161,7 @@ def test_completions_are_in_the_table_as_text(name: str, tmp_path: Path, variabl
         assert float(row["reward"]) >= 0
 
 
-@pytest.mark.parametrize("name", OF_CI)
+@pytest.mark.parametrize("name", TRACKERS)
 def test_an_iterative_run_killed_in_the_training_of_its_reward_model_and_in_a_step_is_tracked_once_and_whole(
     name: str, tmp_path: Path, variables: dict[str, str]
 ) -> None:
@@ -260,6 +259,8 @@ def test_without_a_server_mlflow_is_reported_once(tmp_path: Path, variables: dic
     assert output.count("warning: the tracker mlflow failed") == 1, output
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_a_tensorboard_that_cannot_write_is_reported_once(tmp_path: Path, variables: dict[str, str]) -> None:
     recipe = agent(tmp_path, "tensorboard")
 

@@ -115,6 +115,8 @@ def test_a_result_is_shown_to_twelve_digits(value: Fraction) -> None:
 # ---- python ----
 
 
+@pytest.mark.slow
+@pytest.mark.ci_sample
 def test_programs_run_in_the_sandbox() -> None:
     any_backend()
     python = Python(time_limit_seconds=20.0, most_characters=20)
