@@ -34,14 +34,14 @@ GUARDED = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("serving")
+    folder = tmp_path_factory.mktemp("serving")
+    (folder / "weights").mkdir()
+    return folder
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Serving]:
-    weights = folder / "weights"
-    weights.mkdir()
-    with serving(tiny_folder(folder / "model"), folder, 1, ["--folder", str(weights)]) as (one,):
+    with serving(tiny_folder(folder / "model"), folder, 1, ["--folder", str(folder / "weights")]) as (one,):
         yield one
 
 
