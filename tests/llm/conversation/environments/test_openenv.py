@@ -76,8 +76,16 @@ def test_a_field_of_the_observation_and_columns_for_the_reset_are_chosen_by_opti
     assert seeds[0] == seeds[1] != seeds[2]
 
 
+def wait_for_the_end_of_sessions(server: CounterServer) -> None:
+    deadline = time.monotonic() + 60
+    while server.open:
+        assert time.monotonic() < deadline, f"{server.open} sessions are open"
+        time.sleep(0.005)
+
+
 def test_sessions_end_with_their_conversations_in_whatever_way(server: CounterServer) -> None:
     processes = EnvironmentProcesses(CLASS, 30.0, 100, {"url": server.url})
+    wait_for_the_end_of_sessions(server)  # of other tests
     before, server.most = server.sessions, 4
     for way in ("end", "close", "close", "end"):
         sessions = [processes.open(0) for _ in range(4)]
@@ -87,6 +95,7 @@ def test_sessions_end_with_their_conversations_in_whatever_way(server: CounterSe
             if way == "end":
                 session.ask({"do": "end"}).result(60)
             session.close()
+        wait_for_the_end_of_sessions(server)
     assert server.sessions - before == 16, "each conversation has one session"
     processes.close()
     server.most = 10**9
