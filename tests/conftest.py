@@ -40,7 +40,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but the first of every n cases of a test with `sampled(n)`; CI runs the first of every `ci`."""
+    """`sampled(n, ci=m)`: the first of every n cases are quick, the others slow; CI runs the first of every m."""
     cases: Counter[str] = Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")

@@ -114,7 +114,7 @@ def faults(given: Input, outcome: Outcome) -> list[str]:
         wrong.append(f"control characters {sorted(controls)!r}")
     if outcome.left_behind and not (given.needs_model and outcome.code == 0):
         wrong.append(f"it left {', '.join(outcome.left_behind)}")
-    limit = 20 if outcome.code == 0 else 3  # `covey check` loads and tries the model once it has found no fault
+    limit = 10 if outcome.code == 0 else 3  # `covey check` loads the model once it has found no fault
     if outcome.seconds > limit and not given.needs_model:
         wrong.append(f"it took {outcome.seconds:.1f} s of the processor")
     return wrong

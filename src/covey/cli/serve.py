@@ -90,7 +90,7 @@ def serve_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     for item in fields(VllmOptions):
         if not arguments.vllm and getattr(vllm, item.name) != item.default:
             raise ConfigError(f"--{item.name.replace('_', '-')} is for vLLM: add --vllm, or leave it out")
-    options.token()
+    options.token()  # these two raise, before torch is loaded
     options.weights_folder()
     if arguments.vllm:
         from covey.experiment.serve_vllm import serve_vllm
