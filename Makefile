@@ -3,6 +3,7 @@
 PYTHON ?= python3
 WORKERS ?= 3
 TORCH ?=
+SHARE ?= 1
 UV := 0.13.9
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,19 +20,23 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 # allowed to keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow mutants lint bench oracle gpu scale trackers environments clean
+# Suites with packages or a machine of their own, which `make test` and `make test-slow` leave to the targets below.
+NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu
+
+.PHONY: help train test test-slow mutants lint bench oracle gpu scale trackers environments release-check clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
 	@echo "make test       the tests, without the slow ones, in 3 processes; in another number: make test WORKERS=4"
 	@echo "make mutants    break the code on purpose, one change at a time, and check that a test notices each"
-	@echo "make test-slow  all tests, the mutants among them"
+	@echo "make test-slow  the slow tests; with SHARE=8 an eighth of them, another one each day (also for make mutants)"
 	@echo "make lint       ruff, mypy and the import contracts"
 	@echo "make bench      time covey beside its peers; one part: $(BIN)/python benchmarks/bench.py control"
 	@echo "make oracle     compare losses, advantages and gradients with TRL and stable-baselines3, in $(ORACLE)"
 	@echo "make gpu        the tests that need a GPU"
 	@echo "make scale      compare covey with a real vLLM as the sampler, in $(SCALE) (3.1 GB, Linux on x86-64)"
 	@echo "make trackers   track runs with Weights & Biases, trackio and MLflow, offline, in $(TRACKERS) (0.6 GB)"
+	@echo "make release-check     all of the above but bench and gpu: some hours"
 	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) (0.2 GB)"
 	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS) and $(ENVIRONMENTS) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
@@ -57,16 +62,20 @@ train: $(STAMP)
 	@$(BIN)/covey train arithmetic_grpo
 
 test: $(STAMP)
-	@echo "The tests without the slow ones: about eight minutes on two cores"
-	@$(BIN)/python -m pytest -m "not slow and not mutants and not scale and not trackers and not environments and not gpu" -n $(WORKERS) --dist worksteal
+	@echo "The tests without the slow ones: about four minutes on two cores"
+	@$(BIN)/python -m pytest -m "not slow and $(NOT_ELSEWHERE)" -n $(WORKERS) --dist worksteal
 
 mutants: $(STAMP)
-	@echo "The mutants: about half an hour on two cores"
-	@$(BIN)/python -m pytest -m mutants tests/architecture/test_mutants.py
+	@echo "The mutants, one of $(SHARE) shares: all take about half an hour on two cores"
+	@$(BIN)/python -m pytest -m mutants --share $(SHARE) tests/architecture/test_mutants.py
 
+# Those marked alone measure time or start several processes.
 test-slow: $(STAMP)
-	@echo "All tests and mutants: some hours on two cores"
-	@$(BIN)/python -m pytest -m "not scale and not trackers and not environments and not gpu"
+	@echo "The slow tests, one of $(SHARE) shares: all take some hours on two cores"
+	@$(BIN)/python -m pytest -m "slow and not alone and $(NOT_ELSEWHERE)" --share $(SHARE) -n $(WORKERS) --dist loadscope
+	@$(BIN)/python -m pytest -m "slow and alone and $(NOT_ELSEWHERE)" --share $(SHARE) || test $$? = 5  # none
+
+release-check: lint test test-slow mutants oracle trackers environments scale
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"

@@ -28,6 +28,8 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from helpers import rotation
+
 # `derandomize` draws the same examples every time. There is no database of failures of earlier runs.
 settings.register_profile("tests", derandomize=True, deadline=None, database=None, max_examples=100)
 # For the mutants: a test must notice each of them by its explicit examples alone.
@@ -38,19 +40,52 @@ UNWATCHED = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # the second is 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD]  # SIGALRM is pytest-timeout's
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run one N-th of the slow tests, or of the mutants of unchanged files: another one each day"
+    parser.addoption("--share", type=int, default=1, metavar="N", help=text)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`sampled(n, ci=m)`: the first of every n cases are quick, the others slow; CI runs the first of every m."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`sampled(n)`: the first of every n cases are quick, the others slow. `--share`: a part of the slow ones."""
+    slow: dict[str, list[pytest.Item]] = {}
     cases: Counter[str] = Counter()
     for item in items:
+        test = item.nodeid.partition("[")[0]
         sampled = item.get_closest_marker("sampled")
-        if sampled and not item.get_closest_marker("slow"):
-            test = item.nodeid.partition("[")[0]
+        if sampled:
             if cases[test] % sampled.args[0]:
                 item.add_marker("slow")
-                if "ci" in sampled.kwargs and cases[test] % sampled.kwargs["ci"] == 0:
-                    item.add_marker("ci_sample")
             cases[test] += 1
+        if item.get_closest_marker("slow"):
+            slow.setdefault(test, []).append(item)
+    parts = config.getoption("share")
+    if parts == 1:
+        return
+    units: list[list[pytest.Item]] = []  # a test with few cases stays whole, because they often share a fixture
+    for group in slow.values():
+        units += [group] if len(group) < parts else [[item] for item in group]
+    kept = {id(item) for unit in rotation.share(units, parts) for item in unit}
+    left_out = {id(item) for unit in units for item in unit if id(item) not in kept}
+    files = Counter(item.nodeid.partition("::")[0] for item in items if id(item) in left_out)
+    rotation.LEFT_OUT += [f"{count} slow tests of {file}" for file, count in sorted(files.items())]
+    items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = rotation.LEFT_OUT
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    rotation.LEFT_OUT[:] = getattr(node, "workeroutput", {}).get("left out", [])  # every worker has the same
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if rotation.LEFT_OUT:
+        terminalreporter.section(f"left out by rotation (repeat with ROTATION={rotation.DAY})")
+        terminalreporter.line("; ".join(rotation.LEFT_OUT))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -262,7 +262,6 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("credit", CREDITS)
 def test_a_tiny_model_learns_from_step_rewards(folder, credit):
     (folder / "halves.py").write_text("def halves(text):\n    return [len(text) // 2]\n")

@@ -53,7 +53,6 @@ def said(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_nothing_is_told_of_1_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,7 +141,6 @@ def completions(typed: str, folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_bash_completes_commands_recipes_fields_and_choices(tmp_path: Path) -> None:
     (tmp_path / "cartoon.toml").write_text("")

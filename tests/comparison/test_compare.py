@@ -35,7 +35,6 @@ def side_by_side(work: Callable[[SeedJob], Any], at_once: int) -> ParallelRunner
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_few_runs_at_a_time_each_in_its_own_process(tmp_path: Path) -> None:
     jobs = make_jobs(tmp_path, 5)
     assert side_by_side(recorded_runs.note_others, 2).run(jobs) == {}
@@ -45,7 +44,6 @@ def test_a_few_runs_at_a_time_each_in_its_own_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_does_not_inherit_the_peak_memory_of_another(tmp_path: Path) -> None:
     jobs = make_jobs(tmp_path, 2)
     side_by_side(recorded_runs.measure_memory, 1).run(jobs)
@@ -54,7 +52,6 @@ def test_a_run_does_not_inherit_the_peak_memory_of_another(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_failed_run_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     jobs = make_jobs(tmp_path, 5)
     failures = side_by_side(recorded_runs.fail_sometimes, 2).run(jobs)
@@ -74,7 +71,6 @@ def test_a_mistake_concerns_all_runs_and_stops_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_comparison_leaves_no_run_behind(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
@@ -148,7 +144,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.usefixtures("fake")
 def test_a_comparison_writes_its_report_and_goes_on_where_it_was(
     tmp_path: Path, recipes: list[str], capsys: pytest.CaptureFixture[str]
@@ -252,7 +247,6 @@ def test_runs_share_the_cores_by_their_threads(recipes: list[str], monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_real_runs_and_a_real_resume(tmp_path: Path, recipes: list[str]) -> None:
     folder = tmp_path / "out"
     fields = ["--threads", "1", "--hidden", "8", "--checkpoint.every", "2"]

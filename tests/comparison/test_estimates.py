@@ -283,7 +283,6 @@ def test_failures_stand_first_in_the_report() -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("threshold", [475.0, None])
 def test_pictures_are_drawn_for_anything_that_may_happen(tmp_path: Path, threshold: float | None) -> None:
     runs = {

@@ -108,7 +108,6 @@ positive = st.floats(1e-300, 1e300, allow_nan=False)
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @given(texts, texts, positive, st.integers(0, 2**62), st.lists(st.integers(1, 12), min_size=1), st.none() | positive)
 @settings(max_examples=200)
 def test_what_is_written_reads_back_equal(
@@ -394,7 +393,6 @@ def test_debug_shows_the_traceback(recipe: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_threads_may_look_up_functions_at_once(tmp_path: Path) -> None:
     """Python 3.11 raises SystemError if two threads parse at once."""
     (tmp_path / "many.py").write_text("".join(f"def f{n}(x):\n    return [x + {n}, (x, [{n}])]\n" for n in range(400)))

@@ -136,7 +136,6 @@ def test_the_mean_over_a_rollout_divides_what_it_teaches_by_its_length(size):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_with_right_and_wrong_only_up_to_three_rollouts_have_one_std():
     # 1 of 2: std 1/2; 1 of 3 or 2 of 3: std sqrt(2)/3. So dividing by it changes no direction yet.
     policy, rewards_PO = ListedPolicy(), (graded() > 0.5).double()
@@ -180,7 +179,6 @@ def test_the_page_shows_what_the_kl_estimators_do():
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_page_shows_the_bias_of_every_algorithm_in_groups_of_two_and_in_an_endless_step():
     policy, rewards_PO = ListedPolicy(), graded()
     truth = true_gradient(policy, rewards_PO)

@@ -56,7 +56,6 @@ GROUPS = st.lists(st.tuples(st.lists(rollouts(), max_size=3), st.dictionaries(st
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @given(GROUPS)
 @example([])
 @example([([], {})])

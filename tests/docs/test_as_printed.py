@@ -49,7 +49,6 @@ PRINTED_JUDGE = "http://127.0.0.1:8000/v1"  # in place of these two, servers of 
 PRINTED_OPENENV = "http://127.0.0.1:8000"
 LAST_STEP = ("step-00000060", "step-00000002")  # a checkpoint that a page names, and that of a short run
 AS_PRINTED = ("README.md", *(str(path.relative_to(ROOT)) for path in EXAMPLES))  # the others train a tiny model instead
-SAMPLE = ("tutorial.md", "control.md")  # that CI runs
 
 NOT_RUN = {
     "make test": "runs the tests",
@@ -288,7 +287,7 @@ def test_covey_is_the_wheel_s(environment: Environment) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.ci_sample if page.name in SAMPLE else ()) for page in [*EXAMPLES, *PAGES]],
+    [*EXAMPLES, *PAGES],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_a_page_runs_as_printed(

@@ -64,7 +64,6 @@ def check_words(words: Sequence[str]) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_a_page_is_read_without_a_mistake(page: Path, folder: Path) -> None:
     for block in blocks_of(page):

@@ -114,7 +114,6 @@ def test_more_episodes_than_copies_are_played(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_command_draws_the_agent(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(run_dir), "--episodes", "3", "--render"]) == 0
     out = capsys.readouterr().out
@@ -154,7 +153,7 @@ def test_the_placement_of_the_kl_follows_from_its_estimator() -> None:
             assert (type(to_behavior), to_behavior.estimator) == (KLToBehavior, getattr(kl, estimator))
 
 
-@pytest.mark.sampled(6, ci=3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3", "exact"])
 def test_a_kl_to_the_reference_holds_ppo_back(estimator: str | None, tmp_path: Path) -> None:
     """Against the same run without one. Unset is k1."""

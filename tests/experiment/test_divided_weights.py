@@ -37,7 +37,6 @@ def one_rank() -> Iterator[ShardedTeam]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     ("config", "kind", "dtype"), [(CONFIG, "llama", "bfloat16"), (REFRESHED, "gpt2", "float32")], ids=["plain", "gpt2"]
 )
@@ -85,7 +84,6 @@ def test_ranks_that_have_loaded_other_weights_are_refused(rank: int, other: int 
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.alone
 def test_two_ranks_have_half_of_the_frozen_weights_and_the_bits_of_one(tmp_path: Path) -> None:
     kind, dtype = "llama", "bfloat16"

@@ -95,7 +95,6 @@ def test_a_checkpoint_holds_the_adapter_alone(trained: Path) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", ["trained", "trained_bf16"])
 def test_the_merged_export_is_adapter_plus_base(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Both are loaded by transformers and by peft unchanged, and peft merges them to the same weights."""
@@ -178,7 +177,6 @@ def test_sample_and_eval_read_a_run_with_an_adapter(trained: Path, of: str, caps
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_starts_from_an_adapter_and_its_reference_does_too(trained: Path, folder: Path) -> None:
     run(settings(folder, "second", lora=LoRAConfig(adapter=str(trained)), steps=2))
     metrics = read_metrics(folder / "second")
@@ -223,7 +221,6 @@ def test_another_adapter_is_trained_on_the_merged_model(trained: Path, folder: P
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_changed_base_is_refused(trained: Path, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
     config = settings(folder, "run", model=str(tmp_path / "model"), run_dir=str(tmp_path / "run"), steps=1)
@@ -239,7 +236,6 @@ def test_a_changed_base_is_refused(trained: Path, folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("trunk", ["adapter", "policy"])
 def test_ppo_has_a_critic_on_the_same_weights(folder: Path, trunk: str) -> None:
     name = f"ppo-{trunk}"
@@ -282,7 +278,6 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_all_weights_are_trained_without_peft(folder: Path) -> None:
     words = ["train", "arithmetic_grpo", "--model", folder / "model", "--steps", "1", "--run-dir", folder / "all"]
     more = ["--problems", "2", "--max-new-tokens", "4"]

@@ -58,7 +58,6 @@ def test_every_algorithm_and_every_collector_has_the_bits_of_one(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("weights", ["replicate", "fsdp"])
 def test_each_of_them_has_the_bits_of_one_with_one_kind_of_weights(
     model: Path, tmp_path_factory: pytest.TempPathFactory, weights: str
@@ -69,7 +68,6 @@ def test_each_of_them_has_the_bits_of_one_with_one_kind_of_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_four_ranks_with_sharded_weights_have_the_bits_of_one(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -77,16 +75,13 @@ def test_four_ranks_with_sharded_weights_have_the_bits_of_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param("gpt2", marks=pytest.mark.ci_sample), "qwen2"]
-)  # tied output layer; biases
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])  # tied output layer; biases
 def test_other_models_are_sharded(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
     folder = tiny_folder(tmp_path_factory.mktemp("model") / kind, kind)
     compare(folder, tmp_path_factory, [(2, "fsdp")], ["grpo_once", "grpo_bf16"])
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_without_exact_the_gradient_is_the_same_up_to_rounding(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -106,13 +101,7 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, marks=pytest.mark.ci_sample) if number in (0, 2) else number
-        for number in range(len(MOMENTS))
-    ],
-)
+@pytest.mark.parametrize("number", range(len(MOMENTS)))
 def test_after_a_rank_was_killed_the_run_goes_on_with_other_ranks_and_weights(
     model: Path, tmp_path: Path, uninterrupted: dict[str, str], number: int
 ) -> None:
@@ -133,7 +122,6 @@ def test_after_a_rank_was_killed_the_run_goes_on_with_other_ranks_and_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_sharded_checkpoint_is_a_model_and_its_damage_is_found(model: Path, tmp_path: Path) -> None:
     run = trained(model, tmp_path, 2, ["grpo_bf16"], "fsdp") / "grpo_bf16"
     checkpoints = CheckpointFolder(run / "checkpoints")
@@ -165,7 +153,6 @@ run(replace(BASE, model=sys.argv[1], run_dir="run", task=None, cluster=ClusterCo
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_ranks_with_other_prompts_are_found_in_the_first_step(model: Path, tmp_path: Path) -> None:
     (tmp_path / "disagree.py").write_text(DISAGREEING)
     path = os.pathsep.join(sys.path)
@@ -193,7 +180,6 @@ run(replace(BASE, model=sys.argv[1], run_dir="run", cluster=ClusterConfig(2, "fs
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_an_observer_that_fails_stops_all_ranks_with_a_checkpoint(model: Path, tmp_path: Path) -> None:
     (tmp_path / "breaking.py").write_text(BREAKING)
     ranks = start_ranks(["breaking.py", str(model)], 2, tmp_path, PYTHONPATH=os.pathsep.join(sys.path))
@@ -228,7 +214,6 @@ run(replace(BASE, model=sys.argv[1], run_dir="run", cluster=ClusterConfig(2)))
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_rank_whose_weights_differ_by_one_bit_is_found_in_the_same_step(model: Path, tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
     for rank in start_ranks(["faulty.py", str(model)], 2, tmp_path, PYTHONPATH=os.pathsep.join(sys.path)):
@@ -300,7 +285,6 @@ with joined_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(("bad", "line"), [("2", "graded\n"), ("3", "6 of 20 rollouts could not be graded")])
 def test_failed_gradings_are_counted_over_all_ranks(tmp_path: Path, bad: str, line: str) -> None:
     (tmp_path / "graded.py").write_text(GRADED)
@@ -352,7 +336,6 @@ def test_what_ranks_cannot_do_is_refused_in_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_torchrun_trains_as_it_is_documented(model: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE.format(model=model, more="[evaluation]\nproblems = 8"))
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "covey", "train", "recipe.toml"]
@@ -382,7 +365,6 @@ with joined_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_processes_of_a_team_add_in_the_order_of_a_tree(tmp_path: Path) -> None:
     """gloo's sums and messages, beside the same tensors added here."""
     (tmp_path / "sums.py").write_text(SUMS)

@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("size", "weights", "names"),
     [
-        pytest.param(2, "replicate", ["conversation_tools_lora"], marks=pytest.mark.ci_sample),
+        (2, "replicate", ["conversation_tools_lora"]),
         (2, "replicate", list(CONVERSATIONS)),
         (4, "replicate", list(CONVERSATIONS)),
         (2, "fsdp", list(CONVERSATIONS)),

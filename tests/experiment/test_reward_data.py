@@ -55,7 +55,6 @@ def label(folder: Path, data: str, recipe: str = "recipe.toml") -> tuple[int, st
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_grades_and_pairs_of_the_same_completions(folder: Path) -> None:
     code, said, grades = label(folder, "grades")
     assert code == 0, said

@@ -50,7 +50,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("data", ["pairs", "grades", "numbers", "steps"])
 def test_a_training_writes_a_model_that_transformers_loads_and_says_what_to_do_next(data: str, place: Path) -> None:
     run_dir = place / f"run-{data}"
@@ -147,7 +146,6 @@ def assert_same_training(run_dir: Path, whole: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("data", ["pairs", "steps"])
 def test_killed_trainings_end_with_the_same_bits(data: str, place: Path) -> None:
     kill_many_times(data, 2, place)
@@ -160,7 +158,6 @@ def test_trainings_killed_twenty_times_end_with_the_same_bits(data: str, place: 
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_changed_data_and_damaged_checkpoints(place: Path) -> None:
     run_dir = place / "changed"
     shutil.copy(place / "pairs.jsonl", place / "own.jsonl")

@@ -31,7 +31,6 @@ REWARDS = (
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("normalize", ["sum", "each"])
 def test_a_run_with_every_built_in_reward(normalize: str, tmp_path: Path) -> None:
     # They have runs of their own: with a sandbox, on the package's problems, and of conversations.

@@ -52,7 +52,6 @@ def metrics(run: Path, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("transport", ["file", "group"])
 def test_a_run_on_two_servers_has_the_bits_of_one_alone(
     servers: list[Serving], model: Path, folder: Path, alone: Path, transport: str
@@ -69,7 +68,6 @@ def test_a_run_on_two_servers_has_the_bits_of_one_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_lost_server_changes_no_bit_and_without_any_the_run_is_resumed_later(
     servers: list[Serving], model: Path, folder: Path, alone: Path
 ) -> None:
@@ -111,7 +109,7 @@ def test_a_lost_server_changes_no_bit_and_without_any_the_run_is_resumed_later(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.ci_sample)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ranks_with_sharded_weights_and_servers_have_the_bits_of_one_process(
     model: Path, tmp_path: Path, precision: str
 ) -> None:
@@ -150,7 +148,7 @@ def test_servers_have_the_weights_merged_with_an_adapter_by_ranks_that_divide_it
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.ci_sample), "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_servers_have_the_weights_merged_with_an_adapter(model: Path, tmp_path: Path, precision: str) -> None:
     """If they had the weights without the adapter, their KL to the trainer would be that of the reference."""
     lora = '\n[lora]\nrank = 2\nalpha = 400\ntargets = ["q_proj", "v_proj", "down_proj"]\n'
@@ -177,7 +175,6 @@ def serving_children(pid: int) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_starts_its_servers_and_they_end_with_it(model: Path, folder: Path, alone: Path) -> None:
     """One is killed and started again; then the run is killed, and they end by themselves."""
     table = f'[sampler]\nkind = "covey"\nstart = 2\ntoken_file = "{token_file(folder)}"\n'
@@ -219,7 +216,6 @@ def test_check_names_the_sampler_and_starts_none(model: Path, folder: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_two_ranks_share_two_servers_and_end_alike_if_both_are_lost(
     servers: list[Serving], model: Path, folder: Path
 ) -> None:
@@ -289,9 +285,7 @@ def served_conversations(folder: Path, more: str, precision: str, ranks: int = 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("precision", "ranks"), [pytest.param("fp32", 1, marks=pytest.mark.ci_sample), ("bf16", 1), ("fp32", 2)]
-)
+@pytest.mark.parametrize(("precision", "ranks"), [("fp32", 1), ("bf16", 1), ("fp32", 2)])
 def test_conversations_on_servers_have_the_bits_of_a_run_alone(tmp_path: Path, precision: str, ranks: int) -> None:
     alone, run = served_conversations(tmp_path, f"\n[cluster]\nshards = {ranks}\n", precision, ranks)
     assert files_of(run) == files_of(alone)

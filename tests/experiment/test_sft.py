@@ -88,7 +88,6 @@ def test_a_training_lowers_the_held_out_loss_and_leaves_a_run_that_others_start_
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_recipe_with_a_task_gives_the_whole_command_that_goes_on(place):
     recipe = RECIPE + '[task]\nname = "arithmetic"\n[[rewards]]\nname = "numeric"\n[sampling]\ngroup_size = 2\n'
     (place / "both.toml").write_text(recipe)
@@ -120,12 +119,11 @@ def assert_same(run_dir: Path, expected: Path) -> None:
 
 LATER = [
     pytest.param(1, 0, marks=pytest.mark.slow),
-    pytest.param(6, 900, marks=(pytest.mark.slow, pytest.mark.ci_sample)),
+    pytest.param(6, 900, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(("step", "calls"), [(3, 40), *LATER])
 def test_a_killed_training_ends_with_the_same_bits(step, calls, whole, place):
     run_dir = place / f"killed-{step}"
@@ -142,7 +140,6 @@ def test_a_killed_training_ends_with_the_same_bits(step, calls, whole, place):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
     run_dir = place / "stopped"
     moment = Moment(4, 0, signal.SIGINT)
@@ -247,7 +244,6 @@ def of_samples(place):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_own_samples_are_recorded(of_samples):
     rows = [json.loads(line) for line in (of_samples / "examples.jsonl").read_text().splitlines()]
     assert all(row["reward"] >= 0.2 for row in rows)
@@ -259,7 +255,6 @@ def test_own_samples_are_recorded(of_samples):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_samples_are_the_same_again_and_those_of_a_folder_are_used_as_they_are(of_samples, place):
     for name, words in {"again": [], "of-folder": ["--data", "of-samples"]}.items():
         code, said = covey("sft", "samples.toml", *words, "--run-dir", name, cwd=place)
@@ -272,7 +267,6 @@ def test_samples_are_the_same_again_and_those_of_a_folder_are_used_as_they_are(o
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_killed_training_on_samples_ends_with_the_same_bits(of_samples, place):
     moment = Moment(3, 40)
     code, said = covey("sft", "samples.toml", "--run-dir", "killed-samples", cwd=place, moment=moment)
@@ -287,7 +281,6 @@ def test_a_killed_training_on_samples_ends_with_the_same_bits(of_samples, place)
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_rollouts_of_a_run_are_examples_with_their_tokens(whole, place):
     """Of conversations, whose replies are not trained."""
     recipe = SAMPLES + CONVERSATION.format(file=guessing.__file__) + "[record]\ntokens = true\n"

@@ -117,7 +117,6 @@ def assert_same(run_dir: Path, whole: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(("number", "with_model"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_a_stopped_run_leaves_its_summary_so_far_and_its_picture(
     folder: Path, whole: Path, number: int, with_model: bool
@@ -177,7 +176,6 @@ def test_a_finished_run_that_is_resumed_and_stopped_is_still_finished(folder: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("step", [2, 4])
 def test_an_observer_that_fails_ends_the_run_and_nothing_is_lost(folder: Path, whole: Path, step: int) -> None:
     run_dir, broken, after = folder / f"broken-{step}", Breaks(step, ZeroDivisionError("a bug\nof mine")), Seen()
@@ -284,7 +282,6 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_without_the_option_keeps_the_newest_checkpoints_alone(tmp_path: Path) -> None:
     run(control(tmp_path / "agent", checkpoint=CheckpointConfig(every=5)))
     assert CheckpointFolder(tmp_path / "agent/checkpoints").steps() == [10, 12]
@@ -292,7 +289,6 @@ def test_a_run_without_the_option_keeps_the_newest_checkpoints_alone(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_ends_early_and_a_stop_in_between_changes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -364,7 +360,6 @@ def test_run_at_best_is_a_model(folder: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_files_have_the_permissions_of_the_umask(folder: Path, whole: Path, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:

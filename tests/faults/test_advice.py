@@ -121,7 +121,7 @@ def control(home: Path) -> Path:
     return Path("an agent")
 
 
-@pytest.mark.sampled(4, ci=2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("verdict", "fields"),
     [("better", None), ("worse", {"update.learning_rate"}), ("unclear", {"steps"})],
@@ -136,7 +136,7 @@ def test_advice_after_a_language_run(verdict: str, fields: set[str] | None, lang
     assert newest_run().name.startswith("my recipe-")
 
 
-@pytest.mark.sampled(9, ci=3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("verdict", "drawable", "fields"),
     [
@@ -230,7 +230,7 @@ def test_advice_after_a_run_from_python_with_a_task_of_covey(home: Path, capsys:
     assert execute(advised)
 
 
-@pytest.mark.sampled(6, ci=2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("verdict", list(ADVICE["control"]))
 def test_advice_after_a_control_run_from_python(verdict: str) -> None:
     config = ControlConfig(
@@ -266,7 +266,6 @@ class CannotDraw(gym.Wrapper):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", [NotDrawn, CannotDraw])
 def test_nothing_is_advised_to_be_rendered_that_cannot(
     kind: type[gym.Env], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -301,7 +300,6 @@ def test_advice_of_eval_with_and_without_a_picture(control: Path, capsys: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("python", [True, False])
 def test_advice_after_ctrl_c(

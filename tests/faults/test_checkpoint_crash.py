@@ -55,7 +55,6 @@ def assert_complete(folder: CheckpointFolder, promised: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_sigkill_at_random_moments_of_saving(tmp_path):
     path = tmp_path / "checkpoints"
     chooser = random.Random(0)

@@ -102,7 +102,6 @@ def test_transformers_loads_the_saved_model_unchanged(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_eval_counts_with_intervals(trained, folder):
     run_dir, _ = trained
     code, output = covey("eval", run_dir, "--problems", 5, "--reward", "numeric", cwd=folder)

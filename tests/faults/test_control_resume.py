@@ -73,7 +73,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "update": {"learning_rate": 0.002, "critic_learning_rate": 0.01},
     },
 }
-SAMPLE = ("replay", "branches", "entropy", "continuous")  # that CI runs
 
 
 def write_recipe(folder: Path, name: str) -> Path:
@@ -93,12 +92,9 @@ def reproducible_summary(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.ci_sample)) for name in ("episodes", *SAMPLE)),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward_to_go", "fragments")),
-    ],
+    "name", ["episodes", "replay", "branches", "entropy", "continuous", "reward_to_go", "fragments"]
 )
 def test_sigkill_and_resume_end_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """Anywhere in a step: sampling, updating, writing a checkpoint."""

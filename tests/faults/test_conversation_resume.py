@@ -89,7 +89,6 @@ def test_killed_runs_of_conversations_end_with_the_same_bits(runs: Callable[[str
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(("kind", "moment"), [("step", ASKING), ("tools, ppo, lora", UPDATING)], ids=["step", "tools"])
 def test_a_killed_run_of_conversations_ends_with_the_same_bits(
     runs: Callable[[str], Kills], kind: str, moment: Draw
@@ -114,7 +113,6 @@ def test_a_killed_run_of_conversations_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_an_environment_that_is_not_repeatable_is_noticed(folder):
     code, output = covey(
         "train", recipe_of(folder, "Unrepeatable", steps=1), "--run-dir", folder / "unrepeatable", cwd=folder
@@ -126,7 +124,6 @@ def test_an_environment_that_is_not_repeatable_is_noticed(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("environment", ["Clock", "Unseeded"])
 def test_an_environment_with_a_clock_or_an_unseeded_generator_is_noticed(folder, environment):
     code, output = covey("check", recipe_of(folder, environment), cwd=folder)
@@ -135,7 +132,6 @@ def test_an_environment_with_a_clock_or_an_unseeded_generator_is_noticed(folder,
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_an_environment_that_is_not_repeatable_in_later_turns_is_noticed_after_a_resume(folder):
     run_dir = folder / "late"
     code, output = covey("train", recipe_of(folder, "Late"), "--run-dir", run_dir, cwd=folder, moment=Moment(2))

@@ -173,9 +173,9 @@ def fail_at(place: Place, kind: str, code: int, numbers: Sequence[int], resume: 
     [
         errno.ENOSPC,
         errno.EROFS,
-        pytest.param(errno.EIO, marks=pytest.mark.ci_sample),
+        errno.EIO,
         errno.EACCES,
-        pytest.param(KILL, marks=pytest.mark.ci_sample),
+        KILL,
     ],  # EDQUOT and EFBIG fail where ENOSPC does
     ids=NAMES.get,
 )

@@ -99,7 +99,6 @@ def rollouts_of(run_dir: Path, step: int) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("way", slow_unless(["replay"], WAYS))
 def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
     expected, killed = whole[way], folder / f"{way}-killed"
@@ -117,7 +116,6 @@ def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_with_replay_records_every_rollout_once(whole):
     metrics = reproducible_metrics(whole["replay"])
     assert max(line["replay/groups"] for line in metrics) > 0

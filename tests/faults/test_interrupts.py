@@ -36,7 +36,6 @@ MOMENTS = {
     "saving the model": Interrupt("covey.experiment.run", "write_folders"),
     "the curve": Interrupt("covey.experiment.run", "draw"),
 }
-SAMPLE = ("reading the recipe", "compiling", "the first evaluation", "saving the model", "the curve")  # that CI runs
 BEGUN = ("saving the model", "the curve")
 
 
@@ -50,12 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "moment",
-    [
-        pytest.param(moment, marks=(pytest.mark.slow, pytest.mark.ci_sample) if moment in SAMPLE else pytest.mark.slow)
-        if moment != "the first step"
-        else moment
-        for moment in MOMENTS
-    ],
+    [moment if moment == "the first step" else pytest.param(moment, marks=pytest.mark.slow) for moment in MOMENTS],
 )
 def test_ctrl_c_ends_at_any_moment_with_a_command_that_works(moment: str, folder: Path) -> None:
     run_dir = f"run {list(MOMENTS).index(moment)}"
@@ -70,7 +64,6 @@ def test_ctrl_c_ends_at_any_moment_with_a_command_that_works(moment: str, folder
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_call_that_no_signal_reaches_is_ended_by_a_thread(folder: Path) -> None:
     stuck = replace(MOMENTS["loading the model"], stuck=True)
     code, output = covey("train", "tiny.toml", "--run-dir", "stuck", cwd=folder, moment=stuck)
@@ -85,7 +78,7 @@ def test_ctrl_c_while_covey_is_imported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("errors_too", [pytest.param(False, marks=pytest.mark.ci_sample), True])
+@pytest.mark.parametrize("errors_too", [False, True])
 def test_a_run_outlives_the_reader_of_its_output(errors_too: bool, folder: Path) -> None:
     """As in `covey train ... | head -1`. What it leaves can be read by whom the umask lets."""
     run_dir = f"unread {errors_too}"

@@ -52,7 +52,6 @@ def check_same(killed: Path, expected: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("way", SOME)
 def test_each_way_trains_measures_and_writes_what_it_promises(way: str, whole: Callable[[str], Path]) -> None:
     records = records_of(whole(way))
@@ -66,9 +65,7 @@ def test_each_way_trains_measures_and_writes_what_it_promises(way: str, whole: C
     assert all((record["replayed"] > 0) == (way != "frozen") for record in records[1:])
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.ci_sample) if way in ("pairs", "steps") else way for way in WAYS]
-)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.slow
 def test_killed_once_and_resumed_ends_with_the_same_bits(way: str, folder: Path, whole: Callable[[str], Path]) -> None:
     """Killed after step 4: while the reward model is measured or trained."""
@@ -96,7 +93,6 @@ def test_killed_at_twenty_moments_ends_with_the_same_bits(way: str, folder: Path
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_reference_of_an_iteration_is_the_policy_at_its_beginning(whole: Callable[[str], Path]) -> None:
     kl = {line["step"]: line["kl"] for line in reproducible_metrics(whole("pairs"))}
     assert max(kl[step] for step in (1, 3, 5)) < 1e-6 < min(kl[step] for step in (2, 4, 6))

@@ -54,7 +54,6 @@ def letters(asked: Asked) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.timeout(600)
 def test_a_killed_run_ends_the_same_and_asks_nothing_twice(tmp_path: Path) -> None:
     model = tiny_folder(tmp_path / "model")

@@ -31,7 +31,6 @@ KINDS: dict[str, Any] = {
     "CartPole groups": {"rollouts": {"starts_per_step": 4, "group_size": 4}},
     "CartPole fragments": {"algorithm": "ppo", "rollouts": FRAGMENTS, "update": {"minibatches": 2, "critic_epochs": 2}},
 }
-SAMPLE = ("GRPO", "CartPole fragments")  # killed ten times in CI; the first is killed twice by `make test`
 ADAPTERS = {
     "GRPO with an adapter": ["--rank", "2", "--refresh-every", "2", "--precision", "bf16"],
     "PPO with adapters": ["--rank", "2", "--algorithm", "ppo", "--trunk", "adapter", "--critic-warmup-steps", "2"],
@@ -64,15 +63,13 @@ def kill_many_times(kind: str, kills: int, place: Path) -> None:
     runs.kill([anywhere] * kills)
 
 
-@pytest.mark.parametrize("kind", slow_unless(SAMPLE[:1], KINDS))
+@pytest.mark.parametrize("kind", slow_unless(["GRPO"], KINDS))
 def test_killed_runs_end_with_the_same_bits(kind: str, place: Path) -> None:
     kill_many_times(kind, 2, place)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.ci_sample) if kind in SAMPLE else kind for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_runs_killed_ten_times_end_with_the_same_bits(kind: str, place: Path) -> None:
     kill_many_times(kind, 10, place)
 

@@ -17,7 +17,6 @@ WORDS = {
     "refreshed": ("--rank", "2", "--refresh-every", "2", "--refresh-fraction", "0.5", "--precision", "bf16"),
     "ppo": ("--rank", "2", "--algorithm", "ppo", "--trunk", "adapter", "--critic-learning-rate", "3e-3"),
 }
-SAMPLE = ("refreshed", "ppo")  # that CI runs
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def recipe(folder: Path) -> Path:
     return write_recipe(folder, tiny_folder(folder / "model"), STEPS)
 
 
-@pytest.mark.parametrize("kind", ["grpo", *(pytest.param(kind, marks=pytest.mark.ci_sample) for kind in SAMPLE)])
+@pytest.mark.parametrize("kind", ["grpo", "refreshed", "ppo"])
 def test_sigkill_and_resume_end_with_the_same_bits(kind: str, folder: Path, recipe: Path) -> None:
     whole, run_dir = folder / f"whole-{kind}", folder / f"killed-{kind}"
     code, output = covey("train", recipe, *WORDS[kind], "--run-dir", whole, cwd=folder)
@@ -53,7 +52,6 @@ def test_sigkill_and_resume_end_with_the_same_bits(kind: str, folder: Path, reci
             assert made[name] == wanted[name], f"{part}/{name}"
 
 
-@pytest.mark.ci_sample
 def test_a_run_is_resumed_on_its_own_base_and_adapter_alone(folder: Path, recipe: Path, tmp_path: Path) -> None:
     model = tiny_folder(tmp_path / "model")
     words = ("--rank", "2", "--steps", "1", "--model", model, "--run-dir", "a")

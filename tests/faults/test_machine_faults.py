@@ -118,7 +118,6 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], None]]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kilobytes", [12, 120])
 def test_a_real_disk_that_is_full(
     kilobytes: int, place: Path, tmp_path: Path, small_disk: Callable[[str], None]
@@ -135,7 +134,6 @@ def test_a_real_disk_that_is_full(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kilobytes", [1, 8])
 def test_a_limit_on_the_size_of_files(kilobytes: int, place: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -169,12 +167,11 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
 USUAL = ("a step", "the beginning of a checkpoint")  # the others are slow tests
 at_every_moment = pytest.mark.parametrize(
     "moment",
-    [pytest.param(name, marks=() if name in USUAL else (pytest.mark.slow, pytest.mark.ci_sample)) for name in MOMENTS],
+    [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in MOMENTS],
 )
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @at_every_moment
 def test_a_file_system_that_becomes_read_only(moment: str, place: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -200,7 +197,6 @@ def test_a_file_system_that_becomes_read_only(moment: str, place: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @at_every_moment
 def test_a_run_folder_that_is_moved_can_be_put_back(moment: str, place: Path, tmp_path: Path) -> None:
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"

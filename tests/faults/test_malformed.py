@@ -39,7 +39,6 @@ def check(forks: Forks, inputs: Sequence[Input], folder: Path) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("table", [tables.data, tables.reward_files])
 def test_mistakes_in_data_and_reward_files_are_told_before_torch_is_loaded(table, tmp_path: Path) -> None:
     given = [one for one in table() if not one.accepted]
@@ -69,7 +68,6 @@ TABLES = [tables.recipes, tables.failing_rewards, tables.commands]
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("table", TABLES)
 def test_malformed_inputs_are_one_line_each(table, forks: Forks, tiny: Path, tmp_path: Path) -> None:
     inputs = list(table())
@@ -78,13 +76,11 @@ def test_malformed_inputs_are_one_line_each(table, forks: Forks, tiny: Path, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_patterns_of_every_kind_are_answered(forks: Forks, tiny: Path, tmp_path: Path) -> None:
     check(forks, of(tiny, tables.patterns()), tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_names_that_are_no_path_are_one_line_each(forks: Forks, tmp_path: Path) -> None:
     """Every name at one of the fifteen places."""
     check(forks, list(islice(tables.paths(), 0, None, 16)), tmp_path)
@@ -101,7 +97,6 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> damage.Samples:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("generator", damage.GENERATORS)
 def test_damaged_inputs_are_one_line_each(
     generator: str, samples: damage.Samples, forks: Forks, tiny: Path, tmp_path: Path
@@ -111,7 +106,6 @@ def test_damaged_inputs_are_one_line_each(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_what_is_whole_or_can_be_read_is_accepted(
     samples: damage.Samples, forks: Forks, tiny: Path, tmp_path: Path
 ) -> None:

@@ -38,7 +38,6 @@ def uninterrupted(request, folder: Path, recipe: Path) -> tuple[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_same_recipe_with_ppo_trains_policy_and_critic(uninterrupted):
     trunk, run_dir = uninterrupted
     metrics = reproducible_metrics(run_dir)
@@ -54,7 +53,7 @@ def test_the_same_recipe_with_ppo_trains_policy_and_critic(uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("uninterrupted", [pytest.param("own", marks=pytest.mark.ci_sample), "policy"], indirect=True)
+@pytest.mark.parametrize("uninterrupted", ["own", "policy"], indirect=True)
 def test_sigkill_and_resume_end_with_the_same_bits(uninterrupted, folder, recipe):
     trunk, expected = uninterrupted
     run_dir = folder / f"killed-{trunk}"
@@ -77,7 +76,6 @@ def test_sigkill_and_resume_end_with_the_same_bits(uninterrupted, folder, recipe
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_that_starts_from_another_takes_over_its_critic(uninterrupted, folder, recipe):
     trunk, before = uninterrupted
     run_dir = folder / f"next-{trunk}"

@@ -66,7 +66,6 @@ def forms(folder: Path) -> dict[str, tuple[Any, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_every_form_of_task_and_rewards_trains_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     seen = {}

@@ -82,7 +82,6 @@ def own_class(base: type = guessing.Guess) -> type:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_every_form_of_an_environment_trains_the_same(folder: Path, tmp_path: Path) -> None:
     """Also one that draws from `random`, because its process is seeded."""
     limits: dict[str, Any] = {"turns": 3, "total_tokens": 60}
@@ -115,7 +114,6 @@ class StopAfter:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_with_a_class_is_resumed_with_the_same_conversation(folder: Path, tmp_path: Path) -> None:
     conversation = Conversation(own_class(guessing.Steady), turns=2, total_tokens=40)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -157,7 +155,6 @@ def holding_a_lock() -> type:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     ("conversation", "told"),
     [

@@ -92,7 +92,7 @@ def whole(folder: Path) -> Callable[[str], Path]:
     return made
 
 
-@pytest.mark.parametrize("way", ["copy", "average", pytest.param("average_bf16", marks=pytest.mark.ci_sample)])
+@pytest.mark.parametrize("way", ["copy", "average", "average_bf16"])
 @pytest.mark.slow
 def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
     expected, killed = whole(way), folder / f"{way}-killed"
@@ -113,7 +113,6 @@ def test_killed_and_resumed_ends_with_the_same_bits(way, folder, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_metrics_show_the_refreshes_and_the_controller(whole):
     metrics = reproducible_metrics(whole("copy"))
     coefficients = [line["kl_coefficient"] for line in metrics]

@@ -43,7 +43,6 @@ def assert_same(run_dir: Path, uninterrupted: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_an_uninterrupted_run_moves_every_part(uninterrupted):
     metrics = reproducible_metrics(uninterrupted)
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
@@ -69,7 +68,6 @@ def test_sigkill_at_random_moments_and_resume_ends_with_the_same_bits(seed, fold
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(folder, recipe, uninterrupted):
     run_dir = folder / "stopped"
     stopped = Moment(3, CALLS_OF_A_STEP // 2, signal.SIGINT)
@@ -87,7 +85,6 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(folder, recipe, uninter
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_finished_run_resumes_to_its_end_again(folder, uninterrupted):
     before = files(uninterrupted / "model")
     code, output = covey("train", "--resume", uninterrupted, cwd=folder)
@@ -96,7 +93,6 @@ def test_a_finished_run_resumes_to_its_end_again(folder, uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_another_machine_is_named(folder, recipe, uninterrupted, tmp_path):
     import json
     import shutil

@@ -77,7 +77,6 @@ def assert_same_weights(run_dir: Path, whole: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_copy_resumes_to_the_same_bits(run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = resume(run_dir, capsys)
     assert "resuming after step 4" in output
@@ -157,7 +156,7 @@ ORIGINS: dict[str, Callable[[dict], object]] = {
 }
 
 
-@pytest.mark.sampled(12, ci=6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ORIGINS)
 def test_a_lost_origin_is_one_line(name: str, run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_dir / "origin.json"
@@ -217,7 +216,6 @@ def test_a_changed_file_is_refused(name: str, own_files: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_another_backend_is_told(own_files: Path, tmp_path: Path) -> None:
     """The data and the functions are as they were, so the run goes on; without the kernels its last bits may differ."""
     run_dir = tmp_path / "run"
@@ -232,7 +230,6 @@ def test_another_backend_is_told(own_files: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("what", ["metrics.jsonl", "rollouts", "both"])
 def test_a_lost_record_is_one_line_each(
     what: str, run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]

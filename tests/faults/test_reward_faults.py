@@ -89,7 +89,6 @@ GOOD_GROUP = [1.0, 2.0]
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("fault", ["raise", "hang", "regex", "sys.exit", "os._exit", "killed", "child"])
 def test_a_call_that_fails_costs_its_own_group_only(grader, fault, caplog):
     one = grader()
@@ -125,7 +124,7 @@ def test_printing_and_reading_do_not_touch_the_conversation(grader, capfd):
     assert "more noise" in captured.err
 
 
-@pytest.mark.sampled(9, ci=3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -199,7 +198,6 @@ def test_large_batches_pass_through_the_pipe(grader):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     ("function", "answer", "why"),
     [

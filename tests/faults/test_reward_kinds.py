@@ -177,7 +177,6 @@ CASES = [f"{kind}@{moment}" for kind, moment in itertools.product(KINDS, MOMENTS
         pytest.param(
             [f"{kind}@{MOMENTS[place % 4]}" for place, kind in enumerate(KINDS)],
             id="each_kind_once",
-            marks=pytest.mark.ci_sample,
         ),
         pytest.param(CASES, id="every_pair"),
     ],
@@ -278,7 +277,6 @@ def test_a_resumed_run_says_that_a_reward_ended_its_process(trained, tmp_path, c
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_group_that_is_left_out_changes_the_weights(trained):
     assert trained(NOTHING) != trained(LEFT_OUT)
 
@@ -290,6 +288,5 @@ def test_the_weights_are_those_of_a_run_that_leaves_the_faulty_group_out(kind, t
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_weights_are_those_of_a_run_without_forks(trained):
     assert trained("KINDS['fork'](completions)") == trained(NOTHING)

@@ -89,7 +89,6 @@ def rewards_of(groups):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     "expression",
     [

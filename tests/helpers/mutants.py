@@ -28,6 +28,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this file is also run as a script
+from helpers import rotation
+
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "src" / "covey"
 UNCHANGED = "unchanged"
@@ -101,6 +104,14 @@ def read_mutants() -> list[Mutant]:
 
 
 MUTANTS = [mutant for mutant in read_mutants() if _runs_here(mutant.cpu)]
+
+
+def some_mutants(parts: int) -> list[Mutant]:
+    """One of `parts` shares of the mutants, another each day; before them those in changed files, at most as many."""
+    changed = rotation.changed_files()
+    new = [mutant for mutant in MUTANTS if f"src/covey/{mutant.file}" in changed]
+    rest = [mutant for mutant in MUTANTS if mutant not in new]
+    return [*rotation.at_most(new, -(-len(MUTANTS) // parts)), *rotation.share(rest, parts)]
 
 
 def copy_package(source: Path, folder: Path, mutant: Mutant | None) -> None:

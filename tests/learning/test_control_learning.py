@@ -91,7 +91,6 @@ def learnt(tables: dict[str, Any], name: str, run_dir: Path, measured_on: str) -
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", slow_unless(QUICK, CARTPOLE))
 def test_the_pole_stays_up(name: str, tmp_path: Path) -> None:
     """Untrained greedy agents hold it for 9 to 30 steps, random ones for 22."""
@@ -99,14 +98,12 @@ def test_the_pole_stays_up(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", slow_unless(QUICK, CARTPOLE))
 def test_the_pole_falls_where_that_is_paid_for(name: str, tmp_path: Path) -> None:
     assert learnt(CARTPOLE[name], toy_envs.NEGATED_CARTPOLE, tmp_path / "run", "CartPole-v1") < 12
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", TARGETS)
 def test_continuous_actions_find_their_target(name: str, tmp_path: Path) -> None:
     """Naming 0 earns -3.3 an episode."""

@@ -91,7 +91,6 @@ def test_learns_and_unlearns(name, plan):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kl", ["k2_in_loss", "k3_in_loss", "k1_in_reward"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_kl_holds_the_policy_back(name, kl):

@@ -75,7 +75,6 @@ def test_a_tiny_model_learns_with_other_algorithms(folder, algorithm):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_tiny_model_learns_with_the_critic_on_its_trunk(folder):
     before, after = train(folder, "learn-shared", share_of_digits, "ppo", critic=CriticConfig(trunk="policy"))
     assert after > before + 0.3

@@ -251,7 +251,6 @@ def test_with_its_own_trunk_neither_loss_reaches_the_other_model(kind):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("tokens", [4096, 12])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_on_the_policys_trunk_the_gradient_is_the_sum_of_both(kind, tokens):
@@ -334,7 +333,6 @@ def test_value_loss_of_a_warm_up_is_the_mean_over_its_passes():
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("own_trunk", [True, False])
 def test_the_critic_learns_to_foresee(own_trunk):
     """The reward is a function of the prompt: a critic can know it before the first token."""

@@ -39,7 +39,7 @@ def steps_of(folder: Path, recipe: Path, program: str) -> list[dict[str, float]]
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
     [
-        pytest.param("llama", "", marks=[pytest.mark.slow, pytest.mark.ci_sample]),
+        pytest.param("llama", "", marks=pytest.mark.slow),
         pytest.param("qwen3", PPO, marks=pytest.mark.slow),
         pytest.param("gpt2", "", marks=pytest.mark.slow),
         pytest.param("bloom", "", marks=pytest.mark.slow),
@@ -57,7 +57,6 @@ def test_a_run_on_a_fake_gpu_has_the_numbers_of_a_cpu(tmp_path, kind, algorithm)
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_in_bf16_on_a_fake_gpu(tmp_path):
     """Roundings of the two devices' layers differ, so that other tokens are sampled: it must go through."""
     recipe = write_recipe(tmp_path, tiny_folder(tmp_path / "model"), steps=3)
@@ -67,7 +66,6 @@ def test_a_run_in_bf16_on_a_fake_gpu(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_fake_gpu_refuses_what_a_gpu_refuses():
     script = """
 import torch

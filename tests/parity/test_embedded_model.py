@@ -42,7 +42,6 @@ def sampled(loaded, starts, *, new_tokens: int = 24, seed: int = 1):
     return policy, groups
 
 
-@pytest.mark.ci_sample
 def test_fp32_behavior_logprobs_are_within_1e_4_of_a_full_forward(exact, starts):
     policy, groups = sampled(exact, starts)
     for group in groups:
@@ -54,7 +53,6 @@ def test_fp32_behavior_logprobs_are_within_1e_4_of_a_full_forward(exact, starts)
             assert torch.tensor(rollout.behavior_logprobs) == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.ci_sample
 def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16(exact, starts):
     policy, groups = sampled(exact, starts)
     batch = collate(groups)
@@ -102,7 +100,6 @@ def test_bf16_gradients_point_where_fp32_gradients_do(exact, starts):
     assert 1 - ours < 0.9 * (1 - theirs)
 
 
-@pytest.mark.ci_sample
 def test_it_talks_in_its_chat_template_and_knows_its_end(exact, starts):
     text = exact.chat.tokenizer.decode(exact.chat.encode(starts[0].prompt))
     assert starts[0].prompt[0]["content"] in text
@@ -110,7 +107,6 @@ def test_it_talks_in_its_chat_template_and_knows_its_end(exact, starts):
     assert exact.chat.end_ids == {exact.chat.tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
-@pytest.mark.ci_sample
 def test_a_gguf_file_by_its_path_is_the_same_model(exact, monkeypatch, tmp_path):
     monkeypatch.setenv("COVEY_CACHE", str(tmp_path))
     loaded = load_model(str(embedded_file()), dtype=torch.float32, device=CPU)
@@ -120,7 +116,6 @@ def test_a_gguf_file_by_its_path_is_the_same_model(exact, monkeypatch, tmp_path)
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.ci_sample
 def test_the_converted_folder_is_made_once():
     folder = Path(find_model(EMBEDDED))
     before = (folder / "config.json").stat().st_mtime_ns

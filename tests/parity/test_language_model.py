@@ -71,7 +71,7 @@ def test_what_shared_prompts_are_not_written_for_goes_the_plain_way(kind):
     assert not LanguagePolicy(tiny_model(kind)).shares_prompts
 
 
-@pytest.mark.sampled(9, ci=3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", SHARED + PLAIN)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("prompts", [PROMPTS, ALIKE], ids=["unlike", "alike"])

@@ -48,7 +48,6 @@ SAMPLE = (
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_family_is_sampled_and_trained_as_transformers_computes_it(kind):
     check_family(kind, window=7)
@@ -62,7 +61,6 @@ def test_every_family_is_sampled_and_trained_as_transformers_computes_it(kind, w
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_most_families_are_built():
     assert len(set(FAMILIES) - NOT_BUILT) > 150
 

@@ -27,7 +27,6 @@ FLOORS = {
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.alone
 @pytest.mark.timeout(1500)
 def test_covey_is_still_several_times_faster_than_its_peers(tmp_path):
@@ -49,7 +48,6 @@ def test_covey_is_still_several_times_faster_than_its_peers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.alone
 def test_the_costs_of_control_are_measured():
     work = {"measure": "costs", "counts": [8], "fragment_steps": [8], "fixed_count": 8}

@@ -64,7 +64,6 @@ summary = run(read_recipe("tiny.toml", {options}))
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_is_one_output_that_is_updated(folder: Path) -> None:
     published, printed = outputs_of(RUN.format(options=["--show-rollouts-every", "1"]), folder)
     assert len({output["id"] for output in published}) == 1
@@ -104,7 +103,6 @@ except RunError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_that_cannot_go_on_leaves_its_output_and_one_line(folder: Path) -> None:
     published, printed = outputs_of(FAILS, folder)
     assert "told: " in printed
@@ -147,7 +145,6 @@ print(json.dumps(result) == json.dumps(json.load(open(result.run_dir / "summary.
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_in_a_kernel_the_cell_has_one_panel_then_a_table_and_a_figure(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,20 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.algorithms import Algorithm, KLInLoss, KLPenalty, cispo, grpo, reinforce
-from covey.config import LossBase
+from covey.config import LossBase, RunConfig
+from covey.config.llm import IterationConfig, ReferenceConfig
 from covey.core import kl, schedules
 from covey.core.ratios import ImportanceWeights
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.build import build_algorithm, build_kl_coefficient
+from covey.experiment.llm_components import build_reference_updater
 from covey.runtime.ema import EMAWeights
 from covey.runtime.optimizer import MasterAdamW
+from covey.runtime.sharding import WHOLE
 from covey.train.collect import FixedSize
 from covey.train.kl_coefficient import KLCoefficient, ScheduledCoefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
@@ -148,6 +152,24 @@ def test_a_moving_average_is_that_of_the_policies_at_those_steps():
     for table in seen[1::2]:
         expected = expected + 0.25 * (table - expected)
     torch.testing.assert_close(parts.reference.table.detach(), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"reference": ReferenceConfig(refresh_every=3)}, {"iteration": IterationConfig(steps=3)}], ids=str
+)
+def test_the_reference_of_a_language_run_is_the_policy_after_each_third_step(fields):
+    policy, reference = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    models = SimpleNamespace(
+        policy=SimpleNamespace(trained=policy), reference=SimpleNamespace(trained=reference, weights=WHOLE)
+    )
+    updater = build_reference_updater(RunConfig(**fields), models)
+    copied = []
+    for step in range(1, 8):
+        with torch.no_grad():
+            policy.weight.fill_(step)
+        updater.after(step)
+        copied.append(reference.weight.item())
+    assert copied[2:] == [3, 3, 3, 6, 6]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25, None])

@@ -84,7 +84,7 @@ def trained(team: Team, name: str) -> tuple[dict[str, float], dict[str, torch.Te
     }
 
 
-@pytest.mark.sampled(10, ci=5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("shards", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_several_ranks_have_the_bits_of_one(name: str, shards: int) -> None:
@@ -96,7 +96,6 @@ def test_several_ranks_have_the_bits_of_one(name: str, shards: int) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce_pp", "ppo"])
 def test_shards_change_the_gradient_by_rounding_alone(name: str) -> None:
     metrics, masters = trained(Alone(1), name)

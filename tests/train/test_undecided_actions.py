@@ -94,7 +94,6 @@ def some_groups() -> list[Group]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @EVERY
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_gap_changes_no_gradient_and_no_metric(algorithm, plan):
@@ -132,7 +131,6 @@ def test_minibatches_of_single_decisions_add_up_to_the_step(name):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @EVERY
 @pytest.mark.parametrize("rows", [1, 3])
 def test_microbatches_with_gaps(algorithm, rows):
@@ -227,7 +225,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.sampled(6, ci=2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @given(MASKS, st.integers(0, 1000))
 @example(AN_EXAMPLE, 0)

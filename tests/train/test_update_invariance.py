@@ -56,7 +56,7 @@ def with_dead_group() -> list[Group]:
     return groups
 
 
-@pytest.mark.sampled(4, ci=2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("averaging", AGGREGATIONS)
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -214,7 +214,6 @@ def test_truncated_rollouts_masked_are_in_neither_numerator_nor_denominator(algo
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("averaging", AGGREGATIONS)
 @pytest.mark.parametrize("kl", ["no_kl", "k3_in_loss", "k1_in_reward"])
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -391,7 +391,6 @@ def test_update_policy_is_the_loss_of_the_experiences():
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("trunk", ["own", "the actor's"])
 def test_ppo_learns_a_rule_based_reward(trunk):
     model = tiny_model()

@@ -279,7 +279,6 @@ class Listener:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_events_of_a_run_that_appears_grows_is_taken_back_and_goes(client: Client, folder: Path) -> None:
     run = folder / "runs" / "later"
     listener = Listener(client)

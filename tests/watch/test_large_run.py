@@ -78,7 +78,6 @@ class Measured:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_a_large_run_stays_quick(tmp_path: Path) -> None:

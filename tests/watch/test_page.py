@@ -15,7 +15,7 @@ from helpers.browser import Browser, Page
 from helpers.run_helpers import covey
 from helpers.watched import STEPS, serving, steps_of, training
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci_sample]
+pytestmark = pytest.mark.slow
 
 IDS = "fetch('/api/runs').then((r) => r.json()).then(({runs}) => Object.fromEntries(runs.map((r) => [r.name, r.id])))"
 CURVES = "document.querySelector('.chart[data-metric=time] canvas')"  # of the last section that is open

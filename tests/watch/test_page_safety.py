@@ -89,7 +89,6 @@ def assert_only_text(page: Page, address: str) -> None:
     page.close()
 
 
-@pytest.mark.ci_sample
 def test_hostile_completions_are_shown_as_text(chromium: Browser, address: str) -> None:
     page = open_view(chromium, address, "rollouts", HOSTILE_NAME, "step=2&group=0")
     shown = []
@@ -109,7 +108,6 @@ def test_hostile_completions_are_shown_as_text(chromium: Browser, address: str) 
     assert_only_text(page, address)
 
 
-@pytest.mark.ci_sample
 def test_hostile_turns_calls_and_replies_are_shown_as_text(chromium: Browser, address: str) -> None:
     page = open_view(chromium, address, "rollouts", "hostile-turns", "step=1&group=0")
     shown = []
@@ -133,7 +131,6 @@ def test_hostile_turns_calls_and_replies_are_shown_as_text(chromium: Browser, ad
     ("view", "selector"),
     [("overview", ".chart"), ("search", ".hits li"), ("held-out", ".side .output"), ("config", "tbody tr")],
 )
-@pytest.mark.ci_sample
 def test_other_views_of_a_hostile_run_show_text(chromium: Browser, address: str, view: str, selector: str) -> None:
     page = open_view(chromium, address, view, HOSTILE_NAME)
     page.wait(f"document.querySelectorAll('{selector}').length > 9")
@@ -145,10 +142,10 @@ def test_other_views_of_a_hostile_run_show_text(chromium: Browser, address: str,
 @pytest.mark.parametrize(
     ("width", "scheme"),
     [
-        pytest.param(1280, "light", marks=pytest.mark.ci_sample),
+        (1280, "light"),
         (1280, "dark"),
         (360, "light"),
-        pytest.param(360, "dark", marks=pytest.mark.ci_sample),
+        (360, "dark"),
     ],
 )
 def test_no_view_has_a_barrier(chromium: Browser, address: str, width: int, scheme: str) -> None:
@@ -178,7 +175,6 @@ def shown_number(text: str) -> float:
     return float(text.replace("\u2212", "-").replace(",", ""))
 
 
-@pytest.mark.ci_sample
 def test_tokens_of_a_run_that_records_them_are_tinted_and_tell_their_numbers(
     chromium: Browser, address: str, trained: Path
 ) -> None:
@@ -221,7 +217,6 @@ def test_tokens_of_a_run_that_records_them_are_tinted_and_tell_their_numbers(
     page.close()
 
 
-@pytest.mark.ci_sample
 def test_turns_of_conversations_are_tinted_where_the_model_wrote(
     chromium: Browser, address: str, trained: Path
 ) -> None:
@@ -273,7 +268,6 @@ def test_turns_of_conversations_are_tinted_where_the_model_wrote(
     page.close()
 
 
-@pytest.mark.ci_sample
 def test_everything_is_reachable_by_keyboard(chromium: Browser, address: str) -> None:
     page = open_view(chromium, address, "overview", "language-a")
     page.evaluate("document.querySelector('#skip').focus()")
@@ -309,7 +303,6 @@ def test_everything_is_reachable_by_keyboard(chromium: Browser, address: str) ->
     page.close()
 
 
-@pytest.mark.ci_sample
 def test_nothing_moves_if_less_motion_is_wanted(chromium: Browser, address: str) -> None:
     page = open_view(chromium, address, "overview", "language-a")
     page.evaluate("document.querySelector('.run-head .state').dataset.state = 'running'")

@@ -151,14 +151,13 @@ def test_actions_reach_the_environment_in_its_own_shape(space, sent, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     "tables",
     [
         {"algorithm": "grpo", "loss": {"credit": "reward_to_go_by_step"}},
         pytest.param(
             {"algorithm": "ppo", "rollouts": {"kind": "fragments", "environments": 8, "fragment_steps": 20}},
-            marks=[pytest.mark.slow, pytest.mark.ci_sample],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["grpo", "ppo"],

@@ -25,7 +25,6 @@ def in_docs(tables: object, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_memory_table(tables: object) -> None:
     assert in_docs(tables, "memory") == tables.memory_table()  # type: ignore[attr-defined]
 

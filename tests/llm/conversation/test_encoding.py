@@ -40,7 +40,6 @@ def after_last_turn(ids, chat):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", CHAT_MODELS)
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from(("42", "The result is 42.", "a b", "{}")), ordinary), min_size=1, max_size=3))
@@ -90,7 +89,6 @@ def control_texts(name):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", CHAT_MODELS)
 @pytest.mark.parametrize("role", ["user", "tool"])
 @settings(max_examples=25)

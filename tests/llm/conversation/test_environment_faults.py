@@ -29,7 +29,7 @@ from helpers.chat_models import tiny_chat
 from helpers.tiny_models import END, PAD, tiny_model
 from helpers.updates import one_update
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci_sample]
+pytestmark = pytest.mark.slow
 
 FILE = str(Path(guessing.__file__))
 SIZE, FAULTY, TURNS = 6, 2, 3

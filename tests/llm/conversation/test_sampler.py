@@ -57,7 +57,6 @@ def rollouts_of(groups):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_are_those_of_one_forward_pass_over_the_same_tokens(kind, temperature):

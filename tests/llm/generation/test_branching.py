@@ -54,7 +54,7 @@ def full_forward(model, rollout: Rollout) -> torch.Tensor:
     return logits.log_softmax(1).gather(1, tokens[len(rollout.context) :, None])[:, 0]
 
 
-@pytest.mark.sampled(6, ci=2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", [NativeDecoder, SharedPrefixDecoder, CacheDecoder])
 @pytest.mark.parametrize("rows_at_once", [0, 8])
 def test_branches_change_no_choice_and_spare_rows(way, rows_at_once, monkeypatch):
@@ -215,7 +215,7 @@ def attend_by_torch(monkeypatch, scores_limit: int) -> None:
 WAYS = [*((kind, "kernels") for kind in FAST), *((kind, way) for kind in SHARED for way in ("products", "fused"))]
 
 
-@pytest.mark.sampled(9, ci=3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("threads", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "way"), WAYS)
 @pytest.mark.parametrize("beginning", [0, 11])
@@ -235,7 +235,6 @@ def test_numbers_and_gradients_are_those_of_whole_rows(kind, way, threads, begin
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("way", ["kernels", "products", "fused"])
 def test_in_bf16_they_are_as_near_to_fp32_as_those_of_transformers_and_always_the_same(way, monkeypatch):
     if way != "kernels":

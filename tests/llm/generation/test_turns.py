@@ -205,10 +205,7 @@ def test_a_policy_evaluates_the_decisions_of_conversations_alike() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=() if kind in ("llama", "gpt2") else (pytest.mark.slow, pytest.mark.ci_sample))
-        for kind in (*NATIVE, *OTHERS)
-    ],
+    [pytest.param(kind, marks=() if kind in ("llama", "gpt2") else pytest.mark.slow) for kind in (*NATIVE, *OTHERS)],
 )
 @settings(max_examples=4)
 @example(seed=0, rows=3)

@@ -144,7 +144,7 @@ def reference_of(kind: str = "llama", **options) -> LanguagePolicy:
     return LanguagePolicy(tiny_model(kind, seed=1).requires_grad_(False), **options)
 
 
-@pytest.mark.sampled(6, ci=2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [SHARED[0], "gpt2", *PLAIN])
 def test_the_output_has_the_kl_to_the_reference(kind):
     policy = with_kl(kind, temperature=0.8)

@@ -110,7 +110,6 @@ def test_a_stopped_run_stands_for_its_newest_checkpoint(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_checkpoint_that_is_named_is_the_policy_of_that_step_bit_for_bit(folder):
     named = folder / "stopped" / "checkpoints" / "step-00000002"
     for dtype in (torch.bfloat16, torch.float32):
@@ -217,7 +216,6 @@ def test_the_reference_and_the_old_policy_are_the_checkpoint_too(folder, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("trunk", ["own", "policy"])
 def test_ppo_takes_over_the_critic_of_ppo(folder, tmp_path, trunk, monkeypatch):
     first = config_for(
@@ -234,7 +232,6 @@ def test_ppo_takes_over_the_critic_of_ppo(folder, tmp_path, trunk, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_ppo_takes_over_the_critic_of_a_finished_run(folder, tmp_path):
     first = config_for(tmp_path, "first", str(folder / "base"), algorithm="ppo", steps=2)
     assert start(first) is not None
@@ -244,7 +241,6 @@ def test_ppo_takes_over_the_critic_of_a_finished_run(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_several_epochs_leave_the_old_policy_and_the_kl_to_it_is_felt(folder, tmp_path, estimator):
     config = config_for(

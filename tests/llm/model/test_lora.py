@@ -130,7 +130,6 @@ def test_in_bf16_they_are_those_of_peft_in_fp32_but_for_rounding(kind: str, tmp_
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_those_of_a_dense_model_with_the_same_gradient(kind: str) -> None:
     """With a dense layer of weights W + s B A, the chain rule gives dA = s B' dW and dB = s dW A'."""
@@ -182,7 +181,6 @@ def sampler(policy: LanguagePolicy) -> LanguageSampler:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sampler_has_the_log_probabilities_of_the_update_after_every_change(kind: str) -> None:
     policy, adapter = adapted(kind)
@@ -250,7 +248,6 @@ def test_the_reference_is_the_model_without_its_adapter(kind: str) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_the_exact_kl_to_the_model_without_its_adapter(kind: str, *, recomputed: bool) -> None:
@@ -280,7 +277,7 @@ def test_the_exact_kl_to_the_model_without_its_adapter(kind: str, *, recomputed:
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm().clamp(min=1e-2), name
 
 
-@pytest.mark.sampled(10, ci=5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
 def test_the_critic_has_an_adapter_of_its_own(kind: str, *, recomputed: bool) -> None:

@@ -70,7 +70,6 @@ def shard(folder: Path, **fields) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_whole_model_loads_as_transformers_loads_it(kind, tmp_path):
     torch.manual_seed(0)
@@ -372,7 +371,6 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_whole_is_refused_by_name_in_one_line(case, whole, tmp_path, monkeypatch):
     change, message = REFUSED[case]
@@ -453,7 +451,6 @@ def test_a_gguf_file_without_a_weight_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no checksums", "half"])
 def test_a_damaged_conversion_is_made_anew(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("COVEY_CACHE", str(tmp_path / "cache"))

@@ -136,7 +136,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 COMMANDS = ["check", "plan", "eval", "sample", "train", "resume"]
 
 
-@pytest.mark.sampled(39, ci=13)
+@pytest.mark.sampled(39)
 @pytest.mark.parametrize(("source", "command"), list(itertools.product(SOURCES, COMMANDS)))
 def test_every_source_in_every_command(command, source, places, tmp_path, capsys, monkeypatch):
     model, run_dir = places[source], str(tmp_path / "run")
@@ -160,7 +160,7 @@ def test_every_source_in_every_command(command, source, places, tmp_path, capsys
         assert (Path(run_dir) / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.sampled(6, ci=3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_in_both_trainers(source, places):
     options = {"max_new_tokens": 2, "device": "cpu", "precision": "fp32", "reward_function": nothing}
@@ -169,7 +169,6 @@ def test_every_source_in_both_trainers(source, places):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_compare_takes_the_checkpoint_of_a_run(places, tmp_path):
     recipe = write_recipe(tmp_path, places["chain"])
     assert main(["compare", recipe, "--seeds", "1", "--jobs", "1", "--output", str(tmp_path / "compared")]) == 0
@@ -367,7 +366,6 @@ def test_a_hub_that_never_answers_is_left_after_seconds(server, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_only_a_name_of_the_hub_is_asked_for_there(server, places):
     for source in SOURCES:
         if source != "hub":
@@ -380,7 +378,6 @@ def test_only_a_name_of_the_hub_is_asked_for_there(server, places):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize(
     ("source", "options", "precision"),
     [

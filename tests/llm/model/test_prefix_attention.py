@@ -94,7 +94,7 @@ def gap(some, others) -> float:
 UNEVEN = {5: [1, 9, 40, 3], 23: [12, 1, 70, 30], 2: [2], 7: [3, 9, 9, 4, 8], 8: [1, 1]}
 
 
-@pytest.mark.sampled(15, ci=5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", FAST)
 @pytest.mark.parametrize("beginning", [0, 11])
@@ -116,7 +116,6 @@ def test_the_gradients_are_those_of_plain_attention(kind, threads, beginning, mo
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("beginning", [0, 11])
 def test_in_bf16_they_are_as_near_to_fp32_as_those_of_transformers_and_always_the_same(beginning):
     batch, gaps = rollouts(UNEVEN, beginning), {"ours": 0.0, "theirs": 0.0}
@@ -186,7 +185,6 @@ PROMPTS, COMPLETIONS = [5, 23, 2, 7, 8], [[1, 9, 40, 3], [12, 1, 70, 30], [2], [
 
 
 @pytest.mark.slow  # each set of flags is compiled
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_every_instruction_set_gives_the_numbers_and_gradients_of_plain_attention(instruction_set, dtype):

@@ -160,7 +160,6 @@ TOKENS = st.lists(st.tuples(st.sampled_from([11, 12, 50]), st.booleans()), min_s
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @settings(max_examples=15)
 @given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=3), st.sampled_from(["llama", "gpt2"]))
 @example([[[(11, True), (50, False), (12, True)], [(11, True), (50, True), (12, False)]]], "llama")
@@ -224,7 +223,6 @@ def test_shared_tokens_are_fed_once_decided_or_not_and_none_after_the_last_decis
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("limit", [1, 12, 16, 20, 25, 4096])
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 def test_microbatches_hold_undecided_tokens_too(kind, limit):
@@ -256,7 +254,6 @@ def test_siblings_share_undecided_tokens_only_if_they_are_the_same(second, token
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
 def test_the_exact_kl_is_that_of_a_plain_forward(kind):
     batch = some_batch()

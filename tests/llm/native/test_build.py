@@ -99,7 +99,6 @@ def compiler_that(folder: Path, does: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_the_kernels_are_compiled_once(filled, monkeypatch):
     monkeypatch.setattr(build, "_compile", no_compiler)
     assert kernels_work()
@@ -161,7 +160,6 @@ def test_a_library_that_somebody_else_may_have_written_is_not_loaded(what, how, 
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_planted_library_without_its_checksum_is_replaced(fresh, monkeypatch):
     folder = fresh / f"kernels-{os.geteuid()}"
     folder.mkdir(parents=True, mode=0o700)
@@ -291,7 +289,6 @@ def test_a_cache_that_cannot_be_written_ends_in_one_line(obstacle, fresh, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_processes_that_compile_at_once_wait_for_each_other(fresh, tmp_path, built):
     """The first compiles; the others find its library. What a killed compiler left is removed."""
     folder = fresh / f"kernels-{os.geteuid()}"
@@ -317,7 +314,6 @@ def test_processes_that_compile_at_once_wait_for_each_other(fresh, tmp_path, bui
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_process_that_was_killed_while_it_compiled_is_no_obstacle(fresh, tmp_path, built):
     started = tmp_path / "started"
     does = (

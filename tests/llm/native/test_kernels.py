@@ -82,7 +82,6 @@ def logprobs_of(groups) -> torch.Tensor:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", FAST)
 def test_the_kernels_decode_what_torch_decodes(kind, torch_alone):
     made = make_sampler(kind, every=40)

@@ -69,7 +69,7 @@ def test_a_server_that_takes_updates_is_accepted(server, folder):
     assert all(torch.equal(*pair) for pair in zip(policy.module.parameters(), tiny_model().parameters(), strict=True))
 
 
-@pytest.mark.sampled(6, ci=2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("part", ["", "lm_head", "embed_tokens", "layers.1.mlp.down_proj", "layers.0.self_attn.k_proj"])
 def test_a_part_that_does_not_change_is_refused(server, folder, part):
     policy = policy_of()

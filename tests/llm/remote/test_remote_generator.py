@@ -170,7 +170,6 @@ def test_failures_of_requests_are_those_of_this_process(servers: list[Serving], 
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_server_that_is_killed_in_mid_step_changes_no_bit_and_returns(
     model: Path, folder: Path, servers: list[Serving], policy: LanguagePolicy
 ) -> None:
@@ -258,7 +257,7 @@ FAULTS: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 }
 
 
-@pytest.mark.sampled(8, ci=4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_server_changes_no_bit_and_no_group_is_generated_twice(
     servers: list[Serving], policy: LanguagePolicy, fault: str

@@ -297,7 +297,6 @@ def test_the_token_of_this_machine_is_created_for_its_owner_alone(folder: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_second_architecture_is_served(folder: Path) -> None:
     """Its decoder's log-probabilities depend on the batch in their last bits, its tokens do not."""
     with serving(tiny_folder(folder / "bloom", "bloom"), folder, 1, ["--folder", str(folder / "weights")]) as (one,):

@@ -226,7 +226,6 @@ def test_the_verifier_of_a_recipe() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_an_interrupted_command_continues_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while the second part of the prompts is labelled, and while a line of the draft is written."""
     words: list[object] = [
@@ -324,7 +323,6 @@ boundary = "even.py:thirds"
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_another_model_continues_the_steps(tmp_path: Path) -> None:
     """Completions and the labels of their last steps stay the same; a completer of the same weights changes none."""
     model = tiny_folder(tmp_path / "tiny")

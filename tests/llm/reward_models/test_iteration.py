@@ -146,7 +146,6 @@ def test_the_quality_is_that_of_the_rewards() -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 def test_a_stopped_training_continues_to_the_same_bits(stop_after: int) -> None:
     whole, stopped = Model(), Model()

@@ -218,7 +218,6 @@ every = 1
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", slow_unless([RewardModelKind.PROCESS], RewardModelKind))
 def test_a_run_is_trained_by_a_reward_model(kind: RewardModelKind, tmp_path: Path) -> None:
     by_step = kind is RewardModelKind.PROCESS

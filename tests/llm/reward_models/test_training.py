@@ -161,7 +161,6 @@ def test_the_examples_of_a_prompt_stay_together_and_every_epoch_has_another_orde
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_an_interrupted_training_continues_to_the_same_bits() -> None:
     config = RewardModelConfig(batch_size=4, learning_rate=1e-3, warmup_steps=2)
     whole, encoded = make(many(18), config, steps=10)

@@ -145,7 +145,6 @@ def test_an_option_is_refused_where_it_changes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_reward_is_added_as_contributing_says(tmp_path):
     """The two blocks of CONTRIBUTING, applied to a copy of the package, make a reward that a recipe can name."""
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Adding a built-in reward")[2].partition("\n## ")[0]

@@ -55,7 +55,6 @@ def shared_memory(content: bytes) -> Iterator[int]:
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", ESCAPES)
 def test_a_program_reaches_nothing_outside(
     name: str, sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +96,6 @@ def test_a_program_reaches_nothing_outside(
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("name", EXHAUSTING)
 def test_a_program_that_takes_too_much_is_ended(name: str, sandbox: Sandbox) -> None:
     began = time.monotonic()
@@ -107,7 +105,7 @@ def test_a_program_that_takes_too_much_is_ended(name: str, sandbox: Sandbox) -> 
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.sampled(18, ci=6)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_program_forges_no_verdict(name: str) -> None:
     """The parent decides on verdicts, in the same way for every sandbox."""
@@ -116,7 +114,6 @@ def test_a_program_forges_no_verdict(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_no_program_forges_a_verdict_in_any_sandbox(sandbox: Sandbox) -> None:
     for name in FORGERIES:
         assert_forges_nothing(name, sandbox)

@@ -346,7 +346,6 @@ FAULTS = {
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_its_own_completion_only(build, fault: str) -> None:
     act, why = FAULTS[fault]

@@ -69,7 +69,6 @@ def grader(**options):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_an_endless_answer_costs_itself_alone():
     """In a batch with all kinds of answers, with one worker, which is replaced in between, and with several."""
     texts = ["\\boxed{5}", "\\boxed{x}", ENDLESS, "\\boxed{\\frac{10}{2}}", "\\boxed{2+3}", "no", "\\boxed{\\sqrt{25}}"]

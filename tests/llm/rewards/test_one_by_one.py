@@ -76,7 +76,7 @@ def test_every_completion_gets_its_own_result_in_order(file, workers):
         ("kill", "its process was killed by SIGKILL"),
     ],
 )
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.ci_sample]), 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_fault_costs_one_completion(file, fault, why, workers):
     pool = one_by_one(f"{file}:mixed", workers)
     try:

@@ -223,7 +223,6 @@ def test_a_failing_group_alone_has_no_rewards(grader, is_started, workers):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("is_started", [True, False])
 def test_many_failures_stop_the_run_before_all_deadlines_have_passed(grader, is_started):
     judged = grader("seconds", workers=1, seconds=0.2)
@@ -275,7 +274,6 @@ def slow(completions, **columns):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_run_has_the_same_numbers_with_any_number_of_workers(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     recipe = write_recipe(tmp_path, tiny_folder(tmp_path / "model"), steps=3)

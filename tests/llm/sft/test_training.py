@@ -47,7 +47,6 @@ def trainer_of(module, microbatch_tokens=4096):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("kind", [*SHARED, *PLAIN])
 def test_loss_and_gradient_are_those_of_transformers(kind):
     module = tiny_model(kind)

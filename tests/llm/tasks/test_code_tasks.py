@@ -54,7 +54,6 @@ def key_of(task: CodeFunctions, start: object) -> list[object]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.ci_sample
 @pytest.mark.parametrize("steps", [(1,), (2,), (1, 2)])
 def test_the_answer_passes_every_hidden_case(steps: tuple[int, ...]) -> None:
     task = CodeFunctions(steps=steps)
@@ -73,7 +72,6 @@ def test_no_constant_and_no_copy_of_the_argument_passes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_held_out_programs_compute_something_else_than_those_of_training() -> None:
     task = CodeFunctions(steps=(1, 2))
     held_out = {json.dumps(key_of(task, start)) for start in task.held_out(60)}

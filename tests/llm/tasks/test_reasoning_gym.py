@@ -150,7 +150,6 @@ def test_an_expensive_expression_costs_neither_the_run_nor_memory(grader: Reward
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_metadata_that_json_would_change_is_scored_as_in_the_package(grader: RewardGrader) -> None:
     """These compare tuples, which JSON makes lists."""
     for dataset in ("rearc", "arc_agi", "graph_color"):
@@ -173,7 +172,6 @@ def test_problems_do_not_depend_on_the_hashes_of_a_process(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_every_data_set_gives_problems_whose_answers_score_as_in_the_package(grader: RewardGrader) -> None:
     from reasoning_gym.factory import DATASETS
 

@@ -88,7 +88,6 @@ def test_held_out_is_fixed_and_a_longer_one_begins_like_a_shorter_one(task):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_draws_are_the_same_in_another_process():
     code = (
         "from covey.llm.tasks import *\n"

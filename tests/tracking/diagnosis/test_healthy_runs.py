@@ -34,7 +34,6 @@ def test_a_healthy_run_has_learnt(run):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_recorded_run_trains_again(tmp_path):
     (recorded,) = [run for run in RECORDED if run.name == AGAIN]
     metrics, shown, found = train_tables(tmp_path, HEALTHY[AGAIN].tables, HEALTHY[AGAIN].rewards)

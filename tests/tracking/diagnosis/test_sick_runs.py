@@ -9,15 +9,6 @@ from helpers.diagnosed_runs import train_tables
 from helpers.diagnosis_records import SICK_FILE, read_recorded
 from helpers.sick_runs import SICK
 
-QUICK = ("updates cut short", "sampler mismatch")  # trained by `make test`; CI trains some more
-SAMPLE = ("reward hacking", "entropy collapse", "falling score")
-
-
-def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    if name in QUICK:
-        return ()
-    return (pytest.mark.slow, pytest.mark.ci_sample) if name in SAMPLE else (pytest.mark.slow,)
-
 
 def test_every_check_has_a_sick_run():
     assert sorted(SICK) == sorted(check.name for check in CHECKS)
@@ -30,8 +21,7 @@ def test_every_check_finds_the_record_of_its_sick_run():
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in SICK])
+@pytest.mark.parametrize("name", SICK)
 def test_a_check_finds_its_sick_run(name, tmp_path):
     sick = SICK[name]
     metrics, shown, found = train_tables(tmp_path, sick.tables, sick.rewards, sick.change)

@@ -14,7 +14,6 @@ HOSTILE = "</pre></title><script>alert(1)</script><img src=http://127.0.0.1:9/x 
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_report_of_hostile_runs(tmp_path: Path) -> None:
     lines = [rollout(step, 0, reward, text=HOSTILE, prompt=HOSTILE, columns={HOSTILE: HOSTILE})
              for step in (1, 2) for reward in (0.0, 1.0)]  # fmt: skip

@@ -38,10 +38,7 @@ AGENT = {
 }
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # MLflow's client
 TRACKERS = [
-    pytest.param(
-        name, marks=[pytest.mark.slow, pytest.mark.ci_sample] if name == "tensorboard" else pytest.mark.trackers
-    )
-    for name in READERS
+    pytest.param(name, marks=pytest.mark.slow if name == "tensorboard" else pytest.mark.trackers) for name in READERS
 ]
 
 
@@ -210,7 +207,6 @@ sys.exit(main(["train", "ranks.toml", "--trackers", sys.argv[1], "--run-dir", "r
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_of_two_ranks_rank_0_alone_tracks_also_after_a_kill(tmp_path: Path, variables: dict[str, str]) -> None:
     name = "tensorboard"  # no adapter knows of ranks
     (tmp_path / "ranks.toml").write_text(RECIPE.format(model=tiny_folder(tmp_path / "model")))
@@ -260,7 +256,6 @@ def test_without_a_server_mlflow_is_reported_once(tmp_path: Path, variables: dic
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_tensorboard_that_cannot_write_is_reported_once(tmp_path: Path, variables: dict[str, str]) -> None:
     recipe = agent(tmp_path, "tensorboard")
 

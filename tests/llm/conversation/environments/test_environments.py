@@ -116,7 +116,6 @@ def test_a_result_is_shown_to_twelve_digits(value: Fraction) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_programs_run_in_the_sandbox() -> None:
     any_backend()
     python = Python(time_limit_seconds=20.0, most_characters=20)
