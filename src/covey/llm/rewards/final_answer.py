@@ -1,0 +1,128 @@
+"""Finds the answer that a completion states, in a time bounded by the length of the completion.
+
+The first of these that a completion has: `\\boxed{5}`, `<answer>5</answer>`, `#### 5`, "the answer is 5"; of each the last
+one. Without a mark the answer is the last expression with a digit, of the last sentence that is neither a question nor a
+check of the answer. An expression has all that stands around its number and could change it: "42 or 43", "x > 42", "(1,
+42)" are expressions. What precedes `</think>` is not read.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from covey.llm.rewards.answer_text import last_answer_tag, last_boxed
+
+LONGEST_ANSWER = 300  # characters
+_TAIL = 4_000  # characters at the end of a completion that are searched for an unmarked answer
+
+_HASHES = re.compile(r"####[ \t]*\n?([^\n]*)")
+_HEADING = re.compile(r"[\s*_#]*[^\W\d_]{2}")
+_OPENING = r"(?:[\s*_:]|\\\[|\$\$?(?=\s))*"  # of the text or the formula after a mark
+_SAID = re.compile(
+    r"\banswers?\b[\s*_]*(?:(?:to|of|for)\s[^.\n:=?]{1,60}?\s)?(?:,?\s*(?:then|therefore|thus|so|hence)\b,?\s*)?"
+    r"(?:\b(?:is|are|was|equals|becomes|(?:would|should|must|will)\s+be)\b|[:=])(?:\s*(?:then|therefore|thus)\b)?"
+    rf"{_OPENING}|\bfinal answer[\s*_]*\n{_OPENING}|答案\s*(?:[是为為:]|等于){_OPENING}",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"\n|[.!?;](?=[*_$\"')`\\\]]*(?:\s|\Z))|[。;]")
+# What follows an answer in its sentence and explains it.
+_EXPLANATION = re.compile(
+    r",\s*(?!(?:and|or)\b)(?=[^\W\d_]{2})|(?<=[\d$*]):\s|\s\((?=[^()]*[^\W\d_]{2}|[\d\s.+*/×=-]+\))"
+    r"|\s(?:—|--)|\s(?:because|since|as|so|which|that|if|when|where|while|given|but|for|from|of|in|after|by|on)\b",
+    re.IGNORECASE,
+)
+_STATES = re.compile(r"[\d$\\]")
+_CORRECTION = re.compile(r"\b(?:wait|no[,.]|wrong|incorrect|mistake|sorry|oops|actually|correction)", re.IGNORECASE)
+_SENTENCES = re.compile(r"\n+|(?<=[.!?;])\s+|(?<=[。？！])|,?\s(?=check\s*:)")
+_CHECK = re.compile(
+    r"\W*(?:(?:ok|okay|now|wait|and|we|to|can|let\s(?:me|us)|let's|just|quick(?:ly)?|double|cross|sanity|i)\b\W*)*"
+    r"(?:check|verif|confirm|proof\b)",
+    re.IGNORECASE,
+)
+_CONCLUSION = re.compile(
+    r"\W*(?:so|therefore|thus|hence|no|wrong|actually|finally|(?:the |my |final )*(?:answer|result|total|output))\b",
+    re.IGNORECASE,
+)
+# Words that belong to an expression, because they change the number beside them.
+_PARTS = (
+    "or|and|to|between|either|neither|not|no|than|least|most|under|over|above|below|negative|minus|plus|times|percent"
+    "|percentage|pct|hundred|thousand|million|billion|trillion|squared|cubed|sqrt|root|sin|cos|tan|log|ln|exp|pi|mod"
+)
+_EXPRESSION = re.compile(
+    r"(?:\\(?:text\w*|mathrm|mbox)\s?\{[^{}]*\}|\\[^\W\d_]+|\\.|(?<![A-Za-z0-9])\d[\d.,_'eE+-]*[A-Za-z0-9]*"
+    rf"|(?<![^\W_])(?:{_PARTS})(?![^\W_])|(?<![A-Za-z0-9_])[A-Za-z](?![A-Za-z])|(?<=[\d)}}\]])[A-Za-z]\w*|[或和到至约]"
+    r"|[^\w\s\"#|;?。、\\]|_|[ \t])+",
+    re.IGNORECASE,
+)
+_ASIDE = re.compile(r"(?<=[\w$*.%°])\s\((?:[^()]*[^\W\d_]{2}[^()]*|[\d\s.+*/×=-]+)\)")
+
+_SIGNS = str.maketrans("−–‐‑﹣－٫٬", "------.,", "\u200b\u200e\u200f\ufeff")
+_SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
+_OTHER_DIGIT = re.compile(r"[^\D0-9]")
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+
+
+def final_answer(text: str, *, unmarked: bool = True) -> str | None:
+    """The text of the answer that a completion states; None if it has no mark and no digit.
+
+    Args:
+        unmarked: False to look for a mark only.
+    """
+    text = plain_unicode(text.rpartition("</think>")[2])
+    marked = last_boxed(text)
+    if marked is None:
+        marked = last_answer_tag(text)
+    if marked is None:
+        lines = [line for line in _HASHES.findall(text) if not _HEADING.match(line)]
+        marked = _clause(lines[-1]) if lines else _said(text[-_TAIL:])
+    return _last_expression(text[-_TAIL:]) if marked is None and unmarked else marked
+
+
+def plain_unicode(text: str) -> str:
+    """The text with the digits, signs, spaces and punctuation of ASCII, powers as ^2 and ½ as 1/2."""
+    if text.isascii():
+        return text
+    text = _SUPERSCRIPT.sub(lambda match: f"^{unicodedata.normalize('NFKC', match[0])} ", text.translate(_SIGNS))
+    text = _VULGAR.sub(lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
+    text = unicodedata.normalize("NFKC", text).translate(_SIGNS).replace("\u2044", "/")
+    return _OTHER_DIGIT.sub(lambda match: str(unicodedata.decimal(match[0])), text)
+
+
+def _said(text: str) -> str | None:
+    """The answer of the last "the answer is ...", unless it is corrected after it."""
+    for match in reversed(list(_SAID.finditer(text))):
+        rest = text[match.end() :]
+        end = _SENTENCE_END.search(rest)
+        sentence = rest if end is None else rest[: end.start()]
+        if (end is not None and end[0] == "?") or not (_STATES.search(sentence) or len(sentence.split()) in (1, 2)):
+            continue
+        correction = _CORRECTION.search(rest, len(sentence))
+        corrected = _last_expression(rest[correction.start() :]) if correction else None
+        return _clause(sentence) if corrected is None else corrected
+    return None
+
+
+def _clause(sentence: str) -> str:
+    """The answer at the beginning of a sentence, without what explains it."""
+    for match in _EXPLANATION.finditer(sentence[: 2 * LONGEST_ANSWER]):
+        if _STATES.search(sentence, 0, match.start()):
+            return sentence[: match.start()]
+    return sentence
+
+
+def _last_expression(text: str) -> str | None:
+    """The last expression with a digit of the last sentence that states one; empty if there is none, None if there is no digit."""
+    if not re.search(r"\d", text):
+        return None
+    stated, checking = "", False
+    for sentence in _SENTENCES.split(text):
+        if _CHECK.match(sentence):
+            checking = bool(stated)
+        elif _CONCLUSION.match(sentence):
+            checking = False
+        if not checking and not sentence.endswith("?") and re.search(r"\d", sentence):
+            stated = sentence
+    stated = _ASIDE.sub("", stated).rstrip("! ")
+    found = [match[0] for match in _EXPRESSION.finditer(stated) if re.search(r"\d", match[0])]
+    return found[-1].strip(" ,;:").rstrip(".") if found else ""
