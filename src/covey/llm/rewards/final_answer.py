@@ -20,21 +20,25 @@ _HASHES = re.compile(r"####[ \t]*\n?([^\n]*)")
 _HEADING = re.compile(r"[\s*_#]*[^\W\d_]{2}")
 _OPENING = r"(?:[\s*_:]|\\\[|\$\$?(?=\s))*"  # of the text or the formula after a mark
 _SAID = re.compile(
-    r"\banswers?\b[\s*_]*(?:(?:to|of|for)\s[^.\n:=?]{1,60}?\s)?(?:,?\s*(?:then|therefore|thus|so|hence)\b,?\s*)?"
+    r"\banswers?\b[\s*_\"'`]*(?:(?:to|of|for)\s[^.\n:=?]{1,60}?\s)?(?:,?\s*(?:then|therefore|thus|so|hence)\b,?\s*)?"
     r"(?:\b(?:is|are|was|equals|becomes|(?:would|should|must|will)\s+be)\b|[:=])(?:\s*(?:then|therefore|thus)\b)?"
-    rf"{_OPENING}|\bfinal answer[\s*_]*\n{_OPENING}|答案\s*(?:[是为為:]|等于){_OPENING}",
-    re.IGNORECASE,
+    rf"{_OPENING}|^[\s#*_]*(?:(?:the|final)\s)*answer[\s*_]*\n{_OPENING}|\banswer\s[-–—]\s|答案\s*(?:[是为為:]|等于){_OPENING}",
+    re.IGNORECASE | re.MULTILINE,
 )
-_SENTENCE_END = re.compile(r"\n|[.!?;](?=[*_$\"')`\\\]]*(?:\s|\Z))|[。;]")
+_SENTENCE_END = re.compile(r"\n|[.!?;](?=[*_$\"')`\\\]]*(?:\s(?!or\b)|\Z))|[。;]", re.IGNORECASE)
 # What follows an answer in its sentence and explains it.
 _EXPLANATION = re.compile(
     r",\s*(?!(?:and|or)\b)(?=[^\W\d_]{2})|(?<=[\d$*]):\s|\s\((?=[^()]*[^\W\d_]{2}|[\d\s.+*/×=-]+\))"
-    r"|\s(?:—|--)|\s(?:because|since|as|so|which|that|if|when|where|while|given|but|for|from|of|in|after|by|on)\b",
+    r"|\s(?:—|--)|\s(?:because|since|as|so|which|that|if|when|where|while|given|but|rather|instead|not|for|from|of|in|after|by|on)\b",
     re.IGNORECASE,
 )
 _STATES = re.compile(r"[\d$\\]")
 _CORRECTION = re.compile(r"\b(?:wait|no[,.]|wrong|incorrect|mistake|sorry|oops|actually|correction)", re.IGNORECASE)
-_SENTENCES = re.compile(r"\n+|(?<=[.!?;])\s+|(?<=[。？！])|,?\s(?=check\s*:)")
+_SENTENCES = re.compile(
+    r"\n+|(?<=[.!?;])\s+(?!or\b)|(?<=[。？！])|,?\s(?=check\s*:)"
+    r"|\\(?:therefore|implies|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])|[∴⇒→]|=>|\\\\\s*&",
+    re.IGNORECASE,
+)
 _CHECK = re.compile(
     r"\W*(?:(?:ok|okay|now|wait|and|we|to|can|let\s(?:me|us)|let's|just|quick(?:ly)?|double|cross|sanity|i)\b\W*)*"
     r"(?:check|verif|confirm|proof\b)",
@@ -50,17 +54,26 @@ _PARTS = (
     "|percentage|pct|hundred|thousand|million|billion|trillion|squared|cubed|sqrt|root|sin|cos|tan|log|ln|exp|pi|mod"
 )
 _EXPRESSION = re.compile(
-    r"(?:\\(?:text\w*|mathrm|mbox)\s?\{[^{}]*\}|\\[^\W\d_]+|\\.|(?<![A-Za-z0-9])\d[\d.,_'eE+-]*[A-Za-z0-9]*"
-    rf"|(?<![^\W_])(?:{_PARTS})(?![^\W_])|(?<![A-Za-z0-9_])[A-Za-z](?![A-Za-z])|(?<=[\d)}}\]])[A-Za-z]\w*|[或和到至约]"
-    r"|[^\w\s\"#|;?。、\\]|_|[ \t])+",
+    r"(?:\\(?:text\w*|mathrm|mbox)\s?\{[^{}]*\}|\\[^\W\d_]+\d*|\\.|(?<![A-Za-z0-9])\d[\d.,_'eE+-]*[A-Za-z0-9]*"
+    rf"|(?<![^\W_])(?:{_PARTS})(?![^\W_])|(?<![A-Za-z0-9_'])[A-Za-z](?![A-Za-z'])|(?<=[\d)}}\]])[A-Za-z]\w*"
+    r"|(?<=[\d$%])\s(?:[^\W\d_]+\s){1,3}(?=(?:and|or|to)\s\W*\d)|(?<=\d)\s[^\W\d_]{2,}\s(?=\d+\s?[^\W\d_])"
+    r"|[或和到至约π°√∞²³]|[-+*/^=<>≤≥≠≈±×÷·~!:,.()\[\]{}%$€£¥₹₩₽₪฿₫₴₦&`_ \t])+",
     re.IGNORECASE,
 )
+_QUESTION = re.compile(r"(?<!, right)(?<!, correct)\?\Z")  # "25, right?" states 25
+_MARKUP = re.compile(
+    r"</?[A-Za-z]{1,10}\s?/?>|\\(?:boxed|fbox)\s*\{\s*\}|\\(?:begin|end)\{(?:align|equation|gather|split|multline)\w*\*?\}"
+)
+_POWER_OF_A_UNIT = re.compile(r"(\d\s?[A-Za-z]{2,10}+)\s?\^\s?\{?-?\d\}?")
+_LABEL = re.compile(r"\W*(?:(?:step|part|problem|question)\s*)?\(?\d{1,2}[).:]\s+(?=.*\d)", re.IGNORECASE)
+_DENIED_BEFORE = re.compile(r"(?:\bnot|n't|n’t|\bnever|\bcannot)\b[\w ]{0,30}\Z", re.IGNORECASE)
+_DENIED_AFTER = re.compile(r"\W{0,3}(?:is|was|are)(?:n't| not| wrong| incorrect| false)\b", re.IGNORECASE)
 _ASIDE = re.compile(r"(?<=[\w$*.%°])\s\((?:[^()]*[^\W\d_]{2}[^()]*|[\d\s.+*/×=-]+)\)")
 
 _SIGNS = str.maketrans("−–‐‑﹣－٫٬", "------.,", "\u200b\u200e\u200f\ufeff")
 _SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
 _OTHER_DIGIT = re.compile(r"[^\D0-9]")
-_VULGAR = re.compile("[¼-¾⅐-⅞]")
+_VULGAR = re.compile(r"(?<=\d)[¼-¾⅐-⅞]")
 
 
 def final_answer(text: str, *, unmarked: bool = True) -> str | None:
@@ -84,7 +97,7 @@ def plain_unicode(text: str) -> str:
     if text.isascii():
         return text
     text = _SUPERSCRIPT.sub(lambda match: f"^{unicodedata.normalize('NFKC', match[0])} ", text.translate(_SIGNS))
-    text = _VULGAR.sub(lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
+    text = _VULGAR.sub(r" \g<0>", text)
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS).replace("\u2044", "/")
     return _OTHER_DIGIT.sub(lambda match: str(unicodedata.decimal(match[0])), text)
 
@@ -116,13 +129,15 @@ def _last_expression(text: str) -> str | None:
     if not re.search(r"\d", text):
         return None
     stated, checking = "", False
-    for sentence in _SENTENCES.split(text):
+    for sentence in _SENTENCES.split(_MARKUP.sub("\n", text)):
         if _CHECK.match(sentence):
             checking = bool(stated)
         elif _CONCLUSION.match(sentence):
             checking = False
-        if not checking and not sentence.endswith("?") and re.search(r"\d", sentence):
+        if not checking and not _QUESTION.search(sentence) and re.search(r"\d", sentence):
             stated = sentence
-    stated = _ASIDE.sub("", stated).rstrip("! ")
-    found = [match[0] for match in _EXPRESSION.finditer(stated) if re.search(r"\d", match[0])]
-    return found[-1].strip(" ,;:").rstrip(".") if found else ""
+    stated = _POWER_OF_A_UNIT.sub(r"\1", _ASIDE.sub("", _LABEL.sub("", stated))).rstrip("! ")
+    found = [match for match in _EXPRESSION.finditer(stated) if re.search(r"\d", match[0])]
+    if not found or _DENIED_BEFORE.search(stated, 0, found[-1].start()) or _DENIED_AFTER.match(stated, found[-1].end()):
+        return ""
+    return re.sub(r"\A[-+]\s+", "", found[-1][0].strip(" ,;:")).rstrip(".")

@@ -20,6 +20,19 @@ from covey.llm.rewards.final_answer import final_answer
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off
 
 _WHOLE = (LatexExtractionConfig(),)  # a stated answer is parsed as a whole, not searched for a number
+_COMMANDS = str.maketrans(
+    {
+        "π": "\\pi ",
+        "∞": "\\infty ",
+        "√": "\\sqrt ",
+        "≤": "\\leq ",
+        "≥": "\\geq ",
+        "±": "\\pm ",
+        "·": "\\cdot ",
+        "×": "\\times ",
+        "∪": "\\cup ",
+    }
+)
 _SEARCHED = (LatexExtractionConfig(), ExprExtractionConfig())
 
 # Builds the tables of the parser, so that the deadline of the first answer does not include it.
@@ -75,5 +88,6 @@ def _parsed(text: str, forms: Sequence[Any] = _WHOLE) -> list[Any]:
 
 
 def _as_latex(text: str) -> str:
-    """A marked answer as math-verify finds it, in `\\boxed`, unless it has math delimiters of its own."""
+    """An answer as math-verify finds it, in `\\boxed`, unless it has math delimiters of its own."""
+    text = text.translate(_COMMANDS)
     return text if any(mark in text for mark in ("$", "\\(", "\\[")) else f"$\\boxed{{{text}}}$"

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from covey.llm.rewards.answer_text import column_of, completion_text
 from covey.llm.rewards.final_answer import LONGEST_ANSWER, final_answer, plain_unicode
 
-LONGEST_NUMBER = 100  # characters; longer numbers are not read
-_LONGEST_EXPONENT = 2  # digits
+_LARGEST_EXPONENT = 99  # of ten
 
 
 class Number(NamedTuple):
@@ -34,8 +33,9 @@ _ABOVE = r"\s*(?:\{\s*([-+]?\s?[0-9.,]+)\s*\}|([0-9]))"
 _PLAIN = tuple(
     (re.compile(pattern), plain)
     for pattern, plain in (
-        (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?|!)(?![A-Za-z])", ""),
-        (r"\\(?:[,;:> ]|q?quad\b)|~", " "),
+        (r"\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style|bf|rm|bm|boldsymbol|underline|!)(?![A-Za-z])", ""),
+        (r"\\\\|[~&]|\\(?:therefore|Omega)\b", " "),
+        (r"\\(?:[,;:> ]|q?quad\b)", " "),
         (r"(?<=[0-9])\{,\}(?=[0-9]{3}(?![0-9]))", ","),
         (r"(?<=[0-9])\{,\}", "."),
         (r"\\(?:(?:text|math)(?:bf|it|rm|normal|sf|tt)?|mbox|operatorname)\s?\{([^{}]*)\}", r" \1 "),
@@ -43,14 +43,17 @@ _PLAIN = tuple(
         (r"\\[dtc]?frac\s?\{([^{}0-9]*)\}\s?\{([^{}0-9]*)\}", r"\1/\2"),  # of units
         (r"\s?\^\s?(?:\{\s?\\circ\s?\}|\\circ)|\\(?:text)?degrees?\b", "°"),
         (r"\\(?:times|cdot|ast)\b|[×·⋅∙]|(?<=[0-9])\s?x\s?(?=10\s?(?:\^|\*\*))", "*"),
-        (r"\\(?:approx|simeq)\b|[≈≃]", "="),
+        (r"\\(?:approx|simeq)\b|≃", "≈"),
         (r"\\(?:pounds|euro)\b", "€"),
         (r"(?<=[0-9])\*\*(?=[-+]?[0-9])", "^"),
         (r"\\(?=[%_#&])", ""),
         (r"\*\*|\\?\$|[`\"]|\\[()\[\]]|(?<![^\W_])_(?=[-0-9])|(?<=[0-9])_(?=\W*\Z)", " "),
         (r"\^\s?\{\s?([-+]?[0-9]+)\s?\}", r"^\1"),
         (r"(?<![\w^_}\])\\])\{([^{}]*)\}", r"\1"),  # a group of its own
+        (r"\A\s*\\\{([^,;{}]*)\\\}\s*\Z", r"\1"),  # a set of one number
+        (r"\A\s*\(?[A-Ha-h]\)\s*(?=.*[0-9])", ""),  # the letter of a choice
         (r"\b([ap])\.m\.", r"\1m"),
+        (r"(?<=[0-9])\s?\^\s?\{?\s?(?=(?:st|nd|rd|th)\b)|(?<=th)\s?\}", ""),
         (r"\s+", " "),
     )
 )
@@ -59,12 +62,12 @@ _PLAIN = tuple(
 
 _GROUPED = (
     r"[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9])|[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9.])"
-    r"|[0-9]{1,3}(?P<gap>[ _'])[0-9]{3}(?:(?P=gap)[0-9]{3})*(?![0-9])"
+    r"|[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]{1,2}(?![0-9])|(?P<comma>[0-9]++,[0-9]{1,2}(?![0-9]))|[0-9]{1,3}(?P<gap>[ _'])[0-9]{3}(?:(?P=gap)[0-9]{3})*(?![0-9])"
 )
 _CURRENCY = r"(?:[£€¥₹₩₽₪฿₫₴₦]|(?:US|USD|EUR|GBP|JPY|CNY|INR|CHF|CAD|AUD|Rs\.?)(?![A-Za-z]))"
 _LETTERS = r"[^\W\d_]++"
 _ANSWER = re.compile(
-    rf"(?P<before>(?:(?!negative\b|minus\b|{_CURRENCY}){_LETTERS}['.,:]*+(?:\s|(?<=[^\x00-\x7f])))*+)"
+    rf"(?P<before>(?:(?!negative\b|minus\b|{_CURRENCY}){_LETTERS}(?:'{_LETTERS})?[.,:]*+(?:\s|(?<=[^\x00-\x7f])))*+)"
     rf"(?P<sign>[-+]|negative\b|minus\b|)\s?{_CURRENCY}?\s?(?P<second_sign>[-+]?)\s?"
     r"(?:(?P<whole>[0-9]++)\s(?:and\s)?(?P<above>[0-9]++)\s?/\s?(?P<below>[0-9]++)"
     r"|10\s?\^\s?(?P<power>[-+]?[0-9]++)"
@@ -74,7 +77,7 @@ _ANSWER = re.compile(
     rf"(?P<after>(?:\s?(?:{_LETTERS}\.?(?:\s?\^\s?-?[0-9])?|[°%£€¥₹₩₽₪฿₫₴₦',()]|[-/*](?=\s?[^\W\d_])))*+)",
     re.IGNORECASE,
 )
-_WORD = re.compile(r"[^\W\d_]+")
+_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 # Words that make another number, or no single number, of the one beside them.
 _FUNCTIONS = frozenset("sqrt root sin cos tan log ln exp pi".split())
 _CHANGING = _FUNCTIONS | frozenset(
@@ -83,8 +86,8 @@ _CHANGING = _FUNCTIONS | frozenset(
 )
 # ASCII words of one or two letters that are no product of variables: units, and words of a sentence.
 _SHORT = frozenset(
-    "a an is am it at in by of to we he so as on pm m g s h l n j w v k c f t kg km cm mm nm mg ml dl cl lb oz ft yd mi "
-    "hr hz pt qt ha ms ns kw kj pa th st nd rd cc sq cu us rs".split()
+    "a A an is am it at in by of to we he so as on pm m g s h l L N J W V K C F kg km cm mm nm mg ml mL dl cl lb oz ft "
+    "yd mi hr Hz pt qt ha ms ns kW kJ Pa th st nd rd cc sq cu AM PM No".split()
 )
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _UNITS = (
@@ -98,11 +101,13 @@ _SPELLED = {word: number for number, word in enumerate(_UNITS)} | {
 # The left side of "x = 5", "f(3) = 5" or "2 + 3 = 5"; of "2x = 5" and "x + 1 = 5" the number is not the answer.
 _NAME = re.compile(r"\s?\\?[A-Za-z]+'?(?:_(?:\w|\{\w*\}))?\s?(?:\([^()]*\))?\s?")
 _UNKNOWN = re.compile(
-    r"[,;<>±≠≤≥]|!\s?\Z|\bor\b|[0-9][A-Za-z\\]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|\\(?!angle|sqrt|frac)"
+    r"(?<![0-9]),|,(?![0-9]{3})|[;<>±≠≤≥]|!\s?\Z|\bor\b|[0-9][A-Za-z\\]|(?<![A-Za-z\\])(?!(?<=[0-9]\s)[mghsL])[A-Za-z](?![A-Za-z])|\\(?!angle|sqrt|frac)"
 )
 _RELATION = re.compile(
-    r"(?<![0-9]),|,(?![0-9])|[;<>±≠≤≥\[\]?]|\\(?:[lg]eq?|[lg]t|n?eq?|pm|mp|in|to|cup|cap|langle|begin|[{}])(?![A-Za-z])"
-    rf"|\b(?:{'|'.join((_CHANGING | {'and', 'to'}) - _FUNCTIONS)})\b",
+    r"(?<![0-9]),|,(?![0-9])|[;<>±≠≤≥\[\]?]|[0-9]\s?:|\\(?:[lg]eq?|[lg]t|n?eq?|pm|mp|in|to|cup|cap|langle|begin|[{}])(?![A-Za-z])"
+    rf"|\b(?:{'|'.join((_CHANGING | {'and', 'to'}) - _FUNCTIONS)})\b"
+    r"|(?<![A-Za-z\\])[a-df-hj-zA-DF-Z](?![A-Za-z])"
+    rf"|[0-9]\s?(?:(?!(?:{'|'.join(_FUNCTIONS)})\b)[^\W\d_]{{2,}}\s)+[0-9]",
     re.IGNORECASE,
 )
 
@@ -123,7 +128,7 @@ def right_number(answer: str) -> Number:
     text = answer if marked is None else marked
     number = None if "=" in text else whole_number(text, words_before=False)
     if number is None:
-        raise ValueError(f"{answer!r:.60} is not one number: use the reward math, or exact for texts")
+        raise ValueError(f"the answer {answer!r:.60} is not a number: use the reward math, or exact for texts")
     return number
 
 
@@ -135,64 +140,71 @@ def whole_number(text: str, *, words_before: bool = True) -> Number | None:
     trillions. Of an equation it reads the right side if the left one is a name or a calculation. It calculates nothing:
     2^5 and 2 \\cdot 3 are no numbers.
     """
-    side = _right_side(text)
-    if side is None:
-        return None
-    text = side.strip(" ,;:'*").rstrip(".")
-    if text.startswith("(") and text.endswith(")") and text.count("(") == 1:
+    sides = _sides(text)
+    rounded = [part for part in sides if part[1] == "≈"]
+    for side, _ in (*rounded[-1:], *sides[-1:], *sides[:1]):
+        number = _number(side, words_before=words_before)
+        if number is not None and all(_is_known(other) for other, _ in sides if other is not side):
+            return number
+    return None
+
+
+def _number(text: str, *, words_before: bool) -> Number | None:
+    text = text.strip(" ,;:'*").rstrip(" .")
+    if text[:1] + text[-1:] in ("()", "[]") and not re.search(r"[()\[\]]", text[1:-1]):
         text = text[1:-1].strip()
+    elif text[-1:] in tuple(")]}") and not re.search(r"[(\[{]", text):
+        text = text[:-1].strip()
     match = _ANSWER.fullmatch(text)
     if match is None:
-        return _spelled(text)
-    before, after = _WORD.findall(match["before"].lower()), _WORD.findall(match["after"].lower())
-    if (before and not words_before) or _CHANGING.intersection(before + after):
+        return _spelled(re.sub(r" \([-0-9,.]+\)\Z", "", text)) if words_before else None
+    before, after = _WORD.findall(match["before"].lower()), _WORD.findall(match["after"])
+    if (before or match["comma"]) and not words_before:
         return None
-    if any(len(word) == 1 and word not in "ai" for word in before if word.isascii()):
-        return None
-    if any(
-        len(word) < 3 and word not in _SHORT if word.isascii() else len(word) == 1 and "Ͱ" <= word <= "Ͽ"
-        for word in after
-    ):
-        return None
-    return _value(match)
+    variables = [word for word in before if len(word) == 1 and word.isascii() and word not in "ai"]
+    variables += [word for word in after if word.isascii() and len(word) < 3 and word not in _SHORT]
+    greek = [word for word in after if len(word) == 1 and "Ͱ" <= word <= "Ͽ"]
+    return (
+        None
+        if variables or greek or _CHANGING.intersection(before + [word.lower() for word in after])
+        else _value(match)
+    )
 
 
 def is_relation(text: str) -> bool:
     """True if an answer is no expression with one value, but a list, a relation, an alternative, or has an unknown."""
-    side = _right_side(text)
-    return side is None or _RELATION.search(side) is not None
+    *left, right = _sides(text) or [(";", "")]
+    return _RELATION.search(right[0]) is not None or not all(_is_known(side) for side, _ in left)
 
 
-def _right_side(text: str) -> str | None:
-    """An answer as plain text, without the name or the calculation that it equals; None if it is another equation."""
+def _sides(text: str) -> list[tuple[str, str]]:
+    """The sides of an equation, or an answer that is none, as plain text, with the sign that follows each."""
     if len(text) > LONGEST_ANSWER:
-        return None
+        return []
     text = plain_unicode(text)
     for pattern, plain in _PLAIN:
         text = pattern.sub(plain, text)
-    *left, text = text.lstrip(" ,;:").split("=")
-    return text if all(_NAME.fullmatch(side) or not _UNKNOWN.search(side) for side in left) else None
+    parts = re.split("([=≈])", text.lstrip(" ,;:"))
+    return list(zip(parts[::2], (*parts[1::2], ""), strict=True))
+
+
+def _is_known(side: str) -> bool:
+    """True if the side of an equation is a name or a calculation, so that the other side is the answer."""
+    return _NAME.fullmatch(side) is not None or not _UNKNOWN.search(side)
 
 
 def _value(match: re.Match[str]) -> Number | None:
-    exponent = int((match["e"] or match["ten"] or match["power"] or "0")[: _LONGEST_EXPONENT + 2])
     digits = match["digits"] or match["whole"] or "1"
-    if digits.count(".") > 1:
+    if match["comma"] or re.search(r"\..*,", digits):  # a decimal comma
+        digits = digits.replace(".", "").replace(",", ".")
+    elif digits.count(".") > 1:
         digits = digits.replace(".", "")
-    digits = re.sub("[ ,_']", "", digits)
-    if len(digits) > LONGEST_NUMBER or abs(exponent) >= 10**_LONGEST_EXPONENT:
+    exponent = int(match["e"] or match["ten"] or match["power"] or 0)
+    above, below = int(match["above"] or 0), Fraction(match["below"] or match["divisor"] or 1)
+    if abs(exponent) > _LARGEST_EXPONENT or not below or (above and above >= below):
         return None
-    value = Fraction(f"{digits}e{exponent}")
-    if match["whole"] is not None:
-        above, below = int(match["above"][:LONGEST_NUMBER]), int(match["below"][:LONGEST_NUMBER])
-        if above >= below:
-            return None
-        value += Fraction(above, below)
-    elif match["divisor"] is not None:
-        divisor = Fraction(match["divisor"][:LONGEST_NUMBER])
-        if not divisor:
-            return None
-        value /= divisor
+    value = Fraction(re.sub("[ ,_']", "", digits)) * Fraction(10) ** exponent
+    value = value + above / below if match["above"] else value / below
     negative = [sign.lower() in ("-", "negative", "minus") for sign in (match["sign"], match["second_sign"])]
     value *= _SCALES.get((match["scale"] or "").lower(), 1) * (-1) ** sum(negative)
     return Number(value, bool(match["percent"]))
