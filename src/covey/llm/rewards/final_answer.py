@@ -18,9 +18,9 @@ _TAIL = 4_000  # characters at the end of a completion that are searched for an 
 
 _HASHES = re.compile(r"####[ \t]*\n?([^\n]*)")
 _HEADING = re.compile(r"[\s*_#]*[^\W\d_]{2}")
-_OPENING = r"(?:[\s*_:]|\\\[|\$\$?(?=\s))*"  # of the text or the formula after a mark
+_OPENING = r"(?:[\s*_:]|\.{2,}|\\\[|\$\$?(?=\s))*"  # of the text or the formula after a mark
 _SAID = re.compile(
-    r"\banswers?\b[\s*_\"'`]*(?:(?:to|of|for)\s[^.\n:=?]{1,60}?\s)?(?:,?\s*(?:then|therefore|thus|so|hence)\b,?\s*)?"
+    r"(?<![^\W_])answers?(?![^\W_])[\s*_\"'`]*(?:(?:to|of|for)\s[^.\n:=?]{1,60}?\s)?(?:,?\s*(?:then|therefore|thus|so|hence)\b,?\s*)?"
     r"(?:\b(?:is|are|was|equals|becomes|(?:would|should|must|will)\s+be)\b|[:=])(?:\s*(?:then|therefore|thus)\b)?"
     rf"{_OPENING}|^[\s#*_]*(?:(?:the|final)\s)*answer[\s*_]*\n{_OPENING}|\banswer\s[-–—]\s|答案\s*(?:[是为為:]|等于){_OPENING}",
     re.IGNORECASE | re.MULTILINE,
@@ -28,8 +28,8 @@ _SAID = re.compile(
 _SENTENCE_END = re.compile(r"\n|[.!?;](?=[*_$\"')`\\\]]*(?:\s(?!or\b)|\Z))|[。;]", re.IGNORECASE)
 # What follows an answer in its sentence and explains it.
 _EXPLANATION = re.compile(
-    r",\s*(?!(?:and|or)\b)(?=[^\W\d_]{2})|(?<=[\d$*]):\s|\s\((?=[^()]*[^\W\d_]{2}|[\d\s.+*/×=-]+\))"
-    r"|\s(?:—|--)|\s(?:because|since|as|so|which|that|if|when|where|while|given|but|rather|instead|not|for|from|of|in|after|by|on)\b",
+    r",\s*(?!(?:and|or)\b)(?=[^\W\d_]{2}|i\.e|e\.g)|\s[-–]\s(?=[^\W\d_]{2})|(?<=[\d$*]):\s|\s\((?=[^()]*[^\W\d_]{2}|[\d\s.+*/×=-]+\))"
+    r"|\s(?:—|--)|\s(?:because|since|as|so|which|that|if|when|where|while|given|but|rather|instead|not|for|from|of|in|after|by|on|at|during|within|among)\b",
     re.IGNORECASE,
 )
 _STATES = re.compile(r"[\d$\\]")
@@ -41,7 +41,7 @@ _SENTENCES = re.compile(
 )
 _CHECK = re.compile(
     r"\W*(?:(?:ok|okay|now|wait|and|we|to|can|let\s(?:me|us)|let's|just|quick(?:ly)?|double|cross|sanity|i)\b\W*)*"
-    r"(?:check|verif|confirm|proof\b)",
+    r"(?:check|verif|confirm|proof\b|explanation|indeed\b|(?:substituting|plugging)\s(?:it\s)?back|(?:this|that|it)\s(?:is|looks|seems)\s(?:correct|right))",
     re.IGNORECASE,
 )
 _CONCLUSION = re.compile(
@@ -50,7 +50,7 @@ _CONCLUSION = re.compile(
 )
 # Words that belong to an expression, because they change the number beside them.
 _PARTS = (
-    "or|and|to|between|either|neither|not|no|than|least|most|under|over|above|below|negative|minus|plus|times|percent"
+    "or|and|to|between|either|neither|not|than|least|most|under|over|above|below|negative|minus|plus|times|percent"
     "|percentage|pct|hundred|thousand|million|billion|trillion|squared|cubed|sqrt|root|sin|cos|tan|log|ln|exp|pi|mod"
 )
 _EXPRESSION = re.compile(
@@ -66,11 +66,23 @@ _MARKUP = re.compile(
 )
 _POWER_OF_A_UNIT = re.compile(r"(\d\s?[A-Za-z]{2,10}+)\s?\^\s?\{?-?\d\}?")
 _LABEL = re.compile(r"\W*(?:(?:step|part|problem|question)\s*)?\(?\d{1,2}[).:]\s+(?=.*\d)", re.IGNORECASE)
-_DENIED_BEFORE = re.compile(r"(?:\bnot|n't|n’t|\bnever|\bcannot)\b[\w ]{0,30}\Z", re.IGNORECASE)
-_DENIED_AFTER = re.compile(r"\W{0,3}(?:is|was|are)(?:n't| not| wrong| incorrect| false)\b", re.IGNORECASE)
-_ASIDE = re.compile(r"(?<=[\w$*.%°])\s\((?:[^()]*[^\W\d_]{2}[^()]*|[\d\s.+*/×=-]+)\)")
+_DENIED_BEFORE = re.compile(
+    r"(?:\bnot|n't|\bnever|\bcannot)\b[\w ]{0,30}\Z|(?<!add )(?<!adds )(?<!sums )\bup\Z", re.IGNORECASE
+)
+_DENIED_AFTER = re.compile(
+    r"\W{0,3}(?:(?:is|was|are|does|do|would|will|can|could)(?:n't| not)|cannot|fails|(?:is|was) (?:wrong|incorrect))\b",
+    re.IGNORECASE,
+)
+# What explains the number before it in a sentence, unless a result follows.
+_REASON = re.compile(
+    r"(?:,?\s(?:because|since|rather than|instead of)|,\s(?:not|which|when|where|attained|achieved|reached|obtained|with|i\.e))\b"
+    r"(?!.*\b(?:so|thus|hence|therefore|total|gives?|makes?|leaves?)\b)",
+    re.IGNORECASE,
+)
+_ARTICLE = re.compile(r"(?<=[\d%])\s(?:a|an|and|to)\s*\Z", re.IGNORECASE)
+_ASIDE = re.compile(r"(\d[^()]{0,40}?)\s\((?:[^()]*[^\W\d_]{2}[^()]*|[\d\s.+*/×=-]+)\)")
 
-_SIGNS = str.maketrans("−–‐‑﹣－٫٬", "------.,", "\u200b\u200e\u200f\ufeff")
+_SIGNS = str.maketrans("−–‐‑﹣－٫٬‘’“”", "------.,''\"\"", "\u200b\u200e\u200f\ufeff")
 _SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
 _OTHER_DIGIT = re.compile(r"[^\D0-9]")
 _VULGAR = re.compile(r"(?<=\d)[¼-¾⅐-⅞]")
@@ -136,8 +148,12 @@ def _last_expression(text: str) -> str | None:
             checking = False
         if not checking and not _QUESTION.search(sentence) and re.search(r"\d", sentence):
             stated = sentence
-    stated = _POWER_OF_A_UNIT.sub(r"\1", _ASIDE.sub("", _LABEL.sub("", stated))).rstrip("! ")
+    for reason in _REASON.finditer(stated):
+        if re.search(r"\d", stated[: reason.start()]):
+            stated = stated[: reason.start()]
+            break
+    stated = _POWER_OF_A_UNIT.sub(r"\1", _ASIDE.sub(r"\1", _LABEL.sub("", stated))).rstrip("! ")
     found = [match for match in _EXPRESSION.finditer(stated) if re.search(r"\d", match[0])]
     if not found or _DENIED_BEFORE.search(stated, 0, found[-1].start()) or _DENIED_AFTER.match(stated, found[-1].end()):
         return ""
-    return re.sub(r"\A[-+]\s+", "", found[-1][0].strip(" ,;:")).rstrip(".")
+    return _ARTICLE.sub("", re.sub(r"\A[-+]\s+", "", found[-1][0].strip(" ,;:"))).rstrip(".")

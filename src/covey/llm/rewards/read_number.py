@@ -33,14 +33,18 @@ _ABOVE = r"\s*(?:\{\s*([-+]?\s?[0-9.,]+)\s*\}|([0-9]))"
 _PLAIN = tuple(
     (re.compile(pattern), plain)
     for pattern, plain in (
-        (r"\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style|bf|rm|bm|boldsymbol|underline|!)(?![A-Za-z])", ""),
+        (
+            r"\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style|(?:[Ll]arg|[Hh]ug)e|LARGE|textdollar|bf|rm|bm|boldsymbol|underline|!)(?![A-Za-z])",
+            "",
+        ),
         (r"\\\\|[~&]|\\(?:therefore|Omega)\b", " "),
         (r"\\(?:[,;:> ]|q?quad\b)", " "),
         (r"(?<=[0-9])\{,\}(?=[0-9]{3}(?![0-9]))", ","),
         (r"(?<=[0-9])\{,\}", "."),
         (r"\\(?:(?:text|math)(?:bf|it|rm|normal|sf|tt)?|mbox|operatorname)\s?\{([^{}]*)\}", r" \1 "),
         (rf"\\[dtc]?frac{_ABOVE}{_ABOVE}", r" \1\2/\3\4 "),
-        (r"\\[dtc]?frac\s?\{([^{}0-9]*)\}\s?\{([^{}0-9]*)\}", r"\1/\2"),  # of units
+        (r"\^\s?\{\s?([-+]?[0-9]+)\s?\}", r"^\1"),
+        (r"\\[dtc]?frac\s?\{([^{}0-9]*(?:\^[0-9]\s?)?)\}\s?\{([^{}0-9]*(?:\^[0-9]\s?)?)\}", r"\1/\2"),  # of units
         (r"\s?\^\s?(?:\{\s?\\circ\s?\}|\\circ)|\\(?:text)?degrees?\b", "°"),
         (r"\\(?:times|cdot|ast)\b|[×·⋅∙]|(?<=[0-9])\s?x\s?(?=10\s?(?:\^|\*\*))", "*"),
         (r"\\(?:approx|simeq)\b|≃", "≈"),
@@ -48,12 +52,12 @@ _PLAIN = tuple(
         (r"(?<=[0-9])\*\*(?=[-+]?[0-9])", "^"),
         (r"\\(?=[%_#&])", ""),
         (r"\*\*|\\?\$|[`\"]|\\[()\[\]]|(?<![^\W_])_(?=[-0-9])|(?<=[0-9])_(?=\W*\Z)", " "),
-        (r"\^\s?\{\s?([-+]?[0-9]+)\s?\}", r"^\1"),
         (r"(?<![\w^_}\])\\])\{([^{}]*)\}", r"\1"),  # a group of its own
         (r"\A\s*\\\{([^,;{}]*)\\\}\s*\Z", r"\1"),  # a set of one number
         (r"\A\s*\(?[A-Ha-h]\)\s*(?=.*[0-9])", ""),  # the letter of a choice
         (r"\b([ap])\.m\.", r"\1m"),
         (r"(?<=[0-9])\s?\^\s?\{?\s?(?=(?:st|nd|rd|th)\b)|(?<=th)\s?\}", ""),
+        (r"\bup to\b", "at most"),
         (r"\s+", " "),
     )
 )
@@ -72,9 +76,9 @@ _ANSWER = re.compile(
     r"(?:(?P<whole>[0-9]++)\s(?:and\s)?(?P<above>[0-9]++)\s?/\s?(?P<below>[0-9]++)"
     r"|10\s?\^\s?(?P<power>[-+]?[0-9]++)"
     rf"|(?P<digits>(?:{_GROUPED}|[0-9]++)(?:\.[0-9]*+)?|\.[0-9]++)"
-    r"(?:\s?/\s?(?P<divisor>[-+]?[0-9]++(?:\.[0-9]++)?)|e(?P<e>[-+]?[0-9]++)|\s?\*\s?10\s?\^\s?(?P<ten>[-+]?[0-9]++))?)"
+    r"(?:\s?/\s?(?P<divisor>[-+]?[0-9]++(?:\.[0-9]++)?)|\s?e\s?(?P<e>[-+]?[0-9]++)|\s?\*\s?10\s?\^\s?(?P<ten>[-+]?[0-9]++))?)"
     r"(?:\s?(?P<scale>thousand|million|billion|trillion)\b)?\s?(?P<percent>%|per\s?cent(?:age)?\b|pct\b|)"
-    rf"(?P<after>(?:\s?(?:{_LETTERS}\.?(?:\s?\^\s?-?[0-9])?|[°%£€¥₹₩₽₪฿₫₴₦',()]|[-/*](?=\s?[^\W\d_])))*+)",
+    rf"(?P<after>(?:\s?(?:{_LETTERS}\.?(?:\s?\^\s?-?[0-9])?|[°%¢£€¥₹₩₽₪฿₫₴₦',()]|[-/*](?=\s?[^\W\d_])))*+)",
     re.IGNORECASE,
 )
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
@@ -86,9 +90,10 @@ _CHANGING = _FUNCTIONS | frozenset(
 )
 # ASCII words of one or two letters that are no product of variables: units, and words of a sentence.
 _SHORT = frozenset(
-    "a A an is am it at in by of to we he so as on pm m g s h l L N J W V K C F kg km cm mm nm mg ml mL dl cl lb oz ft "
+    "an is am it at in by of to we he so as on pm m g s h l L N J W V K C F kg km cm mm nm mg ml mL dl cl lb oz ft "
     "yd mi hr Hz pt qt ha ms ns kW kJ Pa th st nd rd cc sq cu AM PM No".split()
 )
+_OR = re.compile(r"(?<=[0-9%}$]),?\s(?:or|i\.e\.,?|that is,?)\s(?=[^\W_$\\])")
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _UNITS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -99,12 +104,14 @@ _SPELLED = {word: number for number, word in enumerate(_UNITS)} | {
     word: 10 * number for number, word in enumerate(_TENS, 2)
 }
 # The left side of "x = 5", "f(3) = 5" or "2 + 3 = 5"; of "2x = 5" and "x + 1 = 5" the number is not the answer.
-_NAME = re.compile(r"\s?\\?[A-Za-z]+'?(?:_(?:\w|\{\w*\}))?\s?(?:\([^()]*\))?\s?")
+_NAME = re.compile(r"\s?(?:m?\\angle\s?)?\\?[A-Za-z]+'?(?:_(?:\w|\{\w*\}))?\s?(?:\([^()]*\))?\s?")
+_SEVERAL = re.compile(r"(?<![0-9]),|,(?![0-9]{3})|[;<>±≠≤≥]|!\s?\Z|\b(?:or|and)\b")
 _UNKNOWN = re.compile(
-    r"(?<![0-9]),|,(?![0-9]{3})|[;<>±≠≤≥]|!\s?\Z|\bor\b|[0-9][A-Za-z\\]|(?<![A-Za-z\\])(?!(?<=[0-9]\s)[mghsL])[A-Za-z](?![A-Za-z])|\\(?!angle|sqrt|frac)"
+    rf"{_SEVERAL.pattern}|[0-9][A-Za-z\\]|(?<![A-Za-z\\])(?!(?<=[0-9]\s)[mghsL])[A-Za-z](?![A-Za-z])"
+    r"|\\(?!angle|sqrt|frac)"
 )
 _RELATION = re.compile(
-    r"(?<![0-9]),|,(?![0-9])|[;<>±≠≤≥\[\]?]|[0-9]\s?:|\\(?:[lg]eq?|[lg]t|n?eq?|pm|mp|in|to|cup|cap|langle|begin|[{}])(?![A-Za-z])"
+    r"(?<![0-9]),|,(?![0-9])|[;<>±≠≤≥\[\]?]|[0-9]\s?[:_]|\\(?:[lg]eq?|[lg]t|n?eq?|pm|mp|in|to|cup|cap|langle|begin|[{}])(?![A-Za-z])"
     rf"|\b(?:{'|'.join((_CHANGING | {'and', 'to'}) - _FUNCTIONS)})\b"
     r"|(?<![A-Za-z\\])[a-df-hj-zA-DF-Z](?![A-Za-z])"
     rf"|[0-9]\s?(?:(?!(?:{'|'.join(_FUNCTIONS)})\b)[^\W\d_]{{2,}}\s)+[0-9]",
@@ -140,11 +147,17 @@ def whole_number(text: str, *, words_before: bool = True) -> Number | None:
     trillions. Of an equation it reads the right side if the left one is a name or a calculation. It calculates nothing:
     2^5 and 2 \\cdot 3 are no numbers.
     """
+    alternatives = [_stated(part, words_before) for part in _OR.split(text, 3)]
+    first = alternatives[0]
+    return first if first and all(other and other.equals(first) for other in alternatives) else None
+
+
+def _stated(text: str, words_before: bool) -> Number | None:
     sides = _sides(text)
     rounded = [part for part in sides if part[1] == "≈"]
     for side, _ in (*rounded[-1:], *sides[-1:], *sides[:1]):
         number = _number(side, words_before=words_before)
-        if number is not None and all(_is_known(other) for other, _ in sides if other is not side):
+        if number is not None and _are_known([other for other, _ in sides if other is not side]):
             return number
     return None
 
@@ -174,7 +187,7 @@ def _number(text: str, *, words_before: bool) -> Number | None:
 def is_relation(text: str) -> bool:
     """True if an answer is no expression with one value, but a list, a relation, an alternative, or has an unknown."""
     *left, right = _sides(text) or [(";", "")]
-    return _RELATION.search(right[0]) is not None or not all(_is_known(side) for side, _ in left)
+    return _RELATION.search(right[0]) is not None or not _are_known([side for side, _ in left])
 
 
 def _sides(text: str) -> list[tuple[str, str]]:
@@ -188,9 +201,10 @@ def _sides(text: str) -> list[tuple[str, str]]:
     return list(zip(parts[::2], (*parts[1::2], ""), strict=True))
 
 
-def _is_known(side: str) -> bool:
-    """True if the side of an equation is a name or a calculation, so that the other side is the answer."""
-    return _NAME.fullmatch(side) is not None or not _UNKNOWN.search(side)
+def _are_known(sides: Sequence[str]) -> bool:
+    """True if the other sides of an equation are names or calculations, so that this side is the answer."""
+    named = sides and _NAME.fullmatch(sides[0])  # P = 4s = 36
+    return all(_NAME.fullmatch(side) or not (_SEVERAL if named else _UNKNOWN).search(side) for side in sides)
 
 
 def _value(match: re.Match[str]) -> Number | None:
