@@ -1,9 +1,9 @@
 """Finds the answer that a completion states, in a time bounded by the length of the completion.
 
-The first of these that a completion has: `\\boxed{5}`, `<answer>5</answer>`, `#### 5`, "the answer is 5"; of each the last
-one. Without a mark the answer is the last expression with a digit, of the last sentence that is neither a question nor a
-check of the answer. An expression has all that stands around its number and could change it: "42 or 43", "x > 42", "(1,
-42)" are expressions. What precedes `</think>` is not read.
+It is the first of these that the completion has, each at its last occurrence: `\\boxed{5}`, `<answer>5</answer>`,
+`#### 5`, "the answer is 5". Without a mark it is the last expression with a digit in the last sentence that is neither a
+question nor a check of the answer. An expression includes all around its number that could change it, so "42 or 43",
+"x > 42" and "(1, 42)" are expressions. Text before `</think>` is not read.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ _HASHES = re.compile(r"####[ \t]*\n?([^\n]*)")
 _HEADING = re.compile(r"[\s*_#]*[^\W\d_]{2}")
 _OPENING = r"(?:[\s*_:]|\.{2,}|\\\[|\$\$?(?=\s))*"  # of the text or the formula after a mark
 _SAID = re.compile(
-    r"(?<![^\W_])answers?(?![^\W_])[\s*_\"'`]*(?:(?:to|of|for)\s[^.\n:=?]{1,60}?\s)?(?:,?\s*(?:then|therefore|thus|so|hence)\b,?\s*)?"
+    r"(?<![^\W_])answers?(?![^\W_])[\s*_\"'`]*(?:(?:to|of|for)\s[^.\n:=?]{1,60}?\s)?"
+    r"(?:,?\s*(?:then|therefore|thus|so|hence)\b,?\s*)?"
     r"(?:\b(?:is|are|was|equals|becomes|(?:would|should|must|will)\s+be)\b|[:=])(?:\s*(?:then|therefore|thus)\b)?"
-    rf"{_OPENING}|^[\s#*_]*(?:(?:the|final)\s)*answer[\s*_]*\n{_OPENING}|\banswer\s[-–—]\s|答案\s*(?:[是为為:]|等于){_OPENING}",
+    rf"{_OPENING}|^[ \t#*_]*(?:(?:the|final)\s)*answer[\s*_]*\n{_OPENING}|\banswer\s[-–—]\s"
+    rf"|答案\s*(?:[是为為:]|等于){_OPENING}",
     re.IGNORECASE | re.MULTILINE,
 )
 _SENTENCE_END = re.compile(r"\n|[.!?;](?=[*_$\"')`\\\]]*(?:\s(?!or\b)|\Z))|[。;]", re.IGNORECASE)
 # What follows an answer in its sentence and explains it.
 _EXPLANATION = re.compile(
-    r",\s*(?!(?:and|or)\b)(?=[^\W\d_]{2}|i\.e|e\.g)|\s[-–]\s(?=[^\W\d_]{2})|(?<=[\d$*]):\s|\s\((?=[^()]*[^\W\d_]{2}|[\d\s.+*/×=-]+\))"
-    r"|\s(?:—|--)|\s(?:because|since|as|so|which|that|if|when|where|while|given|but|rather|instead|not|for|from|of|in|after|by|on|at|during|within|among)\b",
+    r",\s*(?!(?:and|or)\b)(?=[^\W\d_]{2}|i\.e|e\.g)|\s-\s(?=[^\W\d_]{2})|\s(?:—|--)|(?<=[\d$*]):\s"
+    r"|\s\((?=[^()]*[^\W\d_]{2}|[\d\s.+*/×=-]+\))"
+    r"|\s(?:because|since|as|so|which|that|if|when|where|while|given|but|rather|instead|not|for|from|of|in|after|by|on|at"
+    r"|during|within|among)\b",
     re.IGNORECASE,
 )
 _STATES = re.compile(r"[\d$\\]")
@@ -62,10 +66,11 @@ _EXPRESSION = re.compile(
 )
 _QUESTION = re.compile(r"(?<!, right)(?<!, correct)\?\Z")  # "25, right?" states 25
 _MARKUP = re.compile(
-    r"</?[A-Za-z]{1,10}\s?/?>|\\(?:boxed|fbox)\s*\{\s*\}|\\(?:begin|end)\{(?:align|equation|gather|split|multline)\w*\*?\}"
+    r"</?[A-Za-z]{1,10}\s?/?>|\\(?:boxed|fbox)\s*\{\s*\}"
+    r"|\\(?:begin|end)\{(?:align|equation|gather|split|multline)\w*\*?\}"
 )
 _POWER_OF_A_UNIT = re.compile(r"(\d\s?[A-Za-z]{2,10}+)\s?\^\s?\{?-?\d\}?")
-_LABEL = re.compile(r"\W*(?:(?:step|part|problem|question)\s*)?\(?\d{1,2}[).:]\s+(?=.*\d)", re.IGNORECASE)
+_LABEL = re.compile(r"\A\W*(?:(?:step|part|problem|question)\s*)?\(?\d{1,2}[).:]\s+(?=.*\d)", re.IGNORECASE)
 _DENIED_BEFORE = re.compile(
     r"(?:\bnot|n't|\bnever|\bcannot)\b[\w ]{0,30}\Z|(?<!add )(?<!adds )(?<!sums )\bup\Z", re.IGNORECASE
 )
@@ -75,10 +80,13 @@ _DENIED_AFTER = re.compile(
 )
 # What explains the number before it in a sentence, unless a result follows.
 _REASON = re.compile(
-    r"(?:,?\s(?:because|since|rather than|instead of)|,\s(?:not|which|when|where|attained|achieved|reached|obtained|with|i\.e))\b"
+    r"(?:,?\s(?:because|since|rather than|instead of)"
+    r"|,\s(?:not|which|when|where|attained|achieved|reached|obtained|with|i\.e))\b"
     r"(?!.*\b(?:so|thus|hence|therefore|total|gives?|makes?|leaves?)\b)",
     re.IGNORECASE,
 )
+_DIGIT = re.compile(r"\d")
+_DASH = re.compile(r"\A[-+]\s+")  # of a list
 _ARTICLE = re.compile(r"(?<=[\d%])\s(?:a|an|and|to)\s*\Z", re.IGNORECASE)
 _ASIDE = re.compile(r"(\d[^()]{0,40}?)\s\((?:[^()]*[^\W\d_]{2}[^()]*|[\d\s.+*/×=-]+)\)")
 
@@ -105,7 +113,7 @@ def final_answer(text: str, *, unmarked: bool = True) -> str | None:
 
 
 def plain_unicode(text: str) -> str:
-    """The text with the digits, signs, spaces and punctuation of ASCII, powers as ^2 and ½ as 1/2."""
+    """The text with digits, signs, spaces and punctuation of ASCII, powers as ^2 and ½ as 1/2."""
     if text.isascii():
         return text
     text = _SUPERSCRIPT.sub(lambda match: f"^{unicodedata.normalize('NFKC', match[0])} ", text.translate(_SIGNS))
@@ -137,23 +145,29 @@ def _clause(sentence: str) -> str:
 
 
 def _last_expression(text: str) -> str | None:
-    """The last expression with a digit of the last sentence that states one; empty if there is none, None if there is no digit."""
-    if not re.search(r"\d", text):
+    """The last expression with a digit; empty if no sentence states one, None if the text has no digit."""
+    if not _DIGIT.search(text):
         return None
+    stated = _last_statement(_MARKUP.sub("\n", text))
+    for reason in _REASON.finditer(stated):
+        if _DIGIT.search(stated, 0, reason.start()):
+            stated = stated[: reason.start()]
+            break
+    stated = _POWER_OF_A_UNIT.sub(r"\1", _ASIDE.sub(r"\1", _LABEL.sub("", stated))).rstrip("! ")
+    found = [match for match in _EXPRESSION.finditer(stated) if _DIGIT.search(match[0])]
+    if not found or _DENIED_BEFORE.search(stated, 0, found[-1].start()) or _DENIED_AFTER.match(stated, found[-1].end()):
+        return ""
+    return _ARTICLE.sub("", _DASH.sub("", found[-1][0].strip(" ,;:"))).rstrip(".")
+
+
+def _last_statement(text: str) -> str:
+    """The last sentence with a digit that is neither a question nor a check of the answer."""
     stated, checking = "", False
-    for sentence in _SENTENCES.split(_MARKUP.sub("\n", text)):
+    for sentence in _SENTENCES.split(text):
         if _CHECK.match(sentence):
             checking = bool(stated)
         elif _CONCLUSION.match(sentence):
             checking = False
-        if not checking and not _QUESTION.search(sentence) and re.search(r"\d", sentence):
+        if not checking and not _QUESTION.search(sentence) and _DIGIT.search(sentence):
             stated = sentence
-    for reason in _REASON.finditer(stated):
-        if re.search(r"\d", stated[: reason.start()]):
-            stated = stated[: reason.start()]
-            break
-    stated = _POWER_OF_A_UNIT.sub(r"\1", _ASIDE.sub(r"\1", _LABEL.sub("", stated))).rstrip("! ")
-    found = [match for match in _EXPRESSION.finditer(stated) if re.search(r"\d", match[0])]
-    if not found or _DENIED_BEFORE.search(stated, 0, found[-1].start()) or _DENIED_AFTER.match(stated, found[-1].end()):
-        return ""
-    return _ARTICLE.sub("", re.sub(r"\A[-+]\s+", "", found[-1][0].strip(" ,;:"))).rstrip(".")
+    return stated

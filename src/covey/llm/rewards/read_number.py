@@ -66,7 +66,8 @@ _PLAIN = tuple(
 
 _GROUPED = (
     r"[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9])|[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9.])"
-    r"|[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]{1,2}(?![0-9])|(?P<comma>[0-9]++,[0-9]{1,2}(?![0-9]))|[0-9]{1,3}(?P<gap>[ _'])[0-9]{3}(?:(?P=gap)[0-9]{3})*(?![0-9])"
+    r"|[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]{1,2}(?![0-9])|(?P<comma>[0-9]++,[0-9]{1,2}(?![0-9]))"
+    r"|[0-9]{1,3}(?P<gap>[ _'])[0-9]{3}(?:(?P=gap)[0-9]{3})*(?![0-9])"
 )
 _CURRENCY = r"(?:[£€¥₹₩₽₪฿₫₴₦]|(?:US|USD|EUR|GBP|JPY|CNY|INR|CHF|CAD|AUD|Rs\.?)(?![A-Za-z]))"
 _LETTERS = r"[^\W\d_]++"
@@ -83,23 +84,127 @@ _ANSWER = re.compile(
 )
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 # Words that make another number, or no single number, of the one beside them.
-_FUNCTIONS = frozenset("sqrt root sin cos tan log ln exp pi".split())
+_FUNCTIONS = frozenset(["sqrt", "root", "sin", "cos", "tan", "log", "ln", "exp", "pi"])
 _CHANGING = _FUNCTIONS | frozenset(
-    "or not between either neither than least most under over above below half double twice hundred infinity plus "
-    "squared cubed factorial mod 或".split()
+    [
+        "or",
+        "not",
+        "between",
+        "either",
+        "neither",
+        "than",
+        "least",
+        "most",
+        "under",
+        "over",
+        "above",
+        "below",
+        "half",
+        "double",
+        "twice",
+        "hundred",
+        "infinity",
+        "plus",
+        "squared",
+        "cubed",
+        "factorial",
+        "mod",
+        "或",
+    ]
 )
 # ASCII words of one or two letters that are no product of variables: units, and words of a sentence.
 _SHORT = frozenset(
-    "an is am it at in by of to we he so as on pm m g s h l L N J W V K C F kg km cm mm nm mg ml mL dl cl lb oz ft "
-    "yd mi hr Hz pt qt ha ms ns kW kJ Pa th st nd rd cc sq cu AM PM No".split()
+    [
+        "an",
+        "is",
+        "am",
+        "it",
+        "at",
+        "in",
+        "by",
+        "of",
+        "to",
+        "we",
+        "he",
+        "so",
+        "as",
+        "on",
+        "pm",
+        "m",
+        "g",
+        "s",
+        "h",
+        "l",
+        "L",
+        "N",
+        "J",
+        "W",
+        "V",
+        "K",
+        "C",
+        "F",
+        "kg",
+        "km",
+        "cm",
+        "mm",
+        "nm",
+        "mg",
+        "ml",
+        "mL",
+        "dl",
+        "cl",
+        "lb",
+        "oz",
+        "ft",
+        "yd",
+        "mi",
+        "hr",
+        "Hz",
+        "pt",
+        "qt",
+        "ha",
+        "ms",
+        "ns",
+        "kW",
+        "kJ",
+        "Pa",
+        "th",
+        "st",
+        "nd",
+        "rd",
+        "cc",
+        "sq",
+        "cu",
+        "AM",
+        "PM",
+        "No",
+    ]
 )
 _OR = re.compile(r"(?<=[0-9%}$]),?\s(?:or|i\.e\.,?|that is,?)\s(?=[^\W_$\\])")
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_UNITS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_UNITS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _SPELLED = {word: number for number, word in enumerate(_UNITS)} | {
     word: 10 * number for number, word in enumerate(_TENS, 2)
 }
@@ -142,10 +247,13 @@ def right_number(answer: str) -> Number:
 def whole_number(text: str, *, words_before: bool = True) -> Number | None:
     """The number that a text is as a whole; None if it is anything else, such as two numbers or an expression.
 
-    Accepts LaTeX and Markdown, separators of thousands, decimals, signs, currencies, fractions such as 7/2, \\frac{7}{2}
-    and 3 1/2, exponents such as 1.5e3 and 1.5 \\times 10^3, percent, degrees, units and words, and English words up to
-    trillions. Of an equation it reads the right side if the left one is a name or a calculation. It calculates nothing:
-    2^5 and 2 \\cdot 3 are no numbers.
+    Accepts LaTeX and Markdown, separators of thousands, decimals, signs, currencies, fractions such as 7/2,
+    \\frac{7}{2} and 3 1/2, exponents such as 1.5e3 and 1.5 \\times 10^3, percent, degrees, units and words beside the
+    number, and numbers in English words. Of an equation it reads one side if the others are names or calculations. It
+    computes nothing: 2^5 and 2 \\cdot 3 are no numbers.
+
+    Args:
+        words_before: False to refuse words before the number, as in "Room 7", numbers in words, and decimal commas.
     """
     alternatives = [_stated(part, words_before) for part in _OR.split(text, 3)]
     first = alternatives[0]
