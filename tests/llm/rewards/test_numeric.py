@@ -9,7 +9,7 @@ def test_numeric_compares_exactly():
     assert numeric(["0.3", "0.30000000000000004", "3e-1"], answer=["0.3", "0.3", 0.3]) == [1, 0, 1]
     assert numeric(["1/3", "0.3333333333333333"], answer=["1/3", "1/3"]) == [1, 0]
     assert numeric([str(2**60 + 1)], answer=[2**60]) == [0]  # equal as floats
-    assert numeric(["six"], answer=["6"]) == [0]
+    assert numeric(["six", "sick"], answer=["6", "6"]) == [1, 0]
     assert numeric(["72"], answer=["48 / 2 = <<48/2=24>>24\n#### 72"]) == [1]
     assert numeric([[{"role": "assistant", "content": "5"}]], answer_column="gold", gold=["5"]) == [1]
 

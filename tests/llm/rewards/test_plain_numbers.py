@@ -1,54 +1,11 @@
 """The exact verdicts on plain numbers, which come before math-verify."""
 
-from fractions import Fraction
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.llm.rewards.math import math_equal
-from covey.llm.rewards.plain_numbers import plain_number, plain_verdicts
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("57", 57),
-        (" -57 ", -57),
-        ("− 57", -57),
-        ("+5", 5),
-        ("1,234", 1234),
-        ("1,234,567.5", Fraction(2469135, 2)),
-        ("0.1", Fraction(1, 10)),
-        (".5", Fraction(1, 2)),
-        ("5.", 5),
-        ("007", 7),
-        ("3/4", Fraction(3, 4)),
-        ("-3 / 4", Fraction(-3, 4)),
-        ("\\frac{3}{4}", Fraction(3, 4)),
-        ("-\\dfrac{ 3 }{4}.", Fraction(-3, 4)),
-        ("$57$", 57),
-        ("$ \\frac{1}{2} $", Fraction(1, 2)),
-        ("", None),
-        ("$", None),
-        ("$$", None),
-        ("1,2", None),  # two numbers, or a decimal comma
-        ("1,23,456", None),
-        ("1234,567", None),
-        ("5/0", None),
-        ("\\frac{1}{0}", None),
-        ("50%", None),
-        ("$5", None),
-        ("x", None),
-        ("5 6", None),
-        ("1e3", None),  # 1 times e times 3 in LaTeX
-        ("2^5", None),
-        ("2\\frac{1}{2}", None),
-        ("9" * 101, None),
-    ],
-)
-def test_plain_number(text, number):
-    assert plain_number(text) == number
+from covey.llm.rewards.plain_numbers import plain_verdicts
 
 
 @pytest.mark.parametrize(
@@ -69,12 +26,14 @@ def test_plain_number(text, number):
         ("\\boxed{0.51}", "\\frac{1}{2}", 0),
         ("\\boxed{0.333333}", "\\frac{1}{3}", None),  # equal after rounding: for math-verify to decide
         ("\\boxed{0.333}", "\\frac{1}{3}", 0),
-        ("47 + 10 = 57", "57", None),
-        ("The answer is 57 apples", "57", None),
-        ("The answer is 3x", "3", None),
-        ("The answer is 57. Or 58.", "57", None),
-        ("\\boxed{57x}", "57", None),
-        ("\\boxed{x}", "57", None),
+        ("47 + 10 = 57", "57", 1),
+        ("The answer is 57 apples", "57", 1),
+        ("The answer is 3x", "3", 0),
+        ("The answer is 57. Or 58.", "57", 0),
+        ("\\boxed{57x}", "57", 0),
+        ("\\boxed{x}", "57", 0),
+        ("\\boxed{50 + 7}", "57", None),  # math-verify computes
+        ("\\boxed{\\sqrt{9}}", "3", None),
         ("57", "x", None),
         ("", "57", None),
     ],

@@ -20,14 +20,14 @@ from covey.llm.rewards.read_number import read_number
         ("-57", -57),
         ("−57", -57),  # Unicode minus
         ("x=-5", -5),
-        ("47-38", 38),  # a difference, not a negative number
-        ("(3)-4", 4),
-        ("-3-4", 4),
-        ("5-", 5),
+        ("47-38", None),  # a difference: nothing is computed
+        ("(3)-4", None),
+        ("-3-4", None),
+        ("5-", None),
         ("1,234", 1234),
         ("1,234,567.5", Fraction(2469135, 2)),
-        ("1,2,34", 34),  # a list
-        ("12,34", 34),
+        ("1,2,34", None),  # a list
+        ("12,34", Fraction(617, 50)),
         ("1{,}000", 1000),
         ("0.1", Fraction(1, 10)),
         (".5", Fraction(1, 2)),
@@ -38,7 +38,7 @@ from covey.llm.rewards.read_number import read_number
         ("$5.00", 5),
         ("-$5", -5),
         ("$-5$", -5),
-        ("20 - $5", 5),
+        ("20 - $5", None),
         ("1.5e3", 1500),
         ("2 eggs", 2),
         ("50%", 50),
@@ -49,13 +49,13 @@ from covey.llm.rewards.read_number import read_number
         # fractions with signs, mixed numbers
         ("-\\frac{1}{2}", Fraction(-1, 2)),
         ("\\frac{-1}{2}", Fraction(-1, 2)),
-        ("3-\\frac{1}{2}", Fraction(1, 2)),
-        ("x\\frac{1}{2}", Fraction(1, 2)),
+        ("3-\\frac{1}{2}", None),
+        ("x\\frac{1}{2}", None),
         ("\\tfrac12", Fraction(1, 2)),
         ("2\\frac{1}{2}", Fraction(5, 2)),
         ("-2 1/2", Fraction(-5, 2)),
-        ("2 3/2", Fraction(3, 2)),  # two numbers
-        ("1,234 1/2", Fraction(1, 2)),
+        ("2 3/2", None),  # two numbers
+        ("1,234 1/2", None),
         # powers and roots
         ("1.5 \\times 10^{3}", 1500),
         ("1.5×10⁻³", Fraction(3, 2000)),
@@ -65,31 +65,31 @@ from covey.llm.rewards.read_number import read_number
         ("2^5", None),
         ("2**5", None),
         ("(-2)^3", None),
-        ("10⁵", None),
+        ("10⁵", 100_000),
         ("2\\sqrt{3}", None),
         ("\\sqrt[3]{8} = 2", 2),
         ("2^5 = 32", 32),
         ("**57**", 57),
-        ("x^2 = 16", 16),
+        ("x^2 = 16", None),
         ("5 cm^2", 5),
         ("5 m²", 5),
         ("\\boxed{5\\text{ cm}^{2}}", 5),
         ("\\boxed{\\text{5 apples}}", 5),
-        ("5\\text{ and }-3", -3),
+        ("5\\text{ and }-3", None),
         # other scripts
         ("‑５７", -57),
         ("٥٧", 57),
         ("1\u202f234\u00a0567", 1234567),
-        ("12\u00a034", 34),
+        ("12\u00a034", None),
         ("9" * 5000, None),  # int() itself refuses this one
         # what is marked as the answer goes first
         ("\\boxed{5} and 6", 5),
         ("\\boxed{4} \\boxed{5}", 5),
         ("\\boxed{\\frac{1}{2}}", Fraction(1, 2)),
-        ("\\boxed{5\\text{ m in 2 s}} 7", 5),
+        ("\\boxed{5\\text{ m in 2 s}} 7", None),
         ("\\boxed{x = 5} 7", 5),
         ("\\boxed{5", 5),
-        ("\\boxed{none} 6", 6),
+        ("\\boxed{none} 6", None),
         ("<answer> 5 </answer> 6", 5),
         ("#### 1,200\nthat is 3", 1200),
         ("12 / 2 = <<12/2=6>>6\n#### 6", 6),
@@ -100,26 +100,28 @@ from covey.llm.rewards.read_number import read_number
         ("answer is 3/4 of 8", Fraction(3, 4)),
         ("The answer is 4. No: the answer is 5! 6", 5),
         ("The answer is 47 + 10 = 57", 57),  # not 47
-        ("The answer is 120 + 3", 3),  # not 12 or 120
+        ("The answer is 120 + 3", None),  # not 3, 12 or 120
         ("The answer is\n\\[ 15 \\]", 15),
     ],
 )
 def test_read_number(text, number):
-    assert read_number(text) == number
+    read = read_number(text)
+    assert (read and read.value) == number
 
 
-@given(st.integers(-(10**18), 10**18), st.text("abc .,:;=()\n", max_size=5), st.sampled_from(["{}", "{:,}", "+{}"]))
+@given(st.integers(-(10**18), 10**18), st.text("abc .:;\n", max_size=5), st.sampled_from(["{}", "{:,}", "+{}"]))
 def test_any_integer_is_read_from_any_sentence(number, words, style):
     if style == "+{}" and number < 0:
         style = "{}"
     written = style.format(number)
-    assert read_number(f"7 8{words} {written}") == number
-    assert read_number(f"{written.replace('-', '−')} {words.replace('.', '').replace(',', '')} \\boxed{{}}") == number
+    assert read_number(f"7 8 so{words} it is {written}").value == number
+    assert read_number(f"7 8 so{words} it is {written.replace('-', '−')} \\boxed{{}}").value == number
+    assert read_number(f"\\boxed{{{written}}} {words} 9").value == number
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6, min_value=-(10**9), max_value=10**9))
 def test_decimals_are_read_exactly(number):
-    assert read_number(f"so it is {number:f}!") == Fraction(number)
+    assert read_number(f"so it is {number:f}!").value == Fraction(number)
 
 
 HOSTILE = [

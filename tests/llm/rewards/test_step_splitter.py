@@ -442,7 +442,7 @@ def test_right_lines_earn_every_step():
     text = "\n".join(f"= {total}" for total in start.columns["totals"])
     (paid,) = step_numbers([text], [text.split("\n")], answer_column="totals", totals=[start.columns["totals"]])
     assert paid == [1, 1, 1]
-    assert read_number(text) == int(start.columns["answer"])
+    assert read_number(text).value == int(start.columns["answer"])
 
 
 # ---- what a recipe may say ----

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
-from covey.llm.rewards.read_number import number_pairs
+from covey.llm.rewards.read_number import Number, number_pairs
 
 
 def digits(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
@@ -18,14 +17,14 @@ def digits(completions: Sequence[Any], *, answer_column: str = "answer", **colum
     with `numeric`, which remains the score.
 
     Raises:
-        ValueError: if the column is missing or an answer has no number.
+        ValueError: if the column is missing or an answer is not one number.
     """
     return [_right_places(given, right) for given, right in number_pairs(completions, answer_column, columns)]
 
 
-def _right_places(given: Fraction | None, right: Fraction) -> float:
+def _right_places(given: Number | None, right: Number) -> float:
     if given is None:
         return 0.0
-    ours, theirs = str(abs(given))[::-1], str(abs(right))[::-1]
-    same = sum(a == b for a, b in zip(ours, theirs, strict=False)) + ((given < 0) == (right < 0))
+    ours, theirs = str(abs(given.value))[::-1], str(abs(right.value))[::-1]
+    same = sum(a == b for a, b in zip(ours, theirs, strict=False)) + ((given.value < 0) == (right.value < 0))
     return same / (1 + max(len(ours), len(theirs)))

@@ -12,12 +12,28 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from math_verify import parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from covey.llm.rewards.answer_text import column_of, completion_text, marked_answer
+from covey.llm.rewards.answer_text import column_of, completion_text
+from covey.llm.rewards.final_answer import final_answer
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off
 
+_WHOLE = (LatexExtractionConfig(),)  # a stated answer is parsed as a whole, not searched for a number
+_COMMANDS = str.maketrans(
+    {
+        "π": "\\pi ",
+        "∞": "\\infty ",
+        "√": "\\sqrt ",
+        "≤": "\\leq ",
+        "≥": "\\geq ",
+        "±": "\\pm ",
+        "·": "\\cdot ",
+        "×": "\\times ",
+        "∪": "\\cup ",
+    }
+)
+_SEARCHED = (LatexExtractionConfig(), ExprExtractionConfig())
 
 # Builds the tables of the parser, so that the deadline of the first answer does not include it.
 verify(*map(partial(parse, parsing_timeout=None), ("$\\frac{x}{2}$", "$\\boxed{0.5x}$")), timeout_seconds=None)
@@ -41,12 +57,12 @@ def math_equal(completions: Sequence[Any], *, answer_column: str = "answer", **c
 
 
 def _equal(text: str, answer: str) -> float:
-    gold_text = marked_answer(answer)
+    gold_text = final_answer(answer, unmarked=False)
     gold = _parsed(_as_latex(answer if gold_text is None else gold_text))
     if not gold:
         raise ValueError(f"the answer {answer!r:.60} is no mathematics; use the exact reward for texts")
-    marked = marked_answer(text)
-    given = _parsed(text if marked is None else _as_latex(marked))
+    stated = final_answer(text)
+    given = _parsed(text, _SEARCHED) if stated is None else _parsed(_as_latex(stated))
     return float(any(_same(*pair) for pair in product(gold, given)))
 
 
@@ -60,10 +76,10 @@ def _same(gold: Any, given: Any) -> bool:
         return False
 
 
-def _parsed(text: str) -> list[Any]:
+def _parsed(text: str, forms: Sequence[Any] = _WHOLE) -> list[Any]:
     """The expressions in a text; empty if there are none."""
     try:
-        found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+        found: list[Any] = parse(text, forms, parsing_timeout=None, raise_on_error=True)
     except MemoryError:
         raise
     except Exception:
@@ -72,5 +88,6 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _as_latex(text: str) -> str:
-    """A marked answer as math-verify finds it, in `\\boxed`, unless it has math delimiters of its own."""
+    """An answer as math-verify finds it, in `\\boxed`, unless it has math delimiters of its own."""
+    text = text.translate(_COMMANDS)
     return text if any(mark in text for mark in ("$", "\\(", "\\[")) else f"$\\boxed{{{text}}}$"

@@ -9,10 +9,10 @@ from covey.llm.rewards.read_number import number_pairs
 
 
 def numeric(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
-    """1 if the number in the completion (`read_number`) equals the one in the answer column exactly, else 0.
+    """1 if the number in the completion (`read_number`) is exactly the one in the answer column, else 0.
 
     Raises:
-        ValueError: if the column is missing or an answer has no number.
+        ValueError: if the column is missing or an answer is not one number.
     """
     pairs = number_pairs(completions, answer_column, columns)
-    return [float(given == right) for given, right in pairs]
+    return [float(given is not None and given.equals(right)) for given, right in pairs]

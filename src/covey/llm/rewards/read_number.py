@@ -1,135 +1,367 @@
-"""Reads the number that a text states as its answer, exactly and in a time bounded by the length of the text."""
+"""Reads the one number that an answer is, exactly and in a time bounded by the length of the text."""
 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
-from covey.llm.rewards.answer_text import column_of, completion_text, last_answer_tag, last_boxed, last_hashes
+from covey.llm.rewards.answer_text import column_of, completion_text
+from covey.llm.rewards.final_answer import LONGEST_ANSWER, final_answer, plain_unicode
 
-LONGEST_NUMBER = 100  # characters; longer numbers are not read
-LONGEST_EXPONENT = 2  # digits
+_LARGEST_EXPONENT = 99  # of ten
 
-# A sign counts only if it cannot be a minus between two numbers. Quantifiers that end in + are possessive: they do not
-# backtrack, so "12" is never matched as "1".
-_NUMBER = (
-    r"(?:(?<![A-Za-z0-9_)\]}])(?P<sign>[-+−–]))?(?P<currency>[$€£]?)(?<![A-Za-z_])(?<![0-9])"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3}){1,30}+(?![0-9])|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)"
-    r"(?P<exponent>[eE][-+−]?[0-9]++(?![A-Za-z]))?(?:/(?P<divisor>[0-9]++)(?!\.[0-9]))?"
+
+class Number(NamedTuple):
+    """The number that an answer is."""
+
+    value: Fraction
+    percent: bool = False
+
+    def equals(self, other: Number) -> bool:
+        """True if both are the same number. 50% is 50 and 0.5, because a question may ask for either."""
+        if self.percent == other.percent:
+            return self.value == other.value
+        percent, plain = (self, other) if self.percent else (other, self)
+        return plain.value in (percent.value, percent.value / 100)
+
+
+# ---- LaTeX and Markdown as plain text, in this order ----
+
+_ABOVE = r"\s*(?:\{\s*([-+]?\s?[0-9.,]+)\s*\}|([0-9]))"
+_PLAIN = tuple(
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (
+            r"\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style|(?:[Ll]arg|[Hh]ug)e|LARGE|textdollar|bf|rm|bm|boldsymbol|underline|!)(?![A-Za-z])",
+            "",
+        ),
+        (r"\\\\|[~&]|\\(?:therefore|Omega)\b", " "),
+        (r"\\(?:[,;:> ]|q?quad\b)", " "),
+        (r"(?<=[0-9])\{,\}(?=[0-9]{3}(?![0-9]))", ","),
+        (r"(?<=[0-9])\{,\}", "."),
+        (r"\\(?:(?:text|math)(?:bf|it|rm|normal|sf|tt)?|mbox|operatorname)\s?\{([^{}]*)\}", r" \1 "),
+        (rf"\\[dtc]?frac{_ABOVE}{_ABOVE}", r" \1\2/\3\4 "),
+        (r"\^\s?\{\s?([-+]?[0-9]+)\s?\}", r"^\1"),
+        (r"\\[dtc]?frac\s?\{([^{}0-9]*(?:\^[0-9]\s?)?)\}\s?\{([^{}0-9]*(?:\^[0-9]\s?)?)\}", r"\1/\2"),  # of units
+        (r"\s?\^\s?(?:\{\s?\\circ\s?\}|\\circ)|\\(?:text)?degrees?\b", "°"),
+        (r"\\(?:times|cdot|ast)\b|[×·⋅∙]|(?<=[0-9])\s?x\s?(?=10\s?(?:\^|\*\*))", "*"),
+        (r"\\(?:approx|simeq)\b|≃", "≈"),
+        (r"\\(?:pounds|euro)\b", "€"),
+        (r"(?<=[0-9])\*\*(?=[-+]?[0-9])", "^"),
+        (r"\\(?=[%_#&])", ""),
+        (r"\*\*|\\?\$|[`\"]|\\[()\[\]]|(?<![^\W_])_(?=[-0-9])|(?<=[0-9])_(?=\W*\Z)", " "),
+        (r"(?<![\w^_}\])\\])\{([^{}]*)\}", r"\1"),  # a group of its own
+        (r"\A\s*\\\{([^,;{}]*)\\\}\s*\Z", r"\1"),  # a set of one number
+        (r"\A\s*\(?[A-Ha-h]\)\s*(?=.*[0-9])", ""),  # the letter of a choice
+        (r"\b([ap])\.m\.", r"\1m"),
+        (r"(?<=[0-9])\s?\^\s?\{?\s?(?=(?:st|nd|rd|th)\b)|(?<=th)\s?\}", ""),
+        (r"\bup to\b", "at most"),
+        (r"\s+", " "),
+    )
 )
-_ANY_NUMBER = re.compile(_NUMBER)
-# "The answer is **57**", but not the 47 of "the answer is 47 + 10 = 57", which is read as its last number.
-_ANSWER_IS = re.compile(
-    r"(?i:\banswer)\W{0,4}(?:(?i:is)|:|=)[\s*_`$(\\:=]{0,10}" + _NUMBER + r"(?!\s*[-+−–*×/÷=^]\s*[0-9(])"
+
+# ---- the number, and what may stand around it ----
+
+_GROUPED = (
+    r"[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9])|[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9.])"
+    r"|[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]{1,2}(?![0-9])|(?P<comma>[0-9]++,[0-9]{1,2}(?![0-9]))"
+    r"|[0-9]{1,3}(?P<gap>[ _'])[0-9]{3}(?:(?P=gap)[0-9]{3})*(?![0-9])"
 )
-_LATEX_FRACTION = re.compile(
-    r"(?P<before>[\w)\]}]?)\\[dt]?frac\s?(?:\{\s?(?P<sign>[-−]?)\s?(?P<above>[0-9]{1,100})\s?\}|(?P<digit_above>[0-9]))"
-    r"\s?(?:\{\s?(?P<below>[0-9]{1,100})\s?\}|(?P<digit_below>[0-9]))"
+_CURRENCY = r"(?:[£€¥₹₩₽₪฿₫₴₦]|(?:US|USD|EUR|GBP|JPY|CNY|INR|CHF|CAD|AUD|Rs\.?)(?![A-Za-z]))"
+_LETTERS = r"[^\W\d_]++"
+_ANSWER = re.compile(
+    rf"(?P<before>(?:(?!negative\b|minus\b|{_CURRENCY}){_LETTERS}(?:'{_LETTERS})?[.,:]*+(?:\s|(?<=[^\x00-\x7f])))*+)"
+    rf"(?P<sign>[-+]|negative\b|minus\b|)\s?{_CURRENCY}?\s?(?P<second_sign>[-+]?)\s?"
+    r"(?:(?P<whole>[0-9]++)\s(?:and\s)?(?P<above>[0-9]++)\s?/\s?(?P<below>[0-9]++)"
+    r"|10\s?\^\s?(?P<power>[-+]?[0-9]++)"
+    rf"|(?P<digits>(?:{_GROUPED}|[0-9]++)(?:\.[0-9]*+)?|\.[0-9]++)"
+    r"(?:\s?/\s?(?P<divisor>[-+]?[0-9]++(?:\.[0-9]++)?)|\s?e\s?(?P<e>[-+]?[0-9]++)|\s?\*\s?10\s?\^\s?(?P<ten>[-+]?[0-9]++))?)"
+    r"(?:\s?(?P<scale>thousand|million|billion|trillion)\b)?\s?(?P<percent>%|per\s?cent(?:age)?\b|pct\b|)"
+    rf"(?P<after>(?:\s?(?:{_LETTERS}\.?(?:\s?\^\s?-?[0-9])?|[°%¢£€¥₹₩₽₪฿₫₴₦',()]|[-/*](?=\s?[^\W\d_])))*+)",
+    re.IGNORECASE,
 )
-_MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,100}) {1,2}([0-9]{1,100})/([0-9]{1,100})(?![0-9./])")
-_POWER_OF_TEN = re.compile(
-    r"(?<=[0-9])\s?(?:×|\\times|\\cdot|[·*x])\s?10(?:\^|\*\*)\s?\{?\s?([-+−]?[0-9]{1,3})(?![0-9])\s?\}?"
+_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
+# Words that make another number, or no single number, of the one beside them.
+_FUNCTIONS = frozenset(["sqrt", "root", "sin", "cos", "tan", "log", "ln", "exp", "pi"])
+_CHANGING = _FUNCTIONS | frozenset(
+    [
+        "or",
+        "not",
+        "between",
+        "either",
+        "neither",
+        "than",
+        "least",
+        "most",
+        "under",
+        "over",
+        "above",
+        "below",
+        "half",
+        "double",
+        "twice",
+        "hundred",
+        "infinity",
+        "plus",
+        "squared",
+        "cubed",
+        "factorial",
+        "mod",
+        "或",
+    ]
 )
-_POWER = r"\s?\^\s?(?:\{[^{}]*\}|[-+−]?[0-9]++)"
-_POWER_OF_A_UNIT = re.compile(rf"(?<=[A-Za-z]){_POWER}")
-_LATEX_TEXT = re.compile(rf"\\(?:text|mathrm|mbox)\{{([^{{}}]*)\}}(?:{_POWER})?")
-_POWER_OR_ROOT = re.compile(
-    rf"(?<![0-9.,])[0-9.,]*+(?:(?<=[0-9])(?:{_POWER}|\*\*[-+]?[0-9]++)"
-    rf"|\s?\\sqrt(?:\[[^\[\]]*\])?\s?(?:\{{[^{{}}]*\}}|[0-9]))|\([^()]*\){_POWER}"
+# ASCII words of one or two letters that are no product of variables: units, and words of a sentence.
+_SHORT = frozenset(
+    [
+        "an",
+        "is",
+        "am",
+        "it",
+        "at",
+        "in",
+        "by",
+        "of",
+        "to",
+        "we",
+        "he",
+        "so",
+        "as",
+        "on",
+        "pm",
+        "m",
+        "g",
+        "s",
+        "h",
+        "l",
+        "L",
+        "N",
+        "J",
+        "W",
+        "V",
+        "K",
+        "C",
+        "F",
+        "kg",
+        "km",
+        "cm",
+        "mm",
+        "nm",
+        "mg",
+        "ml",
+        "mL",
+        "dl",
+        "cl",
+        "lb",
+        "oz",
+        "ft",
+        "yd",
+        "mi",
+        "hr",
+        "Hz",
+        "pt",
+        "qt",
+        "ha",
+        "ms",
+        "ns",
+        "kW",
+        "kJ",
+        "Pa",
+        "th",
+        "st",
+        "nd",
+        "rd",
+        "cc",
+        "sq",
+        "cu",
+        "AM",
+        "PM",
+        "No",
+    ]
 )
-_SIGNS = str.maketrans("‐‑﹣－＋", "----+")  # hyphens and full-width signs
-_OTHER_DIGIT = re.compile(r"[^\D0-9]")
-_SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
-_THIN_SPACE = re.compile("(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))")  # between thousands
+_OR = re.compile(r"(?<=[0-9%}$]),?\s(?:or|i\.e\.,?|that is,?)\s(?=[^\W_$\\])")
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_UNITS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_SPELLED = {word: number for number, word in enumerate(_UNITS)} | {
+    word: 10 * number for number, word in enumerate(_TENS, 2)
+}
+# The left side of "x = 5", "f(3) = 5" or "2 + 3 = 5"; of "2x = 5" and "x + 1 = 5" the number is not the answer.
+_NAME = re.compile(r"\s?(?:m?\\angle\s?)?\\?[A-Za-z]+'?(?:_(?:\w|\{\w*\}))?\s?(?:\([^()]*\))?\s?")
+_SEVERAL = re.compile(r"(?<![0-9]),|,(?![0-9]{3})|[;<>±≠≤≥]|!\s?\Z|\b(?:or|and)\b")
+_UNKNOWN = re.compile(
+    rf"{_SEVERAL.pattern}|[0-9][A-Za-z\\]|(?<![A-Za-z\\])(?!(?<=[0-9]\s)[mghsL])[A-Za-z](?![A-Za-z])"
+    r"|\\(?!angle|sqrt|frac)"
+)
+_RELATION = re.compile(
+    r"(?<![0-9]),|,(?![0-9])|[;<>±≠≤≥\[\]?]|[0-9]\s?[:_]|\\(?:[lg]eq?|[lg]t|n?eq?|pm|mp|in|to|cup|cap|langle|begin|[{}])(?![A-Za-z])"
+    rf"|\b(?:{'|'.join((_CHANGING | {'and', 'to'}) - _FUNCTIONS)})\b"
+    r"|(?<![A-Za-z\\])[a-df-hj-zA-DF-Z](?![A-Za-z])"
+    rf"|[0-9]\s?(?:(?!(?:{'|'.join(_FUNCTIONS)})\b)[^\W\d_]{{2,}}\s)+[0-9]",
+    re.IGNORECASE,
+)
 
 
-def read_number(text: str) -> Fraction | None:
-    """Read the number that a text states as its answer, exactly; None if there is none.
+def read_number(text: str) -> Number | None:
+    """Read the number that a text states as its answer (`final_answer`); None if its answer is not one number."""
+    answer = final_answer(text)
+    return whole_number(text if answer is None else answer)
 
-    Forms in order of precedence, each at its last occurrence: `\\boxed{5}`, `<answer>5</answer>`, `#### 5`,
-    "answer is 5"; without any of these the last number of the text. Accepts thousands' commas and thin spaces,
-    decimals, signs (the Unicode minus too), currency signs, fractions such as 3/4, \\frac{3}{4} and 2 1/2, exponents
-    such as 1.5e3 and 1.5 \\times 10^3, and the digits of every script. Does no algebra: in "2^5" and "2\\sqrt{2}" there
-    is no number. The power of a unit does not count: in "5 cm^2" it reads 5.
+
+def right_number(answer: str) -> Number:
+    """The number that a right answer is.
+
+    Raises:
+        ValueError: if it is not one number, with what to do.
     """
-    marked = [last_boxed(text), last_answer_tag(text), last_hashes(text)]
-    for inner in marked:
-        number = _last_number(inner) if inner is not None else None
-        if number is not None:
+    marked = final_answer(answer, unmarked=False)
+    text = answer if marked is None else marked
+    number = None if "=" in text else whole_number(text, words_before=False)
+    if number is None:
+        raise ValueError(f"the answer {answer!r:.60} is not a number: use the reward math, or exact for texts")
+    return number
+
+
+def whole_number(text: str, *, words_before: bool = True) -> Number | None:
+    """The number that a text is as a whole; None if it is anything else, such as two numbers or an expression.
+
+    Accepts LaTeX and Markdown, separators of thousands, decimals, signs, currencies, fractions such as 7/2,
+    \\frac{7}{2} and 3 1/2, exponents such as 1.5e3 and 1.5 \\times 10^3, percent, degrees, units and words beside the
+    number, and numbers in English words. Of an equation it reads one side if the others are names or calculations. It
+    computes nothing: 2^5 and 2 \\cdot 3 are no numbers.
+
+    Args:
+        words_before: False to refuse words before the number, as in "Room 7", numbers in words, and decimal commas.
+    """
+    alternatives = [_stated(part, words_before) for part in _OR.split(text, 3)]
+    first = alternatives[0]
+    return first if first and all(other and other.equals(first) for other in alternatives) else None
+
+
+def _stated(text: str, words_before: bool) -> Number | None:
+    sides = _sides(text)
+    rounded = [part for part in sides if part[1] == "≈"]
+    for side, _ in (*rounded[-1:], *sides[-1:], *sides[:1]):
+        number = _number(side, words_before=words_before)
+        if number is not None and _are_known([other for other, _ in sides if other is not side]):
             return number
-    said = [match for match in map(_to_fraction, _ANSWER_IS.finditer(_plain(text))) if match is not None]
-    return said[-1] if said else _last_number(text)
+    return None
 
 
-def _last_number(text: str) -> Fraction | None:
-    last = None
-    for last in _ANY_NUMBER.finditer(_plain(text)):  # noqa: B007 -- only the last one counts
-        pass
-    return None if last is None else _to_fraction(last)
-
-
-def _plain(text: str) -> str:
-    """The text with its numbers as `_NUMBER` reads them, and without powers and roots."""
-    if not text.isascii():
-        text = _OTHER_DIGIT.sub(lambda match: str(unicodedata.decimal(match[0])), text.translate(_SIGNS))
-        text = _SUPERSCRIPT.sub(_with_caret, _THIN_SPACE.sub(",", text))
-    if "\\" in text or "{" in text:
-        text = text.replace("{,}", ",").replace("\\$", "$").replace("\\!", "").replace("\\,", "")
-        without_words = _LATEX_TEXT.sub(" ", text)
-        text = without_words if re.search("[0-9]", without_words) else _LATEX_TEXT.sub(r" \1 ", text)
-        text = _LATEX_FRACTION.sub(_slashed, text)
-    if "^" in text or "**" in text or "\\sqrt" in text:
-        text = _POWER_OR_ROOT.sub(" x ", _POWER_OF_A_UNIT.sub("", _POWER_OF_TEN.sub(r"e\1 ", text)))
-    return _MIXED.sub(_improper, text) if "/" in text else text
-
-
-def _with_caret(match: re.Match[str]) -> str:
-    return f"^{unicodedata.normalize('NFKC', match[0])} "
-
-
-def _slashed(match: re.Match[str]) -> str:
-    """A fraction of LaTeX as 3/4, apart from a letter or number before it."""
-    above, below = match["above"] or match["digit_above"], match["below"] or match["digit_below"]
-    return f"{match['before']}{match['before'] and ' '}{match['sign'] or ''}{above}/{below} "
-
-
-def _improper(match: re.Match[str]) -> str:
-    """A mixed number such as 2 1/2 as 5/2; another number before a fraction remains."""
-    whole, above, below = map(int, match.groups())
-    return f"{whole * below + above}/{below}" if above < below else match[0]
-
-
-def _to_fraction(match: re.Match[str]) -> Fraction | None:
-    digits, divisor = match["digits"].replace(",", ""), match["divisor"]
-    exponent = (match["exponent"] or "").replace("−", "-")
-    if len(digits) > LONGEST_NUMBER or len(exponent.lstrip("eE+-")) > LONGEST_EXPONENT:
+def _number(text: str, *, words_before: bool) -> Number | None:
+    text = text.strip(" ,;:'*").rstrip(" .")
+    if text[:1] + text[-1:] in ("()", "[]") and not re.search(r"[()\[\]]", text[1:-1]):
+        text = text[1:-1].strip()
+    elif text[-1:] in tuple(")]}") and not re.search(r"[(\[{]", text):
+        text = text[:-1].strip()
+    match = _ANSWER.fullmatch(text)
+    if match is None:
+        return _spelled(re.sub(r" \([-0-9,.]+\)\Z", "", text)) if words_before else None
+    before, after = _WORD.findall(match["before"].lower()), _WORD.findall(match["after"])
+    if (before or match["comma"]) and not words_before:
         return None
-    number = Fraction(int(digits)) if digits.isdecimal() and not exponent else Fraction(digits + exponent)
-    if divisor is not None:
-        if len(divisor) > LONGEST_NUMBER or not int(divisor):
+    variables = [word for word in before if len(word) == 1 and word.isascii() and word not in "ai"]
+    variables += [word for word in after if word.isascii() and len(word) < 3 and word not in _SHORT]
+    greek = [word for word in after if len(word) == 1 and "Ͱ" <= word <= "Ͽ"]
+    return (
+        None
+        if variables or greek or _CHANGING.intersection(before + [word.lower() for word in after])
+        else _value(match)
+    )
+
+
+def is_relation(text: str) -> bool:
+    """True if an answer is no expression with one value, but a list, a relation, an alternative, or has an unknown."""
+    *left, right = _sides(text) or [(";", "")]
+    return _RELATION.search(right[0]) is not None or not _are_known([side for side, _ in left])
+
+
+def _sides(text: str) -> list[tuple[str, str]]:
+    """The sides of an equation, or an answer that is none, as plain text, with the sign that follows each."""
+    if len(text) > LONGEST_ANSWER:
+        return []
+    text = plain_unicode(text)
+    for pattern, plain in _PLAIN:
+        text = pattern.sub(plain, text)
+    parts = re.split("([=≈])", text.lstrip(" ,;:"))
+    return list(zip(parts[::2], (*parts[1::2], ""), strict=True))
+
+
+def _are_known(sides: Sequence[str]) -> bool:
+    """True if the other sides of an equation are names or calculations, so that this side is the answer."""
+    named = sides and _NAME.fullmatch(sides[0])  # P = 4s = 36
+    return all(_NAME.fullmatch(side) or not (_SEVERAL if named else _UNKNOWN).search(side) for side in sides)
+
+
+def _value(match: re.Match[str]) -> Number | None:
+    digits = match["digits"] or match["whole"] or "1"
+    if match["comma"] or re.search(r"\..*,", digits):  # a decimal comma
+        digits = digits.replace(".", "").replace(",", ".")
+    elif digits.count(".") > 1:
+        digits = digits.replace(".", "")
+    exponent = int(match["e"] or match["ten"] or match["power"] or 0)
+    above, below = int(match["above"] or 0), Fraction(match["below"] or match["divisor"] or 1)
+    if abs(exponent) > _LARGEST_EXPONENT or not below or (above and above >= below):
+        return None
+    value = Fraction(re.sub("[ ,_']", "", digits)) * Fraction(10) ** exponent
+    value = value + above / below if match["above"] else value / below
+    negative = [sign.lower() in ("-", "negative", "minus") for sign in (match["sign"], match["second_sign"])]
+    value *= _SCALES.get((match["scale"] or "").lower(), 1) * (-1) ** sum(negative)
+    return Number(value, bool(match["percent"]))
+
+
+def _spelled(text: str) -> Number | None:
+    """The number of English words such as "negative twenty-one" or "two hundred and five"."""
+    sign, *words = re.split(r"[\s-]+", text.lower())
+    negative = sign in ("negative", "minus")
+    total = group = 0
+    room = 1000  # the next word of a number is smaller than the one before
+    for word in words if negative else (sign, *words):
+        if word in _SPELLED and _SPELLED[word] < room and (room > 10 or _SPELLED[word]):
+            group += _SPELLED[word]
+            room = 10 if _SPELLED[word] >= 20 else 0
+        elif word == "hundred" and 0 < group < 10:
+            group, room = 100 * group, 100
+        elif word in _SCALES and group:
+            total, group, room = total + group * _SCALES[word], 0, 1000
+        elif word != "and" or not total + group:
             return None
-        number /= int(divisor)
-    return -number if match["sign"] in ("-", "−", "–") else number
+    return Number(Fraction((total + group) * (-1) ** negative))
 
 
 def number_pairs(
     completions: Sequence[Any], answer_column: str, columns: dict[str, Any]
-) -> list[tuple[Fraction | None, Fraction]]:
+) -> list[tuple[Number | None, Number]]:
     """Pairs of the number in each completion and the right one.
 
     Raises:
-        ValueError: if the column is missing or an answer has no number.
+        ValueError: if the column is missing or an answer is not one number.
     """
-    pairs = []
-    known: dict[str, Fraction | None] = {}  # the completions of a group have the same right answer
-    for completion, answer in zip(completions, map(str, column_of(columns, answer_column)), strict=True):
-        if answer not in known:
-            known[answer] = read_number(answer)
-        right = known[answer]
-        if right is None:
-            raise ValueError(f"the {answer_column} {answer!r:.60} is not a number; use the exact reward for texts")
-        pairs.append((read_number(completion_text(completion)), right))
-    return pairs
+    answers = list(map(str, column_of(columns, answer_column)))
+    known = {answer: right_number(answer) for answer in dict.fromkeys(answers)}  # a group has one right answer
+    return [
+        (read_number(completion_text(completion)), known[answer])
+        for completion, answer in zip(completions, answers, strict=True)
+    ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
 from covey.llm.rewards.answer_text import column_of
-from covey.llm.rewards.read_number import read_number
+from covey.llm.rewards.read_number import Number, read_number, right_number
 
 
 def step_numbers(
@@ -18,20 +17,22 @@ def step_numbers(
     The column has a list of the right intermediate results. A step beyond the list gets 0.
 
     Raises:
-        ValueError: if the column is missing, or has a value that is not a list of numbers.
+        ValueError: if the column is missing, or has a value that is not a list of numbers (`right_number`).
     """
     return [
-        [float(number < len(right) and read_number(text) == right[number]) for number, text in enumerate(texts)]
+        [float(number < len(right) and _is_right(text, right[number])) for number, text in enumerate(texts)]
         for texts, right in zip(steps, map(_right_steps, column_of(columns, answer_column)), strict=True)
     ]
 
 
-def _right_steps(answers: Any) -> list[Fraction | None]:
+def _is_right(text: str, right: Number) -> bool:
+    given = read_number(text)
+    return given is not None and given.equals(right)
+
+
+def _right_steps(answers: Any) -> list[Number]:
     if not isinstance(answers, (list, tuple)):
         raise ValueError(
             f"the answer {str(answers)!r:.60} is no list: set answer_column to a column with one number for each step"
         )
-    right = [read_number(str(answer)) for answer in answers]
-    if None in right:
-        raise ValueError(f"{str(answers)!r:.60} holds something that is not a number")
-    return right
+    return [right_number(str(answer)) for answer in answers]
