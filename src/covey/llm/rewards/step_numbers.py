@@ -22,11 +22,12 @@ def step_numbers(
     """
     return [
         [float(number < len(right) and read_number(text) == right[number]) for number, text in enumerate(texts)]
-        for texts, right in zip(steps, map(_right_steps, column_of(columns, answer_column)), strict=True)
+        for texts, right in zip(steps, map(right_steps, column_of(columns, answer_column)), strict=True)
     ]
 
 
-def _right_steps(answers: Any) -> list[Fraction | None]:
+def right_steps(answers: Any) -> list[Fraction | None]:
+    """The right number of each step. Raises ValueError for an answer that is no list of numbers."""
     if not isinstance(answers, (list, tuple)):
         raise ValueError(
             f"the answer {str(answers)!r:.60} is no list: set answer_column to a column with one number for each step"

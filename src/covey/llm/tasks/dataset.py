@@ -61,6 +61,11 @@ class PromptDataset:
         rows = [different[content] for content in sorted(different, key=prompt_hash)]
         return [_start(index, row) for index, row in enumerate(rows[:count])]
 
+    @property
+    def rows(self) -> Sequence[Row]:
+        """All rows, those for training first."""
+        return [*self._training, *self._held_out]
+
     def describe(self) -> str:
         """Number of training and of held-out prompts, and their source."""
         config = self.config
@@ -142,4 +147,4 @@ def order_of_pass(seed: int, epoch: int, size: int) -> Sequence[int]:
 
 
 def _start(index: int, row: Row) -> Start:
-    return Start(index=index, prompt=row.prompt, columns=dict(row.columns))
+    return Start(index=index, prompt=row.prompt, columns=dict(row.columns), place=row.place)
