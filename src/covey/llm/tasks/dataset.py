@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.config import ConfigError, DatasetConfig, RewardConfig
+from covey.config.arrow_file import rows_as_written
 from covey.config.data_file import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
 from covey.config.fields import plural
 from covey.config.validate import check_task
@@ -127,7 +128,7 @@ class Rows(PromptDataset):
     def __init__(self, rows: Iterable[Mapping[str, Any]], held_out_fraction: float = 0.1):
         self.config = checked(DatasetConfig, {"path": "task", "held_out_fraction": held_out_fraction})
         taken = []
-        for number, record in enumerate(rows):
+        for number, record in enumerate(rows_as_written(rows)):
             place = f"task[{number}]"
             if not isinstance(record, Mapping):
                 kind = type(record).__name__
