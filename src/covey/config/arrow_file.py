@@ -17,6 +17,7 @@ from covey.config.common import ConfigError
 from covey.config.files import read_json, shortened
 
 SUFFIXES = (".parquet", ".arrow", ".feather")
+MOST_ROWS = 5_000_000
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"  # of the package datasets
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)  # datetime is a date
 
@@ -81,9 +82,12 @@ def read_arrow(path: Path, name: str, most_bytes: int) -> Iterator[tuple[int, di
     import pyarrow
 
     try:
-        number = 0
-        for file in data_files(path, name):
+        number, size, files = 0, 0, data_files(path, name)
+        check_count(sum(map(_row_count, files)), name)
+        for file in files:
             for batch in _batches(file, name, most_bytes):
+                size += batch.nbytes  # of equal values many times what they have in the file
+                _check_size(size, name, most_bytes)
                 names = batch.schema.names
                 if again := next((column for column in names if names.count(column) > 1), None):
                     raise ConfigError(f"{name}: the column {shortened(again)} is there twice")
@@ -94,6 +98,20 @@ def read_arrow(path: Path, name: str, most_bytes: int) -> Iterator[tuple[int, di
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{name} cannot be read: {reason:.150}") from error
+
+
+def check_count(rows: int, name: str) -> None:
+    """Refuse more rows than are read. Raises ConfigError."""
+    if rows > MOST_ROWS:
+        raise ConfigError(f"{name} has {rows:,} rows; at most {MOST_ROWS:,} are read: take a part of them")
+
+
+def _row_count(file: Path) -> int:
+    from pyarrow import parquet
+
+    if file.suffix.lower() == ".parquet":
+        return int(parquet.read_metadata(file).num_rows)
+    return sum(batch.num_rows for batch in _arrow_batches(file))
 
 
 def _values(batch: Any, column: str, name: str) -> list[Any]:
@@ -112,8 +130,7 @@ def _values(batch: Any, column: str, name: str) -> list[Any]:
 
 def _batches(file: Path, name: str, most_bytes: int) -> Iterator[Any]:
     """The record batches of one file."""
-    import pyarrow
-    from pyarrow import ipc, parquet
+    from pyarrow import parquet
 
     if file.suffix.lower() == ".parquet":
         with parquet.ParquetFile(file) as source:
@@ -122,6 +139,14 @@ def _batches(file: Path, name: str, most_bytes: int) -> Iterator[Any]:
             yield from source.iter_batches(1024)
         return
     _check_size(file.stat().st_size, name, most_bytes)
+    yield from _arrow_batches(file)
+
+
+def _arrow_batches(file: Path) -> Iterator[Any]:
+    """The record batches of a file that is not Parquet."""
+    import pyarrow
+    from pyarrow import ipc
+
     with pyarrow.memory_map(str(file)) as stream:
         start = stream.read(6)
         stream.seek(0)

@@ -167,10 +167,12 @@ class LLMBuilder:
             self._open.close()
             raise
         self._prompts_checked = False  # True if the lengths of the prompts were checked
-        found = find_chat(self.config.model) if isinstance(self.problem.task, PromptDataset) else None
+        found, before = find_chat(self.config.model), self.problem
         if found is not None:
             chat, model_config = found
-            self._fit_prompts(chat.with_config(config.chat), model_config, lambda text: None)
+            problem = self._fit_prompts(chat.with_config(config.chat), model_config, lambda text: None)
+            if not isinstance(problem.task, PromptDataset):  # its long prompts are noted when they are drawn in the run
+                self.problem, self._prompts_checked = before, False
 
     def _fit_prompts(self, chat: Chat, model_config: Any, note: Note) -> Problem:
         """The problem without prompts that are too long. A file's prompts are checked at once, others when drawn."""
@@ -314,7 +316,7 @@ def _loop_config(config: RunConfig) -> LoopConfig:
         group_size=build_group_size(config),
         mask_truncated=config.loss.mask_truncated,
         checkpoint_every=config.checkpoint.every,
-        iteration_steps=config.iteration.steps,
+        iteration_steps=config.iteration.steps or 0,
         decision_budget=config.token_budget or math.inf,
         patience=config.evaluation.patience or math.inf,
         keep_best=config.checkpoint.best,

@@ -71,7 +71,7 @@ def build_problem(
     if not (rewards or config.rewards or default):
         raise ConfigError("there is no reward: add a [[rewards]] table, or call run(config, rewards=[...])")
     grader = build_grader(
-        rewards or config.rewards, default, _shaping(config), config.process.boundary, config.device, config.precision
+        rewards or config.rewards, default, _shaping(config), config.process.rule, config.device, config.precision
     )
     if config.loss.credit != "outcome" and not kind.pays_steps(grader):
         grader.close()
