@@ -17,7 +17,7 @@ from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
 from covey.config.validate_collection import NOT_BY_GROUP
 from covey.data import Team
-from covey.experiment.adaptation import Adaptation, AllWeights, adapt
+from covey.experiment.adaptation import Adaptation, AllWeights, adapt, check_first_adapter
 from covey.experiment.build import (
     Experiment,
     Reward,
@@ -153,12 +153,13 @@ class LLMBuilder:
         """Build and test the task, the environment and the rewards before a model is loaded.
 
         Raises:
-            ConfigError: if the data, the task, a reward or the device is invalid.
+            ConfigError: if the data, the task, a reward, the device or the adapter is invalid.
         """
         self.config = replace(config, model=resolve_checkpoint(config.model))
         self.team = team
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
+        self._adapter_notes = check_first_adapter(self.config)
         self.kind = build_rollout_kind(config, environment)
         self._open.callback(self.kind.close)
         try:
@@ -192,7 +193,8 @@ class LLMBuilder:
 
     @property
     def notes(self) -> list[str]:
-        return [*self.problem.notes(self.config.evaluation.problems, "evaluation.problems"), *self.kind.notes()]
+        of_problem = self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
+        return [*of_problem, *self.kind.notes(), *self._adapter_notes]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
