@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from covey.config.common import ConfigError, Table, config_field
+from covey.config.common import ConfigError, config_field
 from covey.config.files import shortened
 from covey.config.llm import RunConfig
 from covey.config.validate_cluster import check_shards
@@ -36,7 +36,7 @@ class DevicesConfig:
 
 
 @dataclass(frozen=True)
-class SimulationConfig(Table):
+class SimulationConfig:
     """The run that `covey plan --cluster` simulates."""
 
     sampler_devices: tuple[int, ...] = config_field(
