@@ -18,8 +18,11 @@ from covey.config import ConfigError, DatasetConfig
 from covey.config.data_file import read_data, read_rows
 from covey.config.inputs import input_checksums
 from covey.config.recipe import config_from_dict
+from covey.config.sft import SFTConfig
+from covey.config.sft_data import read_rows as read_sft_rows
 from covey.config.validate import check_task
-from covey.llm.tasks import PromptDataset
+from covey.llm.tasks import PromptDataset, Rows
+from covey.trainers.prompts import read_prompts
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 # As verl's documentation describes a row of its Parquet files.
@@ -96,15 +99,74 @@ def test_a_row_of_verl(form: str, tmp_path: Path) -> None:
     assert row.columns["data_source"] == "openai/gsm8k"
 
 
-def test_keys_that_only_other_messages_have_are_left_out(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": CHAT, "info": {"a": 1}},
-        {"prompt": [{"role": "user", "content": "x", "name": "Ann"}], "info": {"b": 2}},
+# Rows whose objects have different keys, as tool calls, schemas and the columns of rewards have. A Parquet or Arrow
+# file stores all keys in all rows.
+def call(**arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "c", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+
+
+DIFFERENT_KEYS: list[dict[str, Any]] = [
+    {"prompt": [*CHAT, call(a="3")], "tools": [schema(a={"type": "string"})], "info": {"deep": [[{"x": 1}]]}},
+    {"prompt": [*CHAT, call(q="y")], "tools": [schema(q={"enum": ["y"]})], "info": {"deep": [[{"y": {"z": 2}}], []]}},
+    {"prompt": [*CHAT, call()], "tools": [schema(), {"type": "other"}], "info": {"other": "3", "list": ["a", None]}},
+    {"prompt": [{"role": "user", "content": "x", "name": "Ann"}], "tools": [], "info": {"deep": []}},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_that_only_other_rows_have_are_left_out_at_every_depth(form: str, tmp_path: Path) -> None:
+    read = read_rows(str(write(tmp_path / form, DIFFERENT_KEYS)))
+    assert [{"prompt": row.prompt} | row.columns for row in read] == DIFFERENT_KEYS
+    table = pyarrow.Table.from_pylist(DIFFERENT_KEYS)
+    invented = table.to_pylist()
+    assert invented != DIFFERENT_KEYS
+
+    class Features:
+        arrow_schema = table.schema
+
+    class DataSet(list[dict[str, Any]]):
+        """Behaves as a data set of the package `datasets`, which keeps its rows in Arrow."""
+
+        features = Features()
+
+    taken = [{"prompt": row.prompt} | row.columns for row in Rows(DataSet(invented)).rows]
+    assert sorted(taken, key=str) == sorted(DIFFERENT_KEYS, key=str)
+    assert [{"prompt": start.prompt} | dict(start.columns) for start in read_prompts(DataSet(invented))] == (
+        DIFFERENT_KEYS
+    )
+
+
+def test_examples_of_sft_have_no_invented_keys(tmp_path: Path) -> None:
+    rows = [{"messages": row["prompt"] + [call(b="1")], "tools": row["tools"]} for row in DIFFERENT_KEYS]
+    ours, same = (read_sft_rows(SFTConfig(), str(write(tmp_path / name, rows))) for name in ("a.parquet", "a.jsonl"))
+    assert [(one.prompt, one.completion, one.tools) for one in ours] == [
+        (one.prompt, one.completion, one.tools) for one in same
     ]
-    first, second = read_rows(str(write(tmp_path / "d.parquet", rows)))
-    assert first.prompt == CHAT
-    assert second.prompt == rows[1]["prompt"]
-    assert first.columns["info"] == {"a": 1, "b": None}
+
+
+def test_nulls_that_were_written_remain(tmp_path: Path) -> None:
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.struct([("x", pyarrow.int64()), ("y", pyarrow.int64())]))
+    table = pyarrow.table(
+        {
+            "prompt": ["a", "b"],
+            "map": pyarrow.array([{"k": {"x": 1}, "none": None}, {}], kind),
+            "column": [None, "text"],
+            "list": [[None, 1], None],
+        }
+    )
+    parquet.write_table(table, tmp_path / "d.parquet")
+    assert [row.columns for row in read_rows(str(tmp_path / "d.parquet"))] == [
+        {"map": {"k": {"x": 1}, "none": None}, "column": None, "list": [None, 1]},
+        {"map": {}, "column": "text", "list": None},
+    ]
+    twice = pyarrow.array([[("k", {"x": 1}), ("k", {"x": 2})]], kind)
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "map": twice}), tmp_path / "e.parquet")
+    with pytest.raises(ConfigError, match="the column 'map' has a value that Python cannot hold"):
+        read_rows(str(tmp_path / "e.parquet"))
 
 
 def test_dates_and_decimals_become_texts(tmp_path: Path) -> None:

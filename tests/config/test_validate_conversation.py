@@ -70,6 +70,7 @@ def test_what_cannot_work_is_refused(fields, message):
          "loss.credit is 'process', but no reward is paid by turn: use an environment with step(message)"),
         ({"loss": LossConfig(credit="process"), "algorithm": "ppo"}, "ppo already credits every token"),
         ({"process": ProcessConfig(boundary="sentence")}, "process.boundary is set, which conversations"),
+        ({"process": ProcessConfig(boundary="line")}, "process.boundary is set, which conversations"),
         ({"conversation": ConversationConfig(), "rewards": (RewardConfig(name="environment"),)},
          "the reward environment is that of a conversation's environment"),
         ({"sampling": SamplingConfig(overlong_tokens=513)}, "set it to at most 512"),

@@ -45,8 +45,8 @@ def test_fields_that_contradict_each_other(model: RewardConfig) -> None:
         validate(config(model, VERIFIER, steps=44))
     with pytest.raises(ConfigError, match=r"reference.refresh_every is set.*take it out"):
         validate(config(model, VERIFIER, reference=ReferenceConfig(refresh_every=5)))
-    with pytest.raises(ConfigError, match=r"iteration.reward_model_epochs is set, but iteration.steps is 0"):
-        validate(config(VERIFIER, iteration_steps=0, iteration={"reward_model_epochs": 2}))
+    with pytest.raises(ConfigError, match=r"iteration.reward_model_epochs is set, but iteration.steps is not"):
+        validate(config(VERIFIER, iteration_steps=None, iteration={"reward_model_epochs": 2}))
     with pytest.raises(ConfigError, match="replay_fraction must be below 1"):
         validate(config(model, VERIFIER, iteration={"replay_fraction": 1.0}))
 

@@ -51,6 +51,7 @@ def token(tmp_path: Path) -> str:
         ({"kind": "covey", "servers": (HERE + "/v1",)}, "without a path"),
         ({"kind": "covey", "servers": (HERE + "?a=b",)}, "without a path"),
         ({"kind": "covey", "servers": ("http://127.0.0.1:99999",)}, "is no address"),
+        ({"kind": "covey", "servers": ("http://127.0.0.1:0",)}, "is no address (the port is 0)"),
         ({"kind": "covey", "servers": ("http://me:secret@127.0.0.1:1",)}, "with a user name"),
         ({"kind": "covey", "servers": (THERE,)}, "10.0.0.7 is another machine, so sampler.token_file"),
         ({"kind": "vllm", "servers": ("http://node7:8801",)}, "node7 is another machine, so sampler.token_file"),

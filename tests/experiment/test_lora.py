@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from covey import (
 )
 from covey.cli.main import main
 from covey.config import CheckpointConfig, CriticConfig, LoRAConfig
+from covey.experiment.adaptation import check_first_adapter
+from covey.experiment.llm import LLMBuilder
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.tracking.run_store import read_metrics
 from helpers.tiny_models import tiny_folder, tiny_model
@@ -204,6 +207,40 @@ def test_peft_s_own_adapter_is_where_a_run_starts(folder: Path, tmp_path: Path) 
     run(settings(folder, "from-peft", lora=lora, steps=1, update=update))
     merged = AutoModelForCausalLM.from_pretrained(folder / "from-peft" / "model")
     torch.testing.assert_close(logits_of(merged), logits_of(made), atol=1e-4, rtol=0)
+
+
+def test_check_compares_the_adapter_with_the_model_without_its_weights(trained: Path, tmp_path: Path) -> None:
+    """An adapter of another model, of other layers, or that names another base: found before any weights are read."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(trained / "adapter", adapter)
+    (adapter / "base.json").unlink()  # as in an adapter of peft
+    config = settings(tmp_path, "unused", lora=LoRAConfig(adapter=str(adapter)))
+    fields = json.loads((adapter / "adapter_config.json").read_text())
+    for name in ("llama", "qwen3"):
+        tiny_folder(tmp_path / name, name)
+        (tmp_path / name / "model.safetensors").unlink()
+    same = replace(config, model=str(tmp_path / "llama"))
+
+    def write(**changes: Any) -> None:
+        (adapter / "adapter_config.json").write_text(json.dumps(fields | changes))
+
+    for base, notes in (("some/llama", 0), ("", 0), (None, 0), ("meta-llama/Llama-3.2-1B", 1)):
+        write(base_model_name_or_path=base)
+        found = check_first_adapter(same)
+        assert len(found) == notes
+        assert all("names the base model meta-llama/Llama-3.2-1B, and model is" in note for note in found)
+    reason = "belongs to another model: .* matrices do not fit, such as .*: set model to the adapter's base"
+    with pytest.raises(ConfigError, match=reason):
+        LLMBuilder(replace(config, model=str(tmp_path / "qwen3")))
+    write(r=fields["r"] + 1)
+    with pytest.raises(ConfigError, match=reason):
+        LLMBuilder(same)
+    write(target_modules=["q_proj"])
+    with pytest.raises(ConfigError, match=reason):
+        LLMBuilder(same)
+    (adapter / "adapter_model.safetensors").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="cannot be read: copy it again"):
+        LLMBuilder(same)
 
 
 def test_a_run_with_all_weights_goes_on_from_a_checkpoint_with_an_adapter(trained: Path, folder: Path) -> None:

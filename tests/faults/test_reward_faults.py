@@ -13,6 +13,7 @@ import pytest
 from covey.config import ConfigError, RewardConfig
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, build_grader
+from covey.llm.rewards.runner import InProcess
 from covey.llm.rewards.weighted_reward import WeightedReward
 
 # What the completion says is what the function does.
@@ -202,7 +203,7 @@ def test_large_batches_pass_through_the_pipe(grader):
     ("function", "answer", "why"),
     [
         ("reward", "raise", r"dry run.*KeyError: 'no such\\nanswer' \(my_rewards.py line \d+\)"),
-        ("reward", "hang", r"took longer than 1 s for 2 completions.*raise its timeout_seconds \(now 10\)"),
+        ("reward", "hang", "took longer than 1 s, its timeout_seconds, for 2 completions in a dry run"),
         ("reward", "os._exit", "ended by itself with exit code 3"),
         ("reward", "none", "returned None"),
         ("reward", "nan", "returned nan"),
@@ -215,8 +216,22 @@ def test_large_batches_pass_through_the_pipe(grader):
 )
 def test_the_dry_run_turns_every_fault_into_a_config_error(grader, function, answer, why):
     with pytest.raises(ConfigError, match=f"reward '?{function}'?.*{why}") as caught:
-        grader(function, seconds=10.0).check([group(answer=answer).start] * 3)
+        grader(function, seconds=1.0 if answer == "hang" else 10.0).check([group(answer=answer).start] * 3)
     assert "\n" not in str(caught.value)
+
+
+def test_a_slow_function_has_its_own_deadline_in_the_dry_run():
+    """Not a tenth of it. The function is not called: its runner is asked for the deadline."""
+    given = []
+
+    class Runner(InProcess):
+        def call(self, arguments, global_step, seconds, step_counts=None):
+            given.append(seconds)
+            return super().call(arguments, global_step, seconds, step_counts)
+
+    slow = WeightedReward("slow", Runner(lambda completions, **_: [0.0] * len(completions)), {}, timeout_seconds=100.0)
+    build_grader([slow], ()).check([group().start] * 2)
+    assert given == [100.0]
 
 
 def test_the_dry_run_passes_a_good_function(grader):

@@ -64,6 +64,13 @@ def resolved(lora: LoRAConfig) -> LoRAConfig:
     return read_adapter_config(adapter_folder(lora.adapter), lora) if lora.adapter else lora
 
 
+def base_name(folder: Path) -> str:
+    """The name of the base model in the config of an adapter; "" if it names none."""
+    fields = read_json(folder / ADAPTER_CONFIG_FILE, strict=False)
+    name = fields.get("base_model_name_or_path") if isinstance(fields, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 def read_adapter_config(folder: Path, lora: LoRAConfig) -> LoRAConfig:
     """`lora` with rank, alpha and targets of the adapter in a folder.
 

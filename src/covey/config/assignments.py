@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from typing import Any
 
 from covey.config.common import ConfigError
-from covey.config.files import shortened
+from covey.config.files import parse_toml, shortened
 
 
 def read_assignments(entries: Sequence[str], where: str, *, example: str, taken: Sequence[str]) -> dict[str, Any]:
@@ -24,12 +23,15 @@ def read_assignments(entries: Sequence[str], where: str, *, example: str, taken:
     """
     found: dict[str, Any] = {}
     for entry in entries:
+        fault = ""
         try:
-            pairs = tomllib.loads(entry)
-        except tomllib.TOMLDecodeError:
-            pairs = {}
+            pairs = parse_toml(entry.encode(), "it")
+        except ConfigError as error:
+            pairs, fault = {}, f" ({error})"
         if len(pairs) != 1 or "\n" in entry or any(isinstance(value, dict) for value in pairs.values()):
-            raise ConfigError(f"{where} has {shortened(entry)}: an option is a name and its value in TOML, {example}")
+            raise ConfigError(
+                f"{where} has {shortened(entry)}: an option is a name and its value in TOML, {example}{fault}"
+            )
         [(name, value)] = pairs.items()
         if name in taken:
             raise ConfigError(f"{where} has {name}, which covey sets itself: take it out")

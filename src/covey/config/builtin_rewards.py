@@ -31,6 +31,10 @@ class BuiltInReward:
     memory_mib: int = 0  # one_by_one: limit of the address space of each process; 0: none
     resident_mib: int = PROCESS_MIB  # own_process, one_by_one, runner: measured memory of each process
     package: str = ""  # module that it imports, of the extra covey[NAME] with the name of the reward
+    # module:function that is called before a run for every row of a data set, with the values of the columns of `gold`
+    # (names of columns, or of the options that name them), and raises ValueError if they cannot grade a completion.
+    check: str = ""
+    gold: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()  # the only tasks whose answers it grades, besides dataset; empty: any
     runner: str = ""  # module:function that builds its `RewardRunner` from the RewardConfig; empty: by the fields above
 
@@ -51,14 +55,33 @@ class BuiltInReward:
 
 
 BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
-    "numeric": BuiltInReward("covey.llm.rewards.numeric:numeric", binary=True, options=("answer_column",)),
-    "digits": BuiltInReward("covey.llm.rewards.digits:digits", options=("answer_column",)),
-    "exact": BuiltInReward("covey.llm.rewards.exact:exact", binary=True, options=("answer_column",)),
+    "numeric": BuiltInReward(
+        "covey.llm.rewards.numeric:numeric",
+        binary=True,
+        options=("answer_column",),
+        check="covey.llm.rewards.gold:check_number",
+        gold=("answer_column",),
+    ),
+    "digits": BuiltInReward(
+        "covey.llm.rewards.digits:digits",
+        options=("answer_column",),
+        check="covey.llm.rewards.gold:check_number",
+        gold=("answer_column",),
+    ),
+    "exact": BuiltInReward(
+        "covey.llm.rewards.exact:exact",
+        binary=True,
+        options=("answer_column",),
+        check="covey.llm.rewards.gold:check_text",
+        gold=("answer_column",),
+    ),
     "math": BuiltInReward(
         "covey.llm.rewards.math:math_equal",
         binary=True,
         options=("answer_column", "workers"),
         one_by_one=True,
+        check="covey.llm.rewards.gold:check_expression",
+        gold=("answer_column",),
         shortcut="covey.llm.rewards.plain_numbers:plain_verdicts",
         workers=2,
         memory_mib=2048,
@@ -96,16 +119,26 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
             *("tests_column", "partial", "time_limit_seconds", "memory_mb", "process_limit", "workers"),
             "unsafe_without_sandbox",
         ),
+        check="covey.llm.rewards.code_tests:read_tests",
+        gold=("tests_column", "entry_point"),
         tasks=("code_functions", "human_eval"),
         workers=None,
         runner="covey.llm.rewards.code:code_runner",
     ),
     "environment": BuiltInReward("covey.llm.rewards.environment:environment", per_turn=True),
-    "countdown": BuiltInReward("covey.llm.rewards.countdown:countdown", binary=True, tasks=("countdown",)),
+    "countdown": BuiltInReward(
+        "covey.llm.rewards.countdown:countdown",
+        binary=True,
+        check="covey.llm.rewards.countdown:check_numbers",
+        gold=("target", "numbers"),
+        tasks=("countdown",),
+    ),
     "step_numbers": BuiltInReward(
         "covey.llm.rewards.step_numbers:step_numbers",
         per_step=True,
         options=("answer_column",),
+        check="covey.llm.rewards.step_numbers:right_steps",
+        gold=("answer_column",),
         tasks=("running_total",),
     ),
 }

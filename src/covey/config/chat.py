@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config.assignments import read_assignments
-from covey.config.common import ConfigError, config_field
+from covey.config.common import ConfigError, Table, config_field
 
 OF_COVEY = (
     "messages", "tools", "documents", "conversations", "chat_template", "add_generation_prompt",
@@ -16,7 +16,7 @@ OF_COVEY = (
 
 
 @dataclass(frozen=True)
-class ChatConfig:
+class ChatConfig(Table):
     system_prompt: str = config_field(
         "", "system message before every prompt that is chat messages and has none of its own; empty: none"
     )

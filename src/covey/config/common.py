@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 CRITIC_FREE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp")
@@ -48,8 +48,18 @@ def config_field(
     return field(default=default, metadata={"help": text, "choices": choices, "limits": limits, "advanced": advanced})
 
 
+class Table:
+    """Base of config tables. A list that a Python program gives becomes a tuple, which cannot change."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]  # of the dataclass below
+            value = getattr(self, item.name)
+            if isinstance(value, list) and isinstance(item.default, tuple):
+                object.__setattr__(self, item.name, tuple(value))
+
+
 @dataclass(frozen=True)
-class LossBase:
+class LossBase(Table):
     """Fields of the loss that both kinds of run share. None takes the algorithm's own default."""
 
     clip_low: float | None = config_field(None, "the ratio is clipped below at 1 - clip_low", above=0, max=1)
@@ -206,7 +216,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class RunBase:
+class RunBase(Table):
     """Top-level fields that both kinds of run share."""
 
     algorithm: str = config_field("grpo", "training algorithm: advantage, loss and KL", choices=ALGORITHM_NAMES)

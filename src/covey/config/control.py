@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.common import ALGORITHM_NAMES, CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
+from covey.config.common import ALGORITHM_NAMES, CheckpointConfig, LossBase, RunBase, Table, UpdateBase, config_field
 from covey.config.replay import ReplayConfig
 
 
@@ -27,7 +27,7 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True)
-class PolicyConfig:
+class PolicyConfig(Table):
     hidden: tuple[int, ...] = config_field((64, 64), "widths of the hidden layers", min=1, max=1_000_000)
     activation: str = config_field("tanh", "activation between the layers", choices=("tanh", "relu"), advanced=True)
     normalise_observations: bool = config_field(

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
-from covey.config.common import ConfigError, config_field
+from covey.config.common import ConfigError, Table, config_field
 
 GIVEN_IN_PYTHON = " (given in Python)"  # after the name of an environment that only a Python program has
 
 
 @dataclass(frozen=True)
-class ConversationConfig:
+class ConversationConfig(Table):
     environment: str = config_field(
         "",
         "environment that answers the model, so that a rollout has several turns: a built-in one, or your own "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from covey.config import ConfigError, DatasetConfig
-from covey.config.arrow_file import data_files, is_arrow, plain_record, read_arrow
+from covey.config.arrow_file import check_count, data_files, is_arrow, plain_record, read_arrow
 from covey.config.faults import path_error
 from covey.config.files import parse_json, read_file, shortened, user_path
 from covey.config.machine import memory_bytes
@@ -25,6 +25,7 @@ LONGEST_ROLE = 64  # characters
 MEMORY_PER_BYTE = 8  # peak memory while a file is read, relative to its size
 BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors write at the beginning of a file
 LONGEST_LINE = 64 << 20  # bytes
+LONGEST_PROMPT = 4 << 20  # characters; no model takes so many tokens, which would take seconds to encode
 HALF_A_PAIR = "half of a surrogate pair (\\ud800 to \\udfff), which is no text"
 
 
@@ -147,7 +148,9 @@ def _records(path: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{path} is no JSONL file; convert it: "
             f"pandas.{reader}({path!r}).to_json({f'{file.stem}.jsonl'!r}, orient='records', lines=True)"
         )
-    for number, line in enumerate(read_file(file, most).split(b"\n"), start=1):
+    content = read_file(file, most)
+    check_count(content.count(b"\n"), path)
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             place = f"{path} line {number}"
             with faults_at(place):
@@ -234,8 +237,15 @@ def check_prompt(prompt: Any, name: str = "prompt") -> None:
                 )
         if not any(message["content"].strip() for message in prompt):
             raise ValueError(f"{name!r} is empty: no message has any content")
+    check_text("".join([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]), name)
+
+
+def check_text(text: str, name: str) -> None:
+    """Refuse a text that no model takes; `name` is its column. Raises ValueError with the fault."""
+    if len(text) > LONGEST_PROMPT:
+        raise ValueError(f"{name!r} has {len(text):,} characters; at most {LONGEST_PROMPT:,} are read: shorten it")
     try:
-        "".join([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]).encode()
+        text.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{name!r} has {HALF_A_PAIR}") from None
 

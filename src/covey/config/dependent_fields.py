@@ -186,10 +186,10 @@ def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardCon
     return tuple(kept)
 
 
-def _iteration_steps(recipe: RunConfig, config: RunConfig, name: str) -> int:
+def _iteration_steps(recipe: RunConfig, config: RunConfig, name: str) -> int | None:
     """Largest number of steps, up to the present one, that divides the run into whole iterations."""
     steps = config.iteration.steps
-    return largest_divisor(config.steps, steps) if steps else 0
+    return largest_divisor(config.steps, steps) if steps else None
 
 
 def _has_step_rewards(config: RunConfig) -> bool:

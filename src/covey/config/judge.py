@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.common import config_field
+from covey.config.common import Table, config_field
 
 
 @dataclass(frozen=True)
-class JudgeFields:
+class JudgeFields(Table):
     """All fields but `judge` and `allow_remote` begin with `judge_`."""
 
     judge: str = config_field(

@@ -8,7 +8,7 @@ from typing import Any
 
 from covey.config.builtin_rewards import PROCESS_MIB
 from covey.config.chat import ChatConfig
-from covey.config.common import CheckpointConfig, LossBase, RunBase, UpdateBase, config_field
+from covey.config.common import CheckpointConfig, LossBase, RunBase, Table, UpdateBase, config_field
 from covey.config.conversation import ConversationConfig
 from covey.config.lora import LoRAConfig
 from covey.config.replay import ReplayConfig
@@ -25,7 +25,7 @@ DAPO_OVERLONG_FRACTION = 0.2  # of the token limit; arXiv 2503.14476, section 4.
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(Table):
     prompts_per_step: int = config_field(16, "prompts per training step", min=1)
     group_size: int = config_field(
         16, "rollouts from each prompt, which are compared with each other; at least 2, except for ppo", min=1
@@ -119,7 +119,7 @@ class UpdateConfig(UpdateBase):
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Table):
     problems: int = config_field(
         256,
         "held-out problems, answered greedily before and after training; all if there are fewer",
@@ -171,11 +171,11 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class IterationConfig:
-    steps: int = config_field(
-        0,
+    steps: int | None = config_field(
+        None,
         "iterative GRPO: training steps of an iteration, after which the reward model is trained on its completions; "
-        "0: the reward model is never trained",
-        min=0,
+        "unset: the reward model is never trained",
+        min=1,
         advanced=True,
     )
     reward_model_epochs: int = config_field(
@@ -229,11 +229,16 @@ class IterationConfig:
 @dataclass(frozen=True)
 class ProcessConfig:
     boundary: str = config_field(
-        "line",
+        "",
         "end of a reasoning step: line, paragraph or sentence, or your own file.py:function from a text to the "
-        "positions (in characters) after its steps",
+        "positions (in characters) after its steps; unset: line",
         advanced=True,
     )
+
+    @property
+    def rule(self) -> str:
+        """The boundary, or the default one."""
+        return self.boundary or "line"
 
     @property
     def process_bytes(self) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.common import config_field
+from covey.config.common import Table, config_field
 
 
 @dataclass(frozen=True)
-class LoRAConfig:
+class LoRAConfig(Table):
     rank: int = config_field(
         0,
         "rank of a low-rank adapter (LoRA), which is trained instead of the model's weights; 0: all weights are "

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from covey.config.data_file import check_prompt, faults_at, kind_name, read_records
+from covey.config.data_file import check_prompt, check_text, faults_at, kind_name, read_records
 
 Messages = tuple[dict[str, str], ...]
 
@@ -185,6 +185,7 @@ def _completion(value: Any, name: str, prompt: str | Messages) -> str | Messages
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name!r} must be a string, this is {kind_name(value)}")
+    check_text(value, name)
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from covey.config.builtin_rewards import BUILT_IN_REWARDS, JUDGE_MIB, PROCESS_MIB, BuiltInReward
-from covey.config.common import config_field
+from covey.config.common import Table, config_field
 from covey.config.judge import JudgeFields
 from covey.config.machine import processors
 
@@ -17,7 +17,7 @@ SCRIPTS = (
 
 
 @dataclass(frozen=True)
-class RewardFields:
+class RewardFields(Table):
     name: str = config_field("", "a built-in reward", choices=tuple(BUILT_IN_REWARDS))
     function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
     model: str = config_field(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.common import config_field
+from covey.config.common import Table, config_field
 
 
 @dataclass(frozen=True)
-class SamplerConfig:
+class SamplerConfig(Table):
     kind: str = config_field(
         "local",
         "where completions are generated: in the training process (local), by covey serve (covey), or by covey serve "

@@ -18,6 +18,7 @@ from typing import Any
 from covey.config.data_file import (
     LONGEST_ROLE,
     check_prompt,
+    check_text,
     faults_at,
     hold_out,
     kind_name,
@@ -174,23 +175,16 @@ def _messages(value: Any, name: str) -> Messages:
         if not (role.strip() and role.isprintable() and len(role) <= LONGEST_ROLE):
             raise ValueError(f"{where} has the role {shortened(role)}: a role is a printable name, such as 'user'")
         calls = message.get("tool_calls")
-        if calls and (role != "assistant" or not isinstance(calls, list)):
+        if calls and (role != "assistant" or not isinstance(calls, (list, tuple))):
             raise ValueError(f"{where} has 'tool_calls', which must be a list, and of the role 'assistant'")
         content = message.get("content") if not calls or message.get("content") is not None else ""
         if not isinstance(content, str):
             raise ValueError(f"{where} needs a 'content' that is a string")
         if role == "assistant" and not content.strip() and not calls:
             raise ValueError(f"{where} is an empty answer: it has neither 'content' nor 'tool_calls'")
-        _check_text(content, where)
         checked.append({**message, "content": content})
+    check_text("".join(message["content"] for message in checked), name)
     return tuple(checked)
-
-
-def _check_text(content: str, where: str) -> None:
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
 
 
 def _tools(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:
@@ -203,6 +197,6 @@ def _tools(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:
             raise ValueError(f"{name!r} is a text that is no JSON: give a list of JSON schemas") from None
     if not value:
         return ()
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in value):
         raise ValueError(f"{name!r} must be a list of JSON schemas (objects), this is {kind_name(value)}")
     return tuple(value)

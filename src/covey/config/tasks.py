@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from covey.config.builtin_rewards import BUILT_IN_REWARDS
-from covey.config.common import config_field
+from covey.config.common import Table, config_field
 
 
 @dataclass(frozen=True)
-class ArithmeticConfig:
+class ArithmeticConfig(Table):
     digits: tuple[int, ...] = config_field((2,), "digits of an operand, drawn evenly from this list", min=1, max=12)
     operators: tuple[str, ...] = config_field(
         ("+", "-"), "drawn evenly from this list of + - *", choices=("+", "-", "*")
@@ -29,7 +29,7 @@ class ArithmeticConfig:
 
 
 @dataclass(frozen=True)
-class CountdownConfig:
+class CountdownConfig(Table):
     numbers: int = config_field(3, "given numbers", min=2, max=6)
     largest: int = config_field(20, "largest given number", min=2, advanced=True)
     operators: tuple[str, ...] = config_field(
@@ -38,7 +38,7 @@ class CountdownConfig:
 
 
 @dataclass(frozen=True)
-class WordProblemsConfig:
+class WordProblemsConfig(Table):
     steps: tuple[int, ...] = config_field(
         (2,), "reasoning steps of a problem, drawn evenly from this list (1 to 4)", min=1, max=4
     )
@@ -46,7 +46,7 @@ class WordProblemsConfig:
 
 
 @dataclass(frozen=True)
-class RunningTotalConfig:
+class RunningTotalConfig(Table):
     steps: tuple[int, ...] = config_field(
         (3,), "additions and subtractions, drawn evenly from this list", min=1, max=12
     )
@@ -55,7 +55,7 @@ class RunningTotalConfig:
 
 
 @dataclass(frozen=True)
-class CodeFunctionsConfig:
+class CodeFunctionsConfig(Table):
     cases: int = config_field(6, "hidden cases of a function", min=2, max=100, advanced=True)
     steps: tuple[int, ...] = config_field(
         (1,), "operations that a function combines, drawn evenly from this list (1 or 2)", min=1, max=2
@@ -126,7 +126,7 @@ class DatasetConfig:
 
 
 @dataclass(frozen=True)
-class ReasoningGymConfig:
+class ReasoningGymConfig(Table):
     source_dataset: str = config_field(
         "chain_sum", "name of a data set of the package reasoning_gym, such as chain_sum or leg_counting"
     )

@@ -93,7 +93,7 @@ def _refuse_parts_of_completions(config: RunConfig) -> None:
     """Refuse what reads a rollout as one completion."""
     refused = {
         "evaluation.token_limits is set": bool(config.evaluation.token_limits),
-        "iteration.steps is set": config.iteration.steps > 0,
+        "iteration.steps is set": config.iteration.steps is not None,
         "process.boundary is set": config.process != type(config.process)(),
         "a reward is a reward model": any(reward.model for reward in config.rewards),
     }

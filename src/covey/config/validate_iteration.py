@@ -24,7 +24,7 @@ def check_iteration(config: RunConfig, *, own_rewards: bool) -> None:
         if iteration != IterationConfig():
             changed = next(item.name for item in fields(iteration) if getattr(iteration, item.name) != item.default)
             raise ConfigError(
-                f"iteration.{changed} is set, but iteration.steps is 0, so no reward model is trained: set "
+                f"iteration.{changed} is set, but iteration.steps is not, so no reward model is trained: set "
                 "iteration.steps to the number of training steps of an iteration, or take the table out"
             )
         return

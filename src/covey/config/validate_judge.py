@@ -115,7 +115,8 @@ def _check_address(reward: Any, where: str) -> None:
         raise _secret_in_address(where, "a user name")
     try:
         parts = urlsplit(address)
-        _ = parts.port  # raises ValueError
+        if parts.port == 0:  # the attribute raises ValueError too
+            raise ValueError("the port is 0")
     except ValueError as error:
         raise ConfigError(f"{where}: judge {shortened(address)} is no address ({error})") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[\s\\]", address):

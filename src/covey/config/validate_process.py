@@ -24,7 +24,7 @@ def check_process(config: RunConfig, *, other_rewards: bool = False) -> None:
     credit, boundary = config.loss.credit, config.process.boundary
     by_step = credit != "outcome"
     check_credit(credit, config.algorithm, "token")
-    if boundary not in RULES:
+    if boundary and boundary not in RULES:
         if ":" not in boundary:
             rules = ", ".join(RULES)
             raise ConfigError(
@@ -37,7 +37,7 @@ def check_process(config: RunConfig, *, other_rewards: bool = False) -> None:
     step_rewards = [reward for reward in config.rewards if reward.is_per_step]
     if by_step and not may_pay_steps(config):
         raise ConfigError((no_turn_reward if config.has_conversations else no_step_reward)(credit))
-    if boundary != type(config.process)().boundary and not (step_rewards or config.has_conversations):
+    if boundary and not (step_rewards or config.has_conversations):
         raise ConfigError("process.boundary is set, but no reward is paid by step: take it out, or add per_step = true")
 
 

@@ -74,6 +74,8 @@ def _host(address: str) -> tuple[str, int]:
     try:
         parts = urlsplit(address)
         port = parts.port
+        if port == 0:
+            raise ValueError("the port is 0")
     except ValueError as error:
         raise ConfigError(f"sampler.servers: {shortened(address)} is no address ({error})") from None
     if parts.username is not None or parts.password is not None:
@@ -83,7 +85,7 @@ def _host(address: str) -> tuple[str, int]:
         raise ConfigError(
             f"sampler.servers must be addresses such as http://127.0.0.1:8801, without a path (is {shortened(address)})"
         )
-    return parts.hostname, port or (443 if parts.scheme == "https" else 80)
+    return parts.hostname, port if port is not None else (443 if parts.scheme == "https" else 80)
 
 
 def _check_folder(sampler: SamplerConfig, elsewhere: list[str]) -> None:

@@ -46,6 +46,7 @@ class Start:
     columns: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the reward functions
     kind: str = ""  # kind of problem, such as "- with borrow"; empty: the task names no kinds
     weight: float = 1.0  # of the group in the loss
+    place: str = field(default="", compare=False)  # of its row, for messages, such as "data.jsonl line 7"
 
 
 @dataclass(slots=True)

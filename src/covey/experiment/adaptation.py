@@ -13,7 +13,7 @@ The reference has a copy of the adapter if the run begins with an adapter, or re
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,20 +22,24 @@ from typing import Protocol
 from torch import nn
 
 from covey.config import RunConfig
-from covey.config.adapter_folder import adapter_folder, resolved
+from covey.config.adapter_folder import ADAPTER_WEIGHTS_FILE, adapter_folder, base_name, resolved
+from covey.config.model_sources import ADAPTER_CONFIG_FILE
 from covey.llm.critic import AdapterCritic, LanguageCritic
 from covey.llm.model.adapted_layers import all_factors
 from covey.llm.model.base_identity import BASE_FILE, check_base, checksum_of_base, save_base
+from covey.llm.model.loading import find_skeleton
 from covey.llm.model.lora import (
     CRITIC,
     REFERENCE,
     Adapter,
     AdapterWeights,
     add_adapter,
+    check_shapes,
     copy_adapter,
     load_adapter,
     save_adapter,
     save_adapter_config,
+    saved_shapes,
 )
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.sharding import Weights
@@ -175,3 +179,26 @@ def adapt(policy: LanguagePolicy, config: RunConfig) -> tuple[LanguagePolicy, Ad
         load_adapter(adapter, adapter_folder(config.lora.adapter))
     adapted = policy.with_outputs(trained=adapter.parameters)
     return adapted, AdapterOnly(adapter, config.model, config.seed, config.copies_reference_adapter)
+
+
+def check_first_adapter(config: RunConfig) -> Sequence[str]:
+    """Compare the adapter with which training begins with the model, whose weights are not read.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        ConfigError: if it does not fit the model.
+    """
+    if not config.lora.adapter:
+        return ()
+    folder, module = adapter_folder(config.lora.adapter), find_skeleton(config.model)
+    if module is not None:
+        check_shapes(add_adapter(module, resolved(config.lora)), saved_shapes(folder), folder / ADAPTER_WEIGHTS_FILE)
+    base = base_name(folder)
+    if (folder / BASE_FILE).is_file() or Path(base).name.lower() in ("", Path(config.model).name.lower()):
+        return ()  # that file has a checksum, which is compared when the weights are loaded
+    return (
+        f"lora.adapter: {folder / ADAPTER_CONFIG_FILE} names the base model {base}, and model is {config.model}: make "
+        "sure that they have the same weights, on which the adapter depends",
+    )

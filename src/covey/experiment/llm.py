@@ -17,7 +17,7 @@ from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
 from covey.config.validate_collection import NOT_BY_GROUP
 from covey.data import Team
-from covey.experiment.adaptation import Adaptation, AllWeights, adapt
+from covey.experiment.adaptation import Adaptation, AllWeights, adapt, check_first_adapter
 from covey.experiment.build import (
     Experiment,
     Reward,
@@ -153,12 +153,13 @@ class LLMBuilder:
         """Build and test the task, the environment and the rewards before a model is loaded.
 
         Raises:
-            ConfigError: if the data, the task, a reward or the device is invalid.
+            ConfigError: if the data, the task, a reward, the device or the adapter is invalid.
         """
         self.config = replace(config, model=resolve_checkpoint(config.model))
         self.team = team
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
+        self._adapter_notes = check_first_adapter(self.config)
         self.kind = build_rollout_kind(config, environment)
         self._open.callback(self.kind.close)
         try:
@@ -167,10 +168,12 @@ class LLMBuilder:
             self._open.close()
             raise
         self._prompts_checked = False  # True if the lengths of the prompts were checked
-        found = find_chat(self.config.model) if isinstance(self.problem.task, PromptDataset) else None
+        found, before = find_chat(self.config.model), self.problem
         if found is not None:
             chat, model_config = found
-            self._fit_prompts(chat.with_config(config.chat), model_config, lambda text: None)
+            problem = self._fit_prompts(chat.with_config(config.chat), model_config, lambda text: None)
+            if not isinstance(problem.task, PromptDataset):  # its long prompts are noted when they are drawn in the run
+                self.problem, self._prompts_checked = before, False
 
     def _fit_prompts(self, chat: Chat, model_config: Any, note: Note) -> Problem:
         """The problem without prompts that are too long. A file's prompts are checked at once, others when drawn."""
@@ -190,7 +193,8 @@ class LLMBuilder:
 
     @property
     def notes(self) -> list[str]:
-        return [*self.problem.notes(self.config.evaluation.problems, "evaluation.problems"), *self.kind.notes()]
+        of_problem = self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
+        return [*of_problem, *self.kind.notes(), *self._adapter_notes]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
@@ -314,7 +318,7 @@ def _loop_config(config: RunConfig) -> LoopConfig:
         group_size=build_group_size(config),
         mask_truncated=config.loss.mask_truncated,
         checkpoint_every=config.checkpoint.every,
-        iteration_steps=config.iteration.steps,
+        iteration_steps=config.iteration.steps or 0,
         decision_budget=config.token_budget or math.inf,
         patience=config.evaluation.patience or math.inf,
         keep_best=config.checkpoint.best,

@@ -15,6 +15,7 @@ from covey.experiment.build import Reward
 from covey.experiment.conversations import COMPLETIONS, RolloutKind, build_rollout_kind
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.model.chat import Chat
+from covey.llm.rewards.row_check import check_answers, rows_of_every_kind
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import PromptDataset, task_of
 from covey.llm.tasks.prompt_limit import FittingTask, Note, refuse_first_starts
@@ -70,7 +71,7 @@ def build_problem(
     if not (rewards or config.rewards or default):
         raise ConfigError("there is no reward: add a [[rewards]] table, or call run(config, rewards=[...])")
     grader = build_grader(
-        rewards or config.rewards, default, _shaping(config), config.process.boundary, config.device, config.precision
+        rewards or config.rewards, default, _shaping(config), config.process.rule, config.device, config.precision
     )
     if config.loss.credit != "outcome" and not kind.pays_steps(grader):
         grader.close()
@@ -79,7 +80,11 @@ def build_problem(
         held_out = list(task.held_out(config.evaluation.problems))[: config.evaluation.problems]
         if not held_out:
             raise ConfigError("the task has no held-out problem, and evaluation needs at least one")
-        grader.check(task.draw(config.seed, 1, 2, first=0, before=0), kind.example)
+        rows = task.rows if isinstance(task, PromptDataset) else held_out
+        check_answers(grader.rewards, rows)
+        kinds = rows_of_every_kind(rows) if isinstance(task, PromptDataset) else []
+        others = [Start(0, row.prompt, row.columns, place=row.place) for row in (kinds if len(kinds) > 1 else ())]
+        grader.check(task.draw(config.seed, 1, 2, first=0, before=0), kind.example, others)
     except ConfigError:
         grader.close()
         raise

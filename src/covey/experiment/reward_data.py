@@ -71,7 +71,7 @@ def label_completions(config: RunConfig, options: LabelOptions, output: Path) ->
     """
     config = replace(config, rewards=verifier_of(config), loss=replace(config.loss, credit="outcome"))
     problem = build_problem(config)
-    splitter = StepSplitter(config.process.boundary)
+    splitter = StepSplitter(config.process.rule)
     display = Display(title=f"covey: {options.data} for a reward model")
     try:
         if problem.grader.score_kind != "accuracy":

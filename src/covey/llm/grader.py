@@ -22,10 +22,6 @@ from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import RewardResult, WeightedReward
 
 BOUNDARY = "process.boundary"  # name of the boundary function in messages
-# The dry run has two completions, a step has hundreds, so its deadline is a tenth, and a hang is found early. The
-# deadline of a single completion is the same in both.
-DRY_RUN_FRACTION = 0.1
-DRY_RUN_LEAST_SECONDS = 1.0
 MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # from a wrong form of completions
 
 
@@ -164,38 +160,53 @@ class RewardGrader:
                 earned[rollout.step_ends[-1]] += reward.weight * verdict.value
         rollout.step_rewards = earned
 
-    def check(self, starts: Sequence[Start], example: Callable[[Start], Rollout] | None = None) -> None:
-        """Call the rewards on up to two starts, with the right answer (or "0") as the completion, or with an `example`.
+    def check(
+        self,
+        starts: Sequence[Start],
+        example: Callable[[Start], Rollout] | None = None,
+        kinds: Sequence[Start] = (),
+    ) -> None:
+        """Call the rewards on up to two starts, with the right answer (or "0") as the completion, or with an `example`,
+        then on each of `kinds` alone (`rows_of_every_kind`), for which they may return None.
 
         Raises:
             ConfigError: if a function cannot be loaded, raises, hangs, or returns something unusable.
         """
         groups = [Group(start, [(example or right_rollout)(start)]) for start in starts[:2]]
+        values = self._try(groups)
+        if any(all(verdict.value is None for verdict in row) for row in zip(*values, strict=True)):
+            names = ", ".join(repr(reward.name) for reward in self.rewards if not reward.shaping)
+            raise ConfigError(f"reward {names} returned None, in a dry run on the right answer: nothing to learn from")
+        for start in kinds:
+            try:
+                self._try([Group(start, [(example or right_rollout)(start)])])
+            except ConfigError as error:
+                raise ConfigError(f"{start.place}: {error}") from None
+
+    def _try(self, groups: Sequence[Group]) -> list[list[RewardResult]]:
+        """Call the user's rewards once on all groups; errors as of `check`."""
         try:
             self._cut([group.rollouts[0] for group in groups], len(groups))
         except GradingError as error:
             raise ConfigError(f"{error}, in a dry run on the right answer") from None
-        values = []
-        own = [reward for reward in self.rewards if not reward.shaping]
-        for reward in own:
-            fraction = 1.0 if reward.one_by_one else DRY_RUN_FRACTION
-            seconds = min(reward.timeout_seconds, max(DRY_RUN_LEAST_SECONDS, fraction * reward.timeout_seconds))
-            try:
-                values.append(reward.evaluate(groups, seconds))
-            except RewardTimeout:
-                raise ConfigError(
-                    f"reward {reward.name!r} took longer than {seconds:g} s for {plural(len(groups), 'completion')} in "
-                    f"a dry run; if it is slow but sound, raise its timeout_seconds (now {reward.timeout_seconds:g})"
-                ) from None
-            except (RewardCallError, InvalidRewardOutput, RewardHung) as error:
-                form = _form_of_completions(groups[0].start) if str(error).startswith(MISREADINGS) else ""
-                raise ConfigError(f"reward {reward.name!r}, in a dry run on the right answer: {error}{form}") from None
-            for verdict in values[-1]:
-                if verdict.error:
-                    raise ConfigError(f"reward {reward.name!r} {verdict.error}, in a dry run on the right answer")
-        if any(all(verdict.value is None for verdict in row) for row in zip(*values, strict=True)):
-            names = ", ".join(repr(reward.name) for reward in own)
-            raise ConfigError(f"reward {names} returned None, in a dry run on the right answer: nothing to learn from")
+        return [self._try_reward(reward, groups) for reward in self.rewards if not reward.shaping]
+
+    @staticmethod
+    def _try_reward(reward: WeightedReward, groups: Sequence[Group]) -> list[RewardResult]:
+        try:
+            verdicts = reward.evaluate(groups, reward.timeout_seconds)
+        except RewardTimeout:
+            raise ConfigError(
+                f"reward {reward.name!r} took longer than {reward.timeout_seconds:g} s, its timeout_seconds, for "
+                f"{plural(len(groups), 'completion')} in a dry run; if it is slow but sound, raise it"
+            ) from None
+        except (RewardCallError, InvalidRewardOutput, RewardHung) as error:
+            form = _form_of_completions(groups[0].start) if str(error).startswith(MISREADINGS) else ""
+            raise ConfigError(f"reward {reward.name!r}, in a dry run on the right answer: {error}{form}") from None
+        for verdict in verdicts:
+            if verdict.error:
+                raise ConfigError(f"reward {reward.name!r} {verdict.error}, in a dry run on the right answer")
+        return verdicts
 
     def close(self) -> None:
         """End the processes of the reward functions."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.config import ConfigError
+from covey.config.arrow_file import rows_as_written
 from covey.config.data_file import row_of
 from covey.data import Start, Task
 from covey.llm.tasks.dataset import order_of_pass
@@ -42,7 +43,7 @@ def read_prompts(prompts: Prompts) -> list[Start]:
     if isinstance(prompts, Mapping):
         prompts = _rows_of(prompts)
     starts = []
-    for index, given in enumerate(prompts):
+    for index, given in enumerate(rows_as_written(prompts)):
         record = dict(given) if isinstance(given, Mapping) else {"prompt": given}
         ids = _token_ids(record.get("prompt"))
         row = row_of(f"prompts[{index}]", record if ids is None else record | {"prompt": "token ids"})

@@ -169,6 +169,17 @@ def check_model_files(name: str) -> None:
         describe_model(folder, name, has_weights=source.kind is not ModelKind.CHECKPOINT)
 
 
+def find_skeleton(name: str) -> PreTrainedModel | None:
+    """A model without its weights, on torch's meta device; None if it is not on this machine.
+
+    Raises:
+        ConfigError: for a fault of its config or tokenizer.
+    """
+    source = locate_model(resolve_checkpoint(name))
+    folder = cached_folder(source.name) if source.kind is ModelKind.HUB else model_folder(source)
+    return None if folder is None else describe_model(folder, name, has_weights=False).module
+
+
 def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
     """Tokenizer and config of a model without its weights; None if they are not on this machine or unusable, in which
     case `load_model` raises the error.

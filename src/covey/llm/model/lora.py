@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -251,6 +251,31 @@ def save_adapter(adapter: Adapter, base: str, folder: Path) -> None:
     save_base(base, adapter.base.checksum, folder)
 
 
+def saved_shapes(folder: Path) -> dict[str, list[int]]:
+    """The shapes of the matrices in a folder in peft's format, from the header of their file.
+
+    Raises:
+        ConfigError: if it is damaged.
+    """
+    path = folder / ADAPTER_WEIGHTS_FILE
+    try:
+        with safe_open(path, "pt") as file:
+            return {name.removeprefix(PREFIX): file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise path_error(error, f"lora.adapter: {path} cannot be read: copy it again", path) from error
+
+
+def check_shapes(adapter: Adapter, saved: Mapping[str, list[int]], path: Path) -> None:
+    """Refuse matrices at `path` with other names or shapes than those of the adapter. Raises ConfigError."""
+    needed = {name: list(one.shape) for name, one in adapter.parameters.named_parameters()}
+    unlike = sorted(name for name in saved.keys() | needed.keys() if saved.get(name) != needed.get(name))
+    if unlike:
+        raise ConfigError(
+            f"lora.adapter: {path} belongs to another model: {len(unlike)} of its matrices do not fit, such as "
+            f"{unlike[0]}: set model to the adapter's base"
+        )
+
+
 @torch.no_grad()
 def load_adapter(adapter: Adapter, folder: Path) -> None:
     """Load the matrices in a folder in peft's format.
@@ -263,17 +288,8 @@ def load_adapter(adapter: Adapter, folder: Path) -> None:
         saved = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise path_error(error, f"lora.adapter: {path} cannot be read: copy it again", path) from error
+    check_shapes(adapter, {name: list(tensor.shape) for name, tensor in saved.items()}, path)
     needed = dict(adapter.parameters.named_parameters())
-    unlike = sorted(
-        name
-        for name in saved.keys() | needed.keys()
-        if name not in saved or name not in needed or saved[name].shape != needed[name].shape
-    )
-    if unlike:
-        raise ConfigError(
-            f"lora.adapter: {path} belongs to another model: {len(unlike)} of its matrices do not fit, such as "
-            f"{unlike[0]}: set model to the adapter's base"
-        )
     if (folder / BASE_FILE).is_file():
         check_base(folder, adapter.base.checksum, "set model to the adapter's base, which that file names")
     for name, tensor in saved.items():

@@ -36,6 +36,18 @@ def countdown(
     ]
 
 
+def check_numbers(target: Any, numbers: Any) -> None:
+    """Refuse a target that is no number, and anything but a list of whole numbers to reach it. Raises ValueError."""
+    try:
+        if isinstance(numbers, str) or not list(map(int, numbers)):
+            raise TypeError
+        Fraction(target)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"a target and a list of numbers are needed, these are {str(target)!r:.30} and {str(numbers)!r:.60}"
+        ) from None
+
+
 def solves_countdown(text: str, numbers: Sequence[int], target: int, operators: Sequence[str] = tuple("+-*/")) -> bool:
     """True if the text's expression reaches the target by the rules of `countdown`."""
     expression = _find_expression(text)

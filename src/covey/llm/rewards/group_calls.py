@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from covey.config import RunError
 from covey.data import Group
@@ -66,13 +67,13 @@ class RewardCalls:
         while calls:
             part, call = calls.popleft()
             try:
-                results += self._wait(reward, part, call)
+                results += _placed(part, self._wait(reward, part, call))
             except RewardCallError as error:
                 if len(part) > 1:
                     log.warning("reward %r failed on a whole step, trying it group by group: %s", reward.name, error)
                     calls.extendleft(([group], None) for group in reversed(part))
                     continue
-                results += [RewardResult(None, str(error))] * len(part[0].rollouts)
+                results += _placed(part, [RewardResult(None, str(error))] * len(part[0].rollouts))
             failed = sum(bool(verdict.error) for verdict in results)
             if len(part) == 1 and failed > FAILURES_ALLOWED * total:  # do not wait for the others' deadlines
                 _, why = first_error({reward.name: results})
@@ -85,7 +86,21 @@ class RewardCalls:
                 return reward.evaluate(groups, reward.timeout_seconds)
             return reward.received(call.result(), groups)
         except (InvalidRewardOutput, RewardHung) as error:
-            raise GradingError(f"reward {reward.name!r} {error}") from None
+            where = _place(groups[0]) if len(groups) == 1 else ""
+            raise GradingError(f"reward {reward.name!r} {error}{where}") from None
+
+
+def _placed(groups: Sequence[Group], results: Sequence[RewardResult]) -> list[RewardResult]:
+    """The results, in whose errors the row of the prompt is named."""
+    of_rollouts = (group for group in groups for _ in group.rollouts)
+    return [
+        replace(result, error=f"{result.error}{_place(group)}") if result.error else result
+        for group, result in zip(of_rollouts, results, strict=True)
+    ]
+
+
+def _place(group: Group) -> str:
+    return f" ({group.start.place})" if group.start.place else ""
 
 
 def _parts(groups: list[Group], count: int) -> list[list[Group]]:

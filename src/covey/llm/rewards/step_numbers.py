@@ -21,7 +21,7 @@ def step_numbers(
     """
     return [
         [float(number < len(right) and _is_right(text, right[number])) for number, text in enumerate(texts)]
-        for texts, right in zip(steps, map(_right_steps, column_of(columns, answer_column)), strict=True)
+        for texts, right in zip(steps, map(right_steps, column_of(columns, answer_column)), strict=True)
     ]
 
 
@@ -30,7 +30,8 @@ def _is_right(text: str, right: Number) -> bool:
     return given is not None and given.equals(right)
 
 
-def _right_steps(answers: Any) -> list[Number]:
+def right_steps(answers: Any) -> list[Number]:
+    """The right number of each step. Raises ValueError for an answer that is not a list of numbers."""
     if not isinstance(answers, (list, tuple)):
         raise ValueError(
             f"the answer {str(answers)!r:.60} is no list: set answer_column to a column with one number for each step"

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from covey.config import ConfigError
+from covey.config.arrow_file import rows_as_written
 from covey.config.files import parse_json
 from covey.llm.rewards.worker import load_function
 
@@ -50,7 +51,7 @@ def write_rows(name: str, path: Path) -> None:
         TypeError: if a row is no dict of JSON's types.
     """
     with open(path, "w", encoding="utf-8") as file:
-        for number, row in enumerate(load_function(name)(), start=1):
+        for number, row in enumerate(rows_as_written(load_function(name)()), start=1):
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {number} is of type {type(row).__name__}, and a dict is needed")
             file.write(json.dumps(dict(row)) + "\n")

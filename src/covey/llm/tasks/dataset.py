@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.config import ConfigError, DatasetConfig, RewardConfig
+from covey.config.arrow_file import rows_as_written
 from covey.config.data_file import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
 from covey.config.fields import plural
 from covey.config.validate import check_task
@@ -60,6 +61,11 @@ class PromptDataset:
         different = {row.content: row for row in reversed(self._held_out)}
         rows = [different[content] for content in sorted(different, key=prompt_hash)]
         return [_start(index, row) for index, row in enumerate(rows[:count])]
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """All rows, those for training first."""
+        return [*self._training, *self._held_out]
 
     def describe(self) -> str:
         """Number of training and of held-out prompts, and their source."""
@@ -122,7 +128,7 @@ class Rows(PromptDataset):
     def __init__(self, rows: Iterable[Mapping[str, Any]], held_out_fraction: float = 0.1):
         self.config = checked(DatasetConfig, {"path": "task", "held_out_fraction": held_out_fraction})
         taken = []
-        for number, record in enumerate(rows):
+        for number, record in enumerate(rows_as_written(rows)):
             place = f"task[{number}]"
             if not isinstance(record, Mapping):
                 kind = type(record).__name__
@@ -142,4 +148,4 @@ def order_of_pass(seed: int, epoch: int, size: int) -> Sequence[int]:
 
 
 def _start(index: int, row: Row) -> Start:
-    return Start(index=index, prompt=row.prompt, columns=dict(row.columns))
+    return Start(index=index, prompt=row.prompt, columns=dict(row.columns), place=row.place)
