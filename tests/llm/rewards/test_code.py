@@ -459,22 +459,20 @@ def test_a_sandbox_that_leaks_is_not_used() -> None:
 # The four leaks of a naive command line: environment, processes of root, user namespaces, ptrace.
 @pytest.mark.parametrize(
     ("removed", "leak"),
-    [("--unshare-net", "opened a connection"), ("--seccomp", "traced a process|made a user namespace")],
+    [("--unshare-net", "opened a connection"), (None, "traced a process|made a user namespace")],
 )
-def test_the_probe_notices_a_missing_argument(removed: str, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_notices_what_is_missing(removed: str | None, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = backend("bubblewrap")
     assert isinstance(sandbox, Bubblewrap)
     start = subprocess.Popen
 
     def without(command: list[str], **options: object) -> object:
         if removed in command:
-            place = command.index(removed)
-            del command[place : place + (2 if removed == "--seccomp" else 1)]
+            command.remove(removed)
         return start(command, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(bubblewrap.subprocess, "Popen", without)
-    if removed == "--unshare-net":
-        monkeypatch.setattr(bubblewrap, "bpf_filter", lambda: b"\x06\x00\x00\x00\x00\x00\xff\x7f")  # allow all
+    monkeypatch.setattr(bubblewrap, "bpf_filter", lambda: b"")
     with pytest.raises(SandboxFailure, match=leak):
         check_isolation(Bubblewrap(sandbox.base[0], disable_userns=False))
 

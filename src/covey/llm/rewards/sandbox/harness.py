@@ -13,11 +13,14 @@ what it can do, and the parent alone compares results and decides. Values cross 
 This file imports the standard library only, and nothing that the program needs to be absent.
 """
 
+import array
 import builtins
 import contextlib
+import ctypes
 import json
 import os
 import resource
+import struct
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -26,6 +29,7 @@ from typing import Any, NoReturn
 DEEPEST = 60  # nesting of values
 LONGEST_TEXT = 300  # characters of an error's text
 LARGEST_PLAIN_INT = 1 << 53
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 
 _ENDS_LOOPS = (StopIteration, StopAsyncIteration)
 _VIEWS: tuple[Any, ...] = (range, type({}.keys()), type({}.values()), type({}.items()))
@@ -121,7 +125,10 @@ def _decode_text(tag: str, rest: Sequence[str]) -> Any:
 
 def main() -> NoReturn:
     """Set the limits in `sys.argv[1]` (JSON), report "ready" and serve the one request."""
-    _limit(json.loads(sys.argv[1]))
+    settings = json.loads(sys.argv[1])
+    _limit(settings)
+    if settings["system_calls"]:
+        _filter_system_calls(bytes.fromhex(settings["system_calls"]))
     del sys.argv[1:]
     os.environ.clear()
     requests, replies = 0, 1
@@ -157,6 +164,15 @@ def _limit(settings: dict[str, Any]) -> None:
         # One second between the limits of processor time: SIGXCPU at the first, SIGKILL at the second.
         soft = max(number - 1, 1) if name == "RLIMIT_CPU" else number
         resource.setrlimit(kind, (soft, number))
+
+
+def _filter_system_calls(lines: bytes) -> None:
+    """Let the kernel refuse all system calls that this filter does not allow, from now on and in every child."""
+    program = array.array("B", lines)
+    header = struct.pack("HP", len(lines) // 8, program.buffer_info()[0])  # struct sock_fprog
+    prctl = ctypes.CDLL(None).prctl
+    if prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0):
+        sys.exit("the kernel takes no filter of system calls")
 
 
 def _send(descriptor: int, message: dict[str, Any]) -> None:
