@@ -263,21 +263,26 @@ class _Unsupported(BaseException):
 
 
 def _check(request: dict[str, Any], receive: Receive, send: Send) -> None:
-    """Run a test program; its verdict is the last frame: "passed", "failed" or, if it cannot be judged, "broken"."""
+    """Run a test program; its verdict is the last frame: "passed", "failed" or, if it cannot be judged, "broken".
+
+    It is broken if it ends with an exception before it has called the program, for then no program can pass it.
+    """
     module = types.ModuleType("check")
     stage = "broken"
+
+    def ask(call: dict[str, Any]) -> None:
+        nonlocal stage
+        stage = "failed"
+        send(call)
+
     try:
         _run([_completed(request["prefix"])], module, "prefix.py")
-        for name in request["functions"]:
-            setattr(module, name, _proxy(name, receive, send))
+        absent = [name for name in request["others"] if not hasattr(module, name)]
+        for name in (*request["functions"], *absent):
+            setattr(module, name, _proxy(name, receive, ask))
+        _run([request["source"]], module, "test.py")
         if request["entry_point"]:
-            _run([request["source"]], module, "test.py")
-            stage = "failed"
-            module.check(_proxy(request["entry_point"], receive, send))
-        else:
-            compile(request["source"], "test.py", "exec")
-            stage = "failed"
-            _run([request["source"]], module, "test.py")
+            module.check(_proxy(request["entry_point"], receive, ask))
     except _Unsupported as error:
         send({"broken": ["TypeError", f"the tests pass {error} to the function, which is no plain value"]})
     except BaseException as error:
