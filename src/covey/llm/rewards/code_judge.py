@@ -175,13 +175,20 @@ class _Budget:
 
 
 class _Countdown:
-    """Seconds that are left until a deadline, above 0."""
+    """Seconds that are left until a deadline.
+
+    Raises:
+        TimeLimit: after it, also if the next reply is there already.
+    """
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
 
     def __call__(self) -> float:
-        return max(self.deadline - time.monotonic(), 1e-3)
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeLimit("took longer than its time")
+        return left
 
 
 class _Calls:

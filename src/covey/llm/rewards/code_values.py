@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from covey.llm.rewards.sandbox.harness import NotPlain, decode, encode
+from covey.llm.rewards.sandbox.harness import DEEPEST, NotPlain, decode, encode
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9  # of floating-point results
 
@@ -64,14 +64,16 @@ def _same_dict(expected: dict[Any, Any], pairs: Sequence[Any]) -> bool:
     return wanted.keys() == found.keys() and all(_matches(value, found[name]) for name, value in wanted.items())
 
 
-def _text(item: Any) -> str:
+def _text(item: Any, depth: int = 0) -> str:
     """A text that two encoded values share if, and only if, they are equal.
 
     Raises:
-        NotPlain: for a value that can be neither a key nor in a set.
+        NotPlain: for a value that can be neither a key nor in a set, or that `encode` does not write.
     """
+    if depth > DEEPEST:
+        raise NotPlain("nested too deeply")
     if isinstance(item, list) and item and item[0] in ("list", "tuple", "set", "frozenset"):
-        parts = [_text(part) for part in item[1:]]
+        parts = [_text(part, depth + 1) for part in item[1:]]
         is_set = item[0] in ("set", "frozenset")
         return f"{'set' if is_set else 'list'}({','.join(sorted(set(parts)) if is_set else parts)})"
     if isinstance(item, list) and (not item or item[0] not in ("int", "float", "complex", "bytes")):

@@ -13,7 +13,6 @@ what it can do, and the parent alone compares results and decides. Values cross 
 This file imports the standard library only, and nothing that the program needs to be absent.
 """
 
-import array
 import builtins
 import contextlib
 import ctypes
@@ -168,8 +167,8 @@ def _limit(settings: dict[str, Any]) -> None:
 
 def _filter_system_calls(lines: bytes) -> None:
     """Let the kernel refuse all system calls that this filter does not allow, from now on and in every child."""
-    program = array.array("B", lines)
-    header = struct.pack("HP", len(lines) // 8, program.buffer_info()[0])  # struct sock_fprog
+    program = ctypes.create_string_buffer(lines, len(lines))
+    header = struct.pack("HP", len(lines) // 8, ctypes.addressof(program))  # struct sock_fprog
     prctl = ctypes.CDLL(None).prctl
     if prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0):
         sys.exit("the kernel takes no filter of system calls")
