@@ -13,13 +13,12 @@ what it can do, and the parent alone compares results and decides. Values cross 
 This file imports the standard library only, and nothing that the program needs to be absent.
 """
 
+import _ctypes
 import builtins
 import contextlib
-import ctypes
 import json
 import os
 import resource
-import struct
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -167,11 +166,13 @@ def _limit(settings: dict[str, Any]) -> None:
 
 def _filter_system_calls(lines: bytes) -> None:
     """Let the kernel refuse all system calls that this filter does not allow, from now on and in every child."""
-    program = ctypes.create_string_buffer(lines, len(lines))
-    header = struct.pack("HP", len(lines) // 8, ctypes.addressof(program))  # struct sock_fprog
-    prctl = ctypes.CDLL(None).prctl
-    if prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0):
-        sys.exit("the kernel takes no filter of system calls")
+    # The package ctypes would do the same, but to import it takes a tenth of the time of a program.
+    address = id(lines) + bytes.__basicsize__ - 1
+    header = b"".join(number.to_bytes(8, "little") for number in (len(lines) // 8, address))  # struct sock_fprog
+    prctl = _ctypes.dlsym(_ctypes.dlopen(None, os.RTLD_NOW), "prctl")  # type: ignore[arg-type]
+    for arguments in ((PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0)):
+        if _ctypes.call_function(prctl, arguments) != 0:
+            sys.exit("the kernel takes no filter of system calls")
 
 
 def _send(descriptor: int, message: dict[str, Any]) -> None:
